@@ -1,4 +1,4 @@
-"""Rows of annotation tools: which ones an annotator rejected or skipped, and Label Studio's tasks as flat rows."""
+"""Rows of annotation tools: those that an annotator rejected or skipped, and Label Studio's tasks as flat rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ANSWERS = (None, "accept", "reject", "ignore")
 
 
 def rejected_rows(rows: Sequence[Row], chosen: Collection[str], *, is_test: bool = False) -> set[int]:
-    """Which rows were rejected, ignored or skipped; none of a test file in which all were.
+    """Returns the rows that were rejected, ignored or skipped; none of a test file in which all were.
 
-    Columns that are `chosen` as text or label are no verdict.
+    Columns `chosen` as text or label are not verdicts.
     """
     answers = [None if "answer" in chosen else row.get("answer") for row in rows]
     if not all(answer in _ANSWERS for answer in answers):
@@ -33,12 +33,12 @@ def _is_true(value: Any) -> bool:
 
 
 def verdict_columns(available: Iterable[str], chosen: Collection[str]) -> tuple[str, ...]:
-    """The columns of verdicts that a file has, but for chosen ones."""
+    """Returns a file's columns of verdicts, except chosen ones."""
     return tuple(name for name in available if name in VERDICT_COLUMNS and name not in chosen)
 
 
 def code_point(text: str, encoding: str, offset: int) -> int | None:
-    """The character of a text that begins at an offset in units of `utf-16-le` or `utf-8`; None if none does."""
+    """Returns the character that begins at an offset in units of `utf-16-le` or `utf-8`; None if none does."""
     position = 2 * offset if encoding == "utf-16-le" else offset
     try:
         encoded = text.encode(encoding)
@@ -48,7 +48,7 @@ def code_point(text: str, encoding: str, offset: int) -> int | None:
 
 
 def rejected_note(path: Path, number: int, total: int) -> tuple[str, ...]:
-    """Says how many rows are left out, if any; InputError if none is left."""
+    """Returns a note on how many rows are left out, if any; raises InputError if none is left."""
     if 0 < number == total:
         raise InputError(f"{path}: an annotator rejected or skipped every row; accept some")
     note = f"{path}: {number:,} of {total:,} rows are left out, which an annotator rejected or skipped"
@@ -56,7 +56,7 @@ def rejected_note(path: Path, number: int, total: int) -> tuple[str, ...]:
 
 
 def flat_row(where: str, row: Row) -> Row:
-    """A task of Label Studio as a row of its data with the column `spans`; other rows as they are.
+    """Returns a task of Label Studio as a row of its data with the column `spans`; other rows as they are.
 
     A task without an annotation counts as cancelled. Raises InputError if its annotations differ.
     """
@@ -72,7 +72,7 @@ def flat_row(where: str, row: Row) -> Row:
 
 
 def _spans(annotation: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an annotation marks in the text, in the order of the text; relations and choices have no place there."""
+    """Returns an annotation's spans in the order of the text, without relations and choices."""
     values = [item.get("value") for item in annotation.get("result") or []]
     spans = [value for value in values if isinstance(value, dict) and "start" in value]
     return sorted(spans, key=lambda span: (str(span["start"]), str(span.get("end")), str(span.get("labels"))))

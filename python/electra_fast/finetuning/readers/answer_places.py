@@ -1,7 +1,7 @@
-"""Where annotated answers stand in their contexts.
+"""Locates annotated answers in their contexts.
 
-Tools count offsets in different units. The texts beside them tell which: `offset_unit` finds the unit of a file, and
-`place_answer` the characters of an answer. `question_files` reads the annotations.
+Tools count offsets in different units; the answers' texts show which. `offset_unit` finds the unit of a file, and
+`place_answer` the characters of an answer.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Annotation(NamedTuple):
 
 
 def offset_unit(annotations: Iterable[tuple[str, Annotation]]) -> str:
-    """The unit in which most offsets are those of their texts, a key of `_UNITS`: characters unless another fits more.
+    """Returns the unit, a key of `_UNITS`, in which most offsets fit their texts: characters unless another fits more.
 
-    Takes pairs of context and annotation.
+    `annotations` are pairs of context and annotation.
     """
     given = [(context, annotation) for context, annotation in annotations if annotation.start is not None]
     if all(_start(context, annotation, CHARACTERS) is not None for context, annotation in given):
@@ -41,11 +41,11 @@ def offset_unit(annotations: Iterable[tuple[str, Annotation]]) -> str:
 
 
 def place_answer(where: str, context: str, annotation: Annotation, unit: str) -> tuple[Answer, bool]:
-    """The answer, and whether it is elsewhere than at its offset, which counts `unit`s.
+    """Returns the answer, and whether it is elsewhere than at its offset in `unit`s.
 
-    Without an offset it is the first occurrence. Where another text is at the offset, it is the only occurrence, or the
-    nearest if that overlaps the annotation. Case, amounts of whitespace and forms of characters (NFKD) may differ. The
-    start is -1 where there is none.
+    Without an offset it is the first occurrence. If another text is at the offset, it is the only occurrence, or the
+    nearest if that overlaps the annotation. Case, whitespace and forms of characters (NFKD) may differ. The start is -1
+    if there is none.
 
     Raises:
         InputError: The annotation's end is not that of its text; the message begins with `where`.
@@ -68,7 +68,7 @@ def place_answer(where: str, context: str, annotation: Annotation, unit: str) ->
 
 
 def _start(context: str, annotation: Annotation, unit: str) -> int | None:
-    """The character at which an annotation starts, if its text is there."""
+    """Returns the character at which an annotation starts, if its text is there."""
     if annotation.start is None or annotation.start < 0:
         return None
     start = _UNITS[unit](context, annotation.start)
@@ -76,7 +76,7 @@ def _start(context: str, annotation: Annotation, unit: str) -> int | None:
 
 
 def _check_end(where: str, context: str, annotation: Annotation, start: int, unit: str) -> None:
-    """An end may include its character or not, and either may have whitespace that the text lacks."""
+    """Checks the end, which may be inclusive or exclusive, and include whitespace that the text lacks."""
     if annotation.end is None:
         return
     ends = (_UNITS[unit](context, end) for end in (annotation.end, annotation.end + 1))
@@ -93,7 +93,7 @@ def _with_carriage_returns(context: str, offset: int) -> int:
     return offset
 
 
-# The character that an offset in a unit stands for. Of units that fit equally well the first counts.
+# Convert an offset in a unit to a character. Among units that fit equally well, the first is taken.
 _UNITS: dict[str, Callable[[str, int], int | None]] = {
     CHARACTERS: lambda context, offset: offset,
     "UTF-16 code units": lambda context, offset: code_point(context, "utf-16-le", offset),
@@ -104,7 +104,7 @@ _UNITS: dict[str, Callable[[str, int], int | None]] = {
 
 
 def _occurrences(context: str, text: str) -> list[Span]:
-    """All places of a text; where there is none as it is written, those that are equal when folded."""
+    """Returns all occurrences of a text; if there are none as written, those that are equal when folded."""
     found = [match.span() for match in re.finditer(re.escape(text), context)]
     folded = _fold(text)
     if found or not folded or folded not in _fold(context):

@@ -1,7 +1,4 @@
-"""Cells of .tsv and .csv files: what separates and encloses them, and what is wrong with single lines.
-
-`tables` reads the files.
-"""
+"""Cells of .tsv and .csv files: delimiters, quotes, and errors in single lines."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from typing import Any, Literal
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.text_files import TextFile
 
-# A row, or what is wrong with it, and its line.
+# A row or its error, and its line.
 Record = tuple[int, dict[str, Any] | InputError]
-# The names of a table's columns, if it has any, and what reads its rows, all of their columns or some.
+# The names of a table's columns, if it has any, and a function that reads all or some columns of its rows.
 Loaded = tuple[tuple[str, ...] | None, Callable[[Sequence[str]], Iterator[Record]]]
 _Cells = list[str] | InputError
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
@@ -27,12 +24,12 @@ DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the cells of .tsv and .csv files are written.
+    """Delimiter and quotes of .tsv and .csv files.
 
     Args:
         quoting: Whether quotes enclose cells; `auto`: in .csv files, and in .tsv files that tabs do not separate.
-        delimiter: A character or its name, such as `tab`; empty for that of the extension, or where the header has a
-            single column by that, for the one that it shows.
+        delimiter: A character or its name, such as `tab`; empty for that of the extension, or if the header then has a
+            single column, the one that it shows.
     """
 
     quoting: Literal["auto", "csv", "none"] = "auto"
@@ -49,7 +46,7 @@ class Dialect:
 
 
 def reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """The names; InputError if one repeats."""
+    """Returns the names; raises InputError if one repeats."""
     repeated = next((name for position, name in enumerate(names) if name in names[:position]), None)
     if repeated is not None:
         raise InputError(f"{path}: two columns are named {repeated!r}; rename one")
@@ -57,7 +54,7 @@ def reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[str]) -> Loaded:
-    """Reads the header of a file, and notes how its cells are separated where the extension says otherwise."""
+    """Reads the header of a file, and notes a delimiter that differs from the extension's."""
     lines = enumerate(file.lines(), 1)
     line, first = next(((line, text) for line, text in lines if text.strip()), (0, ""))
     delimiter = dialect.delimiter
@@ -80,14 +77,14 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
     if isinstance(header, InputError):
         raise header
     header = [name.strip() for name in header]
-    while header.count("") > 1 and not header[-1]:  # columns that a spreadsheet appends; their cells have to be empty
+    while header.count("") > 1 and not header[-1]:  # appended by a spreadsheet; their cells must be empty
         header.pop()
     names = reject_duplicates(file.path, header)
     return names, lambda _: _delimited_rows(file.path, names, _cleaned(file.path, names, records), is_quoted, hint)
 
 
 def _shown_delimiter(path: Path, header: str, own: str) -> str:
-    """The extension's delimiter, or where the header has one column by that, the one by which it has most."""
+    """Returns the extension's delimiter, or if the header then has one column, the one that gives the most."""
     unquoted = re.sub(r'"(?:[^"]|"")*"', "", header)
     counts = {each: unquoted.count(each) + 1 for each in DELIMITERS.values()}
     most = max(counts.values())
@@ -101,7 +98,7 @@ def _shown_delimiter(path: Path, header: str, own: str) -> str:
 
 
 def _cleaned(path: Path, names: Sequence[str], records: Iterator[tuple[int, _Cells]]) -> Iterator[tuple[int, _Cells]]:
-    """Without blank lines, which in a single column are empty texts unless they come last."""
+    """Drops blank lines; in a single column, they are empty texts unless they come last."""
     if len(names) == 1:
         return without_blank_end(records)
     return ((line, cells) for line, cells in records if cells)
@@ -132,7 +129,7 @@ def _quoting_remedy(cells: list[str], is_quoted: bool) -> str:
 
 
 def without_blank_end(records: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Records of blank lines become empty cells unless they come last."""
+    """Turns records of blank lines into empty cells, unless they come last."""
     blank: list[int] = []
     for line, cells in records:
         if cells:
@@ -144,16 +141,16 @@ def without_blank_end(records: Iterator[tuple[int, Any]]) -> Iterator[tuple[int,
 
 
 def plain_cells(lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The cells of lines in which quotes are text; none of a blank line."""
+    """Yields the cells of lines in which quotes are text; none for a blank line."""
     for number, line in lines:
         line = line.removesuffix("\n").removesuffix("\r")
         yield number, line.split(delimiter) if line else []
 
 
 def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, _Cells]]:
-    """RFC 4180; a record's line is the one where it begins. A bad line is its error.
+    """Yields records by RFC 4180 with the line where each begins; a bad line as its error.
 
-    Raises the error of a bad record of several lines: it may be the rest of the file after an open quote.
+    Raises the error of a bad record of several lines, which may be the rest of the file after an open quote.
     """
     numbers: list[int] = []
 
@@ -165,7 +162,7 @@ def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) 
     reader = csv.reader(texts(), delimiter=delimiter, strict=True)
     while True:
         numbers.clear()
-        limit = csv.field_size_limit(sys.maxsize)  # it is global to the module
+        limit = csv.field_size_limit(sys.maxsize)  # global to the module
         try:
             cells: _Cells = next(reader)
         except csv.Error as error:

@@ -1,7 +1,7 @@
 """Reads the nine GLUE tasks in their usual layouts, and writes predictions in the format of the GLUE server.
 
-Quotes are text in .tsv files. One may lack its header, in which case its columns are the official ones. In the Hub's
-.parquet files numbers are labels in the order of the names that the file's metadata give, else in the official one.
+Quotes are text in .tsv files; a file without a header has the official columns. In the Hub's .parquet files, numbers
+are labels in the order of the names in the file's metadata, else in the official order.
 """
 
 from __future__ import annotations
@@ -173,12 +173,12 @@ def read(name: str, folder: Path) -> TaskData:
 
 
 def held_tasks(folder: Path) -> list[str]:
-    """The tasks whose folders are in `folder`, in the order of `TASKS`."""
+    """Returns the tasks whose folders are in `folder`, in the order of `TASKS`."""
     return [name for name in TASKS if _subfolder(name, folder)]
 
 
 def locate(name: str, folder: Path) -> Path:
-    """The folder of a task: the one in `folder` that has its name, else `folder` itself if it has a training file."""
+    """Returns the folder of a task: the one in `folder` with its name, else `folder` if it has a training file."""
     glue = TASKS[name]
     original = MRPC_ORIGINAL[:1] if name == "mrpc" else ()
     for candidate in (_subfolder(name, folder), folder):
@@ -189,13 +189,13 @@ def locate(name: str, folder: Path) -> Path:
 
 
 def task_name(name: str) -> str | None:
-    """The key of `TASKS` for a task's usual names, such as `SST-2`; None for others."""
+    """Returns the key of `TASKS` for a task's usual names, such as `SST-2`; None for others."""
     letters = _letters(name)
     return next((key for key, glue in TASKS.items() if letters in (key, *glue.aliases)), None)
 
 
 def _subfolder(name: str, folder: Path) -> Path | None:
-    """The official folder before one with another usual name."""
+    """Returns the official folder, else one with another usual name."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     glue = TASKS[name]
@@ -222,7 +222,7 @@ def _dev_files(folder: Path, variant: str) -> list[Path]:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The .tsv file of a split, or its parts as the Hub has them: NAME-00000-of-00001.parquet, NAME/0000.parquet."""
+    """Returns the .tsv file of a split, or its parts on the Hub: NAME-00000-of-00001.parquet, NAME/0000.parquet."""
     patterns = (f"{name}.tsv", f"{name}.parquet", f"{name}-*-of-*.parquet", f"{name}/*.parquet")
     for pattern in (*patterns, *(f"data/{pattern}" for pattern in patterns)):
         if files := sorted(path for path in folder.glob(pattern) if path.is_file()):
@@ -240,7 +240,7 @@ def _diagnostic_files(folder: Path) -> list[Path]:
 
 
 def _read_original_mrpc(glue: GlueTask, folder: Path) -> TaskData:
-    """Microsoft's files: the dev examples are those of the training file that dev_ids.tsv lists."""
+    """Reads Microsoft's files: dev_ids.tsv lists the dev examples in the training file."""
     notes: list[str] = []
     train_path, test_path, dev_ids_path = (folder / name for name in MRPC_ORIGINAL)
     train = _read_split(glue, "train", [train_path], notes, MRPC_IDS)
@@ -314,7 +314,7 @@ def _records(
 
 
 def _parquet_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The header and the rows of a file as those of a .tsv file, with labels by their names if it has them."""
+    """Yields the header and the rows of a file as of a .tsv file, with the names of labels if it has them."""
     classes = class_names(path)
     with open_table(path) as table:
         names = table.columns or ()
@@ -407,7 +407,7 @@ def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) 
 
 
 def _similarity(label: str) -> float:
-    """NaN if it is not a number from 0 to 5."""
+    """Returns a number from 0 to 5, else NaN."""
     try:
         value = float(label)
     except ValueError:
@@ -416,7 +416,7 @@ def _similarity(label: str) -> float:
 
 
 def _decided(split: Split, notes: list[str]) -> Split:
-    """Leaves out what the annotators of MNLI did not agree on."""
+    """Leaves out examples of MNLI on which the annotators did not agree."""
     if split.targets is None or UNDECIDED not in split.targets:
         return split
     undecided = split.targets == UNDECIDED
@@ -427,7 +427,7 @@ def _decided(split: Split, notes: list[str]) -> Split:
 
 
 def submission_name(task: Task, split: Split) -> str:
-    """The file name that the GLUE server expects for a test split."""
+    """Returns the file name that the GLUE server expects for a test split."""
     if split.name == "diagnostic":
         return "AX.tsv"
     ending = {"test": "-m", "test-mismatched": "-mm"}[split.name] if task.name == "mnli" else ""
@@ -438,8 +438,8 @@ def write_submission(path: Path, task: Task, split: Split, outputs: NDArray[np.f
     """Writes predictions for the GLUE server: a header, then index and label, or the similarity from 0 to 5.
 
     Args:
-        path: Replaced atomically.
-        task: The `task` of a `TaskData` that `read` returned.
+        path: Output file, replaced atomically.
+        task: A task of GLUE.
         split: The test split.
         outputs: Logits [n, classes], or for STS-B values [n].
     """

@@ -1,4 +1,4 @@
-"""Reads the cells of label columns as names of classes: what is no label, and what names the same class."""
+"""Reads the cells of label columns as names of classes: missing labels, and spellings of the same class."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from electra_fast.finetuning.readers.tables import Table
 MAX_NAMED_LABELS = 20
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _WHOLE = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,17}))\.0*")
-# No label, in any column: null and empty cells (""), SNLI's and the `datasets` library's signs.
+# Signs of a missing label in any column: null and empty cells (""), SNLI's and the `datasets` library's.
 _NO_LABEL = ("", "-", "-1")
-# No label in columns of numbers; elsewhere they may be classes.
+# Signs of a missing label in columns of numbers; elsewhere they may be classes.
 _MISSING = {"nan", "na", "n/a", "#n/a", "<na>", "null", "none"}
 _DOUBTFUL = _MISSING | {"?", "--", "–", "—", "unlabeled", "unlabelled", "undefined"}
 _SEPARATORS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
 class NoLabel(Exception):
-    """An example has no label; the message is the sign that says so."""
+    """An example has no label; the message is the sign for that."""
 
 
 class LabelReader:
@@ -38,11 +38,11 @@ class LabelReader:
     a separator, or if there are several columns of 0/1 or true/false, or one with a list of those per row.
 
     Args:
-        train: The training file, whose cells tell how all files are read.
+        train: The training file, whose cells decide how all files are read.
         columns: Its label columns.
-        given: The classes that the user names, if any; `-1`, `-` and the empty string can be among them.
-        separator: What separates the labels of a cell; empty for one label per cell.
-        mapping: Labels of the files and the names that they get; empty names leave them out.
+        given: The user's classes, if any; `-1`, `-` and the empty string can be among them.
+        separator: Separator of the labels in a cell; empty for one label per cell.
+        mapping: Labels of the files and their new names; empty names leave them out.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LabelReader:
             raise InputError("--label-map is not for columns or lists of 0 and 1, whose names are the labels")
 
     def __call__(self, cells: Sequence[Any], place: str) -> list[str]:
-        """The label names in the cells of a row: one, or in a multi-label task any number.
+        """Returns the label names in the cells of a row: one, or in a multi-label task any number.
 
         Raises NoLabel, or InputError, which begins with the row's place.
         """
@@ -82,7 +82,7 @@ class LabelReader:
         return [self._name(cell, place)]
 
     def canonical(self, value: Any) -> str:
-        """A label as text: `3` for 3.0, `true` for True, and for null and NaN the empty string."""
+        """Returns a label as text: `3` for 3.0, `true` for True, and for null and NaN the empty string."""
         if value is None or value != value:
             return ""
         if isinstance(value, bool):
@@ -96,7 +96,7 @@ class LabelReader:
         return whole[1] if whole else text
 
     def check_mapping(self, found: Iterable[str]) -> None:
-        """Raises InputError, after all files are read, if none has a label that is to be renamed."""
+        """Raises InputError, after all files are read, if none has a label to be renamed."""
         if self._unused:
             there_are = f"there are: {listed(sorted(found))}"
             raise InputError(f"--label-map: no file has the label {min(self._unused)!r}; {there_are}")
@@ -135,12 +135,12 @@ class LabelReader:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell of a column of numbers has none."""
+    """Returns whether a cell of a column of numbers is missing."""
     return value is None or value != value or (isinstance(value, str) and _sign(value) in _MISSING | {"", "-"})
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number or text that Python reads as one, without underscores."""
+    """Returns whether a value is a number or text that Python reads as one, without underscores."""
     try:
         float(value)
     except (TypeError, ValueError, OverflowError):
@@ -149,7 +149,7 @@ def is_number(value: Any) -> bool:
 
 
 def parse_mapping(given: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    """The renamed labels of `--label-map OLD=NEW,...`; InputError names what is not of this form."""
+    """Parses `--label-map OLD=NEW,...`; raises InputError naming what is not of this form."""
     if isinstance(given, Mapping):
         return dict(given)
     mapping: dict[str, str] = {}
@@ -163,30 +163,26 @@ def parse_mapping(given: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
 
 
 def left_out(signs: Mapping[str, int]) -> str:
-    """What stood in place of labels, and how often, for notes: `'-1' 3, empty 1`."""
+    """Lists the signs of missing labels and their counts, for notes: `'-1' 3, empty 1`."""
     return ", ".join(f"{repr(sign) if sign else 'empty or null'} {count:,}" for sign, count in signs.items())
 
 
 def listed(labels: Iterable[str]) -> str:
-    """Labels for messages, truncated."""
+    """Lists labels for messages, truncated."""
     names = [repr(label) for label in labels]
     more = f" and {len(names) - MAX_NAMED_LABELS:,} more" if len(names) > MAX_NAMED_LABELS else ""
     return ", ".join(names[:MAX_NAMED_LABELS]) + more
 
 
 def near_label(unknown: str, classes: Iterable[str]) -> str:
-    """The end of an error about a label that is none of the classes: the class that it may mean."""
+    """Returns the end of an error about an unknown label: the class that it may mean."""
     by_key = {_looks(name): name for name in reversed(tuple(classes))}
     close = difflib.get_close_matches(_looks(unknown), by_key, n=1, cutoff=1.0 if is_number(unknown) else 0.6)
     return f"; if it means {by_key[close[0]]!r}, add --label-map {unknown}={by_key[close[0]]}" if close else ""
 
 
 def doubts(counts: Mapping[str, int]) -> Iterator[str]:
-    """Notes on classes that look alike, and on those whose names may say that there is no label.
-
-    Args:
-        counts: How often each class occurs.
-    """
+    """Yields notes on classes that look alike or may mean that there is no label, given their counts."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
         groups[_looks(name)].append(name)
@@ -203,7 +199,7 @@ def doubts(counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def _looks(name: str) -> str:
-    """Equal for names that a reader would take for the same."""
+    """Returns a key that is equal for names that look the same."""
     visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
     return _SEPARATORS.sub("", unicodedata.normalize("NFKC", visible).casefold().strip())
 
@@ -213,7 +209,7 @@ def _sign(text: str) -> str:
 
 
 def _form(values: Iterable[Any]) -> Literal["number", "boolean", "text"]:
-    """What all labels are, apart from missing ones."""
+    """Returns the form of all labels, apart from missing ones."""
     forms = {_form_of(value) for value in values if not is_missing(value)}
     return forms.pop() if len(forms) == 1 else "text"
 
@@ -236,7 +232,7 @@ def _is_set(value: Any, column: str, place: str) -> bool:
 
 
 def _are_multi_hot(lists: Sequence[list[Any]]) -> bool:
-    """Whether lists have a 0 or 1 for each label, rather than the labels: then values repeat."""
+    """Returns whether lists have a 0 or 1 for each label, rather than the labels: then values repeat."""
     return (
         len({len(cell) for cell in lists}) == 1
         and all(isinstance(item, int | float) and item in (0, 1) for cell in lists for item in cell)
@@ -251,7 +247,7 @@ def _flag_names(train: Table, number: int, given: Sequence[str]) -> tuple[str, .
 
 
 def _are_written_lists(values: Sequence[Any]) -> bool:
-    """Whether the cells are lists as text, as in a table that pandas wrote."""
+    """Returns whether the cells are lists as text, as in a table that pandas wrote."""
     texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
     if not texts or not all(text[0] == "[" and text[-1] == "]" for text in texts):
         return False

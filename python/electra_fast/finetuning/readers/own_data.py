@@ -50,7 +50,7 @@ Columns = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """A file's text and label columns; `label` is empty where a test file has no labels."""
+    """A file's text and label columns; `label` is empty if a test file has no labels."""
 
     name: str
     table: Table
@@ -61,7 +61,7 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True)
 class _Examples:
-    """The rows of a file that can be used: where they are, their texts, and their labels, None where there is none."""
+    """The usable rows of a file: their numbers, texts, and labels, None for no label."""
 
     file: _File
     rows: list[int]
@@ -92,7 +92,7 @@ def read(
 ) -> TaskData:
     """Reads the files of a task.
 
-    Examples without a label are left out; those of `test` are predicted and not scored.
+    Examples without a label are left out; in `test` they are predicted but not scored.
 
     Args:
         kind: Whether the labels are classes or numbers.
@@ -102,18 +102,18 @@ def read(
         text: One or two text columns; empty for the first of `TEXT_COLUMNS` that the training file has.
         label: The label columns; empty for the first of `LABEL_COLUMNS` that the training file has. Several, each of
             0/1 or true/false, make the task multi-label, as lists and `label_separator` do.
-        dev_text: Those of `dev`, where they have other names.
-        dev_label: Likewise.
-        test_text: Those of `test`.
-        test_label: Likewise.
+        dev_text: Text columns of `dev`, if named otherwise.
+        dev_label: Label columns of `dev`, if named otherwise.
+        test_text: Text columns of `test`, if named otherwise.
+        test_label: Label columns of `test`, if named otherwise.
         labels: The classes in the order of their ids; empty for those of the training file, sorted.
-        label_map: Labels of the files and the names that they get, or `OLD=NEW` strings; an empty name leaves the
-            examples out.
-        label_separator: What separates the labels of one cell.
+        label_map: Labels of the files and their new names, or `OLD=NEW` strings; an empty name leaves the examples
+            out.
+        label_separator: Separator of the labels in one cell.
         quoting: As in `tables.iterate_rows`.
-        skip_bad_rows: How many rows that cannot be used may be left out.
-        dev_fraction: Share of the training examples that is set aside, above 0 and below 1.
-        seed: Chooses the examples that are set aside.
+        skip_bad_rows: Number of unusable rows that may be left out.
+        dev_fraction: Fraction of the training examples to set aside, above 0 and below 1.
+        seed: Seeds the choice of the examples to set aside.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -195,7 +195,7 @@ def _read_files(
 
 
 def _training_columns(path: Path, available: Columns, given: Columns, usual: Sequence[Columns], kind: str) -> Columns:
-    """Those that are named, else the first of the usual ones."""
+    """Returns the named columns, else the first of the usual ones."""
     names = given or next((names for names in usual if set(names) <= set(available)), ())
     if not names:
         raise InputError(f"{path}: no {kind} column; {there_are(available)}; choose with --{kind}")
@@ -213,7 +213,7 @@ def _columns(
     notes: list[str],
     optional: bool = False,
 ) -> Columns:
-    """Those that are named, else those of the training file, else the only usual ones, with a note; () for none."""
+    """Returns the named columns, else those of the training file, else the only usual ones (noted); () for none."""
     if given and len(given) != len(trained):
         raise InputError(f"{flag} names {', '.join(given)}; the training file has {len(trained)}: {', '.join(trained)}")
     names = given or trained
@@ -242,7 +242,7 @@ def _check_options(
 
 
 def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad: BadRows) -> _Examples:
-    """Reads the rows of a file; those without a label are left out, but for a test file's."""
+    """Reads the rows of a file; leaves those without a label out, except in a test file."""
     rows: list[int] = []
     texts, labels, signs, unlabelled = list[tuple[str, ...]](), list[Any](), Counter[str](), list[int]()
     columns, num_rows = file.table.columns, len(file.table.lines)
@@ -299,7 +299,7 @@ def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int], la
 
 
 def _how_to_keep(signs: Counter[str], labels: Sequence[Any]) -> str:
-    """What to do where a sign is a class after all."""
+    """Returns the remedy if a sign is a class after all."""
     sign = next((sign for sign in ("-1", "-") if sign in signs), None)
     lists = [names for names in labels if isinstance(names, list)]
     if sign is None or not lists:
@@ -311,7 +311,7 @@ def _how_to_keep(signs: Counter[str], labels: Sequence[Any]) -> str:
 
 
 def _empty_texts(file: _File, rows: list[int], texts: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """A note about examples without text, which are kept; raises InputError if there are no others."""
+    """Returns a note about examples without text, which are kept; raises InputError if there are no others."""
     empty = [row for row, parts in zip(rows, texts, strict=True) if not any(part.strip() for part in parts)]
     if empty and len(empty) == len(texts):
         columns = " and ".join(map(repr, file.text))
@@ -327,7 +327,7 @@ def _split(examples: _Examples, targets: NDArray[Any] | None) -> Split:
 def _classification(
     examples: Mapping[str, _Examples], reader: LabelReader, given: tuple[str, ...], bad: BadRows
 ) -> tuple[Task, dict[str, NDArray[Any] | None], str]:
-    """The task, the targets of the splits, and what to add where they have unknown labels."""
+    """Returns the task, the targets of the splits, and a hint about unknown labels."""
     train = examples["train"]
     found = {name for names in train.labels for name in names}
     _check_found(train, found, reader)
@@ -351,7 +351,7 @@ def _classification(
 
 
 def _check_found(train: _Examples, found: set[str], reader: LabelReader) -> None:
-    """Raises InputError where there is nothing to learn."""
+    """Raises InputError if there is nothing to learn."""
     if len(found) < (1 if reader.is_multi_label else 2):
         rest = next((note for note in train.notes if "no label" in note), "")
         raise InputError(
@@ -361,7 +361,7 @@ def _check_found(train: _Examples, found: set[str], reader: LabelReader) -> None
 
 
 def _classes(train: _Examples, found: set[str], is_multi_label: bool) -> tuple[str, ...]:
-    """The labels that occur, sorted; raises InputError if they look like numbers to predict or like ids."""
+    """Returns the labels that occur, sorted; raises InputError if they look like numbers to predict or like ids."""
     table = train.file.table
     if not is_multi_label and all(map(is_number, found)) and not all(map(INTEGER.fullmatch, found)):
         names = zip(train.rows, train.labels, strict=True)
@@ -384,7 +384,7 @@ def _sorted(names: set[str]) -> tuple[str, ...]:
 
 
 def _drop_unknown(examples: _Examples, ids: Mapping[str, int], unknown: list[str], bad: BadRows) -> None:
-    """Leaves out, as bad rows, examples with labels that are no classes."""
+    """Leaves out, as bad rows, examples with unknown labels."""
     kept: list[int] = []
     for number, names in enumerate(examples.labels):
         with bad.collect():
@@ -400,7 +400,7 @@ def _drop_unknown(examples: _Examples, ids: Mapping[str, int], unknown: list[str
 
 
 def _class_targets(examples: _Examples, ids: Mapping[str, int], is_multi_label: bool) -> NDArray[Any] | None:
-    """Class ids, int64 [n]; for a multi-label task a float32 [n, labels] of 0 and 1."""
+    """Returns class ids, int64 [n]; for a multi-label task 0 and 1, float32 [n, labels]."""
     if not examples.file.label:
         return None
     if not is_multi_label:
@@ -434,7 +434,7 @@ def _number(cells: Sequence[Any], place: str) -> float:
 
 
 def _overlap(train: Split, dev: Split) -> Iterator[str]:
-    """A note on validation examples that are trained on, which makes the scores too good."""
+    """Notes validation examples that are also trained on, which inflates the scores."""
     known = set(train.texts)
     num_known = sum(texts in known for texts in dev.texts)
     if num_known:

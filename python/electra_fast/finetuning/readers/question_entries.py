@@ -1,7 +1,4 @@
-"""Questions as files hold them: SQuAD's JSON and its relatives, lists and lines of JSON, and rows of tables.
-
-`question_files` makes a task of them.
-"""
+"""Reads questions from files: SQuAD's JSON and its relatives, lists and lines of JSON, and rows of tables."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from electra_fast.finetuning.readers.answer_places import Annotation
 from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, place, there_are
 from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows
 
-# Names of fields and columns, of which the first counts: SQuAD's, and those of CMRC 2018, MRQA and others.
+# Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
 CONTEXT_COLUMNS = ("context", "context_text")
 ANSWER_COLUMNS = ("answers", "answer", "answer_text")
@@ -30,7 +27,7 @@ ANSWER_COLUMNS = ("answers", "answer", "answer_text")
 DETECTED = "detected_answers"
 ID_COLUMNS = ("id", "qid", "query_id", "guid")
 OFFSET_COLUMNS = ("answer_start", "answer_end")
-# Lists of objects that are questions, or that have such lists and maybe the context of their questions.
+# Lists of questions, or of objects that have such lists and maybe the context of their questions.
 NESTED = ("data", "paragraphs", "qas")
 EXPECTED = '{"data": [{"paragraphs": [{"context": …, "qas": [{"id": …, "question": …, "answers": …}]}]}]}'
 
@@ -51,7 +48,7 @@ class Columns:
 
     @classmethod
     def chosen(cls, text: tuple[str, ...], label: tuple[str, ...] = ()) -> Columns:
-        """Those of `--text` and `--label`, and the usual ones where these are empty."""
+        """Returns the columns of `--text` and `--label`, or the usual ones if these are empty."""
         if text and len(text) != 2:
             given = f"{len(text)} columns ({', '.join(text)})"
             raise InputError(f"--text names {given}; it has to be two: question, context")
@@ -75,7 +72,7 @@ class Question:
 
 
 def entries(path: Path, columns: Columns, quoting: Quoting, bad: BadRows | None = None) -> Iterator[Entry]:
-    """The questions of a file; streams rows. Those that cannot be read are collected in `bad`, or raised."""
+    """Yields the questions of a file; streams rows. Bad ones are collected in `bad`, or raised."""
     if is_json(path):
         yield from json_entries(json_objects(path), columns)
         return
@@ -95,12 +92,12 @@ def check_answer_column(path: Path, columns: Columns, quoting: Quoting) -> None:
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file is read as a whole."""
+    """Returns whether a file is JSON, which is read as a whole."""
     return path.name.lower().endswith((".json", ".json.gz", ".jsonl.gz"))
 
 
 def json_objects(path: Path) -> list[JsonObject]:
-    """The objects of a file: one, those of a list, or one per line."""
+    """Returns the objects of a file: one, a list, or one per line."""
     text = _decoded(path)
     try:
         content = _parsed(text)
@@ -119,7 +116,7 @@ def json_objects(path: Path) -> list[JsonObject]:
 
 
 def _decoded(path: Path) -> str:
-    """UTF-8, UTF-16 or UTF-32, as JSON may be, and packed by gzip or not."""
+    """Decodes JSON in UTF-8, UTF-16 or UTF-32, compressed by gzip or not."""
     try:
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if path.suffix.lower() == ".gz" else raw
@@ -152,7 +149,7 @@ def _json_lines(path: Path, text: str) -> list[JsonObject]:
 
 
 def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[Entry]:
-    """The questions of the objects of a file."""
+    """Yields the questions of a file's objects."""
     for prefix, where, each in objects:
         yield from _walk(prefix, where, each, columns)
 
@@ -177,7 +174,7 @@ def _first(item: Fields, names: Iterable[str], default: Any = None) -> Any:
 
 
 def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
-    """All that are read of a Parquet file."""
+    """Returns the columns to read of a Parquet file."""
     available = column_names(path)
     if not set(available).isdisjoint(NESTED):
         return ()
@@ -196,7 +193,7 @@ def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
 
 
 def question_of(entry: Entry, columns: Columns) -> Question:
-    """A question whose texts are there; raises InputError with the place and the remedy."""
+    """Returns a question with its texts checked; raises InputError with the place and the remedy."""
     where, context, fields = entry
     id = _first(fields, ID_COLUMNS)
     if id is not None:
@@ -224,7 +221,7 @@ def _text(where: str, fields: Fields, names: tuple[str, ...], value: Any) -> str
 
 
 def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ...]:
-    """The answers but for empty ones; InputError where they contradict `is_impossible`."""
+    """Returns the answers except empty ones; raises InputError if they contradict `is_impossible`."""
     where, fields = question.place, question.fields
     is_detected = columns.answers == ANSWER_COLUMNS and DETECTED in fields
     value = fields[DETECTED] if is_detected else _first(fields, columns.answers)
@@ -243,7 +240,7 @@ def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ..
 
 
 def is_impossible(question: Question) -> bool | None:
-    """The field `is_impossible`; None if there is none."""
+    """Returns the field `is_impossible`; None if it is missing."""
     value = question.fields.get("is_impossible")
     known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False, "": None, "none": None}
     if (name := str(value).lower()) not in known:
@@ -252,7 +249,7 @@ def is_impossible(question: Question) -> bool | None:
 
 
 def _structure(value: Any) -> Any:
-    """What a cell of a table spells as JSON, or as Python and NumPy print it; else the value."""
+    """Parses a cell that is JSON, or printed by Python or NumPy; returns other values as they are."""
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
     plain = re.sub(r"\barray\((\[[^\]]*\])(?:,\s*dtype=\w+)?\)", r"\1", value.strip())
@@ -266,7 +263,7 @@ def _structure(value: Any) -> Any:
 
 
 def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:
-    """The annotated answers, unchecked, from a text, an object, a list of these, or an object of lists."""
+    """Yields unchecked answers, from a text, an object, a list of these, or an object of lists."""
     if isinstance(value, dict) and isinstance(value.get("text"), list):
         texts = value["text"]
         names = (*OFFSET_COLUMNS, "start", "end", "char_spans")
@@ -298,7 +295,7 @@ def _annotation(where: str, item: Fields) -> Annotation:
 
 
 def _first_span(spans: Any) -> Fields:
-    """Start and end of the first of MRQA's places: pairs or, in the `datasets` of Hugging Face, objects."""
+    """Returns start and end of the first of MRQA's spans: pairs or, in the `datasets` of Hugging Face, objects."""
     if isinstance(spans, list) and spans and isinstance(spans[0], list) and len(spans[0]) == 2:
         return dict(zip(OFFSET_COLUMNS, spans[0], strict=True))
     first = spans[0] if isinstance(spans, list) and spans else spans

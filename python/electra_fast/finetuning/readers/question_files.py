@@ -1,7 +1,6 @@
 """Reads questions about contexts as a task: the files of SQuAD, and a user's own in its format or as rows of a table.
 
-Annotated answers that are not in their context are left out of training and kept for scoring. `question_entries` reads
-the files, and `answer_places` finds the answers.
+Annotated answers that are not in their context are left out of training but kept for scoring.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from electra_fast.finetuning.readers.validation_split import set_aside, whole_co
 from electra_fast.finetuning.readers.words import is_unspaced
 from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction
 
-# SQuAD's files by split. A pattern counts if those before it match nothing.
+# SQuAD's files by split; a pattern is used if those before it match nothing.
 PATTERNS = {"train": ("train*.json",), "dev": ("dev*.json", "validation*.json"), "test": ("test*.json",)}
-# If more of the training questions have no answer that is in their context, something is wrong with the file.
+# If more of the training questions have no answer in their context, the file is probably broken.
 MAX_LOST_SHARE = 0.05
 
 _Annotated = tuple[Question, tuple[Annotation, ...]]
@@ -79,8 +78,8 @@ def read_questions(
     A .json file may also be a list or have an object per line. Lists and rows may have questions, or contexts with
     `qas`, as those of CMRC 2018 and MRQA (.jsonl.gz) do. Rows may have a column `id`.
 
-    An answer is a text, whose first occurrence in the context counts, or an object with `text` and `answer_start` (or
-    `start`), its first character in the context; offsets in other units are recognised. Several answers are a list, or
+    An answer is a text, whose first occurrence in the context is taken, or an object with `text` and `answer_start` (or
+    `start`), its first character in the context; offsets in other units are recognized. Several answers are a list, or
     an object of lists as in the `datasets` of Hugging Face. A question without an answer is unanswerable.
 
     Args:
@@ -88,11 +87,11 @@ def read_questions(
         dev: The validation questions; None to set some contexts of `train` aside, with all their questions.
         test: Questions to answer, with or without answers.
         text: The columns of the question and the context; empty for the usual ones of `question_entries`.
-        label: The column of the answers; likewise.
+        label: The column of the answers; empty for a usual one.
         quoting: As in `tables.iterate_rows`.
-        dev_fraction: Share of the contexts that is set aside, above 0 and below 1.
-        seed: Chooses the contexts that are set aside.
-        skip_bad_rows: How many questions that cannot be used may be left out.
+        dev_fraction: Fraction of the contexts to set aside, above 0 and below 1.
+        seed: Seeds the choice of the contexts to set aside.
+        skip_bad_rows: Number of unusable questions that may be left out.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -130,7 +129,7 @@ def iterate_questions(
 
 
 def _squad_files(name: str, folder: Path) -> dict[str, dict[Path, list[JsonObject]]]:
-    """The files of each split with their contents, from the first folder that has training files of the version."""
+    """Returns the files of each split with their contents, from the first folder with training files of the version."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     subfolders = [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_folder_of(name, path)]
@@ -165,7 +164,7 @@ def _version(path: Path, objects: list[JsonObject]) -> str:
 
 
 def _new_id(number: int, question: Question, seen: set[str]) -> str:
-    """The id of the question with this number, which is the default; raises InputError if it is in `seen`."""
+    """Returns the id of a question, by default its number; raises InputError if it is in `seen`."""
     id = str(number) if question.id is None else question.id
     if id in seen:
         raise InputError(f"{question.place}: a second question with the id {id!r}; ids have to be unique")
@@ -183,7 +182,7 @@ def _split(
     *,
     has_unanswerable: bool = True,
 ) -> Split:
-    """A split with all annotated answers, in training only those that are in their context.
+    """Returns a split with all annotated answers, in training only those in their context.
 
     Only a test split may have none at all.
     """
@@ -220,7 +219,7 @@ def _placed(
     notes: list[str],
     has_unanswerable: bool,
 ) -> dict[str, tuple[Answer, ...]]:
-    """The answers by id at the places of their texts, at -1 if there is none; leaves bad questions out."""
+    """Returns the answers by id at the places of their texts, -1 for none; leaves bad questions out."""
     unit = offset_unit((question.context, each) for question, own in questions.values() for each in own)
     if unit != CHARACTERS:
         notes.append(f"{path}: answer_start counts {unit}, as the texts of the answers show; converted")
@@ -284,7 +283,7 @@ def _task_data(name: str, splits: dict[str, Split], notes: list[str]) -> TaskDat
 
 
 def _scoring_notes(split: Split) -> Iterator[str]:
-    """What a score of the split counts, if not words, and what it cannot reach."""
+    """Notes if scores compare characters rather than words, and questions that cannot be answered."""
     if split.targets is None:
         return
     if num_unspaced := sum(is_unspaced(context) for _, context in split.texts):

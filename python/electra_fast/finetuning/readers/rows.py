@@ -1,4 +1,4 @@
-"""Rows of a user's files: their values and places in messages, and what is wrong with single ones."""
+"""Rows of a user's files: values and places in messages, and collection of bad rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _COMPRESSED = (".gz", ".xz", ".zst")
 
 
 class BadRows:
-    """Leaves out rows that cannot be used, up to a number, and says which.
+    """Collects bad rows, so that all are reported at once, and up to a number of them left out.
 
     Every reader wraps the reading of one row in `collect`, keeps the row only if nothing was raised, and calls
     `finish` after the last row.
 
     Args:
-        allowed: How many rows may be left out, over all files (`--skip-bad-rows`).
+        allowed: Number of rows that may be left out, over all files (`--skip-bad-rows`).
     """
 
     def __init__(self, allowed: int = 0) -> None:
@@ -58,20 +58,20 @@ class BadRows:
 
 
 def extension(path: Path) -> str:
-    """That of a path in lower case, without that of a compression."""
+    """Returns a path's extension in lower case, ignoring that of a compression."""
     name = Path(path.name.lower())
     suffix = Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
     return _ALIASES.get(suffix, suffix)
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is standard input, a pipe or a device."""
+    """Returns whether a path is standard input, a pipe or a device."""
     is_device = path.parts[:2] == ("/", "dev")
     return path == STANDARD_INPUT or is_device or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def place(path: Path, line: int) -> str:
-    """Names a line for messages, or a row of a file that has no lines."""
+    """Names a line, or a row of a file without lines, for messages."""
     name = {".parquet": "row", ".arrow": "row", ".json": "record"}.get(extension(path), "line")
     return f"{path}: {name} {line}"
 
@@ -84,7 +84,7 @@ def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], f
 
 
 def there_are(names: Iterable[str]) -> str:
-    """For an error about a missing column: those that there are, and why they may not be what the user expects."""
+    """Lists the columns, for an error about a missing one, and hints why they may differ from what the user expects."""
     names = tuple(names)
     listed = f"there are: {', '.join(names)}"
     if len(names) == 1 and any(delimiter in names[0] for delimiter in DELIMITERS.values()):
@@ -95,7 +95,7 @@ def there_are(names: Iterable[str]) -> str:
 
 
 def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text") -> str:
-    """The text in a column of a row; raises InputError naming the line if it is missing, null or not text."""
+    """Returns the text in a column of a row; raises InputError naming the line if it is missing, null or not text."""
     value = row.get(column)
     if isinstance(value, str):
         return value
@@ -105,6 +105,6 @@ def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text
 
 
 def abbreviated(value: object) -> str:
-    """A value on one line, truncated."""
+    """Returns a value on one line, truncated."""
     text = " ".join(repr(value).split())
     return text[:40] + "…" if len(text) > 40 else text

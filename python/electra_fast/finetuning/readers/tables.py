@@ -1,7 +1,4 @@
-"""Reads .tsv, .csv, .json, .jsonl, .parquet, .arrow and .txt files row by row, or whole as columns with line numbers.
-
-`glue` reads cells, `own_data` reads tables, and prediction streams rows.
-"""
+"""Reads .tsv, .csv, .json, .jsonl, .parquet, .arrow and .txt files row by row, or whole as columns."""
 
 from __future__ import annotations
 
@@ -43,14 +40,14 @@ Quoting = Literal["auto", "csv", "none"] | Dialect
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Columns of a file; `lines` says where each row begins (in files without lines: the row's number, from 1)."""
+    """Columns of a file, and the line of each row (in files without lines, its number from 1)."""
 
     path: Path
     columns: dict[str, list[Any]]
     lines: list[int]
 
     def place(self, row: int) -> str:
-        """Where the row is, for messages: `data.tsv: line 7`."""
+        """Returns the place of a row, for messages: `data.tsv: line 7`."""
         return place(self.path, self.lines[row])
 
 
@@ -60,13 +57,13 @@ class OpenTable:
     Args:
         file: The file.
         format: One of `FORMATS`.
-        dialect: Of a .tsv or .csv file.
+        dialect: Delimiter and quotes of a .tsv or .csv file.
     """
 
     def __init__(self, file: TextFile, format: str, dialect: Dialect) -> None:
         self.path, self.format, self._file = file.path, format, file
         self.notes: list[str] = []
-        """How the file is read, where that is not plain."""
+        """Lines for the user on how the file is read."""
         if file.encoding != "UTF-8" and format not in (".parquet", ".arrow"):
             self.notes.append(f"{file.path}: read as {file.encoding}, by its byte order mark")
         if format in (".tsv", ".csv"):
@@ -75,7 +72,7 @@ class OpenTable:
             self.columns, self._read = _LOADERS[format](file)
 
     columns: tuple[str, ...] | None
-    """Their names; None for .jsonl, in which each row has its own."""
+    """Names of the columns; None for .jsonl, in which each row has its own."""
 
     def rows(
         self, columns: Sequence[str] = (), *, flag: str = "--text", bad_rows: BadRows | None = None
@@ -97,7 +94,7 @@ class OpenTable:
             raise InputError(f"{self.path}: no rows")
 
     def is_idle(self) -> bool:
-        """Whether reading another row would wait for whoever writes to a pipe."""
+        """Returns whether the next row of a pipe has not arrived yet."""
         return self._file.is_idle()
 
 
@@ -108,8 +105,7 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
     Args:
         path: The file.
         quoting: As in `iterate_rows`.
-        format: The extension that the file should have; empty for its own, or for a pipe without one for what its
-            first line shows.
+        format: Read the file as if it had this extension; empty for its own, or for a pipe, what its first line shows.
 
     Raises as `iterate_rows` does.
     """
@@ -138,7 +134,7 @@ def read_table(
     flag: str = "--text",
     bad_rows: BadRows | None = None,
 ) -> Table:
-    """Reads the given columns; a key that a row of JSON lacks is None. Errors are those of `iterate_rows`."""
+    """Reads the given columns; a key that a row of JSON lacks is None. Raises as `iterate_rows` does."""
     lines: list[int] = []
     values: dict[str, list[Any]] = {name: [] for name in columns}
     bad = bad_rows or BadRows()
@@ -161,15 +157,15 @@ def iterate_rows(
 ) -> Iterator[tuple[int, Row]]:
     """Yields the line number and a dictionary of each row, in order; only .json files are held in memory.
 
-    Values are str, or in .json, .jsonl and .parquet what the file holds; a .txt file has one column `text`, a row per
-    line. A row may hold more than the `columns`, and one of JSON less: `text_of` checks a value.
+    Values are str, or in .json, .jsonl and .parquet as stored; a .txt file has one column `text`, a row per line. A row
+    may have more than the `columns`, and one of JSON fewer: `text_of` checks a value.
 
     Args:
         path: The file; its extension is its format.
-        columns: Names that the header must have, and all that is read of a Parquet file; empty for every column.
-        quoting: Whether quotes enclose cells of .tsv and .csv files, maybe with the delimiter.
+        columns: Names that the header must have, and the only ones read of a Parquet file; empty for all.
+        quoting: Whether quotes enclose cells of .tsv and .csv files, or a `Dialect`.
         flag: The option that chose the columns, for messages.
-        bad_rows: Collects the rows that cannot be read; by default the first of them is raised.
+        bad_rows: Collects bad rows; by default the first of them is raised.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -180,9 +176,9 @@ def iterate_rows(
 
 
 def column_names(path: Path, *, quoting: Quoting = "auto") -> tuple[str, ...]:
-    """The columns of a file; of a .jsonl file, which is read to its end for that, all keys that occur.
+    """Returns the columns of a file; for a .jsonl file, which is read to its end, all keys that occur.
 
-    Bad rows are left to who reads them.
+    Ignores bad rows.
     """
     if is_stream(path):
         raise InputError(f"{path}: a pipe can be read only once; save its content to a file")
@@ -197,7 +193,7 @@ def column_names(path: Path, *, quoting: Quoting = "auto") -> tuple[str, ...]:
 
 
 def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
-    """How a table is read, where that is not plain; nothing for a file of another kind."""
+    """Returns lines for the user on how a table is read; nothing for other files."""
     if extension(path) not in (".tsv", ".csv", ".jsonl", ".txt") or is_stream(path):
         return ()
     with open_table(path, quoting=quoting) as table:
@@ -205,7 +201,7 @@ def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
 
 
 def class_names(path: Path) -> dict[str, Sequence[str]]:
-    """The names of the labels, by column, that the `datasets` of Hugging Face note in a Parquet file's metadata."""
+    """Returns the names of labels, by column, that `datasets` of Hugging Face stores in a Parquet file's metadata."""
     metadata = pyarrow.parquet.read_schema(path).metadata or {}
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         features = parse_json(metadata[b"huggingface"])["info"]["features"]
@@ -220,7 +216,7 @@ def iterate_cells(path: Path, delimiter: str = "\t") -> Iterator[tuple[int, list
 
 
 def _guess_format(file: TextFile) -> str:
-    """The format of a stream without an extension, by its first line."""
+    """Returns the format of a stream without an extension, by its first line."""
     magic = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
     if found := next((format for start, format in magic.items() if file.head.startswith(start)), None):
         return found
@@ -262,7 +258,7 @@ def _parse_object(text: str) -> Row:
 
 
 def _parse(text: str) -> Any:
-    """JSON; ValueError for half of a surrogate pair, too, which is not text."""
+    """Parses JSON; raises ValueError also for half of a surrogate pair, which is not text."""
     content = json.loads(text)
     if "\\u" in text:
         json.dumps(content, ensure_ascii=False).encode()
@@ -270,7 +266,7 @@ def _parse(text: str) -> Any:
 
 
 def _json(file: TextFile) -> Loaded:
-    """The records of a whole file: JSON, or an object per line."""
+    """Reads a whole file: JSON, or an object per line."""
     path, text = file.path, "".join(file.lines())
     try:
         records = _records(path, _parse(text) if text.strip() else [])
@@ -285,7 +281,7 @@ def _json(file: TextFile) -> Loaded:
 
 
 def _records(path: Path, content: Any) -> list[Row | InputError]:
-    """The rows of a list of records, of an object that has one such list, or of columns as pandas writes them."""
+    """Returns the rows of a list of records, of an object that has one such list, or of columns as pandas writes."""
     if isinstance(content, dict):
         content = _records_of_object(path, content)
     if not isinstance(content, list):
@@ -336,7 +332,7 @@ def _parquet(file: TextFile) -> Loaded:
 
 
 def _arrow(file: TextFile) -> Loaded:
-    """Arrow's file format (Feather), or its stream format, which `datasets` saves."""
+    """Reads Arrow's file format (Feather), or its stream format, which `datasets` saves."""
     with _damage(file.path, "Arrow"):
         source: Any = pyarrow.memory_map(str(file.path)) if file.has_own_bytes else io.BytesIO(file.content())
         if file.head.startswith(b"ARROW1"):
@@ -360,9 +356,9 @@ def _arrow_rows(batches: Iterable[Any]) -> Iterator[Record]:
 
 
 def _to_microseconds(batch: Any) -> Any:
-    """Python's times have no nanoseconds."""
+    """Converts nanoseconds, which Python's times lack, to microseconds."""
     table = pyarrow.Table.from_batches([batch])
-    table.validate(full=True)  # offsets of a damaged file point anywhere, and are not checked when they are read
+    table.validate(full=True)  # offsets of a damaged file may point anywhere, and reading does not check them
     for number, field in enumerate(table.schema):
         if getattr(field.type, "unit", None) == "ns":
             if pyarrow.types.is_timestamp(field.type):

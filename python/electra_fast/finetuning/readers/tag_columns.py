@@ -1,6 +1,6 @@
 """Sentences of files with a word per line: CoNLL's columns, CoNLL-U, and tables with a column that numbers sentences.
 
-Which lines are comments and which columns hold what is decided once for a file, by its first lines.
+Comments and the columns' meaning are decided once per file, by its first lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GLOBAL_COLUMNS = re.compile(r"#\s*global\.columns\s*=\s*(.*)")
 _NOT_A_WORD = re.compile(r"[0-9]+[-.][0-9]+")
 # Comments even where they have as many cells as words have. `#word` is a hashtag, unlike `# word`.
 _COMMENT = re.compile(r"#(begin|end) document\b")
-# Sentences by which prediction judges a file; training reads all of it first.
+# Sentences from which prediction infers the layout; training uses the whole file.
 _SAMPLE = 1000
 
 
@@ -47,23 +47,23 @@ _Block = list[_Line]
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """How the lines of a file are read."""
+    """The layout of a file's lines."""
 
     width: int
-    """How many cells most lines of words have."""
+    """Number of cells in most lines of words."""
     word: int
     tag: int | None
     sentence: int | None
     """The column that numbers the sentences, if there is one."""
     has_ids: bool
-    """Whether column 0 numbers the words of a sentence."""
+    """Column 0 numbers the words of a sentence."""
     types: frozenset[str]
     """The types or tags of lines that cannot be comments."""
 
     def is_comment(self, line: _Line, is_first: bool) -> bool:
-        """Whether a line is a comment. One that begins with # is a word only if it has the cells of one.
+        """Returns whether a line is a comment. One that begins with # is a word only if it has the cells of one.
 
-        `#word` then is a hashtag; `# word` needs a tag that other words have, too.
+        `#word` is then a hashtag; `# word` needs a tag that other words have too.
         """
         if not line.text.startswith("#"):
             return self.has_ids and bool(_NOT_A_WORD.fullmatch(line.cells[0]))
@@ -95,12 +95,12 @@ def column_sentences(
         path: The file.
         text: The column of the words: a name, or a number from 0, or from the end with -1. Empty for one of
             `WORD_NAMES`, else 0, or 1 where column 0 numbers the words.
-        label: That of the tags; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to read no tags, in a
-            stream.
+        label: The column of the tags; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to stream words
+            without tags.
         is_test: Whether the file may lack that column.
         quoting: As in `tables.iterate_rows`.
-        bad: Collects what is wrong with sentences; by default the first one is raised.
-        notes: Takes lines on how the file is read.
+        bad: Collects bad sentences; by default the first one is raised.
+        notes: Receives lines on how the file is read.
 
     Raises InputError naming the line that cannot be used.
     """
@@ -122,7 +122,7 @@ def column_sentences(
 
 
 def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> bool:
-    """Whether a file to predict has a word per line, as training reads it; where it shows neither, it has texts."""
+    """Returns whether a file to predict has a word per line, as in training, rather than texts; texts if unclear."""
     suffix = path.suffix.lower()
     if suffix in COLUMN_FORMATS or not path.is_file():
         return suffix in COLUMN_FORMATS
@@ -144,7 +144,7 @@ def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> b
 
 
 def _is_word_table(names: Sequence[str], text: Sequence[str]) -> bool:
-    """Whether the columns are those of a table with a word per row, rather than a text."""
+    """Returns whether the columns are those of a table with a word per row, rather than a text."""
     word = next((name for name in names if name in text or (not text and name.lower() in WORD_NAMES)), None)
     sentence = _sentence_column(names)
     return word is not None and (word.lower() in WORD_NAMES or sentence not in (None, names.index(word)))
@@ -157,7 +157,7 @@ def _sentence_column(names: Sequence[str]) -> int | None:
 def _named_blocks(
     path: Path, text: Sequence[str], label: Sequence[str], quoting: Quoting, bad: BadRows | None
 ) -> tuple[list[str], Iterator[_Block]]:
-    """The names of the columns, if they have any, and the blocks without the header."""
+    """Returns the names of the columns, if any, and the blocks without the header."""
     if path.suffix.lower() == ".csv":
         return list(column_names(path, quoting=quoting)), _table_blocks(path, quoting, bad)
     blocks = _blocks(path)
@@ -195,7 +195,7 @@ def _without_spaces(cell: str) -> str:
 
 
 def _table_blocks(path: Path, quoting: Quoting, bad: BadRows | None) -> Iterator[_Block]:
-    """The rows of a .csv file; blank lines between them show in their numbers, or are rows of empty cells."""
+    """Yields the rows of a .csv file in blocks; blank lines show in the numbers, or are rows of empty cells."""
     block: _Block = []
     for number, row in iterate_rows(path, quoting=quoting, bad_rows=bad):
         if block and (number > block[-1].number + 1 or not any(row.values())):
@@ -244,7 +244,7 @@ def _layout(
 
 
 def _usual_tag_column(columns: Sequence[Sequence[str]], numbered_word: int | None) -> int:
-    """The last column that is not empty; in files that number their words, the first one of entities.
+    """Returns the last column that is not empty; in files that number their words, the first one of entities.
 
     A tab may end lines. GermEval has the outer entities first.
     """
@@ -255,14 +255,14 @@ def _usual_tag_column(columns: Sequence[Sequence[str]], numbered_word: int | Non
 
 
 def _count_words(sample: Sequence[_Block]) -> bool:
-    """Whether the first cells of most blocks are 1, 2, 3 and so on."""
+    """Returns whether the first cells of most blocks are 1, 2, 3 and so on."""
     firsts = [[line.cells[0] for line in block if not line.text.startswith("#")] for block in sample]
     counted = [own == [str(number) for number in _numbers(own)] for own in firsts if own]
     return 2 * sum(counted) > len(counted) and any(len(own) > 1 for own in firsts)
 
 
 def _numbers(found: Sequence[str]) -> range:
-    """The numbers of a sentence's words, from 1 or 0."""
+    """Returns the numbers of a sentence's words, from 1 or 0."""
     first = 0 if found[0] == "0" else 1
     return range(first, first + len(found))
 
@@ -270,7 +270,7 @@ def _numbers(found: Sequence[str]) -> range:
 def _tag_column(
     path: Path, chosen: Sequence[str], names: Sequence[str], *, is_conllu: bool, is_test: bool
 ) -> int | None:
-    """The column of the tags: in .conllup files the one that CoNLL-U does not have, else that of parts of speech."""
+    """Returns the column of the tags: in .conllup files the one that CoNLL-U lacks, else that of parts of speech."""
     has_usual = not {*map(str.lower, names)}.isdisjoint(TAG_NAMES)
     if is_test and names and not (chosen or has_usual or is_conllu):
         return None
@@ -286,7 +286,7 @@ def _tag_column(
 def _column(
     path: Path, chosen: Sequence[str], names: Sequence[str], usual: Sequence[str], number: int, flag: str
 ) -> int:
-    """The number of a column that is chosen by name or number; else that of a usual name, or the given one."""
+    """Returns the number of a column chosen by name or number; else that of a usual name, or the given one."""
     check_single(chosen or ("",), flag)
     lower = [name.lower() for name in names]
     if not chosen:
@@ -311,7 +311,7 @@ def _is_number(name: str) -> bool:
 
 
 def _are_columns(width: int, word: int, tag: int | None) -> bool:
-    """Whether a line of `width` columns has these, and they differ."""
+    """Returns whether a line of `width` columns has these, and they differ."""
     chosen = [column for column in (word, tag) if column is not None]
     return len({column % width for column in chosen if -width <= column < width}) == len(chosen)
 
@@ -326,7 +326,7 @@ def _misfit(path: Path, line: _Line, word: int, tag: int | None) -> str:
 
 
 def _words(blocks: Iterator[_Block], layout: _Layout, comments: list[_Line]) -> Iterator[_Block]:
-    """The blocks without comments, which are kept apart."""
+    """Yields the blocks without comments, which are collected."""
     for block in blocks:
         words: _Block = []
         for line in block:
@@ -336,7 +336,7 @@ def _words(blocks: Iterator[_Block], layout: _Layout, comments: list[_Line]) -> 
 
 
 def _split_by_id(blocks: Iterator[_Block], column: int | None) -> Iterator[_Block]:
-    """The lines of each sentence. Where a column numbers sentences, an empty cell repeats the one before."""
+    """Yields the lines of each sentence. If a column numbers sentences, an empty cell repeats the one before."""
     for block in blocks:
         if column is None:
             yield block
@@ -369,7 +369,7 @@ def _sentence(path: Path, number: int, lines: _Block, layout: _Layout) -> Senten
 
 
 def _check_ids(path: Path, lines: _Block) -> None:
-    """Raises InputError where the words of a sentence are not numbered one after the other."""
+    """Raises InputError unless the words of a sentence are numbered consecutively."""
     for expected, line in zip(_numbers([line.cells[0] for line in lines]), lines, strict=True):
         if line.cells[0] != str(expected):
             raise InputError(

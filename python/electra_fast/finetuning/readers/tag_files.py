@@ -1,6 +1,6 @@
 """Reads a user's own files as a tagging task: entities, terms, parts of speech.
 
-`tag_sentences` reads the files' sentences. Whatever scheme the tags of entities follow there, the task's are IOB2.
+Tags of entities are converted from the files' scheme to IOB2.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from electra_fast.finetuning.readers.words import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction
 
 ROW_FORMATS = (".jsonl", ".json", ".parquet")
-# What every tag of a test file without tags may be.
+# Tags of a test file that hides them.
 HIDDEN_TAGS = {"", "_"}
 # More labels than this, most of them of a single word, are not labels.
 MAX_SPARSE_LABELS = 1000
-# A sentence of so many words probably lacks the blank lines between sentences.
+# A sentence of this many words probably lacks the blank lines between sentences.
 MIN_LONG_SENTENCE = 400
 
 
@@ -77,16 +77,16 @@ def read_tagging(
         train: The training sentences.
         dev: The validation sentences; None to set a part of `train` aside.
         test: Sentences to predict, with or without tags.
-        text: The column of the words or texts; by default one of `WORD_COLUMNS` or `TEXT_COLUMNS`. Of a column file a
-            name or a number as for `column_sentences`.
-        label: Likewise that of the tags or spans; by default one of `TAG_COLUMNS` or `SPAN_COLUMNS`.
+        text: The column of the words or texts; by default one of `WORD_COLUMNS` or `TEXT_COLUMNS`. For a column file,
+            a name or a number as for `column_sentences`.
+        label: The column of the tags or spans; by default one of `TAG_COLUMNS` or `SPAN_COLUMNS`.
         labels: The tags, in the order of their numbers if the files have numbers, or the types of entities; empty for
             those of the training file.
-        scheme: One of `tag_schemes.SCHEMES` or `ALIASES`; `auto` to find it in the tags of the training file.
+        scheme: One of `tag_schemes.SCHEMES` or `ALIASES`; `auto` detects it in the tags of the training file.
         quoting: As in `tables.iterate_rows`.
-        dev_fraction: Share of the training sentences that is set aside, above 0 and below 1.
-        seed: Chooses the sentences that are set aside.
-        skip_bad_rows: How many sentences that cannot be used may be left out.
+        dev_fraction: Fraction of the training sentences to set aside, above 0 and below 1.
+        seed: Seeds the choice of the sentences to set aside.
+        skip_bad_rows: Number of unusable sentences that may be left out.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -125,17 +125,17 @@ def read_tagging(
 def iterate_tagging(
     path: Path, *, text: tuple[str, ...] = (), quoting: tables.Quoting = "auto"
 ) -> Iterator[tuple[str, Words | None]]:
-    """Yields each text of a file to predict, and its words or None if they are not given; in a stream.
+    """Streams each text of a file to predict, and its words, or None if they are not given.
 
-    Files are read as for training, but a .txt file has a text per line, and a .tsv or .csv file a column of texts,
-    unless they look like columns of words and tags.
+    Files are read as for training, except that a .txt file has a text per line, and a .tsv or .csv file a column of
+    texts, unless they look like columns of words and tags.
 
     Args:
         path: The file.
         text: The column of the words or texts; by default as for training.
         quoting: As in `tables.iterate_rows`.
 
-    Raises what `read_tagging` does.
+    Raises as `read_tagging` does.
     """
     if are_columns(path, text, quoting):
         _check_file(path)
@@ -168,7 +168,7 @@ def _sentences(
     bad: BadRows,
     notes: list[str],
 ) -> list[Sentence]:
-    """The sentences with words; those of a test file may all be without tags."""
+    """Returns the sentences with words; those of a test file may all lack tags."""
     _check_file(path)
     is_test = name == "test"
     options: dict[str, Any] = {"is_test": is_test, "quoting": quoting, "bad": bad, "notes": notes}
@@ -188,10 +188,10 @@ def _sentences(
 
 
 def _has_rows(path: Path, label: Sequence[str], quoting: tables.Quoting) -> bool:
-    """Whether each row is a sentence; in a table its tags are separated by spaces, or written as a list."""
+    """Returns whether each row is a sentence; in a table its tags are separated by spaces, or written as a list."""
     if path.suffix.lower() not in (".csv", ".tsv"):
         return path.suffix.lower() in ROW_FORMATS
-    with contextlib.suppress(InputError):  # it is said where columns are read
+    with contextlib.suppress(InputError):  # reported where columns are read
         rows = [row for _, row in itertools.islice(tables.iterate_rows(path, quoting=quoting), 100)]
         cells = [row.get(name) for row in rows for name in label or (*TAG_COLUMNS, *SPAN_COLUMNS)]
         return any(cell and (cell[0] == "[" or len(cell.split()) > 1) for cell in cells)
@@ -199,7 +199,7 @@ def _has_rows(path: Path, label: Sequence[str], quoting: tables.Quoting) -> bool
 
 
 def _checked(sentences: Sequence[Sentence], check: Callable[[Sentence], None], bad: BadRows) -> list[Sentence]:
-    """The sentences that pass a check; what it raises is collected."""
+    """Returns the sentences that pass a check; collects what it raises."""
     kept = []
     for sentence in sentences:
         with bad.collect():
@@ -218,7 +218,7 @@ def _check_tags(sentence: Sentence) -> None:
 
 
 def _long_sentences(sentences: Sequence[Sentence], is_test: bool) -> Iterator[str]:
-    """Asks about files without ends of sentences, and notes long sentences."""
+    """Notes long sentences; raises InputError for a file of a single one."""
     long = [sentence for sentence in sentences if len(sentence.words) >= MIN_LONG_SENTENCE]
     if not long:
         return
@@ -244,7 +244,7 @@ def _notes(sentences: Sequence[Sentence], num_empty: int) -> Iterator[str]:
 
 
 def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str, Notation]:
-    """The scheme that is asked for, or that of the training file's tags; and how these are written."""
+    """Returns the requested scheme, or that of the training file's tags; and their notation."""
     path, has_spans = train[0].path, train[0].has_spans
     scheme = "IOB2" if has_spans else "none"
     if name != "auto":
@@ -276,7 +276,7 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
 
 
 def _check_iobes(path: Path, sentences: Sequence[Sequence[str]], scheme: str) -> None:
-    """Raises InputError where tags look like IOBES and are not, as where S and E are the start and the end."""
+    """Raises InputError if tags look like IOBES but are not, for example if S and E are start and end."""
     num_ill_formed = sum(len(to_entities(tags, scheme)[1]) for tags in sentences) if scheme == "IOBES" else 0
     num_inside = sum(tag != "O" for tags in sentences for tag in tags)
     if 3 * num_ill_formed > num_inside:
@@ -289,7 +289,7 @@ def _check_iobes(path: Path, sentences: Sequence[Sequence[str]], scheme: str) ->
 def _as_iob2(
     sentences: list[Sentence], scheme: str, notation: Notation, bad: BadRows, notes: list[str]
 ) -> list[Sentence]:
-    """The sentences with IOB2 tags; notes how many of the file's own are ill-formed."""
+    """Converts tags to IOB2; notes how many of the file's own are ill-formed."""
     if sentences[0].tags is None:  # in a test file, none has tags
         return sentences
     found = {tag for sentence in sentences for tag in sentence.tags or ()}
@@ -315,7 +315,7 @@ def _as_iob2(
 
 
 def _check_places(sentence: Sentence, scheme: str, notation: Notation, bare: set[str]) -> None:
-    """Raises InputError at a tag that lacks what others in these schemes have."""
+    """Raises InputError at a tag without the prefix or suffix that others in the scheme have."""
     for word, tag in enumerate(sentence.tags or ()):
         if tag in bare:
             place = (
@@ -330,7 +330,7 @@ def _check_places(sentence: Sentence, scheme: str, notation: Notation, bare: set
 
 
 def _task(train: Sequence[Sentence], scheme: str, labels: tuple[str, ...]) -> Task:
-    """The task with the tags that are named, else those of the training file, which has IOB2 tags or labels."""
+    """Returns the task with the named tags, else those of the training file, which has IOB2 tags or labels."""
     tags = Counter(tag for sentence in train for tag in sentence.tags or ())
     if len(tags) < 2:
         raise InputError(
@@ -376,7 +376,7 @@ def _unknown(tag: str, task: Task, known: str) -> str:
 
 
 def _class_sizes(task: Task, train: Split, dev: Split) -> Iterator[str]:
-    """How many entities or words of each class the splits have, and classes that hardly differ."""
+    """Yields the number of entities or words of each class in the splits, and classes that hardly differ."""
     sizes = [np.bincount(np.concatenate(split.targets), minlength=len(task.labels)) for split in (train, dev)]  # type: ignore[arg-type]
     numbers = [number for number, label in enumerate(task.labels) if task.scheme == "none" or label[:1] == "B"]
     names = {number: task.labels[number][0 if task.scheme == "none" else 2 :] for number in numbers}

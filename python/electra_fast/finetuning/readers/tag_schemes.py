@@ -43,7 +43,7 @@ ALIASES = {
 # Prefixes, with those of BILOU, BMES and BMEWO as their equivalents in IOBES. The 1 of `1-PER` is one more for S.
 PREFIXES = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S", "W": "S"}
 _PREFIXED = re.compile(f"([{''.join(PREFIXES)}]|1(?=-))(?:-(.*))?", re.DOTALL)
-# Share of words outside entities below which types without prefixes are taken for labels of every word.
+# Below this fraction of words outside entities, types without prefixes are taken for labels of every word.
 MIN_OUTSIDE = 0.1
 # Prefixes that a scheme does not have.
 _FOREIGN = {"IO": "BES", "IOB1": "ES", "IOB2": "ES", "IOE": "BS"}
@@ -58,7 +58,7 @@ _OUTSIDE_WORDS = {"o", "0", "_", "-", "*", "out", "outside", "other", "none", "n
 
 
 def scheme_named(name: str) -> str:
-    """The scheme of a name or alias; raises InputError if it is unknown."""
+    """Returns the scheme of a name or alias; raises InputError if it is unknown."""
     scheme = ALIASES.get(name.upper(), name if name == "none" else name.upper())
     if scheme not in SCHEMES:
         raise InputError(f"unknown tagging scheme {name!r}{did_you_mean(name, (*SCHEMES, *ALIASES, 'auto'))}")
@@ -67,7 +67,7 @@ def scheme_named(name: str) -> str:
 
 @lru_cache(4096)
 def split_tag(tag: str) -> tuple[str, str]:
-    """The prefix (B, I, E or S) and the type of a tag; of `O`: `O` and nothing."""
+    """Returns the prefix (B, I, E or S) and the type of a tag; for `O`, `O` and nothing."""
     if tag == "O":
         return _OUTSIDE
     match = _PREFIXED.fullmatch(tag)
@@ -75,14 +75,14 @@ def split_tag(tag: str) -> tuple[str, str]:
 
 
 def is_bare(tag: str) -> bool:
-    """Whether a tag is a type without a prefix, or a label of another kind."""
+    """Returns whether a tag is a type without a prefix, or another label."""
     return tag != "O" and not _PREFIXED.fullmatch(tag)
 
 
 def detect_scheme(sentences: Iterable[Sequence[str]]) -> str:
-    """The scheme that the tags of a file follow, one of `SCHEMES`.
+    """Returns the scheme that the tags of a file follow, one of `SCHEMES`.
 
-    The first of these that holds decides:
+    The first rule that holds decides:
 
     1. There is no `O`, and a tag has no prefix, or all are single letters other than `B`: none.
     2. A tag has no prefix, none has a prefix with a type, and `O` is rarer than `MIN_OUTSIDE`: none. In tags of
@@ -110,7 +110,7 @@ def detect_scheme(sentences: Iterable[Sequence[str]]) -> str:
 
 
 def _delimit_entities(tags: Counter[str]) -> bool:
-    """Whether tags are those of entities, rather than labels that every word has."""
+    """Returns whether tags are those of entities, rather than labels of every word."""
     has_bare = any(map(is_bare, tags))
     if "O" not in tags:
         return not has_bare and any(tag[:1] == "B" or "-" in tag for tag in tags)
@@ -119,15 +119,15 @@ def _delimit_entities(tags: Counter[str]) -> bool:
 
 
 def to_entities(tags: Sequence[str], scheme: str) -> tuple[list[Entity], list[int]]:
-    """The entities of a sentence in a scheme other than none, and the words whose tags are ill-formed in it.
+    """Returns a sentence's entities in a scheme other than none, and the words whose tags are ill-formed in it.
 
-    Those are mended as `entities_of` describes, which reads well-formed tags of every scheme.
+    `entities_of` reads well-formed tags of every scheme, and repairs others.
     """
     return entities_of(tags), sorted(_ill_formed(tags, scheme))
 
 
 def entities_of(tags: Sequence[str]) -> list[Entity]:
-    """The entities of a sentence, read leniently, as the script conlleval and seqeval's default mode do.
+    """Returns the entities of a sentence, read leniently, as conlleval and seqeval's default mode do.
 
     B and S begin an entity, and so do I and E unless they continue one of their type. E, S, O, another type, and the
     beginning of the next entity end it.
@@ -148,7 +148,7 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
 
 
 def from_entities(entities: Iterable[Entity], num_words: int) -> list[str]:
-    """IOB2 tags of a sentence with these entities, which must not overlap."""
+    """Returns IOB2 tags of a sentence with these entities, which must not overlap."""
     tags = ["O"] * num_words
     for start, end, type_ in entities:
         tags[start:end] = [f"B-{type_}"] + [f"I-{type_}"] * (end - start - 1)
@@ -156,7 +156,7 @@ def from_entities(entities: Iterable[Entity], num_words: int) -> list[str]:
 
 
 def _ill_formed(tags: Sequence[str], scheme: str) -> set[int]:
-    """Words whose tags cannot stand where they do; in IOBES also those of an entity that is not closed."""
+    """Returns the words whose tags are invalid in their place; in IOBES also those of an unclosed entity."""
     words: set[int] = set()
     pairs = pairwise([_OUTSIDE, *map(split_tag, tags), _OUTSIDE])
     for word, ((prefix_before, type_before), (prefix, type_)) in enumerate(pairs):
@@ -174,17 +174,17 @@ def _ill_formed(tags: Sequence[str], scheme: str) -> set[int]:
 
 @dataclass(frozen=True)
 class Notation:
-    """How a place such as B and a type are written as one tag; by default `B-PER`, and `O` outside entities."""
+    """The form in which a place such as B and a type make a tag; by default `B-PER`, and `O` outside entities."""
 
     separator: str = "-"
     """Between both; empty as in `BPER`."""
     is_suffix: bool = False
-    """Whether the place follows the type."""
+    """The place follows the type."""
     ignores_case: bool = False
     outside: str = "O"
 
     def usual(self, tag: str) -> str:
-        """The tag as `tag_schemes` has it; a tag that is not written like this is a type, and stays as it is."""
+        """Returns the tag in the default notation; a tag that is not in this notation is a type, and unchanged."""
         if tag == self.outside:
             return "O"
         if self == Notation():
@@ -193,7 +193,7 @@ class Notation:
         return f"{place}-{type_}" if place and type_ else place or type_
 
     def parts(self, tag: str) -> tuple[str, str] | None:
-        """The place (B, I, E or S) and the type, which may be empty; None of a tag that is not written like this."""
+        """Returns the place (B, I, E or S) and the type, which may be empty; None for a tag not in this notation."""
         place = _PLACE if self.separator and self != Notation() else "|".join((*PREFIXES, "1"))
         separator = re.escape(self.separator)
         type_ = ".*" if self.separator else r"[^\W_].*"
@@ -207,10 +207,10 @@ class Notation:
 
 
 def detect_notation(tags: Counter[str]) -> Notation:
-    """The notation of a file's tags, given how often each occurs.
+    """Returns the notation of a file's tags, given how often each occurs.
 
-    That of most words with a type, the usual one first. Another one has to look like a scheme: it has a B, or only I,
-    or I and E; and words outside entities, or a type with several places. Where there is no `O`, another tag takes its
+    It is that of most words with a type, the default first. Another one must look like a scheme: it has a B, or only I,
+    or I and E; and words outside entities, or a type with several places. If there is no `O`, another tag takes its
     place: one such as `_` beside tags with places, or `other` if it is the most frequent tag.
     """
     others = (tag for tag in tags if tag.lower() in _OUTSIDE_WORDS)
@@ -228,7 +228,7 @@ def detect_notation(tags: Counter[str]) -> Notation:
 
 
 def _candidates(tags: Iterable[str]) -> Iterator[Notation]:
-    """Notations that some tag may follow, the likeliest first."""
+    """Yields notations that some tag may follow, the likeliest first."""
     separators = dict.fromkeys(["-", "_", *(found for tag in tags for found in re.findall(_SEPARATOR, tag))])
     for ignores_case in (False, True):
         for separator in separators:

@@ -1,4 +1,4 @@
-"""The sentences of tagging files, and those of files with a row per sentence: lists of words, or texts with spans.
+"""Sentences of tagging files, read from files with a row per sentence: lists of words, or texts with spans.
 
 `tag_columns` reads files with a word per line; `tag_files` makes splits of both.
 """
@@ -48,25 +48,25 @@ class Sentence:
     lines: Sequence[int]
     """The line of each word, or one for all."""
     row: int
-    """Which sentence of the file it is, from 0."""
+    """Number of the sentence in the file, from 0."""
     text: str
     words: Words
     tags: list[str] | None
     """One per word, empty where it is missing; None if the sentence has none."""
     has_spans: bool = False
-    """Whether the tags were made of spans, in IOB2."""
+    """The tags were made from spans, in IOB2."""
     num_cuts: int = 0
-    """How many ends of spans are within a word."""
+    """Number of spans' ends within a word."""
 
     def place(self, word: int = 0) -> str:
-        """Where a word is, for messages."""
+        """Returns the place of a word, for messages."""
         return place(self.path, self.lines[min(word, len(self.lines) - 1)])
 
 
 def joined_words(path: Path, lines: Sequence[int], words: Sequence[Any]) -> tuple[str, Words]:
-    """The text that words with single spaces between them make, and their places in it.
+    """Joins words with single spaces; returns the text and their places in it.
 
-    Raises InputError naming the line of one that is empty or not text.
+    Raises InputError naming the line of a word that is empty or not text.
     """
     for number, word in enumerate(words):
         if not isinstance(word, str) or not word:
@@ -86,7 +86,7 @@ def row_sentences(
     bad: BadRows | None = None,
     notes: list[str] | None = None,
 ) -> list[Sentence]:
-    """The sentences of the rows of a .jsonl, .json or .parquet file, but for those that an annotator rejected.
+    """Reads the sentences of a .jsonl, .json or .parquet file, except those that an annotator rejected.
 
     Args:
         path: The file.
@@ -95,8 +95,8 @@ def row_sentences(
         labels: The names of tags that are numbers; empty for those that a Parquet file of `datasets` has.
         is_test: Whether the file may lack the column of the tags or spans.
         quoting: As in `tables.iterate_rows`.
-        bad: Collects what is wrong with rows; by default the first one is raised.
-        notes: Takes lines on what was left out or converted.
+        bad: Collects bad rows; by default the first one is raised.
+        notes: Receives lines on what was left out or converted.
 
     Raises InputError naming the line that cannot be used.
     """
@@ -124,7 +124,7 @@ def row_sentences(
 
 
 class _Row(NamedTuple):
-    """A row of a file; its spans, if it has any, are not yet tags."""
+    """A row of a file; its spans, if any, are not yet tags."""
 
     sentence: Sentence
     spanned: SpannedText | None
@@ -137,7 +137,7 @@ def _items(value: Any) -> list[Any]:
 def _read_row(
     path: Path, number: int, line: int, row: Row, chosen: tuple[str, str], labels: Sequence[str], has_spans: bool
 ) -> _Row:
-    """`has_spans`: whether some row of the file has spans, so that an empty list is no span rather than no tag."""
+    """Reads a row. If some row of the file `has_spans`, an empty list means no spans rather than no tags."""
     where, target = place(path, line), row.get(chosen[1])
     if target is None and row.get("answer") == "accept":
         target = []  # Prodigy leaves it out
@@ -156,7 +156,7 @@ def _read_row(
 
 
 def _listed(value: Any) -> Any:
-    """The words of a text, or the list that it is written as."""
+    """Returns the words of a text, or the list that it spells."""
     if not isinstance(value, str):
         return value
     with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
@@ -166,7 +166,7 @@ def _listed(value: Any) -> Any:
 
 
 def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[str], str, Words]:
-    """The text or words that a row has, the text that these make, and the places of the words in it."""
+    """Returns a row's text or words, the text that these make, and the places of the words in it."""
     value = row.get(column)
     if isinstance(value, str) and value.startswith(("['", '["')):
         value = _listed(value)
@@ -178,12 +178,12 @@ def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[s
 
 
 def _token_texts(tokens: Sequence[Any]) -> list[Any]:
-    """The words of a list of words, or of tokens as spaCy and Prodigy write them."""
+    """Returns the words of a list of words, or of tokens as spaCy and Prodigy write them."""
     return [token["text"] if isinstance(token, dict) and "text" in token else token for token in tokens]
 
 
 def _with_tags(path: Path, rows: Sequence[_Row], collect: Any, notes: list[str]) -> Iterator[Sentence]:
-    """The sentences, with tags in place of their spans."""
+    """Yields the sentences, with tags in place of their spans."""
     convention = find_convention([row.spanned for row in rows if row.spanned])
     num_repeated = 0
     for sentence, spanned in rows:
@@ -205,7 +205,7 @@ def _with_tags(path: Path, rows: Sequence[_Row], collect: Any, notes: list[str])
 
 
 def _class_names(path: Path, column: str) -> tuple[str, ...]:
-    """The names of a column's numbers, as `datasets` keeps them in Parquet files; none where there are none."""
+    """Returns the names of a column's numbers, as `datasets` stores them in Parquet files; empty if there are none."""
     if path.suffix.lower() != ".parquet":
         return ()
     stored = (pyarrow.parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
@@ -222,7 +222,7 @@ def _class_names(path: Path, column: str) -> tuple[str, ...]:
 def row_columns(
     path: Path, rows: Sequence[Row], text: Sequence[str], label: Sequence[str], *, is_test: bool
 ) -> tuple[str, str]:
-    """The columns of words or text, and of tags or spans; the second is empty if a test file has none."""
+    """Returns the columns of words or text, and of tags or spans; the latter is empty if a test file has none."""
     available = dict.fromkeys(name for row in rows for name in row)
     for flag, names in (("--text", text), ("--label", label)):
         check_single(names, flag)
@@ -267,7 +267,7 @@ def _check_numbers(path: Path, rows: Sequence[tuple[int, Row]], chosen: tuple[st
 
 
 def _tag(where: str, tag: Any, labels: Sequence[str]) -> str:
-    """The name of a tag; empty for one that is missing, of which -1 is a sign."""
+    """Returns the name of a tag; empty for a missing one, such as -1."""
     if tag is None or tag == -1:
         return ""
     if isinstance(tag, str):

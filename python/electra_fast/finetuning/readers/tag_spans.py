@@ -1,7 +1,7 @@
-"""Spans of entities as annotation tools write them: their fields, what their numbers count, and the words they cover.
+"""Spans of entities as annotation tools write them: their fields, their unit of counting, and the words they cover.
 
-The spans of a file share a convention, which is found over the whole file: most tools count Unicode code points, tools
-in JavaScript and Java UTF-16 units, others bytes; and the end may be the last character rather than the one after it.
+The spans of a file share a convention, inferred from the whole file: most tools count Unicode code points, tools in
+JavaScript and Java UTF-16 units, others bytes; and the end may be the last character rather than the one after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STARTS = ("start", "start_offset", "startOffset", "start_char", "begin", "offse
 _ENDS = ("end", "end_offset", "endOffset", "end_char")
 _LABELS = ("label", "labels", "type", "tag", "entity_type", "entity_group", "entity", "category", "class")
 _TEXTS = ("text", "surface", "surface_form", "mention", "value", "word", "string")
-# Spans without a text of their own are read in another convention only if at least so many do not fit words.
+# Spans without a text of their own are read in another convention only if at least this many do not fit words.
 _MIN_MISFITS = 3
 
 
@@ -52,27 +52,27 @@ class SpannedText(NamedTuple):
     """The tool's own."""
 
     def part(self, start: int, end: int) -> str:
-        """What is there; words with spaces between them."""
+        """Returns the text of a span; words are joined with spaces."""
         return self.text[start:end] if isinstance(self.text, str) else " ".join(self.text[start:end])
 
 
 @dataclass(frozen=True)
 class Convention:
-    """What the numbers of spans count."""
+    """The unit and origin in which a file's spans are counted."""
 
     unit: Unit = "code points"
     first: int = 0
-    """The number of the first."""
+    """The number of the first unit."""
     inclusive: bool = False
-    """Whether the end is the last rather than the one after it."""
+    """The end is the last rather than the one after it."""
 
     def described(self, text: str | Sequence[str]) -> str:
-        """What is counted in a text, or in words."""
+        """Describes the convention for a text, or for words."""
         unit = f"{'Unicode ' if self.unit == 'code points' else ''}{self.unit}" if isinstance(text, str) else "words"
         return f"{unit} from {self.first}, the end {'inclusive' if self.inclusive else 'exclusive'}"
 
     def place(self, text: str | Sequence[str], span: Span) -> tuple[int, int] | None:
-        """The code points of a span, or its words; None if it is empty, not in the text or cuts a character."""
+        """Returns a span's code points or words; None if it is empty, not in the text or splits a character."""
         start, end = span.start - self.first, span.end - self.first + self.inclusive
         if isinstance(text, str) and self.unit != "code points" and not text.isascii():
             encoding = "utf-16-le" if self.unit == "UTF-16 units" else "utf-8"
@@ -91,10 +91,10 @@ _CONVENTIONS = tuple(
 
 
 def find_convention(rows: Iterable[SpannedText]) -> Convention:
-    """The convention that most of a file's spans fit, the usual one at a tie.
+    """Returns the convention that most of a file's spans fit, the usual one at a tie.
 
-    A span fits if it is its own text there. Where spans have none, they have to lie in the text. If some do not, or
-    most cut words, another convention is taken under which every span begins and ends where words do.
+    A span fits if its own text is there. Spans without a text must lie in the row's text; if some do not, or most split
+    words, another convention is taken under which every span begins and ends where words do.
     """
     pairs = [(row, span) for row in rows for span in row.spans]
     has_texts = any(span.text is not None for _, span in pairs)
@@ -117,7 +117,7 @@ def _fits(row: SpannedText, span: Span, convention: Convention) -> bool:
 
 
 def _fits_words(row: SpannedText, span: Span, convention: Convention) -> bool:
-    """Likewise; a span without a text of its own has to begin and end with words."""
+    """Like `_fits`; a span without a text of its own must also begin and end with words."""
     place = convention.place(row.text, span)
     if place is None or span.text is not None or not isinstance(row.text, str):
         return _fits(row, span, convention)
@@ -125,7 +125,7 @@ def _fits_words(row: SpannedText, span: Span, convention: Convention) -> bool:
 
 
 def _is_same(found: str, expected: str) -> bool:
-    """Whether two texts are the same but for case, white space and Unicode's composition."""
+    """Returns whether two texts are the same except for case, white space and Unicode composition."""
     return _plain(found) == _plain(expected)
 
 
@@ -135,7 +135,7 @@ def _plain(text: str) -> str:
 
 
 def read_spans(where: str, items: Any) -> list[Span]:
-    """The spans of a row; InputError where one has another form. `datasets` turns a list of objects into lists."""
+    """Reads the spans of a row; raises InputError for another form. `datasets` turns a list of objects into lists."""
     if isinstance(items, dict) and all(isinstance(each, list) for each in items.values()):
         items = [dict(zip(items, values, strict=False)) for values in zip(*items.values(), strict=False)]
     if not isinstance(items, list):
@@ -167,7 +167,7 @@ def _first(fields: dict[str, Any], names: Iterable[str]) -> Any:
 
 
 def _whole(value: Any) -> int | None:
-    """An integer, however it is written."""
+    """Returns an integer in any notation, else None."""
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     is_whole = isinstance(value, float) and value.is_integer()
@@ -175,7 +175,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _label(where: str, item: Any, fields: dict[str, Any]) -> str:
-    """The type of a span; empty if it has none."""
+    """Returns the type of a span; empty if it has none."""
     names = (*_LABELS, *(name for name in fields if name.endswith("labels")))
     found = next((fields[name] for name in names if fields.get(name)), "")
     found = found if isinstance(found, list) else [found]
@@ -185,7 +185,7 @@ def _label(where: str, item: Any, fields: dict[str, Any]) -> str:
 
 
 def placed_spans(where: str, row: SpannedText, convention: Convention) -> tuple[list[Span], int]:
-    """The spans of a row in code points or words, sorted and each once; and how many repeat another one.
+    """Returns the spans of a row in code points or words, sorted and unique, and how many repeat another one.
 
     Raises InputError if a span is not its own text, is not in the text, or overlaps another one.
     """
@@ -218,7 +218,7 @@ def _placed(where: str, row: SpannedText, span: Span, convention: Convention) ->
 
 
 def tags_of_spans(where: str, row: SpannedText, spans: Sequence[Span]) -> tuple[list[str], int]:
-    """IOB2 tags of all words that the spans overlap, and how many ends of spans are within a word.
+    """Returns IOB2 tags of all words, and how many ends of spans are within a word.
 
     A word in two spans belongs to the first.
     """

@@ -1,7 +1,4 @@
-"""Opens a file once, from a disk, standard input or a pipe, compressed or not, and decodes its lines in a stream.
-
-`tables` reads the lines.
-"""
+"""Opens a file once, from a disk, standard input or a pipe, compressed or not, and decodes its lines in a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ import pyarrow
 from electra_fast.errors import InputError
 
 STANDARD_INPUT = Path("-")
-# Enough to see how a file's lines end. Of a pipe, only what is there is read.
+# Enough to see how a file's lines end. A pipe is read only as far as it is filled.
 _CHUNK_BYTES = 1 << 18
 _COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _MARKS = {  # of UTF-32 before those of UTF-16, with which they begin
@@ -39,7 +36,7 @@ _NOT_TEXT = {
 
 
 class TextFile:
-    """A file that is read once. Compression is recognized by its first bytes, the encoding by a byte order mark.
+    """A file that is read once. Its first bytes show the compression, a byte order mark the encoding.
 
     Args:
         path: The file; `-` is standard input.
@@ -73,24 +70,24 @@ class TextFile:
 
     @property
     def has_own_bytes(self) -> bool:
-        """Whether another reader may open the path instead."""
+        """Whether another reader can open the path instead."""
         return self.is_regular and not self._compression
 
     def is_idle(self) -> bool:
-        """Whether reading another line would wait for whoever writes to a pipe."""
+        """Returns whether the next line of a pipe has not arrived yet."""
         if self._num_waiting or self.is_regular or self._compression:
             return False
         return not select.select([self._raw], [], [], 0)[0]
 
     def content(self) -> bytes:
-        """All bytes, decompressed."""
+        """Returns all bytes, decompressed."""
         return b"".join((self.head, *iter(self._read, b"")))
 
     def lines(self) -> Iterator[str]:
-        """Decoded lines with their ends: LF or CRLF, so that texts may hold a lone CR and Unicode's line separators.
+        """Yields decoded lines with their ends: LF or CRLF, so texts may have a lone CR and Unicode's line separators.
 
-        Where the first lines end in CR alone, as old spreadsheets write them, all do. Raises InputError naming the
-        place of what is not text.
+        If the first lines end in CR alone, as old spreadsheets write them, all do. Raises InputError naming the place
+        of what is not text.
         """
         self._check_text()
         decoder = codecs.getincrementaldecoder(self.encoding)()
@@ -117,7 +114,7 @@ class TextFile:
             yield parts[0]
 
     def _read(self) -> bytes:
-        """The next bytes, as many as are there; empty at the end."""
+        """Returns the next bytes that are available; empty at the end."""
         if not self._compression:
             return bytes(self._stream.read1(_CHUNK_BYTES))
         try:

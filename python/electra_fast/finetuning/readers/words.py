@@ -36,18 +36,18 @@ def is_unspaced(text: str) -> bool:
 
 
 def words_of_text(text: str) -> Words:
-    """The words of a text as [words, 2] first and past-the-last characters.
+    """Returns the words of a text as [words, 2] first and past-the-last characters.
 
-    A word is a run of letters, digits, marks and `_`, or a single character of another kind but space. In scripts
-    without spaces, such as Chinese, Japanese and Thai, each letter is a word. Marks and invisible characters belong to
-    what precedes them; an emoji sequence is one word.
+    A word is a run of letters, digits, marks and `_`, or another character that is not a space. In scripts without
+    spaces, such as Chinese, Japanese and Thai, each letter is a word. Marks and invisible characters belong to the
+    character before; an emoji sequence is one word.
     """
     spans = [match.span() for match in _WORD.finditer(text.translate(_CLASSES))]
     return np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 
 class _CharacterClasses(dict[int, str]):
-    """What each character is in `_WORD`, by code point; found when it is needed first.
+    """The class of each character in `_WORD`, by code point; filled on first use.
 
     c: letter of a script without spaces, w: other letter or digit, m: mark or invisible, j: zero-width joiner, r: half
     of a flag, t: skin tone, x: other.
@@ -73,7 +73,7 @@ _CLASSES = _CharacterClasses()
 
 
 def places_of(words: Sequence[str]) -> Words:
-    """The places of words in the text that they make with single spaces between them."""
+    """Returns the places of words in the text that they make when joined with single spaces."""
     lengths = np.array([len(word) for word in words], dtype=np.int64)
     ends = np.cumsum(lengths + 1) - 1
     return np.stack((ends - lengths, ends), axis=1)

@@ -1,8 +1,8 @@
 """Scores of answers to questions by the rules of SQuAD 1.1 and 2.0, in scripts without spaces by those of CMRC 2018.
 
-They equal what the official evaluation scripts report, as fractions instead of percentages. SQuAD compares words. Where
-the context is written without spaces, so do CMRC and DRCD, but each character of such a script is a word, and the words
-in common are the longest run of them.
+They equal those of the official evaluation scripts, as fractions instead of percentages. SQuAD compares words. In
+contexts written without spaces, CMRC and DRCD take each character of such a script for a word, and the longest common
+run for the words in common.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def squad_scores(
     null_odds: Mapping[str, float] | None = None,
     null_threshold: float | None = None,
 ) -> Scores:
-    """The scores of a split by name, as fractions of its questions.
+    """Returns the scores of a split by name, as fractions of its questions.
 
-    Without `null_odds`, `exact_match` and `f1` by the rules of SQuAD 1.1. With them by the rules of 2.0, where the
-    prediction counts as empty if the odds exceed a threshold. That is `null_threshold`, or where none is given the best
-    one of each score, as the official script reports them: then `exact_match_threshold` and `null_threshold`, that of
-    F1, are among the scores. At the threshold (of F1) there are `has_answer_exact_match` and `has_answer_f1` of the
-    answerable questions and `no_answer_accuracy` of the others, each if there are any.
+    Without `null_odds`, these are `exact_match` and `f1` by the rules of SQuAD 1.1. With them, the rules are those of
+    2.0: a prediction counts as empty if the odds exceed a threshold. It is `null_threshold`, or by default the best one
+    of each score, as the official script reports; then `exact_match_threshold` and `null_threshold`, that of F1, are
+    among the scores. At the threshold (of F1), `has_answer_exact_match` and `has_answer_f1` are of the answerable
+    questions and `no_answer_accuracy` of the others, if there are any.
 
     Args:
         split: Questions with their annotated answers.
-        predictions: The best answer to each question by id, whatever its odds; may be empty.
-        null_odds: By id, a number that is higher the less answerable the question seems. Equal ones count in the order
-            of the mapping.
-        null_threshold: As found on other questions.
+        predictions: The best answer to each question by id, regardless of its odds; may be empty.
+        null_odds: By id, a number that is higher the less answerable the question seems. Ties are in the mapping's
+            order.
+        null_threshold: The threshold found on other questions.
 
     Raises:
         InputError: A question has no prediction or no odds.
@@ -82,18 +82,18 @@ def _mean_at(
     threshold: float,
     ids: Sequence[str],
 ) -> float:
-    """The mean score where questions of higher odds are left unanswered."""
+    """Returns the mean score if questions of higher odds are left unanswered."""
     return _mean([raw[id] if null_odds[id] <= threshold else float(not answers[id]) for id in ids])
 
 
 def score_unit(split: Split) -> str:
-    """What exact match and F1 compare: `words`, `characters`, or `words and characters` where contexts differ."""
+    """Returns the unit of exact match and F1: `words`, `characters`, or `words and characters` if contexts differ."""
     kinds = {is_unspaced(context) for _, context in split.texts}
     return " and ".join(unit for unit, kind in (("words", False), ("characters", True)) if kind in kinds)
 
 
 def units_of(text: str) -> list[str]:
-    """The text in lower case and without punctuation: each character of a script without spaces, and the words."""
+    """Returns the words of a text in lower case, without punctuation; a character of a script without spaces is one."""
     return _UNIT.findall("".join(letter for letter in text.lower() if not _is_punctuation(letter)))
 
 
@@ -102,21 +102,21 @@ def _is_punctuation(letter: str) -> bool:
 
 
 def normalize_answer(text: str) -> str:
-    """The text in lower case without ASCII punctuation, then without articles, its words separated by single spaces."""
+    """Returns the text in lower case, without ASCII punctuation and articles, with single spaces."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, gold: str, *, by_characters: bool = False) -> float:
-    """1 if the texts are equal when normalized, else 0; `by_characters`: if they have the same `units_of`."""
+    """Returns 1 if the texts are equal when normalized, else 0; `by_characters` compares their `units_of`."""
     normalize = units_of if by_characters else normalize_answer
     return float(normalize(prediction) == normalize(gold))
 
 
 def f1(prediction: str, gold: str, *, has_unanswerable: bool, by_characters: bool = False) -> float:
-    """The harmonic mean of precision and recall of the normalized words, with repetitions.
+    """Returns the harmonic mean of precision and recall of the normalized words, with repetitions.
 
     Two texts without words match by the rules of SQuAD 2.0 (`has_unanswerable`), but not by those of 1.1.
-    `by_characters`: of the `units_of` the texts, of which the longest common run counts.
+    `by_characters` compares the longest common run of their `units_of`.
     """
     split = units_of if by_characters else lambda text: normalize_answer(text).split()
     predicted, annotated = split(prediction), split(gold)
@@ -143,7 +143,7 @@ def _raw_scores(
     *,
     has_unanswerable: bool,
 ) -> dict[str, Scores]:
-    """Exact match and F1 by id, each with the annotated answer that fits best; by characters of those `unspaced`."""
+    """Returns exact match and F1 by id, with the best matching annotation; those `unspaced` by characters."""
     raw: dict[str, Scores] = {"exact_match": {}, "f1": {}}
     for id, own in answers.items():
         predicted, by_characters = predictions[id], id in unspaced
@@ -159,10 +159,10 @@ def _raw_scores(
 def _best_threshold(
     raw: Scores, answers: Mapping[str, Sequence[Answer]], predictions: Mapping[str, str], null_odds: Mapping[str, float]
 ) -> tuple[float, float]:
-    """The best mean score and the odds up to which questions are answered for it.
+    """Returns the best mean score, and the odds up to which questions are answered for it.
 
-    Found as in the official script: the score begins with every question unanswered and changes question by
-    question, even among equal odds; only a higher score replaces the threshold, which is 0 at first.
+    As in the official script, the score begins with every question unanswered and changes question by question, even
+    among equal odds; only a higher score replaces the threshold, which is 0 at first.
     """
     best = total = float(sum(not own for own in answers.values()))
     threshold = 0.0

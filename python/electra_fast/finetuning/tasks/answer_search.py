@@ -1,8 +1,8 @@
-"""The best answers to questions, from the scores that a model gives to starts and ends in the chunks of a context.
+"""Finds the best answers to questions, by a model's scores of starts and ends in the chunks of a context.
 
-As in the published code (`finetune/qa/qa_metrics.py`), but that an answer's text is always that of its pieces: the
-published code takes whole whitespace words where it cannot align normalized characters with the text's, and the first
-of equal letters in a word. Follows the model, which reads what `question_features` made.
+As in the published code (`finetune/qa/qa_metrics.py`), except that an answer's text is always that of its tokens: the
+published code takes whole whitespace words if it cannot align normalized characters with the text's, and the first of
+equal letters in a word.
 
 Shapes: K starts per chunk, K2 ends per start.
 """
@@ -20,14 +20,14 @@ from electra_fast.finetuning.tasks.question_features import Context, QuestionFea
 
 @dataclass(frozen=True)
 class SpanScores:
-    """What a model finds in each chunk; indices are positions in its input.
+    """A model's scores in each chunk; indices are positions in its input.
 
     Args:
         start_index: Candidates for the first piece of an answer, int64 [chunks, K].
         start_score: float32 [chunks, K].
         end_index: For each start, candidates for the last piece, int64 [chunks, K, K2].
         end_score: float32 [chunks, K, K2].
-        null_score: Of there being no answer, float32 [chunks].
+        null_score: Score of no answer, float32 [chunks].
     """
 
     start_index: Ints
@@ -42,11 +42,11 @@ class FoundAnswer:
     """A part of a context.
 
     Args:
-        text: As it stands there.
+        text: The text.
         start: Its first character.
         end: The character after its last.
-        score: Of its start plus of its end.
-        probability: Softmax of the scores over the answers that are returned with it.
+        score: Score of its start plus that of its end.
+        probability: Softmax of the scores over all answers returned with it.
     """
 
     text: str
@@ -64,9 +64,9 @@ def search(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> Iterator[tuple[list[FoundAnswer], float]]:
-    """The `n_best` answers to each question that differ in text, the best first, and the smallest null score.
+    """Yields the `n_best` answers to each question that differ in text, best first, and the smallest null score.
 
-    An answer has at most `max_answer_length` pieces. If no candidate can be one, the only answer is the empty text.
+    An answer has at most `max_answer_length` tokens. If no candidate is valid, the only answer is the empty text.
     """
     bounds = np.searchsorted(features.question, np.arange(len(texts) + 1))
     for number, (_, text) in enumerate(texts):
@@ -79,7 +79,7 @@ def search(
 def _candidates(
     features: QuestionFeatures, scores: SpanScores, chunks: slice, num_pieces: int, max_answer_length: int
 ) -> tuple[Ints, Ints, Ints]:
-    """First and last pieces of a question's possible answers, and their scores; the best first, each [candidates]."""
+    """Returns first and last tokens of a question's possible answers, and their scores; best first, [candidates]."""
     first, length = features.first[chunks], features.num_pieces[chunks]
     place = features.context_start[chunks, None]
     start, end = scores.start_index[chunks] - place, scores.end_index[chunks] - place[:, None]  # in the chunk
@@ -97,7 +97,7 @@ def _candidates(
 
 
 def _distinct(context: Context, text: str, starts: Ints, ends: Ints, sums: Ints, n_best: int) -> list[FoundAnswer]:
-    """The first `n_best` candidates whose texts differ in more than whitespace."""
+    """Returns the first `n_best` candidates whose texts differ in more than whitespace."""
     found: dict[str, tuple[int, int, float]] = {}
     for start, end, score in zip(starts.tolist(), ends.tolist(), sums.tolist(), strict=True):
         first, last = stripped_span(text, int(context.offsets[start, 0]), int(context.offsets[end, 1]))

@@ -72,7 +72,7 @@ class SequenceClassifier(TaskModel):
 
 
 class SequenceType(TaskType):
-    """What the three types share. Outputs are logits or values, float32 [n, C]."""
+    """Base of the three types. Outputs are logits or values, float32 [n, C]."""
 
     usual_columns = own_data.TEXT_COLUMNS
     hf_form = "SequenceClassification"

@@ -1,7 +1,7 @@
-"""Questions as the model reads them: each with the chunks of its context, and where the answer is in a chunk.
+"""Tokenized questions: each with the chunks of its context, and the position of the answer in a chunk.
 
 Chunks are those of the published code (`finetune/qa/qa_tasks.py`). It looks answers up among whitespace words; here an
-answer's tokens are those that overlap its characters, in any script. `answer_search` turns scores back into text.
+answer's tokens are those that overlap its characters, in any script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.encoding import EncodedExamples, Ints, chunk_spans
 from electra_fast.finetuning.task import Answer
 
-# A chunk has room for so many pieces of the context, however long the question.
+# Fewest tokens of the context in a full chunk, however long the question.
 _LEAST_ROOM = 8
 # Contexts that are tokenized together.
 _BATCH = 1024
@@ -29,10 +29,10 @@ class Context:
     """A tokenized context.
 
     Args:
-        ids: Of its pieces, int32 [pieces].
-        offsets: First and past-the-last character of each piece, without surrounding whitespace, and with the marks and
-            letters after it that normalization drops or merges into it; equal for a piece of whitespace.
-            int32 [pieces, 2].
+        ids: Token ids, int32 [tokens].
+        offsets: First and past-the-last character of each token, without surrounding whitespace, and with the marks and
+            letters after it that normalization drops or merges into it; equal for a token of whitespace.
+            int32 [tokens, 2].
     """
 
     ids: Ints
@@ -72,10 +72,10 @@ def question_features(
     max_query_length: int,
     names: Sequence[str] = (),
 ) -> QuestionFeatures:
-    """Tokenizes pairs of a question and its context; see `QuestionFeatures`. Messages call questions by `names`.
+    """Tokenizes pairs of a question and its context. Messages call questions by `names`.
 
-    Of a question the first `max_query_length` pieces are read. The context's chunks fill `sequence_length`, and each
-    begins `doc_stride` pieces after the one before it.
+    The first `max_query_length` tokens of a question are read. The context's chunks fill `sequence_length`; each begins
+    `doc_stride` tokens after the one before it.
 
     Raises:
         InputError: A context has no tokens, or the configuration leaves no room for it.
@@ -108,14 +108,14 @@ def _check_room(sequence_length: int, max_query_length: int) -> None:
 
 
 def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int) -> EncodedExamples:
-    """Examples of two segments with these lengths, in which special tokens count."""
+    """Returns examples of two segments with these lengths, special tokens included."""
     types = np.repeat(np.tile(np.array([0, 1], np.int32), len(lengths_n2)), lengths_n2.flatten())
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths_n2.sum(axis=1))))
     return EncodedExamples(ids, types, offsets, num_truncated, ())
 
 
 def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Context]:
-    """The context of each question. Each distinct text is tokenized once."""
+    """Returns the context of each question; each distinct text is tokenized once."""
     distinct = list(dict.fromkeys(context for _, context in texts))
     pieces: list[Pieces] = []
     for start in range(0, len(distinct), _BATCH):
@@ -129,7 +129,7 @@ def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Seq
 
 
 def _visible(text: str, offsets: Ints) -> Ints:
-    """Offsets as in `Context`, of those that the tokenizer gives."""
+    """Converts the tokenizer's offsets to those of `Context`."""
     spans = np.array([stripped_span(text, *span) for span in offsets.tolist()], np.int32).reshape(-1, 2)
     first, end = spans.T
     changes = np.zeros(len(text) + 1, np.int64)
@@ -142,16 +142,16 @@ def _visible(text: str, offsets: Ints) -> Ints:
 
 
 def stripped_span(text: str, first: int, end: int) -> tuple[int, int]:
-    """The part of a span without whitespace at its ends; empty if there is nothing else."""
+    """Returns a span without whitespace at its ends; empty if there is nothing else."""
     part = text[first:end].lstrip()
     return end - len(part), end - len(part) + len(part.rstrip())
 
 
 def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: Sequence[tuple[Answer, ...]]) -> Ints:
-    """Start and end of the first answer in each chunk's input, and whether it is impossible; int64 [chunks, 3].
+    """Returns start and end of the first answer in each chunk's input, and whether it is impossible; int64 [chunks, 3].
 
-    Both are 0, the position of [CLS], in a chunk that does not have all of the answer; a question without an answer is
-    impossible, a chunk without one is not. Offsets tell everything: the `tokenizer` is not asked again.
+    Both are 0, the position of [CLS], in a chunk without the whole answer. A question without an answer is impossible;
+    a chunk without one is not.
     """
     spans = np.full((len(answers), 2), -1)
     for number, (context, own) in enumerate(zip(features.contexts, answers, strict=True)):
@@ -165,7 +165,7 @@ def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: 
 
 
 def _answer_pieces(context: Context, answer: Answer) -> tuple[int, int]:
-    """First and last of the pieces that overlap an answer, whitespace aside; 0 and -1 if none does."""
+    """Returns the first and last tokens that overlap an answer without its outer whitespace; 0 and -1 if none does."""
     start, stop = stripped_span(answer.text, 0, len(answer.text))
     first, end = context.offsets.T
     found = np.flatnonzero((first < answer.start + stop) & (end > answer.start + start) & (first < end))

@@ -1,4 +1,4 @@
-"""Question answering: the span of a context that answers a question, and whether there is one.
+"""Networks of question answering: the span of a context that answers a question, and whether there is one.
 
 Two heads: `transformers`' two logits per token, and the published code's, whose end depends on the start.
 
@@ -21,7 +21,7 @@ from electra_fast.model.layers import Linear
 from electra_fast.ops import operations as ops
 from electra_fast.ops.linear import linear
 
-# Added to the logits of tokens that cannot be an answer, as in the published code, and the logit of no token at all.
+# Added to the logits of tokens that cannot be an answer, as in the published code; the logit of padding.
 _DISALLOWED, _NOTHING = -1000.0, -10_000.0
 JOINT_WIDTH = 512
 """Width of the published head's inner layers."""
@@ -47,7 +47,7 @@ class SpanCandidates(NamedTuple):
 
 
 def _allowed(inputs: Inputs) -> Tensor:
-    """1 where an answer may begin or end: the context, its [SEP] (as in the published code) and [CLS]; fp32 [T]."""
+    """Returns 1 where an answer may begin or end: context, its [SEP] (as in the published code), [CLS]; fp32 [T]."""
     _, types_T, positions_T, _, _ = (column.flatten() for column in inputs.columns_5RL)
     is_allowed: Tensor = (types_T == 1) | (positions_T == 0)
     return is_allowed.float()
@@ -66,7 +66,7 @@ class TwoLogitReader(TaskModel):
     def losses(
         self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
     ) -> Tensor:
-        """The mean of both cross-entropies over all tokens; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
+        """Returns the mean of both cross-entropies; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
         logits = self.outputs(inputs, compute, dropout_key).unbind(1)
         start, end = (
             F.cross_entropy(inputs.by_example(each, _NOTHING), targets[:, place], reduction="none")
@@ -75,7 +75,7 @@ class TwoLogitReader(TaskModel):
         return (start + end) / 2
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanCandidates:
-        """The best starts and, the same for all of them, the best ends."""
+        """Returns the best starts and, the same for all of them, the best ends."""
         disallowed_T = _DISALLOWED * (1 - _allowed(inputs))
         logits = self.outputs(inputs, compute).unbind(1)
         start_nW, end_nW = (inputs.by_example(each + disallowed_T, _NOTHING, self.beam_size) for each in logits)
@@ -100,14 +100,14 @@ class JointHead(nn.Module):
 
 
 class JointReader(TaskModel):
-    """The published code's reader: the end's logits depend on the start, and a classifier tells unanswerable chunks.
+    """The published code's reader: the end's logits depend on the start, and a classifier detects unanswerable chunks.
 
-    In training the true start is given, in prediction the `beam_size` best ones.
+    The start is the true one in training, and each of the `beam_size` best ones in prediction.
 
     Args:
-        shape: Sizes of the encoder, and its dropout.
-        beam_size: Starts, and ends for each, that a prediction considers.
-        answerable_weight: Of the classifier's loss.
+        shape: The encoder's sizes and dropout.
+        beam_size: Starts, and ends for each, that prediction considers.
+        answerable_weight: Weight of the classifier's loss.
     """
 
     head: JointHead
@@ -119,7 +119,7 @@ class JointReader(TaskModel):
     def losses(
         self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
     ) -> Tensor:
-        """(start + end) / 2 + weight * unanswerable; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
+        """Returns (start + end) / 2 + weight * unanswerable; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
         x_TD = self.hidden_states(inputs, compute, dropout_key).float()
         start_n, end_n, unanswerable_n = targets.unbind(1)
         start_nW = self._start_logits(x_TD, inputs)
@@ -132,7 +132,7 @@ class JointReader(TaskModel):
         return spans_n / 2 + self.answerable_weight * unanswerable
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanCandidates:
-        """Log-probabilities of the best starts, and of the best ends of each; the classifier's logit."""
+        """Returns log-probabilities of the best starts and of the best ends of each, and the classifier's logit."""
         x_TD = self.hidden_states(inputs, compute).float()
         start_nW = self._start_logits(x_TD, inputs)
         starts = start_nW.log_softmax(1).topk(self.beam_size)
@@ -153,12 +153,12 @@ class JointReader(TaskModel):
         return inputs.by_example(logits_T + _DISALLOWED * (1 - _allowed(inputs)), _NOTHING, self.beam_size)
 
     def _end_inner(self, x_TD: Tensor) -> Tensor:
-        """The part of the end's inner layer that does not depend on the start; [T, D] → [T, 512]."""
+        """Returns the part of the end's inner layer that does not depend on the start; [T, D] → [T, 512]."""
         dense = self.head.end_dense
         return linear(x_TD, dense.weight[:, x_TD.shape[1] :], dense.bias)
 
     def _end_logits(self, x_TD: Tensor, inner_TI: Tensor, start_n: Tensor, inputs: Inputs) -> Tensor:
-        """Logits of the end given the position of the start; [n, W]."""
+        """Returns logits of the end given the start's position; [n, W]."""
         place_n = (inputs.first_n + start_n).clamp(max=len(x_TD) - 1)  # an example may have fewer tokens than the beam
         start_nI = linear(ops.gather_rows(x_TD, place_n), self.head.end_dense.weight[:, : x_TD.shape[1]], None)
         inner_TI = F.gelu(inner_TI + self._members(inputs).T @ start_nI)
@@ -166,7 +166,7 @@ class JointReader(TaskModel):
         return inputs.by_example(logits_T, _NOTHING, self.beam_size)
 
     def _unanswerable_logits(self, x_TD: Tensor, start_nW: Tensor, inputs: Inputs) -> Tensor:
-        """From [CLS] and the mean of the hidden states by their probability as a start; [n]."""
+        """Returns logits from [CLS] and the mean hidden state, weighted by the probability of a start; [n]."""
         positions_T, owners_T = inputs.columns_5RL[2].flatten(), inputs.columns_5RL[4].flatten()
         n = len(inputs.first_n)
         probability_T = start_nW.softmax(1)[owners_T.clamp(max=n - 1), positions_T.clamp(max=start_nW.shape[1] - 1)]
@@ -179,6 +179,6 @@ class JointReader(TaskModel):
         return logits
 
     def _members(self, inputs: Inputs) -> Tensor:
-        """1 where a token is of an example; fp32 [n, T]. Products with it repeat to the bit, unlike scatters."""
+        """Returns 1 for each example's tokens; fp32 [n, T]. Products with it are deterministic, unlike scatters."""
         owners_T = inputs.columns_5RL[4].flatten()
         return (torch.arange(len(inputs.first_n), device=owners_T.device)[:, None] == owners_T).float()

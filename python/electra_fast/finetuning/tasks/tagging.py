@@ -50,7 +50,7 @@ NO_TARGET = -100
 """The class id of a token without a loss."""
 Found = set[tuple[int, int, int, str]]
 """Entities as sentence, first word, the word after the last, and type."""
-# What a line of text hardly has, and one with a word and its tag, or a comment before those, does.
+# Marks a line with a word and its tag, or a comment before such lines, rather than text.
 _COLUMNS = re.compile(r"\t|^\S+( \S+)* (O|[BILMESU]-\S+)$|^# |^-DOCSTART-")
 
 
@@ -71,33 +71,33 @@ class TokenClassifier(TaskModel):
 
 @dataclass(frozen=True)
 class TagFeatures(Features):
-    """The chunks of all texts, and where their words are.
+    """The chunks of all texts, and the positions of their words.
 
     Args:
         encoded: The chunks.
-        places: Where in `encoded.ids` the first piece of each word lies that counts; -1 for a word without pieces,
-            such as a control character; int64 [words].
-        ends: How many words there are up to the end of each text, int64 [n].
+        places: Index in `encoded.ids` of each word's first token; -1 for a word without tokens, such as a control
+            character; int64 [words].
+        ends: Number of words up to the end of each text, int64 [n].
     """
 
     places: Ints
     ends: Ints
 
     def by_text(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Values of words, [words, ...], as one array per text."""
+        """Splits values of words, [words, ...], into one array per text."""
         return np.split(values, self.ends[:-1])
 
 
 def tag_features(
     tokenizer: Tokenizer, texts: Sequence[str], words: Sequence[Ints], sequence_length: int, doc_stride: int
 ) -> TagFeatures:
-    """Cuts texts into chunks `[CLS] pieces [SEP]` of at most `sequence_length` tokens and finds the words' pieces.
+    """Splits texts into chunks `[CLS] tokens [SEP]` of at most `sequence_length`, and finds the words' tokens.
 
     Args:
-        tokenizer: The model's.
-        texts: Texts.
-        words: Of each text the first and past-the-last characters of its words, [words, 2].
-        sequence_length: Of a chunk.
+        tokenizer: The model's tokenizer.
+        texts: The texts.
+        words: First and past-the-last characters of each text's words, [words, 2].
+        sequence_length: Longest chunk.
         doc_stride: Tokens from the start of one chunk to that of the next.
     """
     pieces = tokenizer.encode_with_offsets(texts)
@@ -110,7 +110,7 @@ def tag_features(
 
 
 def _first_pieces(pieces: Pieces, words: Ints) -> Ints:
-    """Index of the first piece that overlaps each word; -1 where there is none."""
+    """Returns the index of the first token that overlaps each word; -1 for none."""
     if not len(pieces.ids):
         return np.full(len(words), -1)
     starts, ends = pieces.offsets[:, 0], np.maximum.accumulate(pieces.offsets[:, 1])
@@ -153,7 +153,7 @@ class Tagging(TaskType):
         if not found.any():
             raise InputError(f"{split.path}: no word has a token; check the columns and the tokenizer")
         targets = np.full(len(features.encoded.ids), NO_TARGET)
-        targets[features.places[found][::-1]] = tags[found][::-1]  # of words that share a token, the first counts
+        targets[features.places[found][::-1]] = tags[found][::-1]  # the first of the words that share a token counts
         return TrainingSet(features.encoded, targets, (targets != NO_TARGET).astype(np.float64), per_token=True)
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
@@ -271,15 +271,15 @@ class Tagging(TaskType):
 
 
 def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """All scores of a tagging task by name, `task.metric` among them.
+    """Returns all scores of a tagging task by name, as seqeval's default mode (entities) and scikit-learn (labels) do.
 
-    Of entities: `precision`, `recall` and `f1` over all of them, `accuracy` over words, and `f1_TYPE` for each type
-    that the targets have; what is 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
+    Entities have `precision`, `recall` and `f1` over all of them, `accuracy` over words, and `f1_TYPE` for each type in
+    the targets; 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
 
     Args:
-        task: The task; `labels` names the tags.
-        targets: The tag ids of each sentence, [words].
-        predicted: Likewise, of the same lengths.
+        task: The task, whose `labels` name the tags.
+        targets: Tag ids of each sentence, [words].
+        predicted: Predicted tag ids of each sentence.
     """
     truth, outputs = np.concatenate(targets), np.concatenate(predicted)
     accuracy = {"accuracy": float((truth == outputs).mean())}
@@ -312,14 +312,14 @@ def _precision_recall_f1(wanted: Found, found: Found) -> tuple[float, float, flo
 
 
 def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Sequence[str], scheme: str) -> Prediction:
-    """The tags of a text's words, and its spans: entities, or where tags are labels by themselves all words.
+    """Returns the tags of a text's words, and its spans: entities, or if tags are plain labels, all words.
 
     Args:
         text: The text.
         words: First and past-the-last characters of its words, int64 [words, 2].
-        logits: Of the tags, float [words, C].
+        logits: Logits of the tags, float [words, C].
         labels: The tags' names.
-        scheme: Of the tags, as `Task.scheme`.
+        scheme: `Task.scheme`.
 
     Returns:
         `{"words": [...], "tags": [...], "spans": [{"start", "end", "text", "label", "score"}, ...]}`; a span's score is
@@ -339,7 +339,7 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
 
 
 def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:
-    """A text and the characters of its words; words that are given are separated by spaces."""
+    """Returns a text and the characters of its words; given words are joined with spaces."""
     if isinstance(example, str):
         return example, words_of_text(example)
     if not isinstance(example, (tuple, list)) or not all(isinstance(word, str) and word for word in example):
@@ -348,7 +348,7 @@ def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:
 
 
 def _continued(task: Task, places: Ints, outputs: NDArray[Any]) -> NDArray[Any]:
-    """The logits with those of B- and I- in order where a word shares the piece before: it begins no entity."""
+    """Returns the logits; B- and I- are sorted for a word that shares the previous token: it begins no entity."""
     shared = np.flatnonzero((places[1:] == places[:-1]) & (places[1:] >= 0))[:, None] + 1
     outputs = outputs.copy()
     for begin, label in enumerate(task.labels):

@@ -50,7 +50,7 @@ class Features:
 
 
 class TaskType(ExampleReader):
-    """How tasks of one type are read, trained, scored, predicted and stored. `outputs` are what `predict` returned."""
+    """A type of tasks: reads, trains, scores, predicts and stores them. `outputs` are the results of `predict`."""
 
     defaults: ClassVar[Mapping[str, Scalar]] = {}
     """Keys of `[finetune]` that differ from their defaults, in all recipes."""
@@ -61,7 +61,7 @@ class TaskType(ExampleReader):
     prediction_settings: ClassVar[tuple[str, ...]] = ()
     """Settings of `answers` that a user may choose."""
     needs_whole_batch: ClassVar[bool] = False
-    """Whether an example's loss depends on the others of the batch, so that processes cannot share a step."""
+    """An example's loss depends on the others of the batch, so processes cannot share a step."""
 
     # The folder of a fine-tuned model.
     hf_form: ClassVar[str]
@@ -73,12 +73,12 @@ class TaskType(ExampleReader):
     pipeline: ClassVar[str]
     """The pipeline of `transformers`, for the model card."""
     hidden_index: ClassVar[str] = ""
-    """What a raw head reads of the last hidden state, as Python code."""
+    """Python index of the last hidden state that a raw head reads."""
     converted_head_note: ClassVar[str] = ""
     """Section of the model card where `to_transformers` has converted the head."""
 
     def is_table(self, path: Path) -> bool:
-        """Whether own data at this path has a header."""
+        """Returns whether own data at this path have a header."""
         return True
 
     @abstractmethod
