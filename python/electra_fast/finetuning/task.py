@@ -85,7 +85,7 @@ class TaskData:
 def check_dev_fraction(fraction: float) -> None:
     """Raises InputError unless `fraction` is above 0 and below 1."""
     if not 0 < fraction < 1:
-        raise InputError(f"dev_fraction is {fraction}; it has to be above 0 and below 1")
+        raise InputError(f"dev_fraction is {fraction}; it must be above 0 and below 1")
 
 
 def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> Split:

@@ -103,7 +103,7 @@ class LabelReader:
 
     def _name(self, value: Any, place: str) -> str:
         if isinstance(value, dict | list | bytes):
-            raise InputError(f"{place}: the label is {abbreviated(value)}; it has to be text or an integer")
+            raise InputError(f"{place}: the label is {abbreviated(value)}; it must be text or an integer")
         found = self.canonical(value)
         self._unused.discard(found)
         name = self._mapping.get(found, found)
@@ -156,7 +156,7 @@ def parse_mapping(given: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     for pair in given:
         old, equals, new = (part.strip() for part in pair.partition("="))
         if not equals or old in mapping:
-            what = "is there twice" if equals else "has to be OLD=NEW (OLD= leaves the examples out)"
+            what = "is there twice" if equals else "must be OLD=NEW (OLD= leaves the examples out)"
             raise InputError(f"--label-map: {old if equals else pair!r} {what}")
         mapping[old] = new
     return mapping
@@ -228,7 +228,7 @@ def _is_set(value: Any, column: str, place: str) -> bool:
         return False
     if is_missing(value) or text in ("-1", "-1.0"):
         raise NoLabel("" if is_missing(value) else "-1")
-    raise InputError(f"{place}: {column!r} is {abbreviated(value)}; it has to be 0, 1, true or false")
+    raise InputError(f"{place}: {column!r} is {abbreviated(value)}; it must be 0, 1, true or false")
 
 
 def _are_multi_hot(lists: Sequence[list[Any]]) -> bool:

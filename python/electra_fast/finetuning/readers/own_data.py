@@ -430,7 +430,7 @@ def _number(cells: Sequence[Any], place: str) -> float:
         raise NoLabel(value.strip() if isinstance(value, str) else "")
     if not isinstance(value, bool) and is_number(value) and math.isfinite(float(value)):
         return float(value)
-    raise InputError(f"{place}: the label is {abbreviated(value)}; it has to be a finite number")
+    raise InputError(f"{place}: the label is {abbreviated(value)}; it must be a finite number")
 
 
 def _overlap(train: Split, dev: Split) -> Iterator[str]:

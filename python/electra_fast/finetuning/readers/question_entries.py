@@ -51,7 +51,7 @@ class Columns:
         """Returns the columns of `--text` and `--label`, or the usual ones if these are empty."""
         if text and len(text) != 2:
             given = f"{len(text)} columns ({', '.join(text)})"
-            raise InputError(f"--text names {given}; it has to be two: question, context")
+            raise InputError(f"--text names {given}; it must be two: question, context")
         if len(label) > 1:
             given = f"{len(label)} columns ({', '.join(label)})"
             raise InputError(f"--label names {given}; choose the one with the answers")
@@ -198,7 +198,7 @@ def question_of(entry: Entry, columns: Columns) -> Question:
     id = _first(fields, ID_COLUMNS)
     if id is not None:
         if not isinstance(id, str | int):
-            raise InputError(f"{where}: the id is {abbreviated(id)}; it has to be text or an integer")
+            raise InputError(f"{where}: the id is {abbreviated(id)}; it must be text or an integer")
         id, where = str(id), f"{where}, id {id!r}"
     if context is None and set(columns.question).isdisjoint(fields):
         names = f"no {columns.question[0]!r} and no {columns.context[0]!r}; {there_are(fields)}"
@@ -244,7 +244,7 @@ def is_impossible(question: Question) -> bool | None:
     value = question.fields.get("is_impossible")
     known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False, "": None, "none": None}
     if (name := str(value).lower()) not in known:
-        raise InputError(f"{question.place}: is_impossible is {abbreviated(value)}; it has to be true or false")
+        raise InputError(f"{question.place}: is_impossible is {abbreviated(value)}; it must be true or false")
     return known[name]
 
 
@@ -270,7 +270,7 @@ def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:
         lists = {name: value[name] for name in names if value.get(name) is not None}
         for name, each in lists.items():
             if not isinstance(each, list) or len(each) != len(texts):
-                remedy = f"it has to be a list of {len(texts)}, as text is"
+                remedy = f"it must be a list of {len(texts)}, as text is"
                 raise InputError(f"{where}: {name} is {abbreviated(each)}; {remedy}")
         for number, text in enumerate(texts):
             yield {"text": text} | {name: each[number] for name, each in lists.items()}
@@ -283,7 +283,7 @@ def _annotation(where: str, item: Fields) -> Annotation:
     text = item.get("text")
     if not isinstance(text, str):
         found = "missing" if text is None else abbreviated(text)
-        raise InputError(f"{where}: the text of an answer is {found}; it has to be text")
+        raise InputError(f"{where}: the text of an answer is {found}; it must be text")
     item = _first_span(item.get("char_spans")) or item
     start, end, length = (
         _integer(where, names[0], _first(item, names))
@@ -309,5 +309,5 @@ def _integer(where: str, name: str, value: Any) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"\s*-?\d+(\.0)?\s*", value):
         value = float(value)
     if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
-        raise InputError(f"{where}: {name} is {abbreviated(value)}; it has to be an integer")
+        raise InputError(f"{where}: {name} is {abbreviated(value)}; it must be an integer")
     return int(value)

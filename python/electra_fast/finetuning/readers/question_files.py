@@ -167,7 +167,7 @@ def _new_id(number: int, question: Question, seen: set[str]) -> str:
     """Returns the id of a question, by default its number; raises InputError if it is in `seen`."""
     id = str(number) if question.id is None else question.id
     if id in seen:
-        raise InputError(f"{question.place}: a second question with the id {id!r}; ids have to be unique")
+        raise InputError(f"{question.place}: a second question with the id {id!r}; ids must be unique")
     seen.add(id)
     return id
 

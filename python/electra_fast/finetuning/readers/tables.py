@@ -285,7 +285,7 @@ def _records(path: Path, content: Any) -> list[Row | InputError]:
     if isinstance(content, dict):
         content = _records_of_object(path, content)
     if not isinstance(content, list):
-        raise InputError(f"{path}: not a table but {abbreviated(content)}; it has to be a list of objects")
+        raise InputError(f"{path}: not a table but {abbreviated(content)}; it must be a list of objects")
     return [
         row if isinstance(row, dict) else InputError(f"{place(path, n)}: not a JSON object: {abbreviated(row)}")
         for n, row in enumerate(content, 1)

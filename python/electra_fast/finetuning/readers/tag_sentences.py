@@ -250,9 +250,9 @@ def _tags(where: str, num_words: int, tags: Any, labels: Sequence[str]) -> list[
     if not tags:
         return None
     if not isinstance(tags, list):
-        raise InputError(f"{where}: the tags are {abbreviated(tags)}; there has to be a list of one per word")
+        raise InputError(f"{where}: the tags are {abbreviated(tags)}; there must be a list of one per word")
     if len(tags) != num_words:
-        raise InputError(f"{where}: {num_words} words, but {len(tags)} tags; there has to be one per word")
+        raise InputError(f"{where}: {num_words} words, but {len(tags)} tags; there must be one per word")
     return [_tag(where, tag, labels) for tag in tags]
 
 

@@ -139,7 +139,7 @@ def read_spans(where: str, items: Any) -> list[Span]:
     if isinstance(items, dict) and all(isinstance(each, list) for each in items.values()):
         items = [dict(zip(items, values, strict=False)) for values in zip(*items.values(), strict=False)]
     if not isinstance(items, list):
-        raise InputError(f"{where}: the spans are {abbreviated(items)}; there has to be a list of {EXPECTED_SPAN}")
+        raise InputError(f"{where}: the spans are {abbreviated(items)}; there must be a list of {EXPECTED_SPAN}")
     return [_read_span(where, item) for item in items]
 
 

@@ -159,7 +159,7 @@ def test_files_with_nothing_to_learn_from(write, content, message):
             {"labels": ("O", "B-LOC")},
             "unknown entity type 'PER'; --labels names: 'LOC'; name all with --labels",
         ),
-        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it has to be above 0 and below 1"),
+        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it must be above 0 and below 1"),
     ],
 )
 def test_options_that_cannot_be_used(write, options, message):

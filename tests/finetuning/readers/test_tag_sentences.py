@@ -171,17 +171,17 @@ def test_lists_of_words_come_before_texts(write):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tokens": ["a", "b"], "tags": ["O"]}, "line 1: 2 words, but 1 tags; there has to be one per word"),
-        ({"text": "a b c", "labels": "O O"}, "line 1: 3 words, but 2 tags; there has to be one per word"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "line 1: 2 words, but 1 tags; there must be one per word"),
+        ({"text": "a b c", "labels": "O O"}, "line 1: 3 words, but 2 tags; there must be one per word"),
         ({"tokens": ["a", ""], "tags": ["O", "O"]}, "line 1: word 2 is empty; remove it and its tag"),
         ({"tokens": ["a", None], "tags": ["O", "O"]}, "line 1: word 2 is None, not text"),
-        ({"tokens": ["a"], "tags": 5}, "line 1: the tags are 5; there has to be a list of one per word"),
+        ({"tokens": ["a"], "tags": 5}, "line 1: the tags are 5; there must be a list of one per word"),
         ({"tokens": ["a"], "tags": [1.5]}, "line 1: the tag 1.5 is neither text nor an integer"),
         ({"tokens": ["a"], "tags": [0]}, "line 1: the tag is the number 0; name the tags by number with --labels O,"),
         ({"tokens": ["a"]}, "no label column; there are: tokens; choose with --label"),
         ({"tags": ["a"]}, "no text column; there are: tags; choose with --text"),
         ({"text": 5, "spans": []}, "line 1: 'text' is 5, not text"),
-        ({"text": "a", "spans": 5}, "line 1: the spans are 5; there has to be a list of"),
+        ({"text": "a", "spans": 5}, "line 1: the spans are 5; there must be a list of"),
     ],
 )
 def test_rows_that_cannot_be_used(write, row, message):

@@ -124,7 +124,7 @@ def test_parts_are_joined_in_the_order_of_their_names(write, write_squad, tmp_pa
     assert read_squad("squad1", tmp_path).train.ids == ["a", "b", "c"]
     again = write(squad(asked("b", BLUE)), "train-d.json")
     place = f"{again}: data[0].paragraphs[0].qas[0], id 'b'"
-    message = f"{place}: a second question with the id 'b'; ids have to be unique"
+    message = f"{place}: a second question with the id 'b'; ids must be unique"
     assert message_of(read_squad, "squad1", tmp_path) == message
 
 
@@ -317,13 +317,13 @@ def test_json_that_is_not_unicode(write, content):
 
 
 ANSWER_ERRORS = [
-    ([annotated("blue", "x")], "answer_start is 'x'; it has to be an integer"),
-    ([annotated("blue", 11.5)], "answer_start is 11.5; it has to be an integer"),
-    ([annotated("blue", True)], "answer_start is True; it has to be an integer"),
-    ([{"answer_start": 1}], "the text of an answer is missing; it has to be text"),
-    (5, "the text of an answer is 5; it has to be text"),
-    ({"text": ["blue"], "answer_start": []}, "answer_start is []; it has to be a list of 1, as text is"),
-    ({"text": ["blue"], "answer_start": 11}, "answer_start is 11; it has to be a list of 1, as text is"),
+    ([annotated("blue", "x")], "answer_start is 'x'; it must be an integer"),
+    ([annotated("blue", 11.5)], "answer_start is 11.5; it must be an integer"),
+    ([annotated("blue", True)], "answer_start is True; it must be an integer"),
+    ([{"answer_start": 1}], "the text of an answer is missing; it must be text"),
+    (5, "the text of an answer is 5; it must be text"),
+    ({"text": ["blue"], "answer_start": []}, "answer_start is []; it must be a list of 1, as text is"),
+    ({"text": ["blue"], "answer_start": 11}, "answer_start is 11; it must be a list of 1, as text is"),
 ]
 
 
@@ -342,8 +342,8 @@ def test_answers_that_cannot_be_used(write, write_squad, tmp_path, answers, mess
         ({"question": 5}, "line 2: 'question' is 5, not text"),
         ({"context": None}, "line 2: 'context' is null, not text"),
         ({"context": " ", "id": 3}, "line 2, id 3: the context is empty"),
-        ({"id": [1]}, "line 2: the id is [1]; it has to be text or an integer"),
-        ({"id": 1}, "line 2, id 1: a second question with the id '1'; ids have to be unique"),
+        ({"id": [1]}, "line 2: the id is [1]; it must be text or an integer"),
+        ({"id": 1}, "line 2, id 1: a second question with the id '1'; ids must be unique"),
     ],
 )
 def test_rows_that_cannot_be_used(write, change, message):
@@ -363,11 +363,11 @@ def test_columns_that_are_missing(write):
 
 def test_options_that_cannot_be_used(write):
     path = write([row("blue")])
-    message = "--text names 1 columns (question); it has to be two: question, context"
+    message = "--text names 1 columns (question); it must be two: question, context"
     assert message_of(read, path, text=("question",)) == message_of(streamed, path, text=("question",)) == message
     message = message_of(read, path, label=("a", "b"))
     assert message == "--label names 2 columns (a, b); choose the one with the answers"
-    assert message_of(read, path, dev_fraction=1) == "dev_fraction is 1; it has to be above 0 and below 1"
+    assert message_of(read, path, dev_fraction=1) == "dev_fraction is 1; it must be above 0 and below 1"
     message = f"{path}: all questions have the same context; give a dev split with --dev"
     assert message_of(read_questions, path, None, None) == message
 
@@ -483,7 +483,7 @@ def test_answers_elsewhere_than_at_their_offset(write, context, text, start, exp
 CONTRADICTIONS = {
     "is_impossible is true, but there is the answer 'blue'; correct one of them": {"is_impossible": True},
     "is_impossible is false, but there is no answer; correct one of them": {"is_impossible": "false", "answers": []},
-    "is_impossible is 'maybe'; it has to be true or false": {"is_impossible": "maybe"},
+    "is_impossible is 'maybe'; it must be true or false": {"is_impossible": "maybe"},
     "the answer 'blue' at answer_start 11 does not end at 19; correct its text or its end": {
         "answers": annotated("blue", 11) | {"answer_end": 19}
     },

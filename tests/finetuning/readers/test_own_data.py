@@ -165,7 +165,7 @@ def test_many_known_labels_are_cut_short(write):
         (["a", None], ": 'a' in every example; there is nothing to learn ("),
         ([None, "-", -1], ": no example has a label that can be used; choose the column with --label"),
         ([1, -1], ": '1' in every example; there is nothing to learn ("),
-        ([1, {"a": 2}], ": line 2: the label is {'a': 2}; it has to be text or an integer"),
+        ([1, {"a": 2}], ": line 2: the label is {'a': 2}; it must be text or an integer"),
         ([1, 2.5], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
         (["1", "2.5"], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
         ([f"id {n}" for n in range(1001)], ": 1,001 different labels in 1,001 examples; predict numbers with --task"),
@@ -300,7 +300,7 @@ def test_columns_and_labels_that_differ_by_file(write):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_map": ("a",)}, "--label-map: 'a' has to be OLD=NEW"),
+        ({"label_map": ("a",)}, "--label-map: 'a' must be OLD=NEW"),
         ({"label_map": ("a=b", "a=c")}, "--label-map: 'a' is there twice"),
         ({"label_map": ("A=b",)}, "--label-map: no file has the label 'A'; there are: 'a', 'b'"),
         ({"label_map": ("a=b",)}, ": 'b' in every example; there is nothing to learn"),
@@ -392,7 +392,7 @@ def test_several_label_columns(write):
     assert data.train.targets.tolist() == [[1, 0], [0, 1]]
     wrong = write([*rows, {"text": "z", "toxic": 2, "rude": 0}], "wrong.jsonl")
     message = message_of(wrong, label=("toxic", "rude"))
-    assert message == f"{wrong}: line 3: 'toxic' is 2; it has to be 0, 1, true or false"
+    assert message == f"{wrong}: line 3: 'toxic' is 2; it must be 0, 1, true or false"
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_several_label_columns(write):
         ({"kind": "regression", "label": ("a", "b")}, "a regression has one label column of numbers"),
         ({"label": ("a", "b"), "labels": ("c", "d")}, "with several label columns, their names are the labels"),
         ({"text": ("a", "b", "label")}, "--text names 3 columns (a, b, label); it can be one or two"),
-        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it has to be above 0 and below 1"),
+        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it must be above 0 and below 1"),
     ],
 )
 def test_options_that_contradict_each_other(write, options, message):

@@ -143,7 +143,7 @@ def test_blank_lines_in_one_column_are_empty_texts(write):
         ("a.json", "[]", "auto", "no rows"),
         ("a.json", '[{"a": 1},]', "auto", "not JSON: Expecting value: line 1 column 11"),
         ("a.json", '[["x", 1]]', "auto", "record 1: not a JSON object: ['x', 1]"),
-        ("a.json", "3", "auto", "not a table but 3; it has to be a list of objects"),
+        ("a.json", "3", "auto", "not a table but 3; it must be a list of objects"),
         ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "auto", "has several lists of records, train, dev"),
         ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "auto", "may hold rows or columns by name"),
         ("a.tsv", "a\tb\ta\n1\t2\t3\n", "auto", "two columns are named 'a'; rename one"),
