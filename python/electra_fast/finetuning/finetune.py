@@ -21,9 +21,8 @@ from electra_fast.finetuning.readers.labels import listed
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
-from electra_fast.finetuning.training.rescoring import outdated_splits, rescore
 from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts, scores_of
-from electra_fast.finetuning.training.seed_run import OLD_CHECKPOINT, SeedRun
+from electra_fast.finetuning.training.seed_run import OLD_CHECKPOINT, SeedRun, outdated_splits, rescore
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests

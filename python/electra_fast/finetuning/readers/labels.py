@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import difflib
-import json
 import re
 import unicodedata
 from collections import defaultdict
@@ -13,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.rows import abbreviated
+from electra_fast.finetuning.readers.rows import abbreviated, literal
 from electra_fast.finetuning.readers.tables import Table
 
 MAX_NAMED_LABELS = 20
@@ -122,7 +119,7 @@ class LabelReader:
         return [name for name, value in zip(self.flags, cells, strict=True) if _is_set(value, name, place)]
 
     def _parsed(self, cell: Any) -> Any:
-        return _written_list(cell) if self._are_texts and isinstance(cell, str) and cell.strip() else cell
+        return literal(cell) if self._are_texts and isinstance(cell, str) and cell.strip() else cell
 
     def _items(self, cells: Iterable[Any]) -> Iterator[Any]:
         for cell in map(self._parsed, cells):
@@ -251,11 +248,4 @@ def _are_written_lists(values: Sequence[Any]) -> bool:
     texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
     if not texts or not all(text[0] == "[" and text[-1] == "]" for text in texts):
         return False
-    return all(isinstance(_written_list(text), list) for text in texts)
-
-
-def _written_list(text: str) -> Any:
-    for parse in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return parse(text)
-    return text
+    return all(isinstance(literal(text), list) for text in texts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import gzip
 import json
 import math
@@ -16,7 +14,7 @@ from typing import Any
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.readers.answer_places import Annotation
-from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, place, there_are
+from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, literal, place, there_are
 from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
@@ -253,13 +251,10 @@ def _structure(value: Any) -> Any:
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
     plain = re.sub(r"\barray\((\[[^\]]*\])(?:,\s*dtype=\w+)?\)", r"\1", value.strip())
-    for parse in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            found = parse(plain)
-            items = found if isinstance(found, list) else [found]
-            if all(isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items):
-                return found
-    return value
+    found = literal(plain)
+    items = found if isinstance(found, list) else [found]
+    is_text = [isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items]
+    return found if all(is_text) and not isinstance(found, str) else value
 
 
 def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:

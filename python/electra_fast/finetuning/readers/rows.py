@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,14 @@ def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text
     if column not in row:
         raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with {flag}")
     raise InputError(f"{place(path, line)}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
+
+
+def literal(text: str) -> Any:
+    """Returns what a text spells in JSON or Python, else the text."""
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return parse(text)
+    return text
 
 
 def abbreviated(value: object) -> str:

@@ -110,20 +110,20 @@ class SequenceType(TaskType):
         """Returns outputs as for `metrics` that always give the most frequent class of `targets`, or the mean value."""
 
     @abstractmethod
-    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
         """Yields a prediction per row of outputs, [n, C]."""
 
-    def training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
+    def _training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
         """Returns what the loss compares with the head's outputs."""
         return targets
 
-    def weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
+    def _weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
         """Returns each example's weight in the loss, float64 [n]."""
         if config.class_weights != "none":
             raise InputError(f"finetune.class_weights = {config.class_weights!r} needs classes; {task.name} has none")
         return np.ones(len(targets))
 
-    def in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
+    def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
         """Returns the outputs in the units of the data."""
         return outputs
 
@@ -142,7 +142,7 @@ class SequenceType(TaskType):
         encoded = encode(tokenizer, texts, config.sequence_length)
         if len(encoded.empty) == len(encoded):
             raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
-        return TrainingSet(encoded, self.training_targets(task, targets), self.weights(task, targets, config))
+        return TrainingSet(encoded, self._training_targets(task, targets), self._weights(task, targets, config))
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         """Yields how many examples are truncated."""
@@ -154,10 +154,6 @@ class SequenceType(TaskType):
                 f"cut at finetune.sequence_length = {config.sequence_length} tokens: "
                 f"{encoded.num_truncated:,} of {len(encoded):,} training examples"
             )
-
-    def labels(self, task: Task) -> tuple[str, ...]:
-        """Returns the classes."""
-        return task.labels
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
         """Builds the network, with arbitrary parameters."""
@@ -179,7 +175,7 @@ class SequenceType(TaskType):
         self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
     ) -> dict[str, float]:
         """Returns the `metrics` of the examples that have a label."""
-        return self._scores(task, split, self.in_units(task, outputs))
+        return self._scores(task, split, self._in_units(task, outputs))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
         """Returns the scores of the most frequent class, of the most frequent label alone, or of the mean."""
@@ -196,7 +192,9 @@ class SequenceType(TaskType):
     def write_predictions(self, stem: Path, task: Task, split: Split, features: Features, outputs: Any) -> None:
         """Writes STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
         if task.name in glue.TASKS:
-            glue.write_submission(stem.with_name(f"{stem.name}.tsv"), task, split, finite(self.in_units(task, outputs)))
+            glue.write_submission(
+                stem.with_name(f"{stem.name}.tsv"), task, split, finite(self._in_units(task, outputs))
+            )
         else:
             super().write_predictions(stem, task, split, features, outputs)
 
@@ -212,8 +210,8 @@ class SequenceType(TaskType):
         self, task: Task, split: Split, features: Features, outputs: Any, settings: Mapping[str, Any]
     ) -> Iterator[Prediction]:
         """Yields labels with probabilities, or values."""
-        rows = self.in_units(task, outputs).reshape(len(split.texts), -1)
-        return self.row_answers(task, rows.astype(np.float64))
+        rows = self._in_units(task, outputs).reshape(len(split.texts), -1)
+        return self._row_answers(task, rows.astype(np.float64))
 
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
@@ -243,9 +241,9 @@ class SequenceType(TaskType):
 
     def summary(self, task: Task, num_texts: int) -> str:
         """Returns what the model reads and predicts."""
-        return f"Given {'a pair of texts' if num_texts == 2 else 'a text'}, predicts {self.predicted(task)}."
+        return f"Given {'a pair of texts' if num_texts == 2 else 'a text'}, predicts {self._predicted(task)}."
 
-    def predicted(self, task: Task) -> str:
+    def _predicted(self, task: Task) -> str:
         """Returns what the model predicts, for the model card."""
         return f"one of {', '.join(task.labels)}"
 
@@ -264,8 +262,7 @@ class Classification(SequenceType):
         """Returns the cross-entropy."""
         return F.cross_entropy(outputs_nC, targets, reduction="none")
 
-    def weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
-        """Returns each example's weight by `finetune.class_weights`, float64 [n]."""
+    def _weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
         if config.class_weights == "none":
             return np.ones(len(targets))
         if config.class_weights == "balanced":
@@ -309,8 +306,7 @@ class Classification(SequenceType):
             return None
         return f"all {len(classes):,} predictions are the class {task.labels[classes[0]]!r}: {REMEDY}"
 
-    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
-        """Yields the `label`, and all probabilities as `scores` by label."""
+    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
         for row in softmax(rows):
             yield {"label": task.labels[int(row.argmax())], "scores": _by_label(task, row)}
 
@@ -343,14 +339,12 @@ class MultiLabel(SequenceType):
         """Returns logits of the most frequent label alone."""
         return _outputs_of(int(targets.sum(0).argmax()), task, count)
 
-    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
-        """Yields the `labels` of a probability above one half, and all probabilities as `scores`."""
+    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
         for row in 1 / (1 + np.exp(-np.clip(rows, -700, 700))):
             chosen = [label for label, score in zip(task.labels, row, strict=True) if score > 0.5]
             yield {"labels": chosen, "scores": _by_label(task, row)}
 
-    def predicted(self, task: Task) -> str:
-        """Returns what the model predicts."""
+    def _predicted(self, task: Task) -> str:
         return f"any of {', '.join(task.labels)}"
 
 
@@ -364,12 +358,10 @@ class Regression(SequenceType):
         """Returns the squared difference."""
         return (outputs_nC.squeeze(1) - targets.float()).square()
 
-    def training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
-        """Returns the values standardized, float32 [n]."""
+    def _training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
         return ((targets - task.shift) / task.scale).astype(np.float32)
 
-    def in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
-        """Returns values [n]."""
+    def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
         return outputs[:, 0] * task.scale + task.shift
 
     def labels(self, task: Task) -> tuple[str, ...]:
@@ -393,13 +385,12 @@ class Regression(SequenceType):
 
     def warning(self, task: Task, outputs: Any) -> str | None:
         """Warns if the model predicts nearly the same value for every example."""
-        values = finite(self.in_units(task, outputs))
+        values = finite(self._in_units(task, outputs))
         if len(values) < 2 or values.std() >= COLLAPSED_DEVIATION * task.scale:
             return None
         return f"all {len(values):,} predictions are about {values.mean():.4g}: {REMEDY}"
 
-    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
-        """Yields the `value`."""
+    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
         yield from ({"value": rounded(row[0])} for row in rows)
 
     def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
@@ -420,8 +411,7 @@ class Regression(SequenceType):
             "head.classifier.bias": (bias - task.shift) / task.scale,
         }
 
-    def predicted(self, task: Task) -> str:
-        """Returns what the model predicts."""
+    def _predicted(self, task: Task) -> str:
         return "a value"
 
 

@@ -251,10 +251,6 @@ class Tagging(TaskType):
         """Returns how long texts are cut, and whether tags delimit entities."""
         return {"doc_stride": config.doc_stride, "scheme": task.scheme}
 
-    def labels(self, task: Task) -> tuple[str, ...]:
-        """Returns the tags."""
-        return task.labels
-
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
     ) -> tuple[str, Mapping[str, Tensor]]:

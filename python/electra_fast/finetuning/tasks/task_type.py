@@ -97,9 +97,9 @@ class TaskType(ExampleReader):
         """Returns the number of examples per class; empty if there are no classes or no labels."""
         return {}
 
-    @abstractmethod
     def labels(self, task: Task) -> tuple[str, ...]:
         """Returns the names of the head's outputs."""
+        return task.labels
 
     def problem_with(self, labels: Sequence[str]) -> str | None:
         """Returns why a folder's labels cannot be those of this type, else None."""
