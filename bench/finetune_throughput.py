@@ -31,6 +31,7 @@ from electra_fast import checkpoint
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.config import recipe_config
+from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model_folder import Finetuned, write_finetuned
 from electra_fast.finetuning.readers import glue
 from electra_fast.finetuning.training.job import Job, make_job
@@ -122,13 +123,13 @@ def train_ours(job: Job, steps: int, seed: int) -> dict[str, float]:
     if steps:
         return found
     features = job.splits[job.data.dev[0].name]
-    return found | {"score": score(job, job.method.predict(model, features, job.config, job.work.compute))}
+    return found | {"score": score(job, job.task_type.predict(model, features, job.config, job.work.compute))}
 
 
 def score(job: Job, outputs: Any) -> float:
     """The task's metric on its validation examples."""
     dev = job.data.dev[0]
-    return job.method.scores(job.task, dev, job.splits[dev.name], outputs, {})[job.task.metric]
+    return job.task_type.scores(job.task, dev, job.splits[dev.name], outputs, {})[job.task.metric]
 
 
 def train_theirs(
@@ -189,7 +190,7 @@ def train_theirs(
     return found | {"score": score(job, outputs)}
 
 
-def rows_of(job: Job, examples: batches.EncodedExamples) -> Iterator[dict[str, Any]]:
+def rows_of(job: Job, examples: EncodedExamples) -> Iterator[dict[str, Any]]:
     """Tokenized examples as the Trainer takes them."""
     has_types = job.work.shape.architecture == "bert"
     for i in range(len(examples)):
