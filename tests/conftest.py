@@ -32,7 +32,10 @@ SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 600
 NUM_TOPICS = 40
 # The tests of these files share what takes long to make.
-STAY_TOGETHER = ("test_cli.py", "test_demo.py", "test_reproduction.py")
+STAY_TOGETHER = (
+    *("test_cli.py", "test_demo.py", "test_reproduction.py"),
+    *("test_tagging.py", "test_question_answering.py", "test_error_detection.py"),
+)
 
 
 def pytest_configure() -> None:
