@@ -66,7 +66,7 @@ def demo(out: Path) -> None:
     draw(out / "demo.png", rows[:NUM_DRAWN], run)
     replaced = float(metrics["replaced_fraction"] or 0)
     console.print(
-        f"\nOn {metrics['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
+        f"\nOn {metrics['tokens']:,} validation tokens, of which the generator replaced {replaced:.1%}: "
         f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
         f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
         f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so this one compares.\n"
@@ -176,7 +176,7 @@ def _words(
 
 def show_verdicts(console: Console, rows: list[list[Word]]) -> None:
     """Prints the rows, each word in the color of its verdict."""
-    console.print("\nHeld-out text as the generator corrupted it, and what the discriminator thinks of each word:")
+    console.print("\nValidation text as the generator corrupted it, and the discriminator's verdict on each word:")
     styles = {"original": "green", "doubtful": "yellow", "replaced": "bold red"}
     for words in rows:
         line = Text("  ")
