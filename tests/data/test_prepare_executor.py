@@ -307,4 +307,4 @@ def test_a_scheduler_that_is_not_there_is_one_line(text, vocab, tmp_path, monkey
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     monkeypatch.setitem(sys.modules, "distributed", None)
     done = in_process.run(*arguments, "tcp://127.0.0.1:1")
-    assert done.stderr == 'electra-fast: error: --scheduler needs Dask: pip install distributed\n'
+    assert done.stderr == "electra-fast: error: --scheduler needs Dask: pip install distributed\n"

@@ -1,16 +1,8 @@
-"""Kernels are tested with poisoned memory and, without a GPU, in Triton's interpreter.
+"""Kernels are tested with poisoned memory."""
 
-The interpreter must be enabled before Triton is imported.
-"""
-
-import os
 import warnings
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

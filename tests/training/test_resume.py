@@ -174,7 +174,7 @@ class TestDamage:
         path.write_bytes(damaged)
         assert pretrain(tiny_config(), data=validation_corpus, out=run).step == STEPS
         told = said(capsys)
-        assert f"warning: {path}: damaged (its checksum does not match); that checkpoint is not used" in told
+        assert f"warning: {path}: damaged (its checksum does not match); not used; renamed to damaged-step-24" in told
         assert "resumes at step 21 of 24" in told
         assert_same_run(run, whole_run)
         assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()

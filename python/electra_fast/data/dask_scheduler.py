@@ -25,7 +25,7 @@ def dask_executor(address: str) -> Iterator[Executor]:
         from distributed import Client
         from distributed.comm import get_address_host_port
     except ImportError as error:
-        raise InputError('--scheduler needs Dask: pip install distributed') from error
+        raise InputError("--scheduler needs Dask: pip install distributed") from error
     for name in ("distributed", "distributed.client"):  # its tracebacks would bury our one line
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

@@ -203,7 +203,7 @@ def set_aside_after(run: Path, step: int) -> list[str]:
 
 
 def _set_aside(directory: Path, reason: str) -> str:
-    return f"{reason}; the checkpoint is not used and renamed to {_rename(directory, _DAMAGED).name}"
+    return f"{reason}; not used; renamed to {_rename(directory, _DAMAGED).name}"
 
 
 def _rename(directory: Path, prefix: str) -> Path:

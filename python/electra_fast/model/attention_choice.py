@@ -86,7 +86,7 @@ def _missing_package(backend: str) -> str | None:
         return None
     if backend == "xformers":
         if importlib.util.find_spec("xformers") is None:
-            return 'the package xformers (pip install xformers)'
+            return "the package xformers (pip install xformers)"
         try:
             import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
         except (ImportError, OSError, AttributeError) as error:
