@@ -78,7 +78,7 @@ def test_evaluate_says_first_what_compares(folder):
     done = run("evaluate", folder / "run", "--data", folder / "shards")
     compares, auc, does_not, own, *_ = done.stdout.splitlines()
     assert compares.startswith("Comparable between models") and auc.split()[0] == "unigram_auc"
-    assert does_not.startswith("Does not compare") and own.split()[0] == "discriminator_auc"
+    assert does_not.startswith("Not comparable") and own.split()[0] == "discriminator_auc"
     assert "was trained on rows of 32 tokens and is judged on rows of 128" in done.stderr
     fixed = json.loads(
         run("evaluate", folder / "run", "--data", folder / "shards", "--corrupted-by", "unigram", "--json").stdout

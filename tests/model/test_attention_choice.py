@@ -50,7 +50,7 @@ def test_xformers_has_no_local_attention() -> None:
 @pytest.mark.parametrize(
     ("backend", "missing", "lacks"),
     [
-        ("xformers", "xformers", r'the package xformers \(pip install "electra-fast\[xformers\]"\)'),
+        ("xformers", "xformers", r"the package xformers \(pip install xformers\)"),
         ("varlen", "torch.nn.attention.varlen", "a torch that has torch.nn.attention.varlen, and this is "),
     ],
 )
