@@ -57,11 +57,6 @@ def write(
     return final
 
 
-def save_model(directory: Path, model: Electra) -> None:
-    """Writes config.toml and model.safetensors (fp32, shared parameters once) into an existing folder."""
-    _write_model(directory, model.config, stored(model))
-
-
 def _write_model(directory: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
     (directory / "config.toml").write_text(config.to_toml(), encoding="utf-8")
     write_tensors(tensors, directory / "model.safetensors")

@@ -45,7 +45,6 @@ from electra_fast.training.diagnostics import (
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
-from electra_fast.training.reporting import environment, record_environment, startup
 from electra_fast.training.run import CORPUS, Run
 from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
@@ -175,13 +174,13 @@ class Trainer:
 
     def _begin(self, log: RunLog) -> None:
         if self.world.is_first:
-            facts = environment(self.device, self.compute, self.config.train.execution, self.world.size)
-            record_environment(self.run.folder, facts)
+            facts = reporting.environment(self.device, self.compute, self.config.train.execution, self.world.size)
+            reporting.record_environment(self.run.folder, facts)
         if self.world.size > 1:
             self._check_ranks(0.0)
         num_rows = len(self.train_step.backward.division.rows)
         for line in (
-            *startup(self.run, self.mixture, self.state, self._num_parameters()),
+            *reporting.startup(self.run, self.mixture, self.state, self._num_parameters()),
             *reporting.settings(self.config, self.device, self.world.size, num_rows, self.notes, self.stream_change),
         ):
             log.say(line)
