@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from electra_fast.training.parallel_step import create_step
 from lib.cpu_worker import cpu_seconds, processes
 from lib.results import Results, parse_arguments, processor
 from lib.workload import label, make_corpus, shape
@@ -37,16 +38,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import electra_fast as ef
-from electra_fast.model.compute import RngKey, choose_compute, choose_device
+from electra_fast.model.compute import choose_compute, choose_device
 from electra_fast.model.model import BertLayer, ModernLayer
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training.division import NUM_EXACT_GROUPS
 from electra_fast.training.launch import Launch
 from electra_fast.training.sharding import shard_model
-from electra_fast.training.step import GRAD_NORM, choose_execution, create_step
+from electra_fast.training.step import GRAD_NORM, choose_execution
 from electra_fast.training.step_processes import choose_num_processes
 from electra_fast.training.world import World
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
-from electra_fast.ops.linear import weight_gradient
+from electra_fast.ops.operations import weight_gradient
 
 SHAPES, QUICK_SHAPES = ["small:1024", "small:128", "base:128", "large:64"], ["tiny:8"]
 SPLITS = (4, 16, 64)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra_fast.model import sublayers
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.ops import dispatch, linear
+from electra_fast.ops import operations as ops
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NO_KERNEL = {"_unsafe_view", "detach", "alias", "lift_fresh", "_local_scalar_dense", "is_pinned", "_pin_memory"}
@@ -80,17 +80,17 @@ def main() -> int:
     config = shape(options.shape, options.overrides, options.recipe)
     launches = Launches()
     triton.JITFunction.run = lambda self, *_, **__: launches.counts.update([self.__name__])
-    dispatch.kernels()
+    ops.kernels()
 
     def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
         """On CUDA a single product."""
         launches.counts.update(["mm"])
         return torch.empty(dy_TO.shape[1], x_TI.shape[1])
 
-    linear.weight_gradient = sublayers.weight_gradient = weight_gradient
+    ops.weight_gradient = sublayers.weight_gradient = weight_gradient
     os.environ["TRITON_INTERPRET"] = "1"  # after the kernels' import: lets `use_impl` choose them, interprets nothing
     compute = ComputeConfig(options.attention, torch.bfloat16)
-    with dispatch.use_impl("kernel"):
+    with ops.use_impl("kernel"):
         step, batches = new_step(config, device, "eager", compute, num_processes=1), loader(corpus, config)
         with launches:
             step(next(batches), 0)

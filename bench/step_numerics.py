@@ -22,7 +22,6 @@ from torch import Tensor
 from electra_fast.model import attention
 from electra_fast.model.compute import ComputeConfig, choose_compute
 from electra_fast.objectives import OBJECTIVES
-from electra_fast.ops import dispatch
 from electra_fast.ops import operations as ops
 
 PARTS = ("samples", "attention", "eager", "graph", "compile", "objectives")
@@ -82,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: attention.AttentionMask, dropo
     if mask.backend != "short":
         return attention.attention(q, k, v, mask, dropout.probability)
     qkv_TX, options = torch.stack((q, k, v), 1).flatten(1), (None, None, q.shape[1], None, *dropout.arguments)
-    out: Tensor = dispatch.kernels().short_attention(qkv_TX, None, mask.segment_ids_BL, *options)[0]
+    out: Tensor = ops.kernels().short_attention(qkv_TX, None, mask.segment_ids_BL, *options)[0]
     return out.view(q.shape)
 
 
@@ -106,7 +105,7 @@ def check_losses(corpus: Path, device: torch.device, execution: str, steps: int)
     result = {"first": found[0], "last": found[-1], "largest_gap": gap, "same_bits_again": found == again}
     ok = gap < 0.02 and found[-1] < found[0] and found == again
     if execution == "eager":
-        with dispatch.use_impl("reference"):
+        with ops.use_impl("reference"):
             references = losses(corpus, device, execution, steps)
         result["largest_gap_to_references"] = max(abs(a - b) / a for a, b in zip(references, found, strict=True))
         ok &= result["largest_gap_to_references"] < 0.02

@@ -65,9 +65,8 @@ class Faults:
 
 def install():
     """Lets the steps of this process meet the faults that the environment names."""
-    from electra_fast.training.backward import Backward
     from electra_fast.training.launch import Launch
-    from electra_fast.training.step import TrainStep
+    from electra_fast.training.step import Backward, TrainStep
 
     launch = Launch.from_environment()
     text = os.environ.get(VARIABLE, "")

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from electra_fast.model import attention, sublayers
-from electra_fast.model.attention_choice import choose_attention
-from electra_fast.ops import dispatch
+from electra_fast.model.compute import choose_attention
 from electra_fast.ops import operations as ops
-from electra_fast.ops.linear import linear
+from electra_fast.ops.operations import linear
 
 VOCAB_SIZE = 30_522
 Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first tensor is differentiated
@@ -330,11 +329,11 @@ def _(setting: Setting) -> Iterator[Case]:
                 return F.layer_norm(z, z.shape[-1:], w, b, 1e-12)
 
             def ours(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
-                with dispatch.use_impl("kernel"):
+                with ops.use_impl("kernel"):
                     return sublayers.feed_forward(x, sublayers.SublayerWeights(*weights), 1e-12, dropout)
 
             def apart(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
-                with dispatch.use_impl("kernel"):
+                with ops.use_impl("kernel"):
                     inner_TF = ops.bias_gelu(x, *weights[:2])
                     return ops.residual_norm(inner_TF, *weights[2:4], x, *weights[4:], 1e-12, dropout)
 

@@ -28,9 +28,9 @@ from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.export import export, load
 from electra_fast.messages import printable
-from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.training.diagnostics import auc_text
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.plots import AMBER, GREEN, GREY, ORANGE, plot_curves

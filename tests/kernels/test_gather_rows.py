@@ -9,9 +9,9 @@ from torch._inductor.decomposition import select_decomp_table
 
 import electra_fast as ef
 from electra_fast.kernels.gather_rows import add_rows, gather_rows
-from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 
 
 @pytest.mark.parametrize(

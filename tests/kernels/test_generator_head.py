@@ -11,7 +11,7 @@ from electra_fast.kernels import generator_head, generator_head_chunked, generat
 from electra_fast.kernels.generator_head import generator_head as by_kernels
 from electra_fast.kernels.generator_head_narrow import Blocks, choose_splits
 from electra_fast.ops import operations as ops
-from electra_fast.ops.linear import linear
+from electra_fast.ops.operations import linear
 
 KEY = torch.tensor([2**40 + 7, 12], device=DEVICE)
 DTYPES = {"narrow": (torch.float32, torch.float16, torch.bfloat16), "chunked": ()}

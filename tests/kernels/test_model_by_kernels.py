@@ -8,11 +8,10 @@ from comparison import DEVICE, assert_same_bits
 
 from electra_fast.config.config import Config
 from electra_fast.model.attention import AttentionMask
-from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
-from electra_fast.ops import dispatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
 
 NUM_ROWS, LENGTH, VOCAB = 3, 16, 90
@@ -63,9 +62,9 @@ def logits_and_gradients(model, key=KEY):
 @pytest.mark.parametrize(("architecture", "tying"), [("bert", "all"), ("modern", "none")])
 def test_kernels_equal_references(architecture, tying):
     model = tiny_model(architecture, tying)
-    with dispatch.use_impl("reference"):
+    with ops.use_impl("reference"):
         logits, gradients = logits_and_gradients(model)
-    with dispatch.use_impl("kernel"):
+    with ops.use_impl("kernel"):
         by_kernels, their_gradients = logits_and_gradients(model)
     for ours, theirs in zip(by_kernels, logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -79,7 +78,7 @@ def test_kernels_equal_references(architecture, tying):
 def test_compiles_without_a_graph_break(architecture):
     """torch.compile traces the whole model and its gradients through the kernels."""
     model = tiny_model(architecture)
-    with dispatch.use_impl("kernel"):
+    with ops.use_impl("kernel"):
         expected = replaced_logits(model, *tokens(), KEY)
         expected.sum().backward()
         gradients = [x.grad.clone() for x in model.discriminator.parameters()]
@@ -105,7 +104,7 @@ def spy_on_dropout(monkeypatch, *names):
 def test_every_dropout_has_its_own_call_index(monkeypatch):
     """In both networks of a step, even if they are one module."""
     seen = spy_on_dropout(monkeypatch, "dropout_reference")
-    with dispatch.use_impl("reference"):
+    with ops.use_impl("reference"):
         logits_and_gradients(tiny_model("bert", "all"))
     call_indices = [dropout.call_index for dropout in seen]
     assert len(call_indices) == len(set(call_indices)) == 2 * (1 + 2 * 2)
@@ -126,7 +125,7 @@ def test_objective_passes_the_key_down(monkeypatch, first_row):
     objective = objective_of(model.config)
     denominators = objective.loss_denominators(batch)
     seen = spy_on_dropout(monkeypatch, "embedding_norm", "residual_norm")
-    with dispatch.use_impl("kernel"):
+    with ops.use_impl("kernel"):
         assert rng_key.dropout_key(LENGTH).tolist() == [5, 11, LENGTH * int(first_row)]
         objective.forward(model, MicroBatch(batch, compute, rng_key, denominators))
         assert {tuple(dropout.key.tolist()) for dropout in seen} == {(5, 11, LENGTH * int(first_row))}

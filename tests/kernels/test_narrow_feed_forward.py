@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from electra_fast.kernels import narrow_feed_forward as kernels
 from electra_fast.kernels import residual_norm
 from electra_fast.ops import operations as ops
-from electra_fast.ops.linear import linear
-from electra_fast.ops.operations import Dropout
+from electra_fast.ops.operations import Dropout, linear
 
 EPS = 1e-12
 

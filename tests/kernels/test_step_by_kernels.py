@@ -3,13 +3,13 @@
 import pytest
 import torch
 from comparison import DEVICE
+from electra_fast.training.parallel_step import create_step
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.ops import dispatch
+from electra_fast.ops import operations as ops
 from electra_fast.optimizers.optimizer import Optimizer
-from electra_fast.training.step import create_step
 
 
 def trained(corpus, config, attention="sdpa"):
@@ -45,9 +45,9 @@ def test_equals_the_references(tiny_corpus, config, name):
 
 
 def check(corpus, config, attention="sdpa"):
-    with dispatch.use_impl("reference"):
+    with ops.use_impl("reference"):
         weights, totals = trained(corpus, config)
-    with dispatch.use_impl("kernel"):
+    with ops.use_impl("kernel"):
         by_kernels, their_totals = trained(corpus, config, attention)
     # Counts are equal unless a sample fell on a tie; losses and norms differ by rounding.
     assert their_totals == pytest.approx(totals, rel=1e-4, abs=1e-3)
@@ -67,7 +67,7 @@ def test_short_attention_equals_its_reference(tiny_corpus, config, recipe):
 
 def test_is_reproducible(tiny_corpus, config):
     config = config.replace({"model": {"dropout": 0.1}})
-    with dispatch.use_impl("kernel"):
+    with ops.use_impl("kernel"):
         (weights, totals), (again, totals_again) = (trained(tiny_corpus, config) for _ in range(2))
     assert totals == totals_again
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
-from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.optimizer import Optimizer
 
 

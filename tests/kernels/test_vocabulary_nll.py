@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from comparison import DEVICE
 
 from electra_fast.kernels import generator_head, generator_head_chunked
-from electra_fast.ops import dispatch, vocabulary_nll
+from electra_fast.ops import operations as ops
+from electra_fast.ops import vocabulary_nll
 
 NARROW, CHUNKED = "narrow", "chunked"
 # The interpreter has no products of bf16.
@@ -64,7 +65,7 @@ def test_errors_are_at_most_those_of_the_definition(case):
     dtype, width, path = case
     inputs = make_inputs(70, 300, width, dtype)
     assert bool(generator_head._narrow_width(inputs[0])) == (path == NARROW)
-    with dispatch.use_impl("kernel"):
+    with ops.use_impl("kernel"):
         ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs)
     reference, _ = run(plain, inputs)
     exact, exact_is_argmax = run(plain, inputs, torch.float64)

@@ -7,8 +7,7 @@ import torch
 
 from electra_fast.config.config import Config
 from electra_fast.model.attention import ATTENTION_BACKENDS
-from electra_fast.model.attention_choice import choose_attention
-from electra_fast.model.compute import choose_compute
+from electra_fast.model.compute import choose_attention, choose_compute
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -7,9 +7,8 @@ import torch
 from test_electra import COMPUTE, make_config, make_model
 from variants import VARIANTS
 
-from electra_fast.model.compute import RngKey
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 
 VOCAB, LENGTH, MASK = 11, 8, 4
 ORIGINAL, MASKED = (2, 7, 5, 9, 6, 8, 10, 3), (2, 5)

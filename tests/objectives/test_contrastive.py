@@ -5,9 +5,8 @@ import torch
 from test_electra import COMPUTE, KEY, LENGTH, SLOTS, halves, make_batch, make_config, make_model
 from variants import VARIANTS
 
-from electra_fast.model.compute import RngKey
 from electra_fast.objectives import contrastive, losses, objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 
 ROWS = 2000
 

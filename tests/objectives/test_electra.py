@@ -7,10 +7,10 @@ import torch
 from variants import VARIANTS
 
 from electra_fast.config.config import Config
-from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
 from electra_fast.ops.sampling import sample_categorical
 

@@ -11,9 +11,8 @@ from test_electra import COMPUTE, KEY, SLOTS, make_batch, make_config, make_mode
 from variants import VARIANTS
 
 from electra_fast.model.attention import AttentionMask
-from electra_fast.model.compute import RngKey
 from electra_fast.objectives import contrastive, losses, objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 
 VOCAB = 11
 SEGMENTS = ((0, 5), (5, 10))

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from electra_fast.training.parallel_step import create_step
 from safetensors.torch import load_file
 from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate, weights
@@ -16,17 +17,15 @@ from electra_fast.config.config import Config
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.model.compute import RngKey
 from electra_fast.objectives import OBJECTIVES, losses, objective_of
 from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.objectives.objective import METRICS, MicroBatch, Output
+from electra_fast.objectives.objective import METRICS, MicroBatch, Output, RngKey
 from electra_fast.ops import operations as ops
 from electra_fast.ops.sampling import alias_table
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training import diagnostics
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.step import create_step
 
 
 @pytest.mark.parametrize("name", VARIANTS)

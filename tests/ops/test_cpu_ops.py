@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from electra_fast.model.attention import AttentionMask, self_attention
-from electra_fast.ops import cpu_ops, dispatch
+from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
 
 KEY = torch.tensor([2**40 + 17, 5])
@@ -24,7 +24,7 @@ def run(operation, inputs, upstream, impl=None):
     if impl is None:
         outputs = operation(*leaves)
     else:
-        with dispatch.use_impl(impl):
+        with ops.use_impl(impl):
             outputs = operation(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     floating = [x for x in outputs if x is not None and x.requires_grad]
@@ -154,7 +154,7 @@ def test_generator_head_of_the_whole_vocabulary_draws_as_the_reference():
     inputs = head_inputs(130, 30_522, 16)
     with torch.no_grad():
         loss, sample, correct = ops.generator_head(*inputs, KEY)
-        with dispatch.use_impl("reference"):
+        with ops.use_impl("reference"):
             expected = ops.generator_head(*inputs, KEY)
     torch.testing.assert_close(loss, expected[0])
     assert torch.equal(sample, expected[1]) and torch.equal(correct, expected[2])
@@ -164,7 +164,7 @@ def test_generator_head_of_the_whole_vocabulary_draws_as_the_reference():
 def test_generator_head_without_samples_or_gradient():
     inputs = head_inputs(9, 300, 16)
     loss, sample, correct = ops.generator_head(*inputs, None)
-    with dispatch.use_impl("reference"):
+    with ops.use_impl("reference"):
         expected = ops.generator_head(*inputs, None)
     assert sample is None and not loss.requires_grad
     torch.testing.assert_close(loss, expected[0])

@@ -11,12 +11,11 @@ from variants import VARIANTS
 
 from electra_fast.config.config import Config
 from electra_fast.model.attention import AttentionMask
-from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
-from electra_fast.ops.dispatch import use_impl
-from electra_fast.ops.linear import linear
+from electra_fast.objectives.objective import MicroBatch, RngKey
+from electra_fast.ops.operations import linear, use_impl
 from electra_fast.training.flops import (
     device_peak,
     flops_per_token,

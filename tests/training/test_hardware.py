@@ -12,8 +12,8 @@ from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.export import export, import_folder
 from electra_fast.model.compute import choose_compute, choose_precision
-from electra_fast.model.layers import DiscriminatorHead
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
+from electra_fast.model.model import DiscriminatorHead
 from electra_fast.training import hardware
 from electra_fast.training.hardware import Measurement, measure, measure_products, shortest_times
 from electra_fast.training.pretrain import pretrain

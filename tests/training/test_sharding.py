@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from variants import VARIANTS
 
 from electra_fast.data.loader import padding_row
-from electra_fast.model.compute import RngKey
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.optimizers.shards import Shards, local_rows
 from electra_fast.training.sharding import shard_model

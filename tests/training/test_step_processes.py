@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import test_objectives
 import torch
+from electra_fast.training.parallel_step import PretrainingWork, create_step
 from tiny_run import STEPS, assert_same_run, command, tiny_config, truncate
 
 import electra_fast as ef
@@ -22,14 +23,13 @@ from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.files import checkpoint_folder
 from electra_fast.interruption import stop_requests
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.layers import DiscriminatorHead
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
+from electra_fast.model.model import DiscriminatorHead
 from electra_fast.objectives import objective_of
 from electra_fast.optimizers import muon
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training import step_processes
-from electra_fast.training.backward import Backward, PretrainingWork
-from electra_fast.training.step import create_step
+from electra_fast.training.step import Backward
 from electra_fast.training.step_processes import choose_num_processes
 
 CPU, COMPUTE = torch.device("cpu"), ComputeConfig("sdpa", torch.float32)

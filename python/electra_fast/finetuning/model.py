@@ -22,8 +22,7 @@ from electra_fast.finetuning.batches import PackedBatch
 from electra_fast.model.attention import AttentionMask, Queries
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.initialization import glorot_uniform_
-from electra_fast.model.layers import Linear, Norm
-from electra_fast.model.model import Embeddings, Encoder
+from electra_fast.model.model import Embeddings, Encoder, Linear, Norm
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 

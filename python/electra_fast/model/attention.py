@@ -24,9 +24,7 @@ from torch import Tensor
 from electra_fast.errors import InputError
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
-from electra_fast.ops.dispatch import kernels, uses_cpu_ops, uses_kernels
-from electra_fast.ops.linear import linear
-from electra_fast.ops.operations import Dropout
+from electra_fast.ops.operations import Dropout, kernels, linear, uses_cpu_ops, uses_kernels
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,17 +1,17 @@
-"""Settings of a step's computation: device, attention backend, activation dtype, RNG keys."""
+"""Chooses how a model computes: device, activation dtype, attention backend, library of fp32 products."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from electra_fast.config.config import AUTO, Config, ModelConfig
-from electra_fast.model.attention_choice import choose_attention
+from electra_fast.errors import InputError
+from electra_fast.model.attention import FLASH, MAX_SHORT_HEAD, MAX_SHORT_ROW, WITH_DROPOUT
 from electra_fast.model.matmul import DEFAULT, choose_matmul
-from electra_fast.ops.dispatch import uses_kernels
 
 Precision = Literal["auto", "fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -24,33 +24,6 @@ class ComputeConfig:
     attention: str
     dtype: torch.dtype
     matmul: str = DEFAULT
-
-
-@dataclass(frozen=True)
-class RngKey:
-    """The key of a micro-batch's samples and dropout masks: (seed, step) as int64 [2], and its first row.
-
-    With a tensor (int64 scalar) as first row, one compiled function serves all micro-batches of a step.
-    """
-
-    seed_and_step: Tensor
-    first_row: int | Tensor = 0
-
-    def dropout_key(self, length: int) -> Tensor | None:
-        """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
-        if not (self.seed_and_step.is_cuda or uses_kernels(self.seed_and_step)):
-            return None
-        first_token = self.seed_and_step[:1] * 0 + self.first_row * length
-        return torch.cat((self.seed_and_step, first_token))
-
-
-def seed_generator(device: torch.device, seed: int, part: int, step: int) -> None:
-    """Seeds torch's own generator from the step and the part of it that follows, so that a resumed run draws the same.
-
-    On a CPU `torch.manual_seed` takes half a millisecond, for a stack trace that it keeps in case CUDA comes into use.
-    """
-    mixed = (seed * 0x9E3779B97F4A7C15 + part * 0xD1B54A32D192ED03 + step) % 2**63
-    torch.manual_seed(mixed) if device.type == "cuda" else torch.default_generator.manual_seed(mixed)
 
 
 def choose_device() -> torch.device:
@@ -91,3 +64,91 @@ def choose_precision(requested: str, device: torch.device) -> str:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     capabilities = torch.cpu.get_capabilities()
     return AUTO if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
+
+
+def choose_attention(
+    requested: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dropout: float,
+    local_attention: int = 0,
+    row_length: int | None = None,
+    head_dim: int = 64,
+) -> str:
+    """Resolves `auto` to a backend's name; raises ValueError if the requested backend cannot run.
+
+    `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere, the others on CUDA. `short` (our
+    kernel for rows of up to 128 tokens on Hopper), `varlen` (torch.nn.attention.varlen, flash attention over
+    variable-length segments) and `xformers` (the same from another package) need 16-bit activations, `xformers` also a
+    model without local attention; `flex` (compiled flex attention) has no dropout. `auto` is the first of `short`,
+    `varlen` and `sdpa` that can run; never an optional package, so that a run does not depend on what happens to be
+    installed.
+
+    Args:
+        requested: `auto` or a backend.
+        device: The model's device.
+        dtype: The dtype of the activations.
+        dropout: The dropout probability of attention weights.
+        local_attention: The model's `local_attention`, 0 if none.
+        row_length: Tokens per row, None where rows differ.
+        head_dim: Dimensions of a head.
+    """
+
+    def missing(backend: str) -> str | None:
+        if backend == "short":
+            return _missing_for_short(device, dtype, row_length, head_dim)
+        return _missing_requirement(backend, device, dtype, dropout, local_attention)
+
+    if requested == "auto":
+        return next(name for name in ("short", "varlen", "sdpa") if not missing(name))
+    if what := missing(requested):
+        raise InputError(f'model.attention = "{requested}" needs {what}; or set model.attention = "sdpa"')
+    return requested
+
+
+def _missing_for_short(device: torch.device, dtype: torch.dtype, row_length: int | None, head_dim: int) -> str | None:
+    if general := _missing_requirement("short", device, dtype, 0.0, 0):
+        return general
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"a GPU of compute capability 9, for which alone its kernels were made, and this has {major}.{minor}"
+    if row_length is None or row_length > MAX_SHORT_ROW:
+        found = "differ in length" if row_length is None else f"have {row_length}"
+        return f"rows of at most {MAX_SHORT_ROW} tokens, and these {found}"
+    if head_dim > MAX_SHORT_HEAD:
+        return f"heads of at most {MAX_SHORT_HEAD} dimensions, and these have {head_dim}"
+    return None
+
+
+def _missing_requirement(
+    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, local_attention: int
+) -> str | None:
+    """The requirement that a backend lacks here; None if it can run."""
+    if backend == "sdpa":
+        return None
+    if device.type != "cuda":
+        return f"a CUDA device, and this is {device.type}"
+    if backend in {*FLASH, "short"} and dtype not in (torch.bfloat16, torch.float16):
+        return f"16-bit activations, and these are {dtype}; set train.precision = bf16"
+    if dropout > 0 and backend not in WITH_DROPOUT:
+        return "model.attention_dropout = 0.0"
+    if local_attention and backend == "xformers":
+        return "model.local_attention = 0"
+    return _missing_package(backend)
+
+
+def _missing_package(backend: str) -> str | None:
+    if backend == "short":
+        return None
+    if backend == "xformers":
+        if importlib.util.find_spec("xformers") is None:
+            return "the package xformers (pip install xformers)"
+        try:
+            import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
+        except (ImportError, OSError, AttributeError) as error:
+            return f"an xformers that works with torch {torch.__version__}; importing this one fails: {error}"
+        return None
+    module = {"varlen": "torch.nn.attention.varlen", "flex": "torch.nn.attention.flex_attention"}[backend]
+    if importlib.util.find_spec(module) is None:
+        return f"a torch that has {module}, and this is {torch.__version__}"
+    return None

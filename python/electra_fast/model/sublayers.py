@@ -17,9 +17,7 @@ from torch import Tensor
 
 from electra_fast.model.attention import AttentionMask, self_attention
 from electra_fast.ops import operations as ops
-from electra_fast.ops.dispatch import kernels, uses_kernels
-from electra_fast.ops.linear import cast, linear, weight_gradient
-from electra_fast.ops.operations import Dropout
+from electra_fast.ops.operations import Dropout, cast, kernels, linear, uses_kernels, weight_gradient
 
 
 class SublayerWeights(NamedTuple):

@@ -1,6 +1,6 @@
 """The objectives: one frozen class each, and the table that names them.
 
-`objective` has their interface; `losses` and `contrastive` have shared parts.
+`objective` has their interface and the parts that they share.
 """
 
 from __future__ import annotations

@@ -10,9 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from electra_fast.model.model import Electra
-from electra_fast.objectives import losses
 from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.objectives.objective import MicroBatch, Number, Output, Predictions, ratio
+from electra_fast.objectives.objective import (
+    MicroBatch,
+    Number,
+    Output,
+    Predictions,
+    corrupt,
+    predict,
+    ratio,
+    read_inputs,
+    rtd_loss,
+)
 from electra_fast.ops import operations as ops
 
 
@@ -36,21 +45,21 @@ class AdversarialObjective(ElectraObjective):
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → discriminator → reward → likelihood of the sample → loss."""
-        inputs, weights = losses.read_inputs(model, batch), self.config.objective
+        inputs, weights = read_inputs(model, batch), self.config.objective
         slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.token
         hidden_MD = slots.of_states(model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context))
         with torch.no_grad():
-            generated = losses.predict(model.config, head, table_VE, hidden_MD, slots, batch.rng_key)
-        corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
+            generated = predict(model.config, head, table_VE, hidden_MD, slots, batch.rng_key)
+        corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
         logits_T = model.discriminator_head(model.hidden("discriminator", corrupted_T, *inputs.context))
-        discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, inputs.valid_T)
+        discriminator_loss, discriminator_totals = rtd_loss(logits_T, replaced_T, inputs.valid_T)
 
         reward_M = slots.of_tokens(ops.binary_cross_entropy(logits_T.detach(), replaced_T))
         baseline_M = model.baseline_head(hidden_MD.detach())
         advantage_M = reward_M - F.softplus(-baseline_M.detach())
         # Descending the samples' negative log-likelihood times their advantage ascends the expected reward.
         sampled = replace(slots, target_M=generated.drawn_M, weight_M=slots.weight_M * advantage_M)
-        policy_loss = losses.predict(model.config, head, table_VE, hidden_MD, sampled, None).loss
+        policy_loss = predict(model.config, head, table_VE, hidden_MD, sampled, None).loss
         cross_entropy_M = F.binary_cross_entropy_with_logits(baseline_M, torch.exp(-reward_M), reduction="none")
         baseline_loss = (cross_entropy_M * slots.weight_M).sum()
 

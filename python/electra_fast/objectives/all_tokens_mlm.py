@@ -10,9 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from electra_fast.model.model import Electra
-from electra_fast.objectives import losses
 from electra_fast.objectives.electra import detection_metrics
-from electra_fast.objectives.objective import MicroBatch, Number, Output, Predictions
+from electra_fast.objectives.objective import (
+    MicroBatch,
+    Number,
+    Output,
+    Predictions,
+    corrupt,
+    generate,
+    read_inputs,
+    rtd_loss,
+)
 from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
 from electra_fast.ops.vocabulary_nll import vocabulary_nll
 
@@ -40,10 +48,10 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → encoder → loss."""
-        inputs, weights = losses.read_inputs(model, batch), self.config.objective
-        generated = losses.generate(model, inputs, batch.rng_key)
-        corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
-        original_T, _ = losses.corrupt(inputs, inputs.slots.target_M)
+        inputs, weights = read_inputs(model, batch), self.config.objective
+        generated = generate(model, inputs, batch.rng_key)
+        corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
+        original_T, _ = corrupt(inputs, inputs.slots.target_M)
         hidden_TD = model.hidden("encoder", corrupted_T, *inputs.context)
         head, copy_T = model.encoder_head, model.copy_head(hidden_TD)
         x_TE, table_VE = head.transform(hidden_TD), model.embeddings.token
@@ -54,7 +62,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
 
         loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
         loss = loss + batch.mean(weights.encoder_weight * encoder_loss, "tokens")
-        _, copy_totals = losses.rtd_loss(-copy_T.detach(), replaced_T, inputs.valid_T)
+        _, copy_totals = rtd_loss(-copy_T.detach(), replaced_T, inputs.valid_T)
         del copy_totals["discriminator_loss"]  # D is only part of the predicted probability
         totals = generated.totals(inputs.slots, "generator") | copy_totals
         totals |= {

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from electra_fast.model.compute import RngKey
 from electra_fast.model.model import Electra
-from electra_fast.objectives.losses import NetworkInputs, Totals, random_words
+from electra_fast.objectives.objective import NetworkInputs, RngKey, Totals, random_words
 from electra_fast.ops import operations as ops
 
 WHOLE = 0.2

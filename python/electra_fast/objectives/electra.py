@@ -8,12 +8,25 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from electra_fast.model.compute import RngKey
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import corrective_weight
-from electra_fast.objectives import contrastive, losses
-from electra_fast.objectives.losses import NetworkInputs
-from electra_fast.objectives.objective import MicroBatch, Number, Objective, Output, Predictions, ratio, report
+from electra_fast.objectives import contrastive
+from electra_fast.objectives.objective import (
+    MicroBatch,
+    NetworkInputs,
+    Number,
+    Objective,
+    Output,
+    Predictions,
+    RngKey,
+    corrupt,
+    generate,
+    predict,
+    ratio,
+    read_inputs,
+    report,
+    rtd_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -81,16 +94,16 @@ class ElectraObjective(GeneratorObjective):
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → discriminator → loss."""
         weights = self.config.objective
-        inputs = losses.read_inputs(model, batch)
-        generated = losses.generate(model, inputs, batch.rng_key)
+        inputs = read_inputs(model, batch)
+        generated = generate(model, inputs, batch.rng_key)
         sample_M = generated.drawn_M
         if weights.contrastive_weight:
             sample_M = contrastive.keep_some_whole(inputs, sample_M, batch.rng_key)
-        corrupted_T, replaced_T = losses.corrupt(inputs, sample_M)
+        corrupted_T, replaced_T = corrupt(inputs, sample_M)
         hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
         logits_T = model.discriminator_head(hidden_TD)
         counted_T = self.counted(inputs, batch.rng_key)
-        discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, counted_T)
+        discriminator_loss, discriminator_totals = rtd_loss(logits_T, replaced_T, counted_T)
 
         loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
         loss = loss + batch.mean(weights.disc_weight * discriminator_loss, self.denominator)
@@ -98,7 +111,7 @@ class ElectraObjective(GeneratorObjective):
         if "corrective_head" in model.networks["discriminator"].heads:
             head, table_VE = model.corrective_head, model.embeddings.token
             hidden_MD = inputs.slots.of_states(hidden_TD)
-            corrected = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
+            corrected = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
             loss = loss + batch.mean(weights.corrective_weight * corrected.loss, "masked_weight")
             totals |= corrected.totals(inputs.slots, "corrective")
         if weights.contrastive_weight:

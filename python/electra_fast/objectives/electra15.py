@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from electra_fast.model.compute import RngKey
 from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.objectives.losses import NetworkInputs, random_words
+from electra_fast.objectives.objective import NetworkInputs, RngKey, random_words
 
 _STREAM = 3
 

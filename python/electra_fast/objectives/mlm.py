@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from electra_fast.model.model import Electra
-from electra_fast.objectives import losses
-from electra_fast.objectives.objective import MicroBatch, Number, Objective, Output, ratio, report
+from electra_fast.objectives.objective import (
+    MicroBatch,
+    Number,
+    Objective,
+    Output,
+    generate,
+    ratio,
+    read_inputs,
+    report,
+)
 
 
 @dataclass(frozen=True)
@@ -19,8 +27,8 @@ class MaskedLMObjective(Objective):
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Encoder → loss."""
-        inputs = losses.read_inputs(model, batch)
-        generated = losses.generate(model, inputs, None)
+        inputs = read_inputs(model, batch)
+        generated = generate(model, inputs, None)
         loss = batch.mean(self.config.objective.gen_weight * generated.loss, "masked_weight")
         return Output(loss, generated.totals(inputs.slots, "generator") | {"tokens": inputs.valid_T.sum()})
 

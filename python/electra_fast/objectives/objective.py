@@ -1,25 +1,35 @@
-"""The interface of an objective to the training step, reports and exports.
+"""The interface of an objective to the training step, reports and exports, and the parts that objectives share.
+
+The parts make network inputs, samples, corrupted text and losses. All shapes are static (unused mask slots write to a
+spare position after the flat buffer), and nothing synchronizes with the host. Losses are sums; an objective divides
+them by the denominators of the whole step.
 
 A new objective is a subclass in a file of its own, an entry in `OBJECTIVES` and `config.objectives`, and its networks
 in `model.networks`.
+
+Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidden.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from electra_fast.config.config import Config
-from electra_fast.model.compute import ComputeConfig, RngKey
-from electra_fast.model.model import Electra
+from electra_fast.model.attention import AttentionMask, reads_offsets
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.model import Electra, MaskedLMHead
 from electra_fast.model.networks import Network, networks_of
+from electra_fast.ops import operations as ops
+from electra_fast.ops.sampling import philox
 
 Number = float | int | None
+Totals = dict[str, Tensor]
 
 METRICS = (
     "loss",
@@ -32,6 +42,33 @@ METRICS = (
     "replaced_fraction",
 )
 """Metrics that every objective reports, None where they do not apply; an objective may report more."""
+
+
+@dataclass(frozen=True)
+class RngKey:
+    """The key of a micro-batch's samples and dropout masks: (seed, step) as int64 [2], and its first row.
+
+    With a tensor (int64 scalar) as first row, one compiled function serves all micro-batches of a step.
+    """
+
+    seed_and_step: Tensor
+    first_row: int | Tensor = 0
+
+    def dropout_key(self, length: int) -> Tensor | None:
+        """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
+        if not (self.seed_and_step.is_cuda or ops.uses_kernels(self.seed_and_step)):
+            return None
+        first_token = self.seed_and_step[:1] * 0 + self.first_row * length
+        return torch.cat((self.seed_and_step, first_token))
+
+
+def seed_generator(device: torch.device, seed: int, part: int, step: int) -> None:
+    """Seeds torch's own generator from the step and the part of it that follows, so that a resumed run draws the same.
+
+    On a CPU `torch.manual_seed` takes half a millisecond, for a stack trace that it keeps in case CUDA comes into use.
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + part * 0xD1B54A32D192ED03 + step) % 2**63
+    torch.manual_seed(mixed) if device.type == "cuda" else torch.default_generator.manual_seed(mixed)
 
 
 @dataclass(frozen=True)
@@ -166,3 +203,173 @@ def report(metrics: Mapping[str, Number]) -> dict[str, Number]:
 def ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float:
     """Divides two totals; 0/0 is 0."""
     return totals[numerator] / totals[denominator] if totals[denominator] else 0.0
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The masked slots of a batch, flat [M]; unused ones have weight 0 and the position T after the buffer.
+
+    `number_M` counts slots from the step's first row on, so that samples do not depend on micro-batches.
+    """
+
+    number_M: Tensor
+    position_M: Tensor
+    target_M: Tensor
+    weight_M: Tensor
+
+    def of_tokens(self, x_T: Tensor) -> Tensor:
+        """Gathers values at the slots; unused slots, whose weight is 0, read any token; [T] → [M]."""
+        return x_T[self._readable(x_T.shape[0])]
+
+    def of_states(self, x_TD: Tensor) -> Tensor:
+        """Gathers vectors as `of_tokens`, differentiably; [T, D] → [M, D]."""
+        return ops.gather_rows(x_TD, self._readable(x_TD.shape[0]))
+
+    def _readable(self, num_tokens: int) -> Tensor:
+        return self.position_M.clamp(max=num_tokens - 1)
+
+
+@dataclass(frozen=True)
+class NetworkInputs:
+    """A micro-batch as the networks read it.
+
+    `context` has the arguments of `Electra.hidden` after the ids. `sampled_M` are samples given with the batch, int64.
+    """
+
+    masked_ids_BL: Tensor
+    valid_T: Tensor
+    slots: Slots
+    context: tuple[Tensor, Tensor, AttentionMask, torch.dtype, Tensor | None]
+    sampled_M: Tensor | None = None
+
+
+def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
+    """Returns the inputs of a packed micro-batch.
+
+    Its entry `sampled_ids` (int64, shaped as `masked_ids`), if present, replaces the generator's samples.
+    """
+    tensors = batch.tensors
+    # Compiled code must not depend on the varying number of offsets if nothing reads them.
+    cu_seqlens = tensors["cu_seqlens"] if reads_offsets(batch.compute.attention) else None
+    shape = model.config.model
+    mask = AttentionMask.packed(tensors["segment_ids"], cu_seqlens, batch.compute.attention, shape.local_attention)
+    has_dropout = model.training and (shape.dropout or shape.attention_dropout)
+    dropout_key = batch.rng_key.dropout_key(mask.length) if has_dropout else None
+    positions_T, types_T = tensors["position_ids"].flatten(), tensors["token_type_ids"].flatten()
+    return NetworkInputs(
+        masked_ids_BL=tensors["input_ids"],
+        valid_T=tensors["segment_ids"].flatten() > 0,
+        slots=_slots(tensors, batch.rng_key.first_row),
+        context=(positions_T, types_T, mask, batch.compute.dtype, dropout_key),
+        sampled_M=tensors["sampled_ids"].flatten() if "sampled_ids" in tensors else None,
+    )
+
+
+def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
+    num_rows, length = batch["input_ids"].shape
+    slots_per_row = batch["masked_weights"].shape[1]
+    weight_M = batch["masked_weights"].flatten()
+    first_B1 = torch.arange(num_rows, device=weight_M.device)[:, None] * length
+    position_M = (batch["masked_positions"] + first_B1).flatten()
+    return Slots(
+        number_M=torch.arange(weight_M.shape[0], device=weight_M.device) + first_row * slots_per_row,
+        position_M=torch.where(weight_M > 0, position_M, num_rows * length),
+        target_M=batch["masked_ids"].flatten().long(),
+        weight_M=weight_M,
+    )
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Predictions at the masked slots: summed cross-entropy, samples if requested, correctness of the argmax."""
+
+    loss: Tensor
+    sample_M: Tensor | None
+    correct_M: Tensor
+
+    @property
+    def drawn_M(self) -> Tensor:
+        """The samples; they must have been requested."""
+        assert self.sample_M is not None
+        return self.sample_M
+
+    def totals(self, slots: Slots, role: str) -> Totals:
+        """Returns the loss, the slots' weight, and the weight of slots with a correct argmax."""
+        return {
+            f"{role}_loss": self.loss.detach(),
+            "masked_weight": slots.weight_M.sum(),
+            f"{role}_correct": (self.correct_M * slots.weight_M).sum(),
+        }
+
+
+def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> Generated:
+    """Runs the generator over the masked text; samples nothing without a key.
+
+    With a fixed distribution, or without a generator but with samples in the batch, there are only samples, and the
+    loss is 0.
+    """
+    slots, given_M = inputs.slots, inputs.sampled_M
+    if given_M is not None and "generator" not in model.networks:
+        return _samples_alone(given_M)
+    if model.proposal is not None and rng_key is not None:
+        return _samples_alone(model.proposal.sample(slots.number_M, rng_key.seed_and_step))
+    hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
+    head, table_VE = model.generator_head, model.generator_embeddings.token
+    rng_key = rng_key if given_M is None else None
+    generated = predict(model.config, head, table_VE, slots.of_states(hidden_TD), slots, rng_key)
+    return generated if given_M is None else replace(generated, sample_M=given_M)
+
+
+def _samples_alone(sample_M: Tensor) -> Generated:
+    zero = torch.zeros((), device=sample_M.device)
+    return Generated(zero, sample_M, zero)
+
+
+def predict(
+    config: Config, head: MaskedLMHead, table_VE: Tensor, hidden_MD: Tensor, slots: Slots, rng_key: RngKey | None
+) -> Generated:
+    """Predicts the masked tokens from the hidden states at the masked slots; samples only with a key."""
+    objective = config.objective
+    return Generated(
+        *ops.generator_head(
+            head.transform(hidden_MD),
+            table_VE,
+            head.output_bias,
+            slots.target_M,
+            slots.weight_M,
+            slots.number_M,
+            None if rng_key is None else rng_key.seed_and_step,
+            objective.temperature,
+            objective.disallow_correct,
+        )
+    )
+
+
+def corrupt(inputs: NetworkInputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the text with samples in place of masks, and which tokens differ from the original; [T] each."""
+    slots = inputs.slots
+    return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)
+
+
+def rtd_loss(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> tuple[Tensor, Totals]:
+    """Sums the discriminator's binary cross-entropy and its metric totals over the tokens that count."""
+    loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, counted_T)
+    return loss, {
+        "discriminator_loss": loss.detach(),
+        **dict(zip(ops.DISCRIMINATOR_TOTALS, totals_5.unbind(), strict=True)),
+    }
+
+
+def random_words(rng_key: RngKey, column_BL: Tensor, stream: int) -> Tensor:
+    """Returns 32 random bits per element, a function of seed, step, row within the step and column; int64 [B, L].
+
+    Args:
+        rng_key: The micro-batch's key.
+        column_BL: Column numbers, int64; elements of a row with the same number get the same bits.
+        stream: Last word of Philox' counter, one per purpose: 0 to 2 belong to `sampling`, 5 to `training.corruptor`,
+            2^16 and more to dropout.
+    """
+    seed, step = rng_key.seed_and_step.unbind()
+    row_B1 = torch.arange(column_BL.shape[0], device=column_BL.device)[:, None] + rng_key.first_row
+    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    return philox((column_BL, row_B1, step, torch.full_like(step, stream)), key)[0]

@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from electra_fast.model.model import Electra
-from electra_fast.objectives import losses
 from electra_fast.objectives.electra import GeneratorObjective
-from electra_fast.objectives.objective import MicroBatch, Number, Output, ratio, report
+from electra_fast.objectives.objective import (
+    MicroBatch,
+    Number,
+    Output,
+    corrupt,
+    generate,
+    predict,
+    ratio,
+    read_inputs,
+    report,
+)
 
 
 @dataclass(frozen=True)
@@ -30,12 +39,12 @@ class ReplaceMLMObjective(GeneratorObjective):
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → encoder → loss."""
-        inputs, weights = losses.read_inputs(model, batch), self.config.objective
-        generated = losses.generate(model, inputs, batch.rng_key)
-        corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
+        inputs, weights = read_inputs(model, batch), self.config.objective
+        generated = generate(model, inputs, batch.rng_key)
+        corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
         hidden_MD = inputs.slots.of_states(model.hidden("encoder", corrupted_T, *inputs.context))
         head, table_VE = model.encoder_head, model.embeddings.token
-        predicted = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
+        predicted = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
 
         loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
         loss = loss + batch.mean(weights.encoder_weight * predicted.loss, "masked_weight")

@@ -1,1 +1,1 @@
-"""Operations of the networks: references, forms for CPUs, and the dispatch between them and Triton kernels."""
+"""Operations of the networks: references, forms for CPUs, and the choice between them and Triton kernels."""

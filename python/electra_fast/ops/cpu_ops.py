@@ -10,7 +10,7 @@ K tiles of the sampler.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from electra_fast.ops.dispatch import define_operator
 from electra_fast.ops.sampling import TILE, draw_noise, modify_logits, sample_categorical, take_along_rows
 
 # Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
@@ -30,6 +29,18 @@ GROUP_BYTES = 64 * 2**20
 MAX_ROW = 512
 # Scores that attention holds at once, so that they stay in the caches.
 SCORES_BYTES = 2**20
+
+
+def define_operator(name: str, dispatch_key: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    """Registers an operator, which torch.compile does not trace into; returns its qualified name.
+
+    `torch.library.custom_op` does the same, but its calls import the compiler: seconds before the first step of a run.
+    """
+    name = f"electra_fast::{name}"
+    torch.library.define(name, torch.library.infer_schema(implementation, mutates_args=()))
+    torch.library.impl(name, dispatch_key, implementation)
+    torch.library.register_fake(name, fake)
+    return name
 
 
 def rotary_qkv(x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:

@@ -1,31 +1,150 @@
 # mypy: no-warn-return-any
 # (The kernels' launchers have no types.)
-"""The operations of the networks except attention: contract, dispatch, and reference in plain PyTorch.
+"""The operations of the networks except attention: contract, choice of implementation, and reference in plain PyTorch.
 
 The reference is the specification; another implementation may change speed, never meaning. Operations run as Triton
-kernels on CUDA, some in their CPU form on a CPU (`cpu_ops`), and otherwise as their references, unless
-`dispatch.use_impl` is active. Weights are fp32 and cast here, where they are used, to the dtype of the activations.
+kernels on CUDA, some in their CPU form on a CPU (`cpu_ops`), and otherwise as their references, unless `use_impl` is
+active. Weights are fp32 and cast where they are used, to the dtype of the activations. On a GPU that would launch a
+kernel per weight and step, so `WeightCasts` casts all of them in a few launches, and `cast` returns those copies.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
-E embedding, D hidden, N heads, H head dimension, F feed-forward.
+E embedding, D hidden, N heads, H head dimension, F feed-forward; I inputs and O outputs of a linear layer.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from electra_fast.kernels import gather_rows as row_kernels
 from electra_fast.ops import cpu_ops
-from electra_fast.ops.dispatch import kernels, uses_cpu_ops, uses_kernels
-from electra_fast.ops.linear import linear
 from electra_fast.ops.sampling import modify_logits, philox, sample_alias_reference, sample_categorical
+
+Impl = Literal["kernel", "reference"]
+# None: by device. A plain global, because torch.compile of torch 2.11 cannot trace a ContextVar.
+_impl: Impl | None = None
+
+
+@contextmanager
+def use_impl(impl: Impl) -> Iterator[None]:
+    """Runs every operation as its Triton kernel or as its reference within the context, on any device.
+
+    The choice is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
+    CUDA graph replays what it captured. It applies to the whole process, not to one thread. `gather_rows`
+    has a single implementation. Raises RuntimeError for "kernel" without a CUDA device or Triton's interpreter.
+    """
+    global _impl
+    if impl not in ("kernel", "reference"):
+        raise ValueError(f'impl is "kernel" or "reference", not {impl!r}')
+    if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError('impl = "kernel" needs a CUDA device (or, for tests, TRITON_INTERPRET=1)')
+    previous, _impl = _impl, impl
+    try:
+        yield
+    finally:
+        _impl = previous
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Returns True if operations on this tensor run as Triton kernels."""
+    return x.is_cuda if _impl is None else _impl == "kernel"
+
+
+def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:
+    """Returns True if operations on this tensor run in their CPU form (`cpu_ops`).
+
+    torch.compile traces the references, which it fuses itself, except for operations that set `compiled`.
+    """
+    return x.device.type == "cpu" and _impl is None and (compiled or not torch.compiler.is_compiling())
+
+
+def kernels() -> Any:
+    """The launchers, imported at first use: machines without a GPU need not have Triton."""
+    from electra_fast.kernels import launchers
+
+    return launchers
+
 
 # What `discriminator_loss` counts over valid tokens, in this order.
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
+
+
+# The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
+_casts: dict[Tensor, Tensor] = {}
+
+
+class WeightCasts:
+    """Copies of the weights of a model's linear layers in the dtype of the activations, at fixed addresses.
+
+    There are none where `linear` would not use them: without kernels, with fp32 activations, or if not `enabled`.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, enabled: bool = True) -> None:
+        weights = dict.fromkeys(module.weight for module in model.modules() if isinstance(module, nn.Linear))
+        self._casts: dict[Tensor, Tensor] = {
+            weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
+            for weight in weights
+            if enabled and uses_kernels(weight) and weight.dtype != dtype
+        }
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Casts all weights; `cast` returns the copies within the context, in which no weight may change."""
+        if self._casts:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._casts.values()), list(self._casts))
+        _casts.update(self._casts)
+        try:
+            yield
+        finally:
+            _casts.clear()
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in the dtype of the activations, without a gradient of its own."""
+    found = None if torch.compiler.is_compiling() else _casts.get(weight)
+    return weight.detach().to(dtype) if found is None or found.dtype != dtype else found
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias in x's dtype; [..., I] → [..., O]."""
+    if uses_kernels(x) and weight.dtype != x.dtype and not torch.compiler.is_compiling():
+        out: Tensor = _MixedLinear.apply(x, weight, bias)
+        return out
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """dy.T @ x, summed and returned in fp32 whatever the dtype of its factors; → [O, I]."""
+    if dy_TO.is_cuda and dy_TO.dtype != torch.float32:
+        return torch.mm(dy_TO.T, x_TI, out_dtype=torch.float32)
+    return dy_TO.T.float() @ x_TI.float()
+
+
+class _MixedLinear(torch.autograd.Function):
+    """A linear layer with fp32 weights and 16-bit activations, whose weight gradient is not rounded to 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = cast(weight, x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = dy @ weight if needs_x else None
+        dy_TO, x_TI = dy.flatten(0, -2), x.flatten(0, -2)
+        dweight = weight_gradient(dy_TO, x_TI) if needs_weight else None
+        return dx, dweight, dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
 
 
 def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:

@@ -17,7 +17,8 @@ from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.step import choose_execution, create_step
+from electra_fast.training.parallel_step import create_step
+from electra_fast.training.step import choose_execution
 
 # The first steps compile kernels, capture graphs and fill the allocator.
 _WARMUP_STEPS = 5

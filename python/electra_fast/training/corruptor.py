@@ -21,19 +21,18 @@ from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
-from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
-from electra_fast.objectives import losses
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey, read_inputs
 from electra_fast.ops import operations as ops
-from electra_fast.ops.dispatch import use_impl
+from electra_fast.ops.operations import use_impl
 from electra_fast.ops.sampling import alias_table, philox
 
 UNIGRAM = "unigram"
 """The name of the corruptor that samples from the token counts of the corpus."""
 UNIGRAM_LENGTH = 128
 """Its default number of tokens per row."""
-# Last word of Philox' counter; `losses.random_words` lists the others.
+# Last word of Philox' counter; `objective.random_words` lists the others.
 _STREAM = 5
 # Slots whose logits are in memory at a time: in fp64, 256 times 30,000 of them are 61 MB.
 _CHUNK = 256
@@ -122,7 +121,7 @@ class Corruptor:
 def masked_states(model: Electra, batch: Mapping[str, Tensor]) -> Tensor:
     """Returns the generator's last hidden states at the mask slots, fp64 [M, D]; use with `use_impl("reference")`."""
     rng_key = RngKey(torch.zeros(2, dtype=torch.int64, device=batch["masked_ids"].device))  # unused
-    inputs = losses.read_inputs(model, MicroBatch(batch, _COMPUTE, rng_key))
+    inputs = read_inputs(model, MicroBatch(batch, _COMPUTE, rng_key))
     hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
     return inputs.slots.of_states(hidden_TD)
 

@@ -25,11 +25,11 @@ from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.messages import say
-from electra_fast.model.compute import ComputeConfig, RngKey, choose_device
+from electra_fast.model.compute import ComputeConfig, choose_device
 from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective
+from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, RngKey
 from electra_fast.ops.sampling import alias_table
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.division import share

@@ -13,11 +13,11 @@ import torch
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.errors import InputError
-from electra_fast.model.compute import DTYPES, RngKey, choose_compute, choose_precision
+from electra_fast.model.compute import DTYPES, choose_compute, choose_precision
 from electra_fast.model.matmul import MatmulMeasurement, choose_matmul, measure_matmul, seconds_of, use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.run import FREE_KEYS, Run
 from electra_fast.training.step import choose_execution

@@ -1,8 +1,8 @@
-"""One optimizer step, in three forms: on one device, data parallel over ranks, and sharded over ranks.
+"""One optimizer step: forward and backward passes, the frame of every step, and the step of a process that is alone.
 
-The trainer calls a step once per batch. Each form has a `run` that reads from top to bottom. It works on tensors at
-fixed addresses and never synchronizes with the host, so that `graphs` can capture and replay it. What changes from step
-to step is copied into those tensors first.
+The trainer calls a step once per batch. Each form has a `run` that reads from top to bottom; those of several processes
+are in `parallel_step`. It works on tensors at fixed addresses and never synchronizes with the host, so that `graphs`
+can capture and replay it. What changes from step to step is copied into those tensors first.
 """
 
 from __future__ import annotations
@@ -13,34 +13,32 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from electra_fast._data import RecordBatch
 from electra_fast.config.config import Config
-from electra_fast.data.loader import HostBatch
+from electra_fast.data.loader import HostBatch, MicroBatches
 from electra_fast.errors import InputError
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import Forward, Stage
-from electra_fast.optimizers.muon import MatrixDivision
-from electra_fast.optimizers.optimizer import Optimizer, global_norm, lr_scale
-from electra_fast.optimizers.shards import Shards
+from electra_fast.objectives.objective import Forward, MicroBatch, Objective, RngKey, Stage, seed_generator
+from electra_fast.ops.operations import WeightCasts
+from electra_fast.optimizers.optimizer import Optimizer, lr_scale
 from electra_fast.training.allocator import keep_freed_memory
-from electra_fast.training.backward import Backward, PretrainingWork
 from electra_fast.training.division import Division
-from electra_fast.training.gradient_buffer import GradientBuffer
 from electra_fast.training.graphs import GraphRunner, Preparation
 from electra_fast.training.spikes import SpikeGuard
-from electra_fast.training.step_processes import StepProcesses, choose_num_processes
+from electra_fast.training.step_processes import GradientComputation
 from electra_fast.training.world import World
 
 # Steps that the host may run ahead of the device; more would only pile up pinned batches.
 MAX_LEAD = 2
 GRAD_NORM, SKIPPED = "grad_norm", "skipped_steps"
+# An empty batch, from which an objective returns the names of its denominators.
+_NO_ROWS = {name: torch.zeros(0, 1) for name in ("masked_weights", "segment_ids", "position_ids")}
 
 
 def choose_execution(requested: str, device: torch.device, sharding: str = "none") -> str:
@@ -56,8 +54,130 @@ def choose_execution(requested: str, device: torch.device, sharding: str = "none
     return requested
 
 
+class Backward(GradientComputation):
+    """Computes the gradients of a rank's rows, or one process's part of them.
+
+    Args:
+        model: The model, on its device.
+        config: Objective, micro-batches and seed.
+        compute: Attention backend and activation dtype.
+        execution: `compile` for torch.compile; otherwise eager.
+        rank: Index of this process among those that share each micro-batch.
+        num_processes: Number of processes that share each micro-batch.
+        division: The rank's part of a step; by default all of it.
+        wrap: Wraps an objective's forward pass of a sharded model.
+
+    `denominators` are the divisors of the step's losses, fp64 on the device, in the order of the objective's names.
+    `loss` is the loss of the last `run`, an fp32 scalar.
+    """
+
+    model: Electra
+
+    def __init__(
+        self,
+        model: Electra,
+        config: Config,
+        compute: ComputeConfig,
+        execution: str,
+        rank: int = 0,
+        num_processes: int = 1,
+        division: Division | None = None,
+        wrap: Callable[[Forward], Forward] | None = None,
+    ) -> None:
+        self._wrap = wrap
+        self.model, self.compute, self.is_compiled = model, compute, execution == "compile"
+        self._config, self._seed = config, config.train.seed
+        self._device = next(model.parameters()).device
+        self.division = division or Division.of(config.train, num_processes=num_processes)
+        groups, first_row = self.division.groups, self.division.rows.start
+        rows = [rows for group in groups for rows in group]
+        self.micro_batches = MicroBatches(
+            self._device, [range(part.start - first_row, part.stop - first_row) for part in rows]
+        )
+        numbers = iter(range(len(rows)))
+        self._parts = [[next(numbers) for _ in group] for group in groups]
+        self._own_parts = [[part for part in group if part % num_processes == rank] for group in self._parts]
+        self._first_rows = [part.start for part in rows]
+        self._first_rows_on_device = torch.tensor(self._first_rows, device=self._device)
+        self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self.loss = torch.zeros((), device=self._device)
+        # Compiled code casts by itself, and sharded weights have no fixed addresses.
+        self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and wrap is None)
+        self.set_stage(objective_of(config).stage(0))
+
+    def set_stage(self, stage: Stage) -> None:
+        """Switches to a stage: its loss, and its frozen submodules, which go into evaluation mode."""
+        self.stage = stage
+        self.model.train().requires_grad_(True)
+        for name in stage.frozen:
+            self.model.get_submodule(name).eval().requires_grad_(False)
+        forward = self.forward(stage.objective)
+        self._forward = torch.compile(forward, fullgraph=True, dynamic=False) if self.is_compiled else forward
+        self._names = tuple(stage.objective.loss_denominators(_NO_ROWS))
+        self.denominators = torch.ones(len(self._names), dtype=torch.float64, device=self._device)
+
+    def forward(self, objective: Objective) -> Forward:
+        """Returns an objective's forward pass, wrapped if the model is sharded."""
+        return objective.forward if self._wrap is None else self._wrap(objective.forward)
+
+    def enter(self, step: int) -> bool:
+        """Switches to the stage of this step, if that is another."""
+        stage = objective_of(self._config).stage(step)
+        if stage == self.stage:
+            return False
+        self.set_stage(stage)
+        return True
+
+    def group_denominators(self, batch: HostBatch) -> Tensor:
+        """Returns each group's contribution to the step's denominators; fp64 on the host, [groups, denominators]."""
+        parts = [self.stage.objective.loss_denominators(part) for part in self.micro_batches.on_host(batch)]
+        sums = torch.zeros(len(self._parts), len(self._names), dtype=torch.float64)
+        for group, numbers in enumerate(self._parts):
+            for number in numbers:
+                sums[group] += torch.stack([parts[number][name] for name in self._names])
+        return sums
+
+    def load(self, batch: HostBatch, step: int, denominators: Tensor | None = None) -> None:
+        """Copies a step's batch and number to the device.
+
+        `denominators` are the sums over all ranks, fp64 on the host; by default those of the batch.
+        """
+        if denominators is None:
+            denominators = self.group_denominators(batch).sum(0)
+        self.micro_batches.load(batch)
+        self._copy(denominators, self.denominators)
+        self._copy(torch.tensor([self._seed, step]), self._seed_and_step)
+        if self._device.type == "cuda":
+            seed_generator(self._device, self._seed, self.division.rows.start, step)
+        self._step = step
+
+    def run(self, group: int = 0) -> list[dict[str, Tensor]]:
+        """Adds the gradients of one of the rank's groups to the parameters' gradients.
+
+        Returns the metric totals of each micro-batch. Never synchronizes with the host, so a CUDA graph can contain it.
+        """
+        batches = self.micro_batches.parts
+        denominators = dict(zip(self._names, self.denominators.unbind(), strict=True))
+        totals = []
+        self.loss = torch.zeros((), device=self._device)
+        if self._device.type == "cpu" and self._own_parts[group]:
+            # Seeded by row, so that a group draws the same on any rank.
+            seed_generator(self._device, self._seed, self._first_rows[self._own_parts[group][0]], self._step)
+        with self._casts.current():
+            for part in self._own_parts[group]:
+                key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
+                output = self._forward(self.model, MicroBatch(batches[part], self.compute, key, denominators))
+                output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                self.loss += output.loss.detach()
+                totals.append(output.totals)
+        return totals
+
+    def _copy(self, values: Tensor, target: Tensor) -> None:
+        target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
+
+
 class TrainStep(ABC):
-    """Trains on one batch per call, without waiting for the device; `create_step` makes one.
+    """Trains on one batch per call, without waiting for the device; `parallel_step.create_step` makes one.
 
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `graphs.captures` lists the captures of CUDA graphs: a second one means that a batch
@@ -212,231 +332,12 @@ class OneDeviceStep(TrainStep):
         self.optimizer.zero_grad()
         totals = self.backward.run()  # forward and backward of each micro-batch
         norm = self.optimizer.step()  # clips and updates
-        _add(totals, self._totals)
+        add_totals(totals, self._totals)
         self._totals[GRAD_NORM] += norm
 
 
-class CpuProcessesStep(TrainStep):
-    """The step of several processes that divide each micro-batch and the parameters, in shared memory of a CPU."""
-
-    def __init__(self, *arguments: Any, work: PretrainingWork, num_processes: int) -> None:
-        super().__init__(*arguments)
-        self.processes = StepProcesses(self.backward, self.optimizer, work, num_processes)
-
-    def _start_processes(self, batch: HostBatch, step: int, lr_scale: float) -> None:
-        self.processes.start(batch, step, lr_scale)
-
-    def run(self) -> None:
-        """Trains on what the processes have been given; `step_processes` has the same steps as `OneDeviceStep`."""
-        totals, norm = self.processes.run()
-        _add(totals, self._totals)
-        self._totals[GRAD_NORM] += norm
-
-    def close(self) -> None:
-        """Ends the processes that share the step."""
-        self.processes.close()
-
-
-class _RanksStep(TrainStep):
-    """Steps whose totals count only if the step is not skipped, and whose gradient norm is the same on each rank."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.spikes = SpikeGuard(self.device) if self.config.train.skip_spikes else None
-        self._step_vector = torch.zeros_like(self._totals_vector)
-        self._step_totals = dict(zip(self._totals, self._step_vector.unbind(), strict=True))
-
-    def _set_stage(self, stage: Stage) -> None:
-        super()._set_stage(stage)
-        if self.spikes is not None:
-            self.spikes.reset()
-
-    def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
-        """Adds the step's totals to those of the log window, unless it was skipped."""
-        if self.world.is_first:  # each rank has the same ones, and the totals of all ranks are added up
-            self._step_totals[GRAD_NORM] += norm
-        if skipped is not None:
-            self._step_vector.masked_fill_(skipped > 0, 0.0)
-            if self.world.is_first:
-                self._step_totals[SKIPPED] += skipped
-        self._totals_vector += self._step_vector
-
-
-class DataParallelStep(_RanksStep):
-    """The step of ranks that each hold the whole model and compute gradients of their own rows.
-
-    Collectives run between CUDA graphs, where NCCL's watchdog can see them, unless `train.capture_collectives`. It is
-    also the step of one rank with `train.reduce = "exact"` or `train.skip_spikes`.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._is_exact = self.config.train.reduce == "exact"
-        self.optimizer.divide_matrices(_matrix_division(self.world, self.backward.division, self._is_exact))
-        self._make_buffer()
-        self._own_work: list[tuple[Any, Any]] = []
-
-    def run(self) -> None:
-        """Trains on what has been copied to the device."""
-        buffer, optimizer = self._buffer, self.optimizer
-        self._step_vector.zero_()
-        for group in range(len(self.backward.division.groups)):
-            optimizer.zero_grad()
-            totals = self.backward.run(group)  # forward and backward of each micro-batch
-            _add(totals, self._step_totals)
-            buffer.collect(group, self.backward.loss)
-        buffer.sum_groups()
-        self._communicate(self._end_own_work, buffer.reduce)
-        buffer.hand_over()
-        norm, skipped = global_norm(optimizer.gradients().values()), None
-        if self.spikes is not None:
-            skipped = self.spikes.judge(buffer.loss, norm)
-            buffer.discard(skipped)
-        optimizer.update(norm, skipped)  # clips and updates, up to Muon's matrices of other ranks
-        if optimizer.rule.exchanges:
-            self._communicate(optimizer.rule.exchange)
-            optimizer.finish()
-        self._count(norm, skipped)
-
-    def _communicate(self, *functions: Any) -> None:
-        """Runs a collective, which comes last; between two graphs, unless it is to be captured."""
-        *others, collective = functions
-        if self.world.size == 1:
-            collective()
-        elif self.config.train.capture_collectives:
-            if others:
-                self.graphs.outside(*others)
-            collective()
-        else:
-            self.graphs.outside(*functions)
-
-    def _run_or_replay(self, step: int) -> None:
-        self._begin = self._mark()
-        super()._run_or_replay(step)
-
-    def _end_own_work(self) -> None:
-        if self._begin is not None:
-            self._own_work.append((self._begin, self._mark()))
-
-    def _mark(self) -> Any:
-        if self.graphs.stream is None or self.world.size == 1:
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
-        event.record(self.graphs.stream)
-        return event
-
-    def take_device_seconds(self) -> float:
-        """As in the base class."""
-        pairs, self._own_work = self._own_work, []
-        return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
-
-    def _set_stage(self, stage: Stage) -> None:
-        super()._set_stage(stage)
-        self._make_buffer()
-
-    def _make_buffer(self) -> None:
-        self._buffer = GradientBuffer(self.optimizer.parameters, self.backward.division, self._is_exact, self.world)
-
-
-class ShardedStep(_RanksStep):
-    """The step of ranks that each hold some rows of every parameter; collectives come in all of it."""
-
-    def __init__(self, *arguments: Any, shards: Shards) -> None:
-        super().__init__(*arguments)
-        self._shards = shards
-
-    def _set_stage(self, stage: Stage) -> None:
-        self.backward.set_stage(stage)
-        self._shards.follow()
-        super()._set_stage(stage)
-
-    def run(self) -> None:
-        """Trains on what has been copied to the device."""
-        shards, optimizer = self._shards, self.optimizer
-        self._step_vector.zero_()
-        shards.zero_grad()
-        with self.world.watched("a sharded step"):
-            totals = self.backward.run()  # forward and backward; FSDP gathers weights and scatters gradients
-            _add(totals, self._step_totals)
-            shards.take_gradients()
-            gradients = list(optimizer.gradients().values())
-            loss, norm, skipped = self.backward.loss, shards.global_norm(gradients), None
-            self.world.all_reduce(loss)
-            if self.spikes is not None:
-                skipped = self.spikes.judge(loss, norm)
-                torch._foreach_copy_(gradients, [torch.where(skipped > 0, 0.0, each) for each in gradients])
-            optimizer.step(norm, skipped)  # clips and updates
-        self._count(norm, skipped)
-
-    def waits_for_ranks(self) -> AbstractContextManager[None]:
-        """As in the base class."""
-        return self.world.watched("the other ranks' rows")
-
-
-def create_step(
-    model: Electra,
-    optimizer: Optimizer,
-    config: Config,
-    compute: ComputeConfig,
-    execution: str = "eager",
-    num_processes: int | None = None,
-    world: World | None = None,
-    shards: Shards | None = None,
-    wrap: Callable[[Forward], Forward] | None = None,
-) -> TrainStep:
-    """Returns the step for a model on its device.
-
-    Args:
-        model: Its parts that train are put into training mode, frozen ones into evaluation mode.
-        optimizer: An optimizer of the model's parameters.
-        config: Objective, micro-batches, schedule and seed.
-        compute: Attention backend and activation dtype.
-        execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
-            `graph` (the eager kernels captured in CUDA graphs, which are replayed).
-        num_processes: On a CPU, processes that share each micro-batch; by default as many as
-            `step_processes.choose_num_processes` finds useful.
-        world: The ranks among which the step's rows are divided; alone by default.
-        shards: The rows of a sharded model's parameters that this rank holds.
-        wrap: Wraps an objective's forward pass, if the model is sharded.
-    """
-    world, train = world or World(), config.train
-    device, is_alone = next(model.parameters()).device, world.size == 1 and train.reduce == "fast"
-    is_plain = is_alone and not train.skip_spikes and shards is None
-    if num_processes is None:
-        num_processes = choose_num_processes(config, device) if is_plain else 1
-    division = Division.of(train, world.rank, world.size, num_processes)
-    backward = Backward(model, config, compute, execution, 0, num_processes, division, wrap)
-    arguments = (model, optimizer, config, backward, world, execution)
-    step: TrainStep
-    if shards is not None:
-        step = ShardedStep(*arguments, shards=shards)
-    elif num_processes > 1:
-        buffers = {name: buffer.numpy() for name, buffer in model.named_buffers()}
-        work = PretrainingWork(config, type(objective_of(config)), compute, execution, buffers, model.num_entries)
-        step = CpuProcessesStep(*arguments, work=work, num_processes=num_processes)
-    elif is_plain:
-        step = OneDeviceStep(*arguments)
-    else:
-        step = DataParallelStep(*arguments)
-    if step.stage.frozen:
-        step._set_stage(step.stage)
-    return step
-
-
-def _matrix_division(world: World, division: Division, is_exact: bool) -> MatrixDivision:
-    """Divides Muon's matrices among the ranks of a node, or by the groups of exact sums.
-
-    Among more ranks, parts of a few matrices would take longer to send than to compute (docs/scale.md).
-    """
-    if is_exact:
-        return MatrixDivision(division.num_groups, division.own, world.all_gather_into if world.size > 1 else None)
-    if len(world.node_ranks) < 2:
-        return MatrixDivision()
-    number = world.node_ranks.index(world.rank)
-    return MatrixDivision(len(world.node_ranks), range(number, number + 1), world.all_gather_in_node)
-
-
-def _add(totals: Iterable[Mapping[str, Tensor]], sums: Mapping[str, Tensor]) -> None:
+def add_totals(totals: Iterable[Mapping[str, Tensor]], sums: Mapping[str, Tensor]) -> None:
+    """Adds the totals of micro-batches to sums by name."""
     for each in totals:
         for name, total in each.items():
             sums[name].add_(total)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import traceback
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.interruption import SIGNALS, requested_stop
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.matmul import use_matmul
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.allocator import keep_freed_memory
-from electra_fast.training.backward import GradientComputation, Work
 
 # Each worker process takes some 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8
@@ -43,6 +44,38 @@ _SUSPENDED_SECONDS, _PATIENCE_SECONDS = 3, 60
 # Floats per cache line, to which each shared tensor is aligned.
 _ALIGNMENT = 16
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import step_processes as s"
+
+
+class GradientComputation(ABC):
+    """Computes one process's part of a step's gradients.
+
+    `model` has the parameters; `is_compiled` is true if the forward pass is compiled.
+    """
+
+    model: nn.Module
+    is_compiled: bool = False
+
+    @abstractmethod
+    def load(self, batch: Any, step: int) -> None:
+        """Prepares a step's batch, the same on all processes, for `run`."""
+
+    @abstractmethod
+    def run(self) -> list[dict[str, Tensor]]:
+        """Adds this process's part to the parameters' gradients; returns metric totals."""
+
+    def enter(self, step: int) -> bool:
+        """Prepares for a step. Returns whether it trains other parameters than the step before."""
+        return False
+
+
+class Work(ABC):
+    """Describes the steps of a run to worker processes, without tensors."""
+
+    compute: ComputeConfig
+
+    @abstractmethod
+    def build_worker(self, rank: int, num_processes: int) -> tuple[GradientComputation, Optimizer]:
+        """Returns a worker's gradient computation and optimizer, of a model whose parameters do not matter yet."""
 
 
 def choose_num_processes(config: Config, device: torch.device) -> int:

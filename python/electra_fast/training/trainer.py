@@ -45,10 +45,11 @@ from electra_fast.training.diagnostics import (
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
+from electra_fast.training.parallel_step import create_step
 from electra_fast.training.run import CORPUS, Run
 from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
-from electra_fast.training.step import GRAD_NORM, SKIPPED, create_step
+from electra_fast.training.step import GRAD_NORM, SKIPPED
 from electra_fast.training.timing import StepTimer, TimeLimit
 from electra_fast.training.world import World
 

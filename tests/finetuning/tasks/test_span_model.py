@@ -13,8 +13,7 @@ from electra_fast.finetuning.inference import example_predictions
 from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.model.attention_choice import choose_attention
-from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.compute import ComputeConfig, choose_attention
 
 CPU = torch.device("cpu")
 BEAM = 5

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from electra_fast.config.config import ModelConfig
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.layers import Linear
+from electra_fast.model.model import Linear
 from electra_fast.ops import operations as ops
-from electra_fast.ops.linear import linear
+from electra_fast.ops.operations import linear
 
 # Added to the logits of tokens that cannot be an answer, as in the published code; the logit of padding.
 _DISALLOWED, _NOTHING = -1000.0, -10_000.0

@@ -15,13 +15,13 @@ from electra_fast.finetuning.batches import StepBatch, TrainingBatch
 from electra_fast.finetuning.config import FinetuneSection, lr_factors
 from electra_fast.finetuning.model import Inputs, TaskModel
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.model.compute import ComputeConfig, RngKey, seed_generator
-from electra_fast.ops.linear import WeightCasts
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.objectives.objective import RngKey, seed_generator
+from electra_fast.ops.operations import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.allocator import keep_freed_memory
-from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.graphs import GraphRunner
-from electra_fast.training.step_processes import StepProcesses
+from electra_fast.training.step_processes import GradientComputation, StepProcesses, Work
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,275 @@
+"""The steps of several processes: on a CPU, data parallel over ranks, and sharded over ranks; and the choice of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from electra_fast.config.config import Config
+from electra_fast.data.loader import HostBatch
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.model import Electra
+from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives.objective import Forward, Objective, Stage
+from electra_fast.optimizers.muon import MatrixDivision
+from electra_fast.optimizers.optimizer import Optimizer, global_norm
+from electra_fast.optimizers.shards import Shards
+from electra_fast.training.division import Division
+from electra_fast.training.gradient_buffer import GradientBuffer
+from electra_fast.training.spikes import SpikeGuard
+from electra_fast.training.step import GRAD_NORM, SKIPPED, Backward, OneDeviceStep, TrainStep, add_totals
+from electra_fast.training.step_processes import StepProcesses, Work, choose_num_processes
+from electra_fast.training.world import World
+
+
+@dataclass(frozen=True)
+class PretrainingWork(Work):
+    """The steps of a pre-training run."""
+
+    config: Config
+    objective: type[Objective]
+    """The class that the configuration names, which may come from outside this package."""
+    compute: ComputeConfig
+    execution: str
+    buffers: Mapping[str, NDArray[Any]]
+    """The model's buffers, by name."""
+    num_entries: int
+    """Size of the vocabulary, which the model's tables may exceed."""
+
+    def build_worker(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
+        """As in the base class."""
+        OBJECTIVES[self.config.objective.name] = self.objective
+        model = Electra(self.config)
+        model.limit_vocabulary(self.num_entries)
+        for name, values in self.buffers.items():
+            model.get_buffer(name).copy_(torch.from_numpy(values))
+        backward = Backward(model, self.config, self.compute, self.execution, rank, num_processes)
+        # Trains the parameters of the first stage.
+        optimizer = Optimizer(model.named_parameters(), self.config.optimizer, matrix_dtype=self.compute.dtype)
+        return backward, optimizer
+
+
+class CpuProcessesStep(TrainStep):
+    """The step of several processes that divide each micro-batch and the parameters, in shared memory of a CPU."""
+
+    def __init__(self, *arguments: Any, work: PretrainingWork, num_processes: int) -> None:
+        super().__init__(*arguments)
+        self.processes = StepProcesses(self.backward, self.optimizer, work, num_processes)
+
+    def _start_processes(self, batch: HostBatch, step: int, lr_scale: float) -> None:
+        self.processes.start(batch, step, lr_scale)
+
+    def run(self) -> None:
+        """Trains on what the processes have been given; `step_processes` has the same steps as `OneDeviceStep`."""
+        totals, norm = self.processes.run()
+        add_totals(totals, self._totals)
+        self._totals[GRAD_NORM] += norm
+
+    def close(self) -> None:
+        """Ends the processes that share the step."""
+        self.processes.close()
+
+
+class _RanksStep(TrainStep):
+    """Steps whose totals count only if the step is not skipped, and whose gradient norm is the same on each rank."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.spikes = SpikeGuard(self.device) if self.config.train.skip_spikes else None
+        self._step_vector = torch.zeros_like(self._totals_vector)
+        self._step_totals = dict(zip(self._totals, self._step_vector.unbind(), strict=True))
+
+    def _set_stage(self, stage: Stage) -> None:
+        super()._set_stage(stage)
+        if self.spikes is not None:
+            self.spikes.reset()
+
+    def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
+        """Adds the step's totals to those of the log window, unless it was skipped."""
+        if self.world.is_first:  # each rank has the same ones, and the totals of all ranks are added up
+            self._step_totals[GRAD_NORM] += norm
+        if skipped is not None:
+            self._step_vector.masked_fill_(skipped > 0, 0.0)
+            if self.world.is_first:
+                self._step_totals[SKIPPED] += skipped
+        self._totals_vector += self._step_vector
+
+
+class DataParallelStep(_RanksStep):
+    """The step of ranks that each hold the whole model and compute gradients of their own rows.
+
+    Collectives run between CUDA graphs, where NCCL's watchdog can see them, unless `train.capture_collectives`. It is
+    also the step of one rank with `train.reduce = "exact"` or `train.skip_spikes`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._is_exact = self.config.train.reduce == "exact"
+        self.optimizer.divide_matrices(_matrix_division(self.world, self.backward.division, self._is_exact))
+        self._make_buffer()
+        self._own_work: list[tuple[Any, Any]] = []
+
+    def run(self) -> None:
+        """Trains on what has been copied to the device."""
+        buffer, optimizer = self._buffer, self.optimizer
+        self._step_vector.zero_()
+        for group in range(len(self.backward.division.groups)):
+            optimizer.zero_grad()
+            totals = self.backward.run(group)  # forward and backward of each micro-batch
+            add_totals(totals, self._step_totals)
+            buffer.collect(group, self.backward.loss)
+        buffer.sum_groups()
+        self._communicate(self._end_own_work, buffer.reduce)
+        buffer.hand_over()
+        norm, skipped = global_norm(optimizer.gradients().values()), None
+        if self.spikes is not None:
+            skipped = self.spikes.judge(buffer.loss, norm)
+            buffer.discard(skipped)
+        optimizer.update(norm, skipped)  # clips and updates, up to Muon's matrices of other ranks
+        if optimizer.rule.exchanges:
+            self._communicate(optimizer.rule.exchange)
+            optimizer.finish()
+        self._count(norm, skipped)
+
+    def _communicate(self, *functions: Any) -> None:
+        """Runs a collective, which comes last; between two graphs, unless it is to be captured."""
+        *others, collective = functions
+        if self.world.size == 1:
+            collective()
+        elif self.config.train.capture_collectives:
+            if others:
+                self.graphs.outside(*others)
+            collective()
+        else:
+            self.graphs.outside(*functions)
+
+    def _run_or_replay(self, step: int) -> None:
+        self._begin = self._mark()
+        super()._run_or_replay(step)
+
+    def _end_own_work(self) -> None:
+        if self._begin is not None:
+            self._own_work.append((self._begin, self._mark()))
+
+    def _mark(self) -> Any:
+        if self.graphs.stream is None or self.world.size == 1:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record(self.graphs.stream)
+        return event
+
+    def take_device_seconds(self) -> float:
+        """As in the base class."""
+        pairs, self._own_work = self._own_work, []
+        return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
+
+    def _set_stage(self, stage: Stage) -> None:
+        super()._set_stage(stage)
+        self._make_buffer()
+
+    def _make_buffer(self) -> None:
+        self._buffer = GradientBuffer(self.optimizer.parameters, self.backward.division, self._is_exact, self.world)
+
+
+class ShardedStep(_RanksStep):
+    """The step of ranks that each hold some rows of every parameter; collectives come in all of it."""
+
+    def __init__(self, *arguments: Any, shards: Shards) -> None:
+        super().__init__(*arguments)
+        self._shards = shards
+
+    def _set_stage(self, stage: Stage) -> None:
+        self.backward.set_stage(stage)
+        self._shards.follow()
+        super()._set_stage(stage)
+
+    def run(self) -> None:
+        """Trains on what has been copied to the device."""
+        shards, optimizer = self._shards, self.optimizer
+        self._step_vector.zero_()
+        shards.zero_grad()
+        with self.world.watched("a sharded step"):
+            totals = self.backward.run()  # forward and backward; FSDP gathers weights and scatters gradients
+            add_totals(totals, self._step_totals)
+            shards.take_gradients()
+            gradients = list(optimizer.gradients().values())
+            loss, norm, skipped = self.backward.loss, shards.global_norm(gradients), None
+            self.world.all_reduce(loss)
+            if self.spikes is not None:
+                skipped = self.spikes.judge(loss, norm)
+                torch._foreach_copy_(gradients, [torch.where(skipped > 0, 0.0, each) for each in gradients])
+            optimizer.step(norm, skipped)  # clips and updates
+        self._count(norm, skipped)
+
+    def waits_for_ranks(self) -> AbstractContextManager[None]:
+        """As in the base class."""
+        return self.world.watched("the other ranks' rows")
+
+
+def create_step(
+    model: Electra,
+    optimizer: Optimizer,
+    config: Config,
+    compute: ComputeConfig,
+    execution: str = "eager",
+    num_processes: int | None = None,
+    world: World | None = None,
+    shards: Shards | None = None,
+    wrap: Callable[[Forward], Forward] | None = None,
+) -> TrainStep:
+    """Returns the step for a model on its device.
+
+    Args:
+        model: Its parts that train are put into training mode, frozen ones into evaluation mode.
+        optimizer: An optimizer of the model's parameters.
+        config: Objective, micro-batches, schedule and seed.
+        compute: Attention backend and activation dtype.
+        execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
+            `graph` (the eager kernels captured in CUDA graphs, which are replayed).
+        num_processes: On a CPU, processes that share each micro-batch; by default as many as
+            `step_processes.choose_num_processes` finds useful.
+        world: The ranks among which the step's rows are divided; alone by default.
+        shards: The rows of a sharded model's parameters that this rank holds.
+        wrap: Wraps an objective's forward pass, if the model is sharded.
+    """
+    world, train = world or World(), config.train
+    device, is_alone = next(model.parameters()).device, world.size == 1 and train.reduce == "fast"
+    is_plain = is_alone and not train.skip_spikes and shards is None
+    if num_processes is None:
+        num_processes = choose_num_processes(config, device) if is_plain else 1
+    division = Division.of(train, world.rank, world.size, num_processes)
+    backward = Backward(model, config, compute, execution, 0, num_processes, division, wrap)
+    arguments = (model, optimizer, config, backward, world, execution)
+    step: TrainStep
+    if shards is not None:
+        step = ShardedStep(*arguments, shards=shards)
+    elif num_processes > 1:
+        buffers = {name: buffer.numpy() for name, buffer in model.named_buffers()}
+        work = PretrainingWork(config, type(objective_of(config)), compute, execution, buffers, model.num_entries)
+        step = CpuProcessesStep(*arguments, work=work, num_processes=num_processes)
+    elif is_plain:
+        step = OneDeviceStep(*arguments)
+    else:
+        step = DataParallelStep(*arguments)
+    if step.stage.frozen:
+        step._set_stage(step.stage)
+    return step
+
+
+def _matrix_division(world: World, division: Division, is_exact: bool) -> MatrixDivision:
+    """Divides Muon's matrices among the ranks of a node, or by the groups of exact sums.
+
+    Among more ranks, parts of a few matrices would take longer to send than to compute (docs/scale.md).
+    """
+    if is_exact:
+        return MatrixDivision(division.num_groups, division.own, world.all_gather_into if world.size > 1 else None)
+    if len(world.node_ranks) < 2:
+        return MatrixDivision()
+    number = world.node_ranks.index(world.rank)
+    return MatrixDivision(len(world.node_ranks), range(number, number + 1), world.all_gather_in_node)
