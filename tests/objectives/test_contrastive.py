@@ -5,7 +5,7 @@ import torch
 from test_electra import COMPUTE, KEY, LENGTH, SLOTS, halves, make_batch, make_config, make_model
 from variants import VARIANTS
 
-from electra_fast.objectives import contrastive, losses, objective_of
+from electra_fast.objectives import contrastive, objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 
 ROWS = 2000
@@ -13,7 +13,7 @@ ROWS = 2000
 
 def read(batch, key, config=None):
     model = make_model(config or make_config())
-    return losses.read_inputs(model, MicroBatch(batch, COMPUTE, key))
+    return read_inputs(model, MicroBatch(batch, COMPUTE, key))
 
 
 def whole_slots(batch, key):
@@ -56,9 +56,9 @@ def test_the_head_learns_which_texts_are_whole():
     """By its own loss, from fixed hidden states that tell it."""
     model = make_model(make_config(**VARIANTS["contrastive"]))
     batch = make_batch(64)
-    inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+    inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
     samples = contrastive.keep_some_whole(inputs, (inputs.slots.target_M + 1) % 50, RngKey(KEY))
-    _, replaced_T = losses.corrupt(inputs, samples)
+    _, replaced_T = corrupt(inputs, samples)
     hidden_TD = torch.randn(replaced_T.shape[0], 64, generator=torch.Generator().manual_seed(0))
     per_segment = replaced_T.view(64, LENGTH)[:, :10].view(64, 2, 5).any(2)
     hidden_TD.view(64, LENGTH, 64)[:, [0, 5], 0] = torch.where(per_segment, 3.0, -3.0)

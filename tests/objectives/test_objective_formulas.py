@@ -11,7 +11,7 @@ from test_electra import COMPUTE, KEY, SLOTS, make_batch, make_config, make_mode
 from variants import VARIANTS
 
 from electra_fast.model.attention import AttentionMask
-from electra_fast.objectives import contrastive, losses, objective_of
+from electra_fast.objectives import contrastive, objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 
 VOCAB = 11
@@ -28,9 +28,9 @@ def model_and_batch(**changes):
 
 def samples_of(model, batch):
     """What each masked slot got: the generator's sample, or the original in a segment that stays whole."""
-    inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+    inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
     with torch.no_grad():
-        sample_M = losses.generate(model, inputs, RngKey(KEY)).sample_M
+        sample_M = generate(model, inputs, RngKey(KEY)).sample_M
     if model.config.objective.contrastive_weight:
         sample_M = contrastive.keep_some_whole(inputs, sample_M, RngKey(KEY))
     return sample_M.view(-1, SLOTS)
@@ -160,7 +160,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     else:
         samples = batch["masked_ids"]
     if "random" in name:
-        inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+        inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
         counted = objective.counted(inputs, RngKey(KEY)).view(4, -1)
     written_out = Transcription(model)
     expected = written_out.loss(batch, samples, counted)

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 import transformers
-from electra_fast.training.parallel_step import create_step
 from safetensors.torch import load_file
 from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate, weights
@@ -17,14 +16,15 @@ from electra_fast.config.config import Config
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.objectives import OBJECTIVES, losses, objective_of
+from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.objectives.objective import METRICS, MicroBatch, Output, RngKey
+from electra_fast.objectives.objective import METRICS, MicroBatch, Output, RngKey, generate, read_inputs
 from electra_fast.ops import operations as ops
 from electra_fast.ops.sampling import alias_table
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training import diagnostics
 from electra_fast.training.evaluate import evaluate_model
+from electra_fast.training.parallel_step import create_step
 from electra_fast.training.pretrain import pretrain
 
 
@@ -59,8 +59,8 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
     if model.config.generator.kind == "unigram":
         model.proposal.set_counts(torch.ones(num_entries))
     objective = objective_of(model.config)
-    inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
-    samples = [losses.generate(model, inputs, RngKey(KEY + step)).sample_M for step in range(20)]
+    inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+    samples = [generate(model, inputs, RngKey(KEY + step)).sample_M for step in range(20)]
     assert all((sample_M < num_entries).all() for sample_M in samples) and len(torch.cat(samples).unique()) > 5
     objective.forward(
         model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch))
