@@ -6,7 +6,7 @@ from test_electra import COMPUTE, KEY, LENGTH, SLOTS, halves, make_batch, make_c
 from variants import VARIANTS
 
 from electra_fast.objectives import contrastive, objective_of
-from electra_fast.objectives.objective import MicroBatch, RngKey
+from electra_fast.objectives.objective import MicroBatch, RngKey, corrupt, read_inputs
 
 ROWS = 2000
 

@@ -12,7 +12,7 @@ from variants import VARIANTS
 
 from electra_fast.model.attention import AttentionMask
 from electra_fast.objectives import contrastive, objective_of
-from electra_fast.objectives.objective import MicroBatch, RngKey
+from electra_fast.objectives.objective import MicroBatch, RngKey, generate, read_inputs
 
 VOCAB = 11
 SEGMENTS = ((0, 5), (5, 10))
