@@ -316,7 +316,8 @@ class LogitHead(nn.Module):
         return ops.token_logits(x_TD, self.classifier.weight, self.classifier.bias)
 
 
-# By `networks.Head.kind`, with dense and with plain heads.
+# By `networks.Head.kind`. Dense heads are the published code's, plain ones the formulas of the paper's draft: e(x)'h
+# for the vocabulary, w'h for a token.
 _DENSE: dict[str, type[nn.Module]] = {
     "masked_lm": MaskedLMHead,
     "replaced_token": DiscriminatorHead,

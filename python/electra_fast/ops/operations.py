@@ -27,9 +27,14 @@ from electra_fast.kernels import gather_rows as row_kernels
 from electra_fast.ops import cpu_ops
 from electra_fast.ops.sampling import modify_logits, philox, sample_alias_reference, sample_categorical
 
+# What `discriminator_loss` counts over valid tokens, in this order.
+DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
+
 Impl = Literal["kernel", "reference"]
 # None: by device. A plain global, because torch.compile of torch 2.11 cannot trace a ContextVar.
 _impl: Impl | None = None
+# The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
+_casts: dict[Tensor, Tensor] = {}
 
 
 @contextmanager
@@ -72,12 +77,38 @@ def kernels() -> Any:
     return launchers
 
 
-# What `discriminator_loss` counts over valid tokens, in this order.
-DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias in x's dtype; [..., I] → [..., O]."""
+    if uses_kernels(x) and weight.dtype != x.dtype and not torch.compiler.is_compiling():
+        out: Tensor = _MixedLinear.apply(x, weight, bias)
+        return out
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-# The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
-_casts: dict[Tensor, Tensor] = {}
+def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """dy.T @ x, summed and returned in fp32 whatever the dtype of its factors; → [O, I]."""
+    if dy_TO.is_cuda and dy_TO.dtype != torch.float32:
+        return torch.mm(dy_TO.T, x_TI, out_dtype=torch.float32)
+    return dy_TO.T.float() @ x_TI.float()
+
+
+class _MixedLinear(torch.autograd.Function):
+    """A linear layer with fp32 weights and 16-bit activations, whose weight gradient is not rounded to 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = cast(weight, x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = dy @ weight if needs_x else None
+        dy_TO, x_TI = dy.flatten(0, -2), x.flatten(0, -2)
+        dweight = weight_gradient(dy_TO, x_TI) if needs_weight else None
+        return dx, dweight, dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
 
 
 class WeightCasts:
@@ -111,40 +142,6 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in the dtype of the activations, without a gradient of its own."""
     found = None if torch.compiler.is_compiling() else _casts.get(weight)
     return weight.detach().to(dtype) if found is None or found.dtype != dtype else found
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias in x's dtype; [..., I] → [..., O]."""
-    if uses_kernels(x) and weight.dtype != x.dtype and not torch.compiler.is_compiling():
-        out: Tensor = _MixedLinear.apply(x, weight, bias)
-        return out
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
-    """dy.T @ x, summed and returned in fp32 whatever the dtype of its factors; → [O, I]."""
-    if dy_TO.is_cuda and dy_TO.dtype != torch.float32:
-        return torch.mm(dy_TO.T, x_TI, out_dtype=torch.float32)
-    return dy_TO.T.float() @ x_TI.float()
-
-
-class _MixedLinear(torch.autograd.Function):
-    """A linear layer with fp32 weights and 16-bit activations, whose weight gradient is not rounded to 16 bits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = cast(weight, x.dtype)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = dy @ weight if needs_x else None
-        dy_TO, x_TI = dy.flatten(0, -2), x.flatten(0, -2)
-        dweight = weight_gradient(dy_TO, x_TI) if needs_weight else None
-        return dx, dweight, dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
 
 
 def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:
