@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from electra_fast import _data
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config, by_section
@@ -115,8 +114,7 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
         checkpoint_folder.verify(directory)
     if not (folder / "config.toml").exists():
         checkpoint_folder.require_config(folder)
-        foreign = foreign_names(folder)
-        if foreign and not (foreign == ["tokenizer"] and _is_own_tokenizer(folder / "tokenizer", config, mixture)):
+        if foreign := foreign_names(folder):
             raise InputError(f"{folder}: holds {foreign[0]} but no run (config.toml); choose an empty folder for --out")
         return _new_run(folder, config, mixture)
     checkpoint_folder.remove_unfinished(folder)
@@ -143,20 +141,6 @@ def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
     with errors_named(folder / "tokenizer"):
         write_tokenizer(folder / "tokenizer", mixture.tokenizer, max_length=config.model.max_positions)
     return Run(folder, config)
-
-
-def _is_own_tokenizer(directory: Path, config: Config, mixture: Mixture) -> bool:
-    """Returns whether a folder holds only the tokenizer of a new run, or the beginning of it.
-
-    Earlier versions, if killed, left it without a config.toml.
-    """
-    with TemporaryDirectory() as whole:
-        length = _resolved(config, mixture).model.max_positions
-        write_tokenizer(Path(whole), mixture.tokenizer, max_length=length)
-        own = {path.name: path.read_bytes() for path in Path(whole).iterdir()}
-    return directory.is_dir() and all(
-        path.is_file() and own.get(path.name, b"").startswith(path.read_bytes()) for path in directory.iterdir()
-    )
 
 
 def _resumed_run(
