@@ -36,14 +36,6 @@ def test_report_and_inspect_count_unknown_tokens_and_tokens_per_word(vocab, tmp_
     assert shown["unknown_share"] == 1 / 10 and shown["tokens_per_word"] == 10 / 8
 
 
-def test_a_partition_alone_has_no_figures(vocab, tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("cat" + "\n" * (4 << 20))
-    inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    report = prepare(inputs, vocab=vocab, out=tmp_path / "out", partition="1/2", progress=False)
-    assert not report.complete and report.unknown_share is None and report.tokens_per_word is None
-
-
 def test_chinese_with_an_english_vocabulary_is_told_before_and_after(vocab, tmp_path, capfd):
     (tmp_path / "a.txt").write_text(CHINESE)
     prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "out", lowercase=True)
@@ -51,27 +43,6 @@ def test_chinese_with_an_english_vocabulary_is_told_before_and_after(vocab, tmp_
     assert lines[0].startswith("warning: 100.0% of the tokens are [UNK] (of a sample, most often: 一 (50), ")
     assert lines[0].endswith("the vocabulary seems to be of another language or script: train one on this text")
     assert lines[1] == lines[0] and "100.00% [UNK]" in lines[2]
-
-
-def test_the_warning_comes_before_the_first_unit(vocab, tmp_path, capfd):
-    """The output folder cannot be used, but the text has already been sampled."""
-    (tmp_path / "a.txt").write_text(CHINESE)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/other").write_text("")
-    with pytest.raises(ValueError, match="already holds something else"):
-        prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "out")
-    assert "100.0% of the tokens are [UNK]" in capfd.readouterr().err
-
-
-def test_capitals_that_an_uncased_vocabulary_lacks_name_the_option(vocab, tmp_path, capfd):
-    (tmp_path / "a.txt").write_text("The CAT. The Cat.")
-    prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "cased", lowercase=False)
-    assert (
-        "66.7% of the tokens are [UNK] (of a sample, most often: The (2), CAT (1), Cat (1)); the vocabulary knows"
-        in (capfd.readouterr().err)
-    )
-    prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "uncased")
-    assert "warning" not in capfd.readouterr().err
 
 
 def test_a_stream_of_documents_is_sampled_and_loses_none(vocab, tmp_path, capfd):
@@ -113,13 +84,9 @@ def test_tokenizers_without_a_prefix_have_no_fertility(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("यह कल है, वह कुल है", "कु → क"),
         ("ที่บ้าน มี แมว สี่ตัว", "มี → ม"),
-        ("Ma má mà mả. Ma má", "become equal to another (ma = má"),
-        ("Мой чай и мои чаи, йод", "the words become equal to another (мой = мои"),
-        ("kor kór kör és es", "(kor = kór = kör, és = es)"),
-        ("schon schön war er", "of the words become equal to another (schon = schön)"),
-        ("がく かく", None),
+        ("kor kór kör és es", "the words become equal to another (kor = kór = kör, és = es)"),
+        ("がく かく", "が → か"),
         ("The café is open. " + "The long day was over and all of them were tired. " * 9, ""),
         ("한국어 한글", ""),
     ],
@@ -135,7 +102,7 @@ def test_accents_that_a_vocabulary_drops_are_told_with_what_merges(tmp_path, cap
         assert len(lines) == (strip and said != "")
         if strip and said != "":
             assert lines[0].startswith("warning: the vocabulary drops accents and marks: ")
-            assert (said or "が → か") in lines[0] and "`electra-fast vocab` without --strip-accents" in lines[0]
+            assert said in lines[0] and "`electra-fast vocab` without --strip-accents" in lines[0]
 
 
 def test_decomposed_text_is_told(tmp_path, capfd):
@@ -154,11 +121,12 @@ def test_decomposed_text_is_told(tmp_path, capfd):
             "lacks 1 of the text's 4 characters, 龘 (20); train one on this text (with a",
         ),
         (["ab"], "ab " + "ภาษาไทยไม่มีช่องว่าง" * 6, "these are words of more than 100 characters"),
-        (["ab"], "ab " + "ภาษาไทยไม่มีช่องว่าง" * 6, "98.4% of the letters of a sample stand in words of more than 100"),
         (["the", "cat"], "The CAT", "the vocabulary knows these words in lower case: prepare with --uncased"),
     ],
 )
 def test_the_cause_of_unknown_words_is_named(tmp_path, capfd, entries, text, cause):
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, *entries]), encoding="utf-8")
     prepare(iter([text] * 20), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", lowercase=False)
-    assert cause in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert cause in said
+    assert ("98.4% of the letters of a sample stand in words of more than 100" in said) == ("more than 100" in cause)

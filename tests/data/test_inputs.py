@@ -1,4 +1,4 @@
-"""Inputs of `prepare` other than plain text: saved datasets, Arrow string types, BERT's conventions."""
+"""Inputs of `prepare` other than plain text: saved datasets, Arrow string types, rows and documents from Python."""
 
 import json
 import subprocess
@@ -11,15 +11,7 @@ import pytest
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.prepare import prepare, train_vocab
 
-VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
 TEXTS = [f"w{n} w{n + 1}\nw{n + 2}" for n in range(90)]
-
-
-@pytest.fixture
-def vocab(tmp_path):
-    path = tmp_path / "vocab.txt"
-    path.write_text("\n".join(VOCAB))
-    return path
 
 
 def texts_of(folder):
@@ -63,12 +55,18 @@ def test_a_saved_dataset_is_read_by_its_own_list(vocab, tmp_path, capfd):
     assert "1 files of other kinds were passed over" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("wrap", [lambda folder: folder, lambda folder: folder.parent])
-def test_a_saved_dataset_lacks_no_file(vocab, tmp_path, wrap):
+def test_a_saved_dataset_without_a_file_or_without_a_train_split(vocab, tmp_path):
     saved = save(tmp_path / "in/saved", TEXTS)
     (saved / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(ValueError, match=r"state\.json: names .*data-00001-of-00002\.arrow, which is missing"):
-        prepare([wrap(saved)], vocab=vocab, out=tmp_path / "out", progress=False)
+    splits = save_splits(tmp_path / "splits", a=["w1"], b=["w2"])
+    lost = r"state\.json: names .*data-00001-of-00002\.arrow, which is missing"
+    for folder, message in (
+        (saved, lost),
+        (saved.parent, lost),
+        (splits, r"dataset_dict\.json: no split is called train; name one \(a, b\) as"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare([folder], vocab=vocab, out=tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -82,12 +80,6 @@ def test_of_saved_splits_train_is_read(vocab, tmp_path, capfd):
     assert texts_of(tmp_path / "others") == ["w1", "w4"]
 
 
-def test_splits_without_train_are_not_guessed_at(vocab, tmp_path):
-    saved = save_splits(tmp_path / "saved", a=["w1"], b=["w2"])
-    with pytest.raises(ValueError, match=r"dataset_dict\.json: no split is called train; name one \(a, b\) as"):
-        prepare([saved], vocab=vocab, out=tmp_path / "out", progress=False)
-
-
 KINDS = {
     "string": pa.string(),
     "large": pa.large_string(),
@@ -97,8 +89,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("open_writer", [pa.ipc.new_stream, pa.ipc.new_file])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "open_writer"), [*((kind, pa.ipc.new_stream) for kind in KINDS), ("dictionary", pa.ipc.new_file)]
+)
 def test_strings_of_every_kind(vocab, tmp_path, kind, open_writer):
     texts = [None, "w1", *TEXTS, None, "w1"]
     path = tmp_path / "a.arrow"
@@ -170,11 +163,12 @@ def test_a_damaged_arrow_file_is_an_error_or_text(vocab, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
-@pytest.mark.parametrize("array", [pa.array(["w1 w2 " * 500]), pa.array(["w1 w2 " * 500]).dictionary_encode()])
-@pytest.mark.parametrize("open_writer", [pa.ipc.new_stream, pa.ipc.new_file])
-def test_a_compressed_batch_cannot_fill_the_memory(vocab, tmp_path, open_writer, array, codec):
+@pytest.mark.parametrize("is_dictionary", [False, True])
+@pytest.mark.parametrize(("codec", "open_writer"), [("lz4", pa.ipc.new_stream), ("zstd", pa.ipc.new_file)])
+def test_a_compressed_batch_cannot_fill_the_memory(vocab, tmp_path, codec, open_writer, is_dictionary):
     """Each buffer begins with its decompressed length, which is trusted up to a bound."""
+    array = pa.array(["w1 w2 " * 500])
+    array = array.dictionary_encode() if is_dictionary else array
     table, path = pa.table({"text": array}), tmp_path / "a.arrow"
     with open_writer(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
         writer.write_table(table)
@@ -207,17 +201,6 @@ def test_memory_does_not_grow_with_the_rows_of_a_parquet_file(vocab, tmp_path, u
     assert documents == 150 and peak < 130
 
 
-def test_sentences_on_lines_and_blank_lines_between_documents(vocab, tmp_path):
-    """The default is the convention of BERT's corpora; each sentence remains a line of its document."""
-    path = tmp_path / "a.txt"
-    path.write_text("w1 w2\nw3\n\n\nw4\n   \nw5\nw6\n")
-    prepare([path], vocab=vocab, out=tmp_path / "blank", progress=False)
-    prepare(iter(["w1 w2\nw3", "w4", "w5\nw6"]), vocab=vocab, out=tmp_path / "plain", progress=False)
-    assert Corpus(tmp_path / "blank").content_hash == Corpus(tmp_path / "plain").content_hash
-    prepare([path], vocab=vocab, out=tmp_path / "line", documents="line", progress=False)
-    assert texts_of(tmp_path / "line") == ["w1 w2", "w3", "w4", "w5", "w6"]
-
-
 class Rows:
     """Like a `datasets.Dataset`: neither a list nor a mapping; iterates over rows."""
 
@@ -239,6 +222,7 @@ def test_rows_of_a_dataset_give_their_text(vocab, tmp_path):
     for name, rows in (("dataset", dataset), ("list", list(dataset))):
         prepare(rows, vocab=vocab, out=tmp_path / name, text_field="title,text", progress=False)
         assert texts_of(tmp_path / name) == ["w2 w1", "w3", "w6 w4 w5"]
+    (tmp_path / "vocab.txt").touch()
     with pytest.raises(ValueError, match="vocab.txt: exists, and would be taken to belong to the tokenizer.json"):
         train_vocab(dataset, out=tmp_path / "words.txt", size=60, min_frequency=1, progress=False)
     train_vocab(dataset, out=tmp_path / "words" / "words.txt", size=60, min_frequency=1, progress=False)
@@ -261,21 +245,13 @@ def test_a_list_is_of_paths_unless_a_string_cannot_be_one(vocab, tmp_path):
     ("inputs", "kind", "message"),
     [
         ({"train": [], "test": []}, "auto", r"^inputs is a dict of train, test; give one .*inputs\['train'\]$"),
-        ({"train": [], "test": []}, "documents", r"^inputs is a dict of train, test; give one"),
-        (
-            Frame("text", "label"),
-            "auto",
-            r"^inputs is a Frame of text, label; give one of them, such as inputs\['text'\]",
-        ),
+        (Frame("text", "label"), "auto", r"^inputs is a Frame of text, label; give one of them"),
+        ({"train": []}, "documents", r"^inputs is a dict of train; give one"),
         (None, "auto", r"^inputs is None \(NoneType\): give a path"),
         (iter(["w1", 5]), "auto", r"^document 1 is 5 \(int\), not a str$"),
         (["w1\n", None], "auto", r"^document 1 is None \(NoneType\), not a str$"),
         (["a.txt", 5], "auto", r"^inputs\[1\] is 5 \(int\): give paths, or text with kind='documents'$"),
-        (
-            iter([{"text": "w1"}, {"text": ["w2"]}]),
-            "auto",
-            r"^document 1: field 'text' is \['w2'\] \(list\), not a str$",
-        ),
+        (iter([{"text": ["w2"]}]), "auto", r"^document 0: field 'text' is \['w2'\] \(list\), not a str$"),
     ],
 )
 def test_what_is_no_text_is_named(vocab, tmp_path, inputs, kind, message):

@@ -140,14 +140,9 @@ def test_a_corpus_in_a_bucket_is_the_one_on_disk(local: Path, remote: str) -> No
     assert ef.verify(remote)["content_hash"] == ours.content_hash
 
 
-@pytest.mark.parametrize(
-    "masking, cut_at, packing", [("google", "token", "google"), ("whole-word", "line", "best-fit")]
-)
-def test_batches_are_the_same_bytes(local: Path, remote: str, masking: str, cut_at: str, packing: str) -> None:
-    options = {"masking": masking, "cut_at": cut_at, "packing": packing}
-    expected = batches(local, **options)
-    assert batches(remote, **options) == expected
-    assert batches(Path(remote), **options) == expected  # a Path merges the slashes of a URL
+def test_batches_are_the_same_bytes(local: Path, remote: str) -> None:
+    options = {"masking": "whole-word", "cut_at": "line"}
+    assert batches(Path(remote), **options) == batches(local, **options)  # a Path merges the slashes of a URL
 
 
 def test_a_loader_resumes_and_is_pickled(local: Path, remote: str) -> None:
@@ -163,15 +158,6 @@ def test_a_mixture_of_disk_and_bucket(vocab: Path, local: Path, remote: str, tmp
     ef.prepare([text(7)], vocab=vocab, out=tmp_path / "other", kind="documents", progress=False)
     other = tmp_path / "other"
     assert batches({remote: 0.7, str(other): 0.3}) == batches({str(local): 0.7, str(other): 0.3})
-
-
-def test_readers_of_a_new_cache_do_not_disturb_each_other(remote: str, tmp_path: Path) -> None:
-    def first(cache: int) -> bytes:
-        options = {"masking": "whole-word", "cache_dir": str(tmp_path / str(cache))}
-        return content(next(ef.BatchLoader(remote, sequence_length=64, batch_size=16, **options)))  # type: ignore[arg-type]
-
-    with ThreadPoolExecutor(8) as readers:
-        assert len(set(readers.map(first, [number // 8 for number in range(80)]))) == 1
 
 
 PRETRAIN = ["pretrain", "--preset", "tiny", "--train.steps", "6", "--train.batch_size", "8", "--train.log_every", "1"]
@@ -218,7 +204,7 @@ def inputs(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("what", ["", "/*.txt*", "/deep", "/*/*.jsonl", "/deep/d.parquet", "/d*/e.arrow"])
+@pytest.mark.parametrize("what", ["", "/*/*.jsonl", "/deep/d.parquet"])
 def test_inputs_may_lie_in_a_bucket(what: str, inputs: Path, vocab: Path, tmp_path: Path) -> None:
     hashes = [
         ef.prepare(f"{base}{what}", vocab=vocab, out=tmp_path / name, progress=False).content_hash
@@ -227,11 +213,12 @@ def test_inputs_may_lie_in_a_bucket(what: str, inputs: Path, vocab: Path, tmp_pa
     assert hashes[0] == hashes[1] != ""
 
 
-@pytest.mark.parametrize("name", ["a#1.txt", "a%20b.txt", "a?.txt", "a b+ü.txt"])
-def test_names_may_have_any_characters(name: str, s3: S3, vocab: Path, tmp_path: Path) -> None:
-    s3.put(f"bucket/{tmp_path.name}/{urllib.parse.quote(name)}", text(1).encode())
+def test_names_may_have_any_characters(s3: S3, vocab: Path, tmp_path: Path) -> None:
+    names = ["a#1.txt", "a%20b.txt", "a?.txt", "a b+ü.txt"]
+    for name in names:
+        s3.put(f"bucket/{tmp_path.name}/{urllib.parse.quote(name)}", text(1).encode())
     made = ef.prepare(f"s3://bucket/{tmp_path.name}", vocab=vocab, out=tmp_path / "out", progress=False)
-    assert made.num_documents == 40
+    assert made.num_documents == 40 * len(names)
     with pytest.raises(InputError, match="write the # in its name as %23"):
         ef.prepare("s3://bucket/inputs#1", vocab=vocab, out=tmp_path / "other", progress=False)
 
@@ -261,20 +248,6 @@ def test_a_vocabulary_is_trained_from_a_bucket(inputs: Path, tmp_path: Path) -> 
     assert (tmp_path / "disk/vocab.txt").read_text() == (tmp_path / "bucket/vocab.txt").read_text()
 
 
-def test_a_replaced_input_is_noticed(s3: S3, vocab: Path, tmp_path: Path) -> None:
-    class ReplacingExecutor(ThreadPoolExecutor):
-        def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
-            s3.replace("changing/a.txt", text(6))
-            return super().submit(function, *arguments, **named)
-
-    s3.put("bucket/changing/a.txt", text(5).encode())
-    with (
-        ReplacingExecutor(1) as executor,
-        pytest.raises(InputError, match="a.txt: it was replaced while it was in use"),
-    ):
-        ef.prepare("s3://bucket/changing", vocab=vocab, out=tmp_path / "x", executor=executor, progress=False)
-
-
 def test_an_object_that_changed_after_its_corpus_was_finished_is_refused(s3: S3, vocab: Path, tmp_path: Path) -> None:
     s3.put("bucket/edited/a.txt", text(5).encode())
     for _ in range(2):
@@ -298,21 +271,13 @@ def test_a_store_that_fails_is_no_damaged_file(s3: S3, name: str, inputs: Path, 
     assert "get the file again" not in str(error.value)
 
 
-def test_executors_read_from_a_bucket(inputs: Path, vocab: Path, tmp_path: Path) -> None:
-    expected = ef.prepare(inputs / "deep", vocab=vocab, out=tmp_path / "a", progress=False)
-    with ThreadPoolExecutor(2) as executor:
-        found = ef.prepare(
-            "s3://bucket/inputs/deep", vocab=vocab, out=tmp_path / "b", executor=executor, progress=False
-        )
-    assert found.content_hash == expected.content_hash
-
-
 COMPLAINTS = {
     "s3://absent/x": "s3://absent/x/manifest.json: not found; check the URL, the bucket and the region",
     "s3://bucket/absent": "s3://bucket/absent/manifest.json: not found",
     "http://127.0.0.1:1/x": "the request was repeated for",
     "gs://bucket/x": "no credentials were found; set GOOGLE_APPLICATION_CREDENTIALS",
     "az://container/x": "no credentials were found; set AZURE_STORAGE_ACCOUNT_NAME",
+    "ftp://host/x": "ftp://host/x: unknown kind of URL; s3://, gs://, az:// and http",
 }
 
 
@@ -321,11 +286,6 @@ def test_a_bad_url_is_one_line(url: str, tmp_path: Path) -> None:
     done = run("inspect", url)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert COMPLAINTS[url] in done.stderr
-
-
-def test_an_unknown_scheme_is_named() -> None:
-    with pytest.raises(InputError, match="ftp://host/x: unknown kind of URL; s3://, gs://, az:// and http"):
-        ef.Corpus("ftp://host/x")
 
 
 def test_missing_credentials_are_one_line(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,9 +173,11 @@ def saved(kind: str, folder: Path, added: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("added", [False, True], ids=["", "added tokens"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "added"), [*((kind, True) for kind in KINDS), ("byte-level BPE", False), ("WordPiece", False)]
+)
 def test_every_kind(kind: str, added: bool, tmp_path: Path) -> None:
+    """With added tokens; without any, the fast path and the crate are chosen by other rules."""
     tokenizer = check_ids(saved(kind, tmp_path / "a", added))
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.special_tokens == tokenizer.special_tokens and again.content_hash == tokenizer.content_hash
@@ -324,7 +326,7 @@ def test_a_tokenizer_json_and_its_settings_that_disagree(
         Tokenizer(folder)
 
 
-@pytest.mark.parametrize("change", ["an entry", "an id", "a missing entry"])
+@pytest.mark.parametrize("change", ["an id", "a missing entry"])
 def test_two_vocabularies_in_one_folder_that_disagree(change: str, tmp_path: Path) -> None:
     folder = bert_folder(tmp_path / "a", CASED)
     (folder / "tokenizer.json").write_text(Tokenizer(folder).to_json(), encoding="utf-8")
@@ -332,8 +334,6 @@ def test_two_vocabularies_in_one_folder_that_disagree(change: str, tmp_path: Pat
     entries = ENTRIES.copy()
     if change == "an id":
         entries[10], entries[11] = entries[11], entries[10]
-    elif change == "an entry":
-        entries[10] = "other"
     else:
         entries.pop()
     (folder / "vocab.txt").write_text("\n".join(entries) + "\n", encoding="utf-8")
