@@ -1,6 +1,6 @@
 """The command line: streams, exit codes, one line an error.
 
-Each command runs once as a shell runs it, in a process of its own (`shell`); for the rest `in_process` is enough.
+The main commands run once as a shell runs them, in a process of their own (`shell`); the rest is `in_process`.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from in_process import run
 
 from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
-from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZES
+from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.training.flops import flops_per_token
 
@@ -65,13 +65,14 @@ def test_the_whole_way_leaves_what_it_promises(folder):
         assert len({path.stat().st_mode for path in (folder / "export" / name).iterdir()}) == 1
 
 
-@pytest.mark.parametrize(("source", "how"), [("run", shell), ("export", run)])
-def test_evaluate_json(folder, source, how):
-    done = how("evaluate", folder / source, "--data", folder / "shards", "--sequence-length", 32, "--json")
-    figures = json.loads(done.stdout)
-    assert list(figures)[:4] == ["unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss"]
-    assert 0 < figures["unigram_auc"] < 1 and figures["unigram_auc"] != figures["discriminator_auc"]
-    assert "generator_accuracy" in figures and "mlm_accuracy" not in figures
+def test_evaluate_json_of_run_and_export(folder):
+    common = ("--data", folder / "shards", "--sequence-length", 32, "--batch-size", 8, "--json")
+    ours, theirs = (json.loads(run("evaluate", folder / source, *common).stdout) for source in ("run", "export"))
+    assert list(ours)[:4] == ["unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss"]
+    assert 0 < ours["unigram_auc"] < 1 and ours["unigram_auc"] != ours["discriminator_auc"]
+    assert "generator_accuracy" in ours and "mlm_accuracy" not in ours
+    assert ours["rows"] == theirs["rows"]
+    assert ours["generator_loss"] == pytest.approx(theirs["generator_loss"], abs=1e-4)
 
 
 def test_evaluate_says_first_what_compares(folder):
@@ -86,25 +87,18 @@ def test_evaluate_says_first_what_compares(folder):
     assert fixed["unigram_auc"] == fixed["discriminator_auc"] == pytest.approx(float(auc.split()[1]), abs=0.05)
 
 
-def test_evaluate_of_run_and_export_agree(folder):
-    common = ("--data", folder / "shards", "--sequence-length", 32, "--batch-size", 8, "--json")
-    ours, theirs = (json.loads(run("evaluate", folder / source, *common).stdout) for source in ("run", "export"))
-    assert ours["rows"] == theirs["rows"]
-    assert ours["generator_loss"] == pytest.approx(theirs["generator_loss"], abs=1e-4)
-
-
 def test_inspect_and_verify(folder):
-    figures = json.loads(shell("inspect", folder / "shards", "--json").stdout)
+    figures = json.loads(run("inspect", folder / "shards", "--json").stdout)
     assert figures["documents"] + figures["held_out_documents"] == 400
     assert figures["rows"] == figures["best_fit_rows"] and figures["best_fit_tokens_dropped"] == 0
     assert figures["google_tokens_kept"] + figures["google_tokens_dropped"] == figures["tokens"]
     assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
-    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper", "--packing", "google")
+    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "span", "--cut-at", "line")
     assert shown.returncode == 0 and shown.stderr == "" and "[CLS]" in shown.stdout and "[MASK](" in shown.stdout
     of_recipe = ("--masking", RECIPES[DEFAULT_RECIPE]["data.masking"], "--mask-prob", 0.25)
     rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
     assert rows[0] == rows[1] and rows[0].count("[MASK](") > rows[2].count("[MASK](") > 0
-    checked = shell("verify", folder / "shards")
+    checked = run("verify", folder / "shards")
     assert checked.returncode == 0 and "content_hash" in checked.stdout and checked.stderr == ""
     json.loads(run("verify", folder / "shards", "--json").stdout)
 
@@ -115,7 +109,7 @@ def test_verify_names_the_damage(folder, tmp_path):
     damaged = bytearray(tokens.read_bytes())
     damaged[70] ^= 1
     tokens.write_bytes(damaged)
-    said = fails("verify", shards, how=shell)
+    said = fails("verify", shards)
     assert tokens.name in said and "block 0" in said
 
 
@@ -163,13 +157,13 @@ def test_a_run_without_its_configuration(folder, tmp_path):
 
 
 def test_flops():
-    figures = json.loads(shell("flops", "--preset", "small", "--recipe", "google", "--json").stdout)
+    figures = json.loads(run("flops", "--preset", "small", "--recipe", "google", "--json").stdout)
     assert 1.293743798272e18 in figures.values()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
-    for name, preset in itertools.product(OBJECTIVES, SIZES):
+    for name, preset in itertools.product(OBJECTIVES, ("tiny", "base")):
         given = ("--preset", preset, "--recipe", recipe, "--objective.name", name)
         done, config = run("flops", *given, "--json"), Config.preset(preset, recipe, name)
         assert json.loads(done.stdout)["per_token"]["total"] == flops_per_token(config).total
@@ -240,14 +234,9 @@ class TestMistakes:
         assert "--train.steps needs a value" in fails(*data, "--train.steps")
         assert "unrecognized arguments: --fast; see `electra-fast --help`" in fails(*data, "--fast")
         for given, meant in (
-            ("--steps", "--train.steps"),
             ("--max-steps=5", "--train.steps"),
-            ("--epochs", "--train.steps"),
             ("--learning-rate=1e-3", "--optimizer.learning_rate"),
-            ("--lr", "--optimizer.learning_rate"),
             ("--batch_size", "--train.batch_size"),
-            ("--seq-len", "--data.sequence_length"),
-            ("--bf16", "--train.precision"),
             ("--num-layers", "--model.num_layers or --generator.num_layers"),
             ("--output-dir", "--out or --train.out"),
         ):
@@ -267,7 +256,7 @@ class TestMistakes:
         assert not (folder / "none").exists()
 
     def test_missing_things(self, folder, tmp_path):
-        assert "no such configuration" in fails("pretrain", tmp_path / "none.toml", how=shell)
+        assert "no such configuration" in fails("pretrain", tmp_path / "none.toml")
         assert "--data" in fails("pretrain", "--preset", "tiny", "--out", tmp_path / "run")
         assert "manifest.json" in fails("pretrain", "--preset", "tiny", "--data", tmp_path, "--out", tmp_path / "run")
         assert str(tmp_path / "nothing") in fails("evaluate", tmp_path / "nothing", "--data", folder / "shards")
@@ -279,8 +268,6 @@ class TestMistakes:
     def test_toml(self, tmp_path):
         (tmp_path / "c.toml").write_text("[train]\nsteps = 'ten'\n")
         assert "c.toml: train.steps = 'ten' must be an integer" in fails("pretrain", tmp_path / "c.toml")
-        (tmp_path / "c.toml").write_text("[train\n")
-        assert "c.toml" in fails("pretrain", tmp_path / "c.toml")
 
     def test_unknown_command(self):
         assert "pretrian: no such command; did you mean pretrain?" in fails("pretrian", "--preset", "tiny", how=shell)

@@ -13,8 +13,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
-
 import electra_fast
 
 TREE = Path(__file__).resolve().parent.parent
@@ -63,9 +61,6 @@ def test_the_extension_is_one_for_every_python_from_3_11() -> None:
     assert "electra_fast/_data.abi3.so" in installed_files()
     wheel = importlib.metadata.distribution("electra-fast").read_text("WHEEL")
     assert wheel is not None and "Tag: cp311-abi3-" in wheel
-
-
-def test_the_package_is_typed() -> None:
     assert {"electra_fast/py.typed", "electra_fast/_data.pyi"} <= installed_files()
 
 
@@ -90,17 +85,14 @@ def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
 
 
 def test_importing_costs_under_a_second_beyond_torch() -> None:
-    """The minimum of three, so that a busy machine does not fail the test."""
-    seconds = [float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3)]
-    assert min(seconds) < IMPORT_SECONDS, f"import electra_fast took {seconds} seconds beyond torch"
+    """In one of three tries, since the machine may be busy."""
+    seconds = (float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3))
+    assert any(each < IMPORT_SECONDS for each in seconds)
 
 
-@pytest.mark.parametrize("start", [[str(SCRIPTS / "electra-fast")], [sys.executable, "-m", "electra_fast"]])
-def test_the_command_starts(start: list[str]) -> None:
-    version = importlib.metadata.version("electra-fast")
-    assert version in run(*start, "--version").stdout
-    shown = run(*start, "--help").stdout
-    assert "prepare" in shown and "pretrain" in shown
+def test_the_command_starts() -> None:
+    assert importlib.metadata.version("electra-fast") in run(str(SCRIPTS / "electra-fast"), "--version").stdout
+    assert "pretrain" in run(sys.executable, "-m", "electra_fast", "--help").stdout
 
 
 def test_public_names_are_verbs_whatever_was_imported_first():

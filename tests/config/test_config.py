@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from electra_fast.config.config import Config, ModelConfig, by_section
+from electra_fast.config.config import Config, by_section
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import RECIPES, SIZES
 from electra_fast.config.section import Configuration
@@ -24,28 +24,17 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["paper", "google"])
 @pytest.mark.parametrize("name", TABLE)
-def test_presets_have_the_published_sizes(name: str, recipe: str) -> None:
-    config = Config.preset(name, recipe)
+def test_presets_have_the_published_sizes(name: str) -> None:
+    config = Config.preset(name, "google")
     model, small = config.model, config.generator_shape()
     sizes, generator, training = TABLE[name]
-    assert (
-        model.num_layers,
-        model.hidden_size,
-        model.intermediate_size,
-        model.num_heads,
-        model.embedding_size,
-    ) == sizes
+    found = (model.num_layers, model.hidden_size, model.intermediate_size, model.num_heads, model.embedding_size)
+    assert found == sizes
     assert (small.hidden_size, small.intermediate_size, small.num_heads) == generator
     assert (small.num_layers, small.embedding_size) == (model.num_layers, model.embedding_size)
-    train = config.train
-    assert (
-        config.data.sequence_length,
-        train.batch_size,
-        config.optimizer.learning_rate,
-        train.steps,
-    ) == training
+    train, rate = config.train, config.optimizer.learning_rate
+    assert (config.data.sequence_length, train.batch_size, rate, train.steps) == training
     assert config.optimizer.num_warmup_steps(config.train.steps) == 10_000
     assert (config.objective.gen_weight, config.objective.disc_weight) == (1.0, 50.0)
 
@@ -88,38 +77,7 @@ def test_recipes_differ_where_the_sources_do() -> None:
     assert (modern.model.architecture, modern.model.dropout, modern.optimizer.name) == ("modern", 0.0, "muon")
 
 
-@pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
-@pytest.mark.parametrize("name", SIZES)
-def test_toml_there_and_back(tmp_path: Path, name: str, recipe: str) -> None:
-    config = Config.preset(name, recipe).replace({"train": {"seed": 2**62}, "optimizer": {"learning_rate": 1 / 3}})
-    path = tmp_path / "config.toml"
-    path.write_text(config.to_toml(), encoding="utf-8")
-    assert Config.load(path) == config
-
-
-NASTY = [
-    '"',
-    "'",
-    "\\",
-    "\n",
-    "\r",
-    "\t",
-    "\b",
-    "\x1f",
-    "\x7f",
-    "\x85",
-    "\u2028",
-    "\ufeff",
-    "#",
-    "=",
-    "[",
-    "]",
-    "{",
-    "}",
-    ",",
-    ":",
-]
-NASTY += ["${x}", "é", "\U0001f642", "\\u0041", '"""', " ", "a.b", "true", "1"]
+NASTY = [*"\"'\\\n\r\t\b\x1f\x7f\x85\u2028\ufeff#=[]{},: é\U0001f642", "${x}", "\\u0041", '"""', "a.b", "true", "1"]
 
 
 def random_text(rng: random.Random) -> str:
@@ -205,10 +163,9 @@ def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path)
     assert config.override({"model.attention": "sdpa"}).model.attention == "sdpa"
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_the_default_recipe_is_modern_with_rows_that_keep_every_token(name: str, tmp_path: Path) -> None:
-    config = Config.preset(name)
-    assert config == Config.preset(name, "modern") == Config.load(write(tmp_path, f'preset = "{name}"'))
+def test_the_default_recipe_is_modern_with_rows_that_keep_every_token(tmp_path: Path) -> None:
+    config = Config.preset("mini")
+    assert config == Config.preset("mini", "modern") == Config.load(write(tmp_path, 'preset = "mini"'))
     assert (config.model.architecture, config.data.packing) == ("modern", "best-fit")
 
 
@@ -243,23 +200,17 @@ def test_differences_name_the_keys() -> None:
     ("text", "message"),
     [
         ("[modle]\nnum_layers = 1", "unknown section [modle]; did you mean model?"),
-        ("[zzz]", "unknown section [zzz]; there are model, generator, objective, data, optimizer, train"),
         ("[train]\nstep = 1", "unknown key train.step; did you mean steps?"),
         ("[generator]\nqqq = 1", "unknown key generator.qqq; there are kind, fraction, num_layers"),
-        ("train = 1", "[train] is not a table"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5 must be an integer, not a number"),
         ('[train]\nsteps = "10 rows"', "train.steps = '10 rows' must be an integer, such as 10000 or 10k"),
-        ("[train]\nsteps = true", "train.steps = True must be an integer, not true or false"),
         ("[model]\ntying = 1", "model.tying = 1 must be a string, not an integer"),
         ("[optimizer]\nbias_correction = 1", "optimizer.bias_correction = 1 must be true or false, not an integer"),
         ("[optimizer]\nlearning_rate = [1]", "optimizer.learning_rate = [1] must be a number, not list"),
         ('[model]\ntying = "some"', "model.tying = 'some' must be one of none, embeddings, all"),
         ("[train]\nsteps = 0", "train.steps = 0 must be at least 1"),
         ("[data]\nmask_prob = 0.95", "data.mask_prob = 0.95 must be above 0 and at most 0.9"),
-        ("[data]\nmask_prob = 0", "data.mask_prob = 0.0 must be above 0 and at most 0.9"),
         ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be at least 0"),
-        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate = inf must be at least 0"),
-        ("[model]\ndropout = 1.0", "model.dropout = 1.0 must be at least 0 and at most 0.99"),
         ("[model]\nnum_heads = 5", "model.num_heads = 5 does not divide model.hidden_size = 256"),
         (
             '[model]\narchitecture = "modern"\nhidden_size = 12\nnum_heads = 4',
@@ -274,10 +225,6 @@ def test_differences_name_the_keys() -> None:
         (
             "[generator]\nfraction = 0.3",
             "generator.fraction = 0.3 of model.num_heads = 4 is not a whole number of heads; use a multiple of 1/4",
-        ),
-        (
-            "[generator]\nfraction = 0.1",
-            "generator.fraction = 0.1 of model.num_heads = 4 is not a whole number of heads; use a multiple of 1/4",
         ),
         (
             '[model]\ntying = "all"',
@@ -311,24 +258,21 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str
         ({"model.num_layer": "1"}, "unknown key model.num_layer; did you mean model.num_layers?"),
         *(
             ({"train.steps": text}, f"train.steps = {text!r} must be an integer, such as 10000 or 10k")
-            for text in ("many", "1.5", "4h", "2GB", "5m", "1e999", "1/2", "")
+            for text in ("many", "1.5", "4h", "1e999", "1/2", "")
         ),
         *(
             ({"generator.fraction": text}, f"generator.fraction = {text!r} must be a number")
-            for text in ("1/0", "a/b", "1k", "nan", "inf", "1e999")
+            for text in ("1/0", "1k", "nan", "1e999")
         ),
         ({"data.cache_bytes": "4h"}, "data.cache_bytes = '4h' must be a number of bytes, such as 200GB or 16GiB"),
         ({"train.max_minutes": "1h30"}, "train.max_minutes = '1h30' must be a number of minutes, such as 90 or 1h30m"),
-        ({"train.steps": 1.5}, "train.steps = 1.5 must be an integer, not a number"),
         ({"train.steps": None}, "train.steps = None must be an integer, not NoneType"),
-        ({"train.out": 3}, "train.out = 3 must be a string, not an integer"),
         *(
             ({key: value}, f"{key} = {value!r} contains NUL or invalid UTF-8; rename the file or folder")
             for text in ("caf\udce9", "a\0b")
             for key, value in (("train.out", text), ("data.corpus", [text]), ("data.corpus", {text: 1.0}))
         ),
         ({"optimizer.bias_correction": "1"}, "optimizer.bias_correction = '1' must be true or false"),
-        ({"model.tying": "some"}, "model.tying = 'some' must be one of none, embeddings, all"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict[str, object], message: str) -> None:
@@ -346,12 +290,4 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_mlm_needs_no_generator_of_whole_heads() -> None:
-    config = Config().replace({"objective": {"name": "mlm"}, "generator": {"fraction": 0.3}})
-    assert config.objective.name == "mlm"
-
-
-def test_sections_are_frozen_and_checked() -> None:
-    with pytest.raises(AttributeError):
-        Config().model.num_layers = 3  # type: ignore[misc]
-    with pytest.raises(ValueError, match=re.escape("model.num_layers = 0 must be at least 1")):
-        ModelConfig(num_layers=0)
+    Config().replace({"objective": {"name": "mlm"}, "generator": {"fraction": 0.3}})

@@ -29,22 +29,7 @@ WORDS = (
     "the cat sat in new york ann annual İstanbul café ﬁn Straße naïve mask pad cls ΣΟΦΟΣ мир йод हिन्दी ไทย 한국".split()
 )
 CHARACTERS = sorted({*"".join(WORDS), *"".join(WORDS).lower(), *"東京都はか.,-!<>[]/_▁aeio0189ACDEKLMNPU"})
-ALPHABET = [
-    *CHARACTERS,
-    "e\u0301",
-    "\u0323",
-    "が",
-    "\x00",
-    "\u200b",
-    "\u00ad",
-    "\ufeff",
-    "😀",
-    " ",
-    "  ",
-    "\t",
-    "\n",
-    "\u3000",
-]
+ALPHABET = [*CHARACTERS, "e\u0301", "  ", *"\u0323が\x00\u200b\u00ad\ufeff😀 \t\n\u3000"]
 MARKERS = ["[E1]", "[/E1]", "<ent>", "</ent>", "new york", "ann", "東京"]
 BRACKETS = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL, strict=True))
 PLAIN = {role: role for role in BRACKETS}

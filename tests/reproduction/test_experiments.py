@@ -25,9 +25,7 @@ def experiment(name, preset="mini", recipe="modern", overrides=None):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-@pytest.mark.parametrize(
-    ("preset", "recipe", "budget"), [("tiny", "modern", 1e13), ("small", "google", 1e16), ("base", "paper", 1e18)]
-)
+@pytest.mark.parametrize(("preset", "recipe", "budget"), [("tiny", "modern", 1e13), ("base", "google", 1e18)])
 def test_all_rows_cost_the_budget_within_one_percent(name, preset, recipe, budget):
     made = experiment(name, preset, recipe)
     configs = row_configs(made, budget, {})

@@ -113,16 +113,15 @@ def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, corpus, glue_fo
     assert {path: path.stat().st_mtime_ns for path in out.glob("runs/**/*")} == before  # no run has begun
 
 
-def test_killed_between_steps_and_between_rows_it_ends_with_the_same_table(whole, corpus, glue_folder, tmp_path):
+def test_stopped_between_rows_it_ends_with_the_same_table(whole, corpus, glue_folder, tmp_path):
     words = [str(word) for word in arguments(corpus, glue_folder, tmp_path / "out")]
     runs = tmp_path / "out" / "runs"
     command = [sys.executable, "-m", "electra_fast", *words, "--workers", "1"]
-    for work, number in (("run/metrics.jsonl", signal.SIGKILL), (EVALUATION, signal.SIGTERM)):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        wait_for(lambda work=work, process=process: list(runs.glob(f"*/{work}")) or process.poll() is not None)
-        process.send_signal(number)
-        assert process.wait(60) == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM}[number]
-        assert list(runs.glob(f"*/{work}")) and len(list(runs.glob(f"*/{EVALUATION}"))) < 3
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_for(lambda: list(runs.glob(f"*/{EVALUATION}")) or process.poll() is not None)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert 0 < len(list(runs.glob(f"*/{EVALUATION}"))) < 3
     done = run_here(*words)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/table.md").read_text() == (whole[0] / "table.md").read_text()
@@ -134,8 +133,6 @@ def test_other_settings_are_refused(whole, corpus, glue_folder):
     out, _ = whole
     done = run(*arguments(corpus, glue_folder, out, budget="1.3e10"))
     assert done.returncode == 2 and "asked.budget was 12000000000.0 and is now 13000000000.0" in done.stderr
-    done = run(*arguments(corpus, glue_folder, out, **{"--task": "sst2"}))
-    assert done.returncode == 2 and "give the same to resume, or another --out" in done.stderr
 
 
 def test_more_seeds_are_more_runs(whole, corpus, tmp_path):
@@ -199,14 +196,10 @@ def test_a_row_that_diverges_is_reported(corpus, glue_folder, tmp_path):
     changes = {"data.sequence_length": "16", "train.batch_size": "4", "train.steps": "6", "train.log_every": "2"}
     config = Config.preset("tiny", "google").override(changes | {"train.precision": "fp32", "train.eval_every": "0"})
     work = Work(str(corpus), str(glue_folder), ["sst2"], 1, {"finetune.epochs": "1"}, "unigram")
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    write_run(good, config, work)
-    write_run(bad, config.override({"optimizer.learning_rate": "1e30", "optimizer.clip_norm": "0"}), work)
-    do(bad)
-    do(good)
-    assert "became nan or infinite" in read_object(bad / FAILED)["failed"]
-    assert read_result(bad) == read_object(bad / FAILED)
-    assert set(read_result(good)["tasks"]) == {"sst2"}
+    write_run(tmp_path, config.override({"optimizer.learning_rate": "1e30", "optimizer.clip_norm": "0"}), work)
+    do(tmp_path)
+    assert "became nan or infinite" in read_object(tmp_path / FAILED)["failed"]
+    assert read_result(tmp_path) == read_object(tmp_path / FAILED)
 
 
 def test_runs_end_with_the_process_that_started_them(corpus, glue_folder, tmp_path):

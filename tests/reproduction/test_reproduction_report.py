@@ -99,9 +99,7 @@ def test_the_table_says_what_failed_and_what_is_missing():
     assert len(columns) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "seeds"), [("objectives", 1), ("generators", 3), ("tying", 0), ("sizes", 1), ("sizes", 3)]
-)
+@pytest.mark.parametrize(("name", "seeds"), [("objectives", 1), ("generators", 3), ("tying", 0), ("sizes", 3)])
 def test_writes_the_picture_whatever_is_finished(name, seeds, tmp_path):
     experiment = made(name)
     runs = {row.name: [run(seed, 0.1 + seed / 50, 0.5) for seed in range(seeds)] for row in experiment.rows[:-1]}
