@@ -74,13 +74,6 @@ def torchrun_options(arguments):
     return get_args_parser().parse_args(arguments)
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "torchrun.sh"])
-def test_scripts_are_executable_bash(name):
-    path = EXAMPLES / name
-    assert os.access(path, os.X_OK) and path.read_text().startswith("#!/bin/bash\n")
-    subprocess.run(["bash", "-n", str(path)], check=True)
-
-
 @pytest.mark.parametrize("code, requeued", [(138, True), (75, True), (0, False), (143, False)])
 def test_a_slurm_job_is_requeued_after_a_warning_only(tmp_path, code, requeued):
     cluster = Cluster(tmp_path, "srun", "scontrol")
@@ -147,26 +140,6 @@ def kubernetes():
     yaml = pytest.importorskip("yaml")
     objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
     return {each["kind"]: each for each in objects}
-
-
-def test_pods_find_each_other(kubernetes):
-    service, job = kubernetes["Service"], kubernetes["Job"]
-    pod = job["spec"]["template"]
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
-    assert job["spec"]["completionMode"] == "Indexed"
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
-
-
-def test_pods_have_what_the_ranks_need(kubernetes):
-    pod = kubernetes["Job"]["spec"]["template"]["spec"]
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
-    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    assert "persistentVolumeClaim" in mounts["/shared"]
-    assert pod["restartPolicy"] == "Never", "podFailurePolicy requires it"
-    assert pod["terminationGracePeriodSeconds"] > 30, "torchrun itself waits so long for its ranks"
 
 
 @pytest.mark.parametrize("index, is_host", [("0", "1"), ("1", "0")])

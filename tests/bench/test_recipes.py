@@ -12,7 +12,6 @@ import recipes
 import torch
 from lib import recipe_report as report
 from lib import recipe_studies as studies
-from lib import recipe_trainer as trainer
 from lib.groups import BENCH
 from lib.rotary_bert import use_rotary_positions
 from torch.utils.flop_counter import FlopCounterMode
@@ -104,23 +103,6 @@ def judged(auc):
     return {"network": found, "unigram": found}
 
 
-def test_the_better_half_gets_twice_the_budget(study, monkeypatch):
-    """With known results: the later in the list, the better."""
-    names = [each.name for each in studies.BASELINES["mlm"]]
-
-    def result(job):
-        found = judged(None)
-        found["network"]["generator_loss"] -= 0.01 * names.index(job.setting.name)
-        return found
-
-    done = known_runs(monkeypatch, result)
-    table = recipes.tune(study, "mlm", 1).splitlines()
-    low, high = study.scale.trial_budgets
-    assert [job.setting.name for job in done if job.budget == low] == names
-    assert [job.setting.name for job in done if job.budget == high] == names[len(names) // 2 :]
-    assert table[2].startswith(f"| {names[-1]} | {high:.3g} |") and len(table) == 2 + len(done)
-
-
 def test_all_seeds_of_a_budget_come_before_the_next(study, monkeypatch):
     order = ("google-rotary", "mlm", "modern")  # by what is known of them
 
@@ -173,68 +155,6 @@ def test_a_run_that_diverged_is_chance_and_stops_no_report(tmp_path):
     assert "diverged" in report.report(tmp_path / "none.png", "", only)
 
 
-def test_an_hour_is_a_number_of_steps(study, monkeypatch):
-    study.scale = replace(studies.SCALES["mini"], eval_batches=1)
-    names = {each.trainer: [] for settings in studies.HOUR for each in settings}
-
-    def result(job):
-        found = judged(None if job.setting.trainer else 0.7)
-        found["network"]["generator_loss"] -= float(job.setting.keys["optimizer.learning_rate"])
-        return found
-
-    done = known_runs(monkeypatch, result)
-    monkeypatch.setattr(report, "TASKS", {"rte": "RTE"})
-    study.glue, study.__dict__["glue_hash"] = study.out, "0"
-    table = recipes.hour(study, 2).splitlines()
-    trials = [job for job in done if job.hours == studies.TRIAL_HOURS]
-    assert len(trials) == 8 and all(job.setting.trainer and not job.finetune for job in trials)
-    for job in (each for each in done if each not in trials):
-        config, last_step = study.config(job)
-        tokens = last_step * config.train.batch_size * config.data.sequence_length
-        assert tokens == pytest.approx(3600 * job.hours * job.setting.tokens_per_second, rel=1e-3)
-        assert config.train.batch_size == 32 and job.finetune == 3
-        names[job.setting.trainer].append((job.setting.name, job.hours, job.seed))
-    for name, runs in names.items():
-        best = f"{name}, 2e-3" if name else "electra-fast"
-        assert runs == [(best, 1, 0), (best, 1, 1), (best, 0, 0)]
-    assert len(table) == 2 + 6 and table[2].startswith("| BertForMaskedLM, 2e-3 | 0.0 M | 50.0 | 50.0 (50.0 to 50.0) |")
-    assert table[-1].startswith("| electra-fast | untrained | 50.0 | 50.0 |")
-
-
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "ModernBertForMaskedLM"])
-def test_their_models_are_trained_by_their_trainer_and_read_by_us(study, validation_corpus, name):
-    """Two steps, untrained and resumed: `finetune` reads the folder, whose logits are those of `transformers`."""
-    import transformers
-
-    (setting, *_), *_ = (
-        [s for s in trials if s.trainer == name] for trials in studies.HOUR[1:] if trials[0].trainer == name
-    )
-    setting = replace(setting, keys={**setting.keys, "model.embedding_size": "64", "train.checkpoint_every": "1"})
-    config, _ = study.config(recipes.Job(setting, 0, 0))
-    config = config.replace({"train": {"steps": 2, "precision": "fp32"}})
-    saved = []
-    with pytest.MonkeyPatch.context() as patch:
-        save = trainer.save
-        patch.setattr(trainer, "save", lambda model, *rest: (saved.append(model), save(model, *rest)))
-        for steps in (0, 2, 2):
-            trainer.train(name, config, steps, validation_corpus, study.out / f"{steps}")
-    ids = torch.arange(5, 37).view(2, 16)
-    for folder, theirs in zip(("0", "2"), saved, strict=False):
-        ours = ef.load(study.out / folder / "model")
-        assert type(theirs) is getattr(transformers, name)
-        torch.testing.assert_close(
-            ours.generator_logits(ids), theirs.eval()(input_ids=ids).logits, atol=1e-5, rtol=1e-5
-        )
-    assert not torch.equal(*(each.get_input_embeddings().weight for each in saved[:2]))
-    assert torch.equal(*(each.get_input_embeddings().weight for each in saved[1:]))
-
-
-def test_a_line_that_was_cut_short_is_no_result(study):
-    study.results.write_text('{"run": {"scale": "tiny"}, "result": {}}\n{"run": {"sca')
-    assert len(recipes.Study(study.scale, study.out, study.results, None).found) == 1
-    assert study.results.read_text() == '{"run": {"scale": "tiny"}, "result": {}}\n'
-
-
 @pytest.mark.parametrize(
     ("value", "cost", "bound"),
     [(0.6, 2.0, ""), (0.65, math.sqrt(8), ""), (0.55, 1.0, "at most"), (0.9, 8.0, "more than"), (0.8, 8.0, "")],
@@ -242,11 +162,6 @@ def test_a_line_that_was_cut_short_is_no_result(study):
 def test_where_a_curve_reaches_a_value(value, cost, bound):
     curve = [(1.0, 0.56), (2.0, 0.6), (4.0, 0.7), (8.0, 0.8)]
     assert report.crossing(curve, value) == (pytest.approx(cost), bound)
-
-
-def test_a_name_that_no_setting_has_is_refused(study):
-    with pytest.raises(SystemExit, match="--only generator of one lyaer: no setting has such a name"):
-        recipes.compare(study, "ingredients", ["generator of one lyaer"], [2e9], 1, 1)
 
 
 def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monkeypatch):

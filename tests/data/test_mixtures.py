@@ -79,23 +79,6 @@ class TestNames:
         assert missing_folder(["run:2", "run:3"]) == "run"
 
     @pytest.mark.parametrize(
-        ("toml", "value"),
-        [
-            ('corpus = ["wiki:0.7", "books:0.3"]', ["wiki:0.7", "books:0.3"]),
-            ("corpus = {wiki = 0.7, books = 3}", {"wiki": 0.7, "books": 3}),
-            ('[data.corpus]\nwiki = 0.7\n"a/b \\"c\\"" = 1e-5', {"wiki": 0.7, 'a/b "c"': 1e-5}),
-            ('corpus = "wiki"', "wiki"),
-        ],
-    )
-    def test_toml_there_and_back(self, tmp_path, toml, value):
-        path = tmp_path / "config.toml"
-        path.write_text(f"[data]\n{toml}\n")
-        config = Config.load(path)
-        assert config.data.corpus == value
-        path.write_text(config.to_toml())
-        assert Config.load(path) == config and Config.load(path).data.corpus == value
-
-    @pytest.mark.parametrize(
         ("value", "message"),
         [
             (["wiki", 3], "must be a string, a list of strings, or a table of numbers"),

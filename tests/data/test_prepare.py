@@ -56,11 +56,6 @@ def test_a_corpus_has_these_files(whole):
     assert verify(whole)
 
 
-def test_threads_change_nothing(text, vocab, whole, tmp_path):
-    prepare([text], vocab=vocab, out=tmp_path / "out", holdout=0.2, threads=7, progress=False)
-    assert contents(tmp_path / "out") == contents(whole)
-
-
 def test_small_files_give_the_same_bytes_as_ever(vocab, tmp_path):
     """The values are those of the release before there were parts, lanes and leases."""
     (tmp_path / "in").mkdir()
@@ -89,20 +84,13 @@ def test_partitions_share_the_parts_of_a_huge_file(vocab, tmp_path):
     assert ids_of(tmp_path / "out") == ids_of(tmp_path / "undivided")
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_partitions_make_one_corpus(text, vocab, whole, tmp_path, together):
+def test_partitions_of_several_machines_make_one_corpus(text, vocab, whole, tmp_path):
     common = {"vocab": vocab, "holdout": 0.2, "progress": False}
-    reports = []
     for index in (3, 1, 2):
-        out = tmp_path / ("all" if together else str(index))
-        reports.append(prepare([text], out=out, partition=f"{index}/3", **common))
-    if not together:
-        assert not any(report.complete for report in reports)
-        for index in (1, 2, 3):
-            shutil.copytree(tmp_path / str(index), tmp_path / "all", dirs_exist_ok=True)
-        reports.append(prepare([text], out=tmp_path / "all", **common))
-    assert reports[0].missing_input_groups == 4 and reports[-1].complete
-    assert reports[-1].content_hash == Corpus(whole).content_hash
+        report = prepare([text], out=tmp_path / str(index), partition=f"{index}/3", **common)
+        assert not report.complete
+        shutil.copytree(tmp_path / str(index), tmp_path / "all", dirs_exist_ok=True)
+    assert prepare([text], out=tmp_path / "all", **common).content_hash == Corpus(whole).content_hash
     assert contents(tmp_path / "all") == contents(whole)
 
 
@@ -156,29 +144,6 @@ def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
         inodes = found
     prepare([text], vocab=vocab, out=out, progress=False)
     assert contents(out) == contents(tmp_path / "undisturbed")
-
-
-def test_an_interruption_keeps_finished_groups(text, vocab, whole, tmp_path):
-    class Stop(Exception):
-        pass
-
-    def stop_late(done, total, documents, tokens):
-        assert 0 <= done <= total and documents <= tokens
-        if documents > 70:
-            raise Stop
-
-    arguments = {"text_fields": ["text"], "holdout": 0.2, "threads": 1}
-    tokenizer = _data.Tokenizer(str(vocab))
-    for _ in range(GROUPS):
-        try:
-            _data.prepare(tokenizer, str(tmp_path / "out"), files=[str(text)], progress=stop_late, **arguments)
-            break
-        except Stop:
-            if (tmp_path / "out/manifest.json").exists():
-                break  # it was the last report
-    else:
-        prepare([text], vocab=vocab, out=tmp_path / "out", holdout=0.2, progress=False)
-    assert contents(tmp_path / "out") == contents(whole)
 
 
 def test_ctrl_c_is_heard(text, vocab, tmp_path):

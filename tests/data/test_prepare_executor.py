@@ -15,7 +15,6 @@ import pytest
 from killed_worker import kill_first, kill_this_process
 from prepare_programs import contents
 
-from electra_fast import _data
 from electra_fast.data import prepare_executor
 from electra_fast.data.corpus import Corpus, verify
 from electra_fast.data.dask_scheduler import dask_executor
@@ -136,21 +135,6 @@ def test_skipped_records_count_over_all_tasks(vocab, tmp_path):
     with pytest.raises(InputError, match="2 bad records were skipped so far, and --skip-bad-records allows 1"):
         prepare([tmp_path], out=tmp_path / "few", skip_bad_records=1, **arguments)
     assert prepare([tmp_path], out=tmp_path / "out", skip_bad_records=2, **arguments).skipped_records == 2
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        lambda folder: _data.Tokenizer(str(folder / "none.txt")),
-        lambda folder: _data.prepare_input_groups("{}", [], None),
-        lambda folder: _data.job_tokenizer("{}"),
-    ],
-)
-def test_errors_of_the_extension_survive_pickling(tmp_path, error):
-    with pytest.raises(Exception) as caught:  # noqa: B017, PT011  # of several types
-        error(tmp_path)
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert type(copy) is type(caught.value) and str(copy) == str(caught.value)
 
 
 def test_what_an_executor_cannot_do_is_refused(text, vocab, tmp_path):

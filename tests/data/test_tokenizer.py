@@ -236,12 +236,6 @@ class TestWhatIsNotOverwritten:
         assert f"{tmp_path / 'text.txt'}: is one of the inputs and would be overwritten; give another --out" in message
         assert (tmp_path / "text.txt").read_text() == "some words " * 50
 
-    def test_before_any_text_is_read(self, tmp_path: Path) -> None:
-        (tmp_path / "vocab.txt").write_text("mine")
-        documents = (pytest.fail("asked for a document") for _ in range(1))
-        with pytest.raises(ValueError, match="exists and would be overwritten"):
-            train_vocab(documents, out=tmp_path / "vocab.txt", size=50, progress=False)
-
     @pytest.mark.parametrize("given", ["vocab.txt", ""])
     def test_the_vocabulary_is_no_input_of_prepare(self, tmp_path: Path, given: str) -> None:
         (tmp_path / "text.txt").write_text("some words " * 50)

@@ -10,7 +10,6 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 import electra_fast
-from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -118,65 +116,30 @@ def test_other_maskings_do_not_open_the_tokenizer(tiny_corpus: Path, tmp_path: P
         BatchLoader(copy, **options, cut_at="word")
 
 
-@dataclass
-class Numbered:
-    """A corpus in which the n-th token has the n-th id, so that a token tells its place."""
-
-    folder: Path
-    num_tokens: int
-    documents: set[int]
-    """The first token of each document; likewise of each line and word."""
-    lines: set[int]
-    words: set[int]
-
-
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Numbered:
-    """Documents of 1 to 40 lines of 1 to 12 words of 1 to 12 tokens, some lines blank."""
-    rng, folder = random.Random(2), tmp_path_factory.mktemp("numbered")
-    found = Numbered(folder / "shards", 0, set(), set(), set())
-    entries, documents = list(SPECIAL_TOKENS), []
-    while found.num_tokens < 15_000:
-        found.documents.add(found.num_tokens)
-        lines = []
-        for _ in range(rng.randint(1, 40)):
-            found.lines.add(found.num_tokens)
-            words = []
-            for _ in range(rng.randint(1, 12)):
-                found.words.add(found.num_tokens)
-                pieces = [f"x{at:x}" for at in range(found.num_tokens, found.num_tokens + rng.choice((1, 1, 2, 3, 12)))]
-                found.num_tokens += len(pieces)
-                entries += [piece if at == 0 else f"##{piece}" for at, piece in enumerate(pieces)]
-                words.append("".join(pieces))
-            lines += [" ".join(words), ""][: rng.choice((1, 1, 2))]
-        documents.append("\n".join(lines))
-    (folder / "vocab.txt").write_text("\n".join(entries) + "\n")
-    electra_fast.prepare(iter(documents), vocab=folder / "vocab.txt", out=found.folder, progress=False)
-    assert Corpus(found.folder).num_tokens == found.num_tokens
-    return found
-
-
-@pytest.mark.parametrize(("cut_at", "length"), [("word", 16), ("line", 64)])
-def test_rows_begin_at_words_or_lines(numbered: Numbered, cut_at: str, length: int):
-    points, seen = numbered.words if cut_at == "word" else numbered.lines, []
-    for seed in range(2):
-        loader = BatchLoader(numbered.folder, sequence_length=length, batch_size=64, seed=seed, epochs=1, cut_at=cut_at)
-        num_rows, segments = loader.num_rows, []
-        for ids, _, _ in rows_of(loader):
-            num_rows -= 1
-            ends = [at for at, token in enumerate(ids) if token == SEP]
-            for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
-                assert ids[start] == CLS
-                segments.append([token - len(SPECIAL_TOKENS) for token in ids[start + 1 : end]])
-        segments.sort()
-        assert num_rows == 0 and list(itertools.chain(*segments)) == list(range(numbered.num_tokens))
-        for segment in segments:
-            assert numbered.documents.isdisjoint(segment[1:])
-            # A word or line longer than a row is cut at tokens.
-            full = length - 2
-            assert segment[0] in points or points.isdisjoint(range(segment[0] - full + 1, segment[0]))
-        seen.append({segment[0] for segment in segments})
-    assert seen[0] != seen[1], "the seed moves the cuts"
+@pytest.mark.parametrize("cut_at", ["word", "line"])
+def test_rows_begin_at_words_or_lines(tmp_path: Path, cut_at: str):
+    """Lines of 1 to 12 words of three tokens, in which every token has its own id."""
+    rng, tokens = random.Random(2), [f"x{n}y" for n in range(6_000)]
+    words = ["".join(tokens[n : n + 3]) for n in range(0, len(tokens), 3)]
+    entries = [token if n % 3 == 0 else f"##{token}" for n, token in enumerate(tokens)]
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, *entries]))
+    lines = []
+    while words:
+        lines.append([words.pop(0) for _ in range(min(len(words), rng.randint(1, 12)))])
+    documents = ["\n".join(map(" ".join, lines[n : n + 20])) for n in range(0, len(lines), 20)]
+    electra_fast.prepare(iter(documents), vocab=tmp_path / "vocab.txt", out=tmp_path / "shards", progress=False)
+    ends_of_lines = itertools.accumulate((3 * len(line) for line in lines), initial=5)
+    points = set(ends_of_lines if cut_at == "line" else range(5, 6_005, 3))
+    segments: list[list[int]] = []
+    loader = BatchLoader(tmp_path / "shards", sequence_length=LENGTH, batch_size=64, epochs=1, cut_at=cut_at)
+    for ids, _, _ in rows_of(loader):
+        for token in ids:
+            if token == CLS:
+                segments.append([])
+            elif token != SEP:
+                segments[-1].append(token)
+    assert sorted(itertools.chain(*segments)) == list(range(5, 6_005))
+    assert all(segment[0] in points for segment in segments if segment)
 
 
 def test_packing_google_has_cuts_of_its_own(open_loader: Open):

@@ -64,10 +64,6 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
     assert torch.equal(load_file(path)["x"], torch.ones(3))
 
 
-def test_all_files_of_a_checkpoint_have_the_same_mode(tmp_path):
-    assert len({file.stat().st_mode for file in save(tmp_path, 1).iterdir()}) == 1
-
-
 def test_a_lost_configuration_is_named(tmp_path):
     directory = save(tmp_path, 3)
     with pytest.raises(FileNotFoundError, match=r"config\.toml: missing, .*; copy .*step-3/config\.toml there$"):
@@ -96,6 +92,8 @@ def test_keeps_the_best_beside_the_newest(tmp_path):
 
 
 def test_half_written_is_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint here"):
+        checkpoint_folder.latest(tmp_path)
     save(tmp_path, 1)
     half = tmp_path / "checkpoints" / ".step-2.writing"
     half.mkdir()
@@ -124,11 +122,6 @@ def test_full_disk_leaves_the_earlier_checkpoints(tmp_path):
     with full_disk(size // 2), pytest.raises(OSError, match="checkpoint not written.*earlier ones are intact"):
         checkpoint.save(tmp_path, make_model(), None, TrainState(step=2), 5)
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
-
-
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint here"):
-        checkpoint_folder.latest(tmp_path)
 
 
 def test_another_shape_is_named(tmp_path):
@@ -165,18 +158,12 @@ def test_every_flipped_bit_is_noticed(tmp_path, name):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"{name}: damaged .*; name an older checkpoint, or let .*resume"):
             checkpoint_folder.verify(directory)
+        if name in ("config.toml", "model.safetensors"):
+            with pytest.raises(ValueError, match=f"{name}: damaged"):
+                checkpoint.load_model(directory)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=rf"{name}: missing"):
         checkpoint_folder.verify(directory)
-
-
-def test_a_damaged_model_is_not_loaded(tmp_path):
-    directory = save(tmp_path, 1)
-    damaged = bytearray((directory / "model.safetensors").read_bytes())
-    damaged[-1] ^= 1  # the last weight's sign: nothing but a checksum can tell
-    (directory / "model.safetensors").write_bytes(damaged)
-    with pytest.raises(ValueError, match="model.safetensors: damaged"):
-        checkpoint.load_model(directory)
 
 
 def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_set_aside(tmp_path):
