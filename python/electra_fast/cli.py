@@ -211,14 +211,12 @@ def _corpora(folders: list[str]) -> str | list[str]:
     return folders if len(folders) > 1 else folders[0]
 
 
-def _reading(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "text_field": options.text_field,
-        "documents": options.documents,
-        "invalid_utf8": options.invalid_utf8,
-        "format": options.format,
-        "skip_bad_records": options.skip_bad_records,
-    }
+def _named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Returns options by name, to be passed on as the arguments of a function."""
+    return {name: getattr(options, name) for name in names}
+
+
+READING = ("text_field", "documents", "invalid_utf8", "format", "skip_bad_records")
 
 
 def _demo(options: argparse.Namespace) -> None:
@@ -230,41 +228,19 @@ def _demo(options: argparse.Namespace) -> None:
 def _vocab(options: argparse.Namespace) -> None:
     from electra_fast.data.prepare import train_vocab
 
-    size = train_vocab(
-        options.inputs,
-        out=options.out,
-        size=options.size,
-        lowercase=not options.cased,
-        strip_accents=options.strip_accents,
-        character_coverage=options.character_coverage,
-        min_frequency=options.min_frequency,
-        kind="files",
-        sample=options.sample,
-        seed=options.seed,
-        **_reading(options),
-    )
+    names = ("out", "size", "strip_accents", "character_coverage", "min_frequency", "sample", "seed", *READING)
+    size = train_vocab(options.inputs, lowercase=not options.cased, kind="files", **_named(options, *names))
     say(f"{options.out}: {size} entries")
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from electra_fast.data.dask_scheduler import dask_executor
     from electra_fast.data.prepare import prepare
+    from electra_fast.data.prepare_executor import dask_executor
 
+    names = ("vocab", "out", "lowercase", "partition", "verify_inputs", "holdout", "threads", *READING)
     scheduler = dask_executor(options.scheduler) if options.scheduler else contextlib.nullcontext()
     with scheduler as executor:
-        prepare(
-            options.inputs,
-            vocab=options.vocab,
-            out=options.out,
-            lowercase=options.lowercase,
-            partition=options.partition,
-            verify_inputs=options.verify_inputs,
-            holdout=options.holdout,
-            threads=options.threads,
-            executor=executor,
-            kind="files",
-            **_reading(options),
-        )
+        prepare(options.inputs, executor=executor, kind="files", **_named(options, *names))
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -272,15 +248,8 @@ def _inspect(options: argparse.Namespace) -> None:
 
     _print_report(inspect(options.directory, sequence_length=options.sequence_length), options.json)
     if not options.json:
-        show_row(
-            options.directory,
-            sequence_length=options.sequence_length,
-            masking=options.masking,
-            mask_prob=options.mask_prob,
-            packing=options.packing,
-            cut_at=options.cut_at,
-            seed=options.seed,
-        )
+        names = ("sequence_length", "masking", "mask_prob", "packing", "cut_at", "seed")
+        show_row(options.directory, **_named(options, *names))
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -297,41 +266,24 @@ def _pretrain(options: argparse.Namespace) -> int:
         options.from_step = None
     config = _config(options)
     _require_corpus(options, config)
-    result = pretrain(
-        config,
-        data=_corpora(options.data) if options.data else None,
-        out=options.out,
-        allow_changes=options.allow_changes,
-        from_step=options.from_step,
-    )
+    data = _corpora(options.data) if options.data else None
+    result = pretrain(config, data=data, **_named(options, "out", "allow_changes", "from_step"))
     return 0 if result.is_finished else TIME_IS_UP
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     from electra_fast.training.evaluate import evaluate
 
-    report = evaluate(
-        options.source,
-        _corpora(options.data),
-        sequence_length=options.sequence_length,
-        batch_size=options.batch_size,
-        max_batches=options.batches,
-        corrupted_by=options.corrupted_by,
-        mlm_examples=options.mlm_examples,
-    )
+    names = ("sequence_length", "batch_size", "corrupted_by", "mlm_examples")
+    report = evaluate(options.source, _corpora(options.data), max_batches=options.batches, **_named(options, *names))
     print(json.dumps(report) if options.json else "\n".join(map(printable, _evaluation_lines(report))))
 
 
 def _export(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import export
 
-    export(
-        options.source,
-        options.out,
-        unfinished=options.unfinished,
-        languages=options.language,
-        license=options.license,
-    )
+    named = _named(options, "unfinished", "license")
+    export(options.source, options.out, languages=options.language, **named)
     say(f"{options.out}: loads with transformers' from_pretrained")
 
 
@@ -371,26 +323,11 @@ def _finetune(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.finetune import finetune, print_table
 
     names = (
+        *("model", "out", "data", "train", "dev", "test", "seeds", "recipe", "overrides", "role"),
         *("text", "label", "dev_text", "dev_label", "test_text", "test_label", "labels", "label_map"),
-        *("label_separator", "quoting", "dev_fraction", "scheme"),
+        *("label_separator", "quoting", "dev_fraction", "scheme", "delimiter", "skip_bad_rows"),
     )
-    optional = ("delimiter", "skip_bad_rows")
-    given = {name: value for name in optional if (value := getattr(options, name))}
-    results = finetune(
-        options.task,
-        model=options.model,
-        out=options.out,
-        data=options.data,
-        train=options.train,
-        dev=options.dev,
-        test=options.test,
-        seeds=options.seeds,
-        recipe=options.recipe,
-        overrides=options.overrides,
-        role=options.role,
-        **{name: getattr(options, name) for name in names},
-        **given,
-    )
+    results = finetune(options.task, **_named(options, *names))
     if options.json:
         print(json.dumps(results))
     else:
@@ -404,7 +341,7 @@ def _reproduce(options: argparse.Namespace) -> None:
         *("data", "tasks", "out", "preset", "recipe", "budget", "minutes", "seeds", "task"),
         *("finetune_seeds", "corrupted_by", "workers", "overrides"),
     )
-    results = reproduce(options.experiment, **{name: getattr(options, name) for name in names})
+    results = reproduce(options.experiment, **_named(options, *names))
     if options.json:
         print(json.dumps(results))
 
@@ -412,21 +349,10 @@ def _reproduce(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.predict import predict_file
 
-    names = ("threshold", "n_best", "null_threshold")
-    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
-    predict_file(
-        options.model,
-        options.file,
-        options.out,
-        text=options.text,
-        quoting=options.quoting,
-        delimiter=options.delimiter,
-        format=options.format,
-        skip_bad_rows=options.skip_bad_rows,
-        task=options.task,
-        precision=options.precision,
-        **settings,
-    )
+    names = ("text", "quoting", "delimiter", "format", "skip_bad_rows", "task", "precision")
+    optional = _named(options, "threshold", "n_best", "null_threshold")
+    given = {name: value for name, value in optional.items() if value is not None}
+    predict_file(options.model, options.file, options.out, **_named(options, *names), **given)
 
 
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {

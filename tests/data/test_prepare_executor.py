@@ -17,8 +17,8 @@ from prepare_programs import contents
 
 from electra_fast.data import prepare_executor
 from electra_fast.data.corpus import Corpus, verify
-from electra_fast.data.dask_scheduler import dask_executor
 from electra_fast.data.prepare import prepare
+from electra_fast.data.prepare_executor import dask_executor
 from electra_fast.errors import ExecutorFailed, InputError
 
 GROUPS = 6

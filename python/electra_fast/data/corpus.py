@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from electra_fast import _data
 from electra_fast.data.coverage import Coverage, corpus_coverage
-from electra_fast.data.reading import StrPath
+from electra_fast.data.inputs import StrPath
 from electra_fast.errors import InputError
 
 Ids = NDArray[np.int32]
@@ -39,17 +39,17 @@ class Pieces(NamedTuple):
 class Tokenizer:
     """Text to ids with a BERT `vocab.txt` or a `tokenizer.json`; adds no special tokens.
 
-    Settings in other files of a Hugging Face folder are honoured as by `transformers`, or refused by their names.
-    Names of pad, unk, cls, sep and mask in text are ordinary text; every other added token stays whole.
+    Settings in other files of a Hugging Face folder apply as in `transformers`; an unsupported one is an error that
+    names it. Names of pad, unk, cls, sep and mask in text are ordinary text; every other added token stays whole.
 
     Args:
-        path: The file, whose extension tells its kind, or a folder that contains one: a run, an export, a
+        path: A file, whose extension determines its kind, or a folder that contains one: a run, an export, a
             Hugging Face model.
-        lowercase: For `vocab.txt`: lowercase the text. Defaults to what a file in the same folder says: a
-            `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of its corpus. Without
+        lowercase: For `vocab.txt`: lowercase the text. The default comes from a file in the same folder: a
+            `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of the corpus. Without
             one, text is lowercased unless that would change an ordinary entry.
-        strip_accents: For `vocab.txt`: drop accents and other marks. Defaults to what that file says; without one, if
-            `lowercase` holds and that would change no entry.
+        strip_accents: For `vocab.txt`: drop accents and other marks. The default comes from that file; without one,
+            accents are dropped if text is lowercased and no entry would change.
 
     Raises:
         FileNotFoundError: The file does not exist, or the folder has none.
@@ -151,9 +151,9 @@ class Tokenizer:
 class Corpus(Sequence[Ids]):
     """A folder that `prepare` finished: `len(corpus)` is the number of documents, `corpus[i]` the ids of one.
 
-    Opening reads only the manifest; a block of a file is checked against its checksum when it is first read. The
-    folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); what is read of it is then kept in a
-    temporary file until the object is gone.
+    Opening reads only the manifest; a block of a file is verified against its checksum when it is first read. The
+    folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); fetched blocks are then kept in a
+    temporary file for the lifetime of this object.
 
     Raises:
         FileNotFoundError: The folder, or a manifest in it, does not exist.
@@ -209,10 +209,10 @@ class Corpus(Sequence[Ids]):
         return corpus_coverage(self._inner, Tokenizer.of(self)._inner)
 
     def token_counts(self) -> NDArray[np.int64]:
-        """How often each id occurs in the documents: int64, shape [vocab_size].
+        """Number of occurrences of each id in the documents: int64, shape [vocab_size].
 
-        The special tokens count 0, except [UNK]: the others are not stored. Reads the whole corpus, on all cores
-        without the GIL; a damaged block raises ValueError.
+        Special tokens other than [UNK] are not stored, so they count 0. Reads the whole corpus on all cores, without
+        the GIL; a damaged block raises ValueError.
         """
         return np.frombuffer(self._inner.token_counts(), dtype="<u8").astype(np.int64)
 

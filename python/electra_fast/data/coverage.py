@@ -1,7 +1,6 @@
-"""How well a vocabulary covers text: the [UNK] rate, tokens per word, and warnings with the likely cause.
+"""Coverage of text by a vocabulary: the [UNK] rate, tokens per word, and warnings with the likely cause.
 
-`prepare` measures a sample of its inputs before it starts and the corpus when it is done, `vocab` a sample of its own
-text; `inspect` shows both rates.
+`prepare` measures a sample of its inputs before it starts and the corpus at the end; `inspect` shows both rates.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from electra_fast.data.text_sample import MAX_WORD_CHARS, encode
 
 # Text in the vocabulary's own language has well below 1 % [UNK].
 MOST_UNKNOWN = 0.01
-# How many unknown words or characters are named.
+# Number of unknown words or characters to name.
 LISTED = 10
 
 

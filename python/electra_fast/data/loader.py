@@ -38,7 +38,7 @@ class ArrowArray(Protocol):
 
 
 def default_cache_dir() -> str:
-    """Where corpora in object stores are cached if nothing else is said."""
+    """The default folder for the cached parts of corpora in object stores."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "electra-fast", "corpora")
 
@@ -58,7 +58,7 @@ class BatchLoader(Iterator[RecordBatch]):
     Args:
         corpus: Folder written by `prepare`. Or several, which give rows in proportion to weights: a list of
             "FOLDER:WEIGHT" or a mapping from folder to weight; without any weight in the list, in proportion to their
-            tokens. After any number of rows each corpus has given its share, to less than a row.
+            tokens. After any number of rows, each corpus is within one row of its share.
         sequence_length: Tokens per row (L), special tokens included, 8 to 32,768.
         batch_size: Rows per batch, over all ranks.
         seed: Determines the order of documents, where they are split, and the masks.
@@ -76,23 +76,22 @@ class BatchLoader(Iterator[RecordBatch]):
             builds examples as the published code does: one or two segments of a document's lines
             (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
         cut_at: Where `best-fit` may cut a document into rows: at any `token`, or only before a `word` or `line`
-            of it, with more padding. A word or line longer than a row is cut at tokens.
+            of it, at the price of more padding. A word or line longer than a row is cut at tokens.
         num_threads: Threads that fill batches, in addition to one that plans them.
         prefetch: Number of batches prepared in advance.
-        cache_dir: Folder on a local disk for what is fetched of corpora in object stores (URLs `s3://`, `gs://`,
-            `az://`, `http(s)://`), shared by all processes of a node and kept for the next run; by default
+        cache_dir: Folder on a local disk for blocks fetched from object stores (URLs `s3://`, `gs://`, `az://`,
+            `http(s)://`), shared by all processes of a node and kept for the next run; by default
             `electra-fast/corpora` in $XDG_CACHE_HOME or ~/.cache.
-        cache_bytes: How much of the corpora may be kept there. Blocks that are not in use make room for others.
-        epochs: Number of passes over each corpus; `None` for no limit. A corpus that has been read so often leaves its
-            share to the others.
+        cache_bytes: Size limit of this cache. Blocks that are not in use make room for others.
+        epochs: Passes over each corpus; `None` for no limit. A finished corpus leaves its share to the others.
 
     Raises:
         FileNotFoundError: There is no corpus.
         ValueError: An option is out of range (the message gives the range), the vocabulary does not mark the
-            words that an option is about, or a file is damaged (the message gives the file and block); the latter
-            may be raised by any batch. Corpora have different vocabularies, or one is named twice, or a weight is
-            missing or not above 0. The cache is too small for the corpus, or a store refuses it.
-        OSError: A store did not answer, or the cache's disk is full; may be raised by any batch.
+            words that an option needs, or a file is damaged (the message gives the file and block), which any batch
+            may raise. Corpora have different vocabularies, or one is named twice, or a weight is missing or not above
+            0. The cache is too small for the corpus, or a store refuses it.
+        OSError: A store did not answer, or the cache's disk is full; any batch may raise it.
     """
 
     def __init__(
@@ -142,10 +141,7 @@ class BatchLoader(Iterator[RecordBatch]):
         return next(self._loader)
 
     def state(self) -> dict[str, Any]:
-        """Position after the last batch returned: JSON-serializable, under 256 bytes.
-
-        For several corpora about 110 bytes each, and 120.
-        """
+        """Position after the last batch returned: JSON, under 256 bytes; several corpora take about 110 bytes each."""
         state: dict[str, Any] = json.loads(self._loader.state())
         return state
 
@@ -159,12 +155,12 @@ class BatchLoader(Iterator[RecordBatch]):
         self._loader.restore(json.dumps(dict(state)))
 
     def passes(self) -> list[float]:
-        """How often each corpus has been read, up to the last batch: finished epochs and a share of the next."""
+        """Returns the epochs of each corpus up to the last batch: finished ones and a fraction of the next."""
         return self._loader.passes()
 
     @property
     def num_rows(self) -> int:
-        """Rows per epoch of all corpora: always the same with `best-fit`; of the first with `google` or `cut_at`.
+        """Rows per epoch of all corpora; with `google` or `cut_at`, where epochs differ, those of the first.
 
         Each call reads the lengths of all documents, or of all lines with `google` and `cut_at="line"`; with
         `cut_at="word"`, also the tokens around each cut.
@@ -201,10 +197,10 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
 
 
 def padding_row(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A row of padding alone, which no loss counts, for a process that has no rows in a micro-batch.
+    """A row of padding, which no loss counts, for a process that has no rows in a micro-batch.
 
-    Its forward and backward pass make the calls that the other processes wait for, and gradients of 0. The shapes
-    are those of `batch` (of `to_torch`), which may have no rows.
+    Its forward and backward passes make the calls that the other processes wait for, and give gradients of 0. The
+    shapes are those of `batch` (from `to_torch`), which may have no rows.
     """
     row = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.items() if name != "cu_seqlens"}
     ends = torch.zeros(2, dtype=torch.int32, device=row["input_ids"].device)
@@ -213,7 +209,7 @@ def padding_row(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class HostBatch(NamedTuple):
-    """A batch of a `BatchLoader` as arrays, which another process can be sent.
+    """A batch of a `BatchLoader` as arrays, which can be sent to another process.
 
     Args:
         values: The columns of fixed size one after another, flat int32.
@@ -229,7 +225,7 @@ class HostBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: RecordBatch) -> Self:
-        """Views of a loader's batch, which may be a rank's share without rows."""
+        """Views of a loader's batch, which may have no rows for this rank."""
         if batch.num_rows == 0:
             return cls(np.empty(0, np.int32), [], 0, np.zeros(1, np.int32))
         ends = np.frombuffer(batch.segment_ends(), dtype=np.int32)
@@ -274,14 +270,14 @@ class MicroBatches:
             part["cu_seqlens"].copy_(_pinned(torch.from_numpy(padded), self._device), non_blocking=True)
 
     def fits(self, batch: HostBatch) -> bool:
-        """Whether the tensors at hand have room for a batch."""
+        """Returns whether a batch fits into the current tensors."""
         return batch.num_rows == 0 or self._fit(batch, self._part_seqlens(batch))
 
     def _fit(self, batch: HostBatch, seqlens: list[Any]) -> bool:
         return len(batch.values) == len(self._buffer) and max(map(len, seqlens)) <= self.capacity
 
     def on_host(self, batch: HostBatch) -> list[dict[str, torch.Tensor]]:
-        """The micro-batches of a batch where that lies, without `cu_seqlens`."""
+        """The micro-batches as views of the batch in host memory, without `cu_seqlens`."""
         self._check(batch)
         buffer = torch.from_numpy(batch.values)
         return [_views(buffer, batch.layout, slice(rows.start, rows.stop)) for rows in self._rows]

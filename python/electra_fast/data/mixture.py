@@ -1,4 +1,4 @@
-"""One corpus or several that are trained on together: how they are named, and what they are as a whole.
+"""One corpus, or several that are trained on together: their names, weights, and combined properties.
 
 Sits between the configuration's `data.corpus` and the loader, which reads the corpora in proportion to their weights.
 """
@@ -25,7 +25,7 @@ Weighted = list[tuple[str, float | None]]
 
 
 def weighted_folders(corpora: Corpora) -> Weighted:
-    """The folders and their weights, None where there is none. A folder alone is taken as it is, colons and all."""
+    """The folders and their weights, None where there is none. A single folder may contain colons."""
     if isinstance(corpora, (str, os.PathLike)):
         return [(os.fspath(corpora), None)]
     if isinstance(corpora, Mapping):
@@ -35,7 +35,7 @@ def weighted_folders(corpora: Corpora) -> Weighted:
 
 
 def absolute(corpora: Corpora) -> str | list[str] | dict[str, float]:
-    """The same with absolute paths, which mean the same folders wherever they are read; URLs stay as they are."""
+    """The same with absolute paths, so that a resumed run finds them from anywhere; URLs stay unchanged."""
     if isinstance(corpora, (str, os.PathLike)):
         return _absolute(os.fspath(corpora))
     if isinstance(corpora, Mapping):
@@ -51,7 +51,7 @@ def missing_folder(corpora: Corpora) -> str | None:
 
 
 class Mixture:
-    """The corpora of a run, of which each gives rows in proportion to its weight; often there is only one.
+    """The corpora of a run, often only one; each gives rows in proportion to its weight.
 
     Args:
         corpora: A corpus's folder; or several as a list of "FOLDER:WEIGHT" or a mapping from folder to weight.
@@ -75,7 +75,7 @@ class Mixture:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one corpus only."""
+        """True if there is only one corpus."""
         return len(self.corpora) == 1
 
     @property
@@ -117,15 +117,15 @@ class Mixture:
             return self.corpora[0].holdout
         folders = [corpus.holdout for corpus in self.corpora if corpus.holdout is not None]
         opened = [(Corpus(folder), folder) for folder in folders]
-        # By content: two corpora may have the same validation part. One without text has nothing to read.
+        # By content, because two corpora may have the same validation part; one without text is left out.
         found = {corpus.content_hash: folder for corpus, folder in opened if corpus.num_tokens}
         return list(found.values()) or None
 
     def token_counts(self) -> NDArray[np.int64] | NDArray[np.float64]:
-        """How often each id is expected in as many tokens as the corpora have: shape [vocab_size].
+        """Expected number of occurrences of each id in as many tokens as the corpora have: shape [vocab_size].
 
-        The counts of one corpus, int64. For several fp64, each corpus with its share of the tokens: with weights in
-        proportion to the tokens, the sum of the counts. Reads all tokens.
+        The int64 counts of a single corpus. For several, fp64, each corpus scaled to its share of the tokens; without
+        weights, this is the sum of the counts. Reads all tokens.
         """
         if self.is_single:
             return self.corpora[0].token_counts()
@@ -141,26 +141,26 @@ class Mixture:
         return last if max(Counter(last).values()) == 1 else self.folders
 
 
-# Of a loader's state: what all its rows depend on, and how far it has come in a corpus.
+# Fields of a loader's state: what all its rows depend on, and its position in a corpus.
 _STREAM = {"seed": int, "options": str}
 _PLACE = {"corpus": str, "epoch": int, "group": int, "row": int}
 
 
 def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Where a loader starts whose stream of rows is another one than that of a saved state, and what to say of it.
+    """Returns the initial state of a loader whose rows differ from those of a saved state, and a message about it.
 
-    A corpus that both have begins its next epoch. But with equal seeds and options, the corpora of two mixtures keep
-    their orders, so they go on where they were, and only their shares change.
+    A corpus that both have starts its next epoch. But with equal seeds and options, the corpora of two mixtures keep
+    their order, so they continue at their positions and only their shares change.
     """
     before = {member["corpus"]: member for member in _members(saved)}
     same = ("seed", "options")
-    goes_on = "corpora" in fresh and "corpora" in saved and all(fresh[name] == saved[name] for name in same)
+    continues = "corpora" in fresh and "corpora" in saved and all(fresh[name] == saved[name] for name in same)
 
     def begin(member: dict[str, Any]) -> dict[str, Any]:
         known = before.get(member["corpus"])
         if known is None:
             return member
-        if goes_on:
+        if continues:
             return member | {name: known[name] for name in ("epoch", "group", "row")}
         return member | {"epoch": known["epoch"] + 1}
 
@@ -168,13 +168,13 @@ def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict
         state = fresh | {"corpora": [begin(member) for member in fresh["corpora"]]}
     else:
         state = begin(fresh)
-    if goes_on:
+    if continues:
         return state, "the corpora have other shares from here on; those that were there before go on where they were"
     return state, "the change makes other rows of the corpus: their order starts anew, with another epoch"
 
 
 def stream_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides the stream of rows to which a loader's state belongs."""
+    """Returns everything that the rows of a loader depend on, from its state."""
     corpora = [(member["corpus"], member.get("weight")) for member in _members(state)]
     return state["seed"], state["options"], corpora
 

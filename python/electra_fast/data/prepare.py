@@ -12,18 +12,19 @@ from typing import Any
 from electra_fast import _data
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.coverage import corpus_coverage, sample_coverage, unknown_warning
-from electra_fast.data.inputs import Kind, source
-from electra_fast.data.prepare_executor import prepare_on
-from electra_fast.data.prepare_report import PrepareReport, alphabet, guess, summary
-from electra_fast.data.reading import (
+from electra_fast.data.inputs import (
     Format,
     InvalidUtf8,
+    Kind,
     Separator,
     StrPath,
     not_negative,
     reading_options,
     skipped_lines,
+    source,
 )
+from electra_fast.data.prepare_executor import prepare_on
+from electra_fast.data.prepare_report import PrepareReport, alphabet, guess, summary
 from electra_fast.data.text_sample import sample_texts, sample_warnings
 from electra_fast.errors import InputError
 from electra_fast.progress import ReadingProgress
@@ -53,11 +54,11 @@ def prepare(
 
     Args:
         inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.parquet`, `.arrow`, plain or
-            `.gz`, `.zst`, `.xz`), folders, globs. Of a folder saved by `datasets`, the files that it lists are
-            read; if it has several splits, only `train` (to read another split, give its folder). A list or tuple
-            in which a string has a newline or more than 4,096 characters is a list of documents, and so is any
-            other iterable of `str` or of records with `text_field`, such as a `datasets.Dataset`. Documents are
-            read from a separate thread, and an interrupted run over them restarts from the beginning.
+            `.gz`, `.zst`, `.xz`), folders, globs. From a folder saved by `datasets`, only the files that it lists are
+            read, and of several splits only `train` (to read another split, give its folder). A list or tuple in
+            which a string has a newline or more than 4,096 characters is a list of documents, and so is any other
+            iterable of `str` or of records with `text_field`, such as a `datasets.Dataset`. Documents are consumed in
+            a separate thread, and an interrupted run over them restarts from the beginning.
         vocab: A `vocab.txt`, a `tokenizer.json`, a folder with one of them, or an open tokenizer; not among `inputs`.
         out: The output folder: new, empty, or left by an interruption of the same run.
         lowercase: As for `Tokenizer`; not allowed with an open tokenizer.
@@ -65,9 +66,9 @@ def prepare(
         documents: What separates documents in a `.txt`: blank lines, files, or line ends.
         text_field: Field or column with the text; several, separated by commas, are joined with newlines.
         invalid_utf8: `error` stops and says where; `replace` reads invalid bytes as U+FFFD.
-        format: Format of the files. `auto` goes by file extension and ignores files of other kinds; any other
-            format applies to every file that is given, in a folder or matched by a glob, except hidden ones,
-            after decompression if the name ends in `.gz`, `.zst` or `.xz`.
+        format: Format of the files. `auto` goes by file extension and ignores files of other kinds. Any other format
+            applies to every file, whether named, in a folder or matched by a glob, except hidden ones; files ending
+            in `.gz`, `.zst` or `.xz` are decompressed first.
         skip_bad_records: How many JSON-lines records may be skipped over the whole input because they are
             malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
         holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
@@ -75,16 +76,15 @@ def prepare(
         partition: `"I/N"`, counted from 1: process only every N-th input group. When the files of all N
             parts are in one folder, a run without `partition` completes it; parts run in the same folder do so
             by themselves.
-        verify_inputs: Inputs that have changed since work in `out` was finished are noticed by size, modification time
-            and a hash of their beginning, middle and end; all of an input is hashed only if its modification time is
-            another one. With this option, all of every input is, which also notices a change in the middle of a large
-            file that kept its size and time. Of objects in a store, the ETag is compared in any case.
-        threads: Tokenizer threads; 0 means one per core, or one per task of an executor. The result does not depend on
-            it.
+        verify_inputs: Hash every input in full to detect changes since work in `out` was finished. By default, inputs
+            are compared by size, modification time and a hash of their beginning, middle and end, and hashed in full
+            only if their modification time differs, which misses a change elsewhere in a large file that keeps its
+            size and time. Objects in a store are always compared by ETag.
+        threads: Tokenizer threads; 0 means one per core, or one per task of an executor. Does not affect the result.
         executor: Build the input groups in tasks of this executor, on other cores or machines: `ProcessPoolExecutor`,
             Dask's `Client.get_executor()`, mpi4py's `MPIPoolExecutor`. Its workers must see `inputs` and `out`
-            under the same paths. The result does not depend on it. Not for documents, and not with `partition`.
-        kind: What `inputs` is, where the rule above gets it wrong: `files` or `documents` (a list of short ones).
+            under the same paths. Does not affect the result. Not for documents, and not with `partition`.
+        kind: `files` or `documents`, where the rule above would misread `inputs`, such as a list of short documents.
         progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
             terminal; warn if the vocabulary does not cover a sample of the text; print a summary.
 
@@ -177,14 +177,14 @@ def train_vocab(
         strip_accents: Drop accents and other combining marks, as BERT's uncased vocabularies do.
         character_coverage: The most frequent characters become entries, enough for this fraction of the text, and
             those of ASCII. A word with any other character is [UNK].
-        min_frequency: How often a pair of pieces must occur to be merged.
+        min_frequency: Minimum number of occurrences of a pair of pieces that is merged.
         documents: As for `prepare`.
         text_field: As for `prepare`.
         invalid_utf8: As for `prepare`.
         format: As for `prepare`.
         skip_bad_records: As for `prepare`; the first ten are printed, and no list is written.
-        sample: If there are more bytes of text than this, words are counted in a sample of between half as many and
-            this many: documents (long ones in parts of 1 MiB) chosen by a hash of `seed` and their index. 0: no limit.
+        sample: Maximum number of bytes in which words are counted; 0 for no limit. From a longer text, a sample of half
+            to all of this size is taken: documents, or 1 MiB parts of long ones, chosen by a hash of `seed` and index.
         seed: Seed of the sample.
         threads: As for `prepare`.
         kind: As for `prepare`.

@@ -1,13 +1,17 @@
 """`prepare` on an executor: the parent divides the work into tasks, each of which builds input groups of the corpus.
 
-Any `concurrent.futures.Executor` will do whose workers see the inputs and the output folder under the same paths.
-A task that runs twice, even at the same time, writes the same files, so an executor may repeat tasks as it likes.
+Works with any `concurrent.futures.Executor` whose workers see the inputs and the output folder under the same paths;
+`dask_executor` gives that of a Dask scheduler. A task that runs twice, even concurrently, writes the same files, so an
+executor may repeat tasks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import queue
+import socket
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, wait
 from typing import Any
@@ -16,10 +20,12 @@ from electra_fast import _data
 from electra_fast.errors import ElectraFastError, ExecutorFailed, InputError
 from electra_fast.progress import ReadingProgress
 
-# Small input groups share a task up to so many bytes: some seconds of work for a core.
+# Small input groups share a task of up to this many bytes, which is some seconds of work for a core.
 TASK_BYTES = 64 << 20
 # Tasks submitted at a time; each holds the names of its files.
 MAX_SUBMITTED = 10_000
+# Timeout for reaching a Dask scheduler.
+CONNECT_SECONDS = 5
 
 # Documents, tokens and bytes of input.
 Done = tuple[int, int, int]
@@ -46,9 +52,9 @@ def prepare_on(
 def _run_tasks(
     executor: Executor, job: _data.PrepareJob, groups: list[tuple[int, int]], threads: int, bar: ReadingProgress
 ) -> None:
-    """Runs all tasks. An error cancels those that have not begun and waits for the others: what they finish counts.
+    """Runs all tasks. An error cancels those that have not started and waits for the others, whose work is kept.
 
-    Ctrl-C and a failure of the executor end it at once.
+    Ctrl-C and a failure of the executor end it immediately.
     """
     settings, total = job.settings(), sum(size for _, size in groups)
     tasks = _tasks(groups)
@@ -95,7 +101,7 @@ def _tasks(groups: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
 
 
 def _prepare_groups(settings: str, groups: list[str], threads: int) -> Done:
-    """A task, in any process: builds the input groups that are not finished, and says what they hold."""
+    """A task, in any process: builds the unfinished ones of its input groups and counts what they hold."""
     return _data.prepare_input_groups(settings, groups, _tokenizer_of(settings), threads)
 
 
@@ -105,7 +111,35 @@ def _tokenizer_of(settings: str) -> _data.Tokenizer:
 
 
 def _is_of_executor(error: BaseException) -> bool:
-    """Whether the executor failed, not the task: a broken pool, a worker without this package, Dask's own errors."""
+    """Returns whether the executor failed, not the task: a broken pool, a worker without this package, a Dask error."""
     is_known = isinstance(error, CancelledError | ImportError | RuntimeError)
     is_ours = isinstance(error, ElectraFastError)
     return (is_known and not is_ours) or type(error).__module__.startswith("distributed")
+
+
+@contextlib.contextmanager
+def dask_executor(address: str) -> Iterator[Executor]:
+    """An executor of the Dask scheduler at `address` (`tcp://host:8786`), which repeats the tasks of dead workers.
+
+    Raises:
+        InputError: `distributed` is not installed, or no scheduler answers, or it has no workers.
+    """
+    try:
+        from distributed import Client
+        from distributed.comm import get_address_host_port
+    except ImportError as error:
+        raise InputError("--scheduler needs Dask: pip install distributed") from error
+    for name in ("distributed", "distributed.client"):  # its tracebacks would bury our one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        # A client that cannot connect does not close well, so it is not made where nobody listens.
+        host, port = get_address_host_port(address)
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+        client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"--scheduler {address}: no Dask scheduler answers there ({reason}); check it") from error
+    with client:
+        if not client.scheduler_info()["workers"]:
+            raise InputError(f"--scheduler {address}: it has no workers; start some with `dask worker {address}`")
+        yield client.get_executor()

@@ -53,7 +53,7 @@ class PrepareReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What the rows of one epoch contain of a corpus."""
+    """The part of a corpus that the rows of one epoch contain."""
 
     rows: int
     tokens: int
@@ -63,7 +63,7 @@ class Contents:
 
 
 def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0, cut_at: str = "token") -> Contents:
-    """What a packing keeps of corpora in the first epoch; reads no tokens, except for cuts at words."""
+    """Computes what a packing keeps of corpora in the first epoch; reads no tokens, except for cuts at words."""
     options = {"sequence_length": sequence_length, "seed": seed, "packing": packing, "cut_at": cut_at}
     loader = _data.BatchLoader(weighted_folders(corpora), options)
     rows, tokens, positions = loader.contents()
@@ -71,7 +71,7 @@ def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int 
 
 
 def google_drops(corpora: Corpora, num_tokens: int, sequence_length: int, *, seed: int) -> str:
-    """One line on how many of `num_tokens` packing `google` drops in the first epoch, and which key keeps them."""
+    """A line that says how many tokens packing `google` drops in the first epoch, and which key keeps them."""
     dropped = num_tokens - contents(corpora, "google", sequence_length, seed=seed).tokens
     return (
         f'data.packing = "google" drops {dropped:,} of {num_tokens:,} tokens '
@@ -88,7 +88,7 @@ def guess(tokenizer: Tokenizer) -> str:
 
 
 def alphabet(letters: tuple[int, int, int, int], words: tuple[int, int], most: str) -> str:
-    """One line on the characters of a new vocabulary, and on what those that it leaves out make [UNK]."""
+    """A line about the characters of a new vocabulary and the words that the omitted ones make [UNK]."""
     kept, dropped, occurrences, in_text = letters
     if not dropped:
         return f"characters: all {kept:,} of the words counted"
@@ -101,7 +101,7 @@ def alphabet(letters: tuple[int, int, int, int], words: tuple[int, int], most: s
 
 
 def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason: str | None) -> str:
-    """The result of `prepare` as text: what was written, what was left out, what is still missing."""
+    """The result of `prepare` as text: what was written, left out, and is still missing."""
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
     if report.skipped_splits:
         skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"

@@ -1,7 +1,7 @@
-"""A sample of the text of `prepare` and `vocab`, and what a tokenizer loses of it without a trace in its [UNK] rate.
+"""A sample of the text of `prepare` and `vocab`, and warnings about losses that the [UNK] rate does not show.
 
-Accents that it drops, words that it takes as one [UNK] because of their length, and composed letters that the text
-writes as several characters.
+These are accents that the tokenizer drops, words so long that each becomes one [UNK], and letters that the text writes
+as several characters.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from electra_fast import _data
 
-# How much of a stream of documents is sampled before the work starts.
+# Limits of the sample of a stream of documents.
 SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 100, 1 << 18
-# More of the letters or words than this are worth a warning, if they occur this often: a rare café in English is not.
+# Fractions of letters or words above which to warn, given this many occurrences: a rare café in English is no problem.
 MOST_DROPPED, MOST_LOST, MOST_DECOMPOSED, FEWEST = 0.005, 0.01, 0.01, 10
 # Two spellings merge if the rarer one has at least this fraction of the other's occurrences.
 FREQUENT = 0.01
 MAX_WORD_CHARS = 100
-# What is neither blank nor punctuation nor a variation of an emoji; joiners and marks stand within words.
+# Anything but whitespace, punctuation and variation selectors; joiners and combining marks are parts of words.
 WORD = re.compile(r"[^\s!-/:-@\[-`{-~¡«»¿।॥\u2010-\u206f\u3000-\u303f\ufe00-\ufe0f\uff00-\uff0f\uff1a-\uff20]+")
 
 
@@ -45,7 +45,7 @@ def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None
 
 
 def sample_warnings(texts: Iterable[str], tokenizer: _data.Tokenizer) -> Iterator[str]:
-    """One line on each way in which much of a sample is lost."""
+    """Yields a line for each way in which much of a sample is lost."""
     words = Counter(word for text in texts for word in WORD.findall(text.lower()))
     yield from _dropped_accents(words, tokenizer)
     yield from _decomposed(words, tokenizer)
@@ -95,7 +95,7 @@ def _dropped_accents(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterato
 
 
 def _merged(words: Counter[str], spelled: dict[str, list[str]], dropped: dict[str, str]) -> str:
-    """How many of the words become equal to another without the accents that are dropped, with examples."""
+    """Returns the share of words that dropping accents makes equal to another word, with examples."""
     spellings: dict[str, Counter[str]] = defaultdict(Counter)
     for word, count in words.items():
         clusters = spelled.get(word, [word])
@@ -110,7 +110,7 @@ def _merged(words: Counter[str], spelled: dict[str, list[str]], dropped: dict[st
 
 
 def _frequent(forms: Counter[str]) -> list[tuple[str, int]]:
-    """The spellings that are no rare variants of the most frequent one."""
+    """The spellings other than rare variants of the most frequent one."""
     [(_, most), *_] = ordered = forms.most_common()
     return [(word, count) for word, count in ordered if count > 1 and count >= FREQUENT * most]
 
