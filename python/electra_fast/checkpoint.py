@@ -43,7 +43,8 @@ def write(
     final = checkpoint_folder.path_of(run, state.step)
 
     def fill(directory: Path) -> None:
-        _write_model(directory, config, tensors)
+        (directory / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+        write_tensors(tensors, directory / "model.safetensors")
         if optimizer is not None:
             write_tensors(optimizer, directory / "optimizer.safetensors")
         checkpoint_folder.seal(directory, state)
@@ -55,11 +56,6 @@ def write(
     for old in set(checkpoint_folder.steps(run)[:-keep]) - {state.best_step}:
         remove(checkpoint_folder.path_of(run, old))
     return final
-
-
-def _write_model(directory: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
-    (directory / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-    write_tensors(tensors, directory / "model.safetensors")
 
 
 def load_model(directory: Path) -> Electra:

@@ -56,7 +56,7 @@ def demo(out: Path) -> None:
         _write_corpus(corpus)
     if not vocab.exists():
         train_vocab([str(corpus)], out=vocab, size=VOCAB_SIZE, lowercase=True)
-    # The case is explicit: a kill may have left vocab.txt without its tokenizer.json.
+    # The casing is explicit, because a kill may have left vocab.txt without its tokenizer.json.
     prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True, strip_accents=False)
     pretrain(demo_config(), data=shards, out=run)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
@@ -69,7 +69,7 @@ def demo(out: Path) -> None:
         f"\nOn {metrics['tokens']:,} validation tokens, of which the generator replaced {replaced:.1%}: "
         f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
         f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
-        f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so this one compares.\n"
+        f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so it is comparable.\n"
         f"The model: {escape(printable(str(out / 'export')))} (AutoModel.from_pretrained). "
         f"The picture: {escape(printable(str(out / 'demo.png')))}.",
         highlight=False,
@@ -114,7 +114,7 @@ def _write_corpus(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Word:
-    """A word as the generator left it, and the probability that the discriminator gives to its having been replaced."""
+    """A word after corruption by the generator, with the discriminator's probability that it was replaced."""
 
     text: str
     original: str
@@ -175,7 +175,7 @@ def _words(
 
 
 def show_verdicts(console: Console, rows: list[list[Word]]) -> None:
-    """Prints the rows, each word in the color of its verdict."""
+    """Prints the rows with each word in the color of its verdict."""
     console.print("\nValidation text as the generator corrupted it, and the discriminator's verdict on each word:")
     styles = {"original": "green", "doubtful": "yellow", "replaced": "bold red"}
     for words in rows:
@@ -194,7 +194,7 @@ def show_verdicts(console: Console, rows: list[list[Word]]) -> None:
 
 
 def draw(picture: Path, rows: list[list[Word]], run: Path) -> None:
-    """Draws rows of words in the colors of their verdicts, above the curves of the run, into a PNG file."""
+    """Draws rows of words in the colors of their verdicts above the curves of the run, as a PNG file."""
     figure = Figure(figsize=(9.4, 4.6), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=(7, 9))
     top, bottom = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])

@@ -14,7 +14,7 @@ from electra_fast.objectives import OBJECTIVES
 from electra_fast.reproduction.experiments import EXPERIMENTS, MIN_STEPS, make_experiment, with_steps
 from electra_fast.reproduction.plan import Plan, base_config, estimate_seconds, row_configs, training_size
 from electra_fast.reproduction.reproduce import IDENTITY, _settle
-from electra_fast.reproduction.row_run import Work
+from electra_fast.reproduction.row_run import RunSettings
 from electra_fast.reproduction.workers import Slot
 from electra_fast.training.flops import flops_per_token, report
 
@@ -110,7 +110,7 @@ def test_the_estimate_adds_up(tmp_path):
     write_sst2(tmp_path / "SST-2")
     (task,) = read_tasks("sst2", tmp_path, {}, {})
     made = experiment("tying", "tiny")
-    work = Work("corpus", str(tmp_path), ["sst2"], 2, {"finetune.epochs": "3"}, "unigram")
+    work = RunSettings("corpus", str(tmp_path), ["sst2"], 2, {"finetune.epochs": "3"}, "unigram")
     plan = Plan(tmp_path, made, row_configs(made, 1e13, {}), work, seeds=3)
     characters = sum(len(text) for (text,) in task.train.texts)
     flops = flops_per_token(made.rows[0].config).discriminator * 2 * 3 * characters / 4.5

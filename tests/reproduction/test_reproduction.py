@@ -21,7 +21,7 @@ from electra_fast.interruption import StopRequest
 from electra_fast.reproduction import reproduce
 from electra_fast.reproduction.experiments import make_experiment
 from electra_fast.reproduction.plan import Plan, base_config, common_precision, row_configs
-from electra_fast.reproduction.row_run import EVALUATION, FAILED, Work, do, read_result, write_run
+from electra_fast.reproduction.row_run import EVALUATION, FAILED, RunSettings, read_result, run_row, write_run
 from electra_fast.reproduction.workers import Ended, Slot, Workers, choose_slots, last_line
 
 QUICK = ("--finetune.epochs", "1", "--finetune.batch_size", "8", "--finetune.sequence_length", "24")
@@ -56,7 +56,7 @@ class WorkersHere(Workers):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         for folder in folders:
-            do(folder)
+            run_row(folder)
             yield Ended(folder, 0, 1.0)
         torch.set_num_threads(threads)
 
@@ -139,7 +139,7 @@ def test_more_seeds_are_more_runs(whole, corpus, tmp_path):
     out = shutil.copytree(whole[0], tmp_path / "out")
     base = base_config(Config.preset("tiny", "modern"), ef.Corpus(corpus), {})
     made = make_experiment("tying", base, {})
-    work = Work(**read_object(out / "runs/tying-none-seed-0/work.json"))
+    work = RunSettings(**read_object(out / "runs/tying-none-seed-0/work.json"))
     plan = Plan(out, made, row_configs(made, 1e13, {}), work, seeds=2)
     folders = plan.prepare()
     assert [folder.name for folder in folders] == [f"{row.name}-seed-1" for row in made.rows]
@@ -195,9 +195,9 @@ class TestBadInput:
 def test_a_row_that_diverges_is_reported(corpus, glue_folder, tmp_path):
     changes = {"data.sequence_length": "16", "train.batch_size": "4", "train.steps": "6", "train.log_every": "2"}
     config = Config.preset("tiny", "google").override(changes | {"train.precision": "fp32", "train.eval_every": "0"})
-    work = Work(str(corpus), str(glue_folder), ["sst2"], 1, {"finetune.epochs": "1"}, "unigram")
+    work = RunSettings(str(corpus), str(glue_folder), ["sst2"], 1, {"finetune.epochs": "1"}, "unigram")
     write_run(tmp_path, config.override({"optimizer.learning_rate": "1e30", "optimizer.clip_norm": "0"}), work)
-    do(tmp_path)
+    run_row(tmp_path)
     assert "became nan or infinite" in read_object(tmp_path / FAILED)["failed"]
     assert read_result(tmp_path) == read_object(tmp_path / FAILED)
 
@@ -205,7 +205,7 @@ def test_a_row_that_diverges_is_reported(corpus, glue_folder, tmp_path):
 def test_runs_end_with_the_process_that_started_them(corpus, glue_folder, tmp_path):
     """Whatever kills it: a run that went on would hold the folder of the resumed one."""
     config = Config.preset("tiny", "google").override({"train.steps": "100000", "train.precision": "fp32"})
-    write_run(tmp_path, config, Work(str(corpus), str(glue_folder), ["sst2"], 1, {}, "unigram"))
+    write_run(tmp_path, config, RunSettings(str(corpus), str(glue_folder), ["sst2"], 1, {}, "unigram"))
     workers = Workers([Slot({})])
     steps = workers.run([tmp_path], StopRequest())
     deadline = time.monotonic() + 120
@@ -220,7 +220,9 @@ def test_runs_end_with_the_process_that_started_them(corpus, glue_folder, tmp_pa
 def test_a_run_that_fails_is_named_with_its_log_and_retried(corpus, glue_folder, tmp_path):
     folder = tmp_path / "run-0"
     write_run(
-        folder, Config.preset("tiny", "google"), Work(str(tmp_path), str(glue_folder), ["sst2"], 1, {}, "unigram")
+        folder,
+        Config.preset("tiny", "google"),
+        RunSettings(str(tmp_path), str(glue_folder), ["sst2"], 1, {}, "unigram"),
     )
     with closing(Workers([Slot({})])) as workers:
         (ended,) = (each for each in workers.run([folder], StopRequest()) if each)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast import _data
-from electra_fast.data.coverage import Coverage, corpus_coverage
+from electra_fast.data.coverage import Coverage
 from electra_fast.data.inputs import StrPath
 from electra_fast.errors import InputError
 
@@ -205,8 +205,8 @@ class Corpus(Sequence[Ids]):
         return self._inner.empty_documents
 
     def coverage(self) -> Coverage:
-        """How well the vocabulary covers the corpus: [UNK] per token, tokens per word."""
-        return corpus_coverage(self._inner, Tokenizer.of(self)._inner)
+        """Coverage by the vocabulary, [UNK] and tokens per word, of at most 2^24 evenly spaced tokens."""
+        return Coverage(*self._inner.coverage(Tokenizer.of(self)._inner))
 
     def token_counts(self) -> NDArray[np.int64]:
         """Number of occurrences of each id in the documents: int64, shape [vocab_size].

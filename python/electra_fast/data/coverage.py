@@ -39,16 +39,6 @@ class Coverage:
         return None if self.words is None else self.tokens / max(1, self.words)
 
 
-def corpus_coverage(corpus: _data.Corpus, tokenizer: _data.Tokenizer) -> Coverage:
-    """Coverage of a corpus, from at most 2^24 of its tokens, evenly spaced."""
-    return Coverage(*corpus.coverage(tokenizer))
-
-
-def sample_coverage(texts: list[str], tokenizer: _data.Tokenizer) -> Coverage:
-    """Coverage of a sample of the text."""
-    return Coverage(*_data.text_coverage(tokenizer, texts))
-
-
 def unknown_warning(coverage: Coverage, texts: list[str], tokenizer: _data.Tokenizer) -> str | None:
     """A one-line warning if too many tokens are [UNK]: the rate, frequent unknown words, the cause in a sample."""
     if coverage.unknown_share <= MOST_UNKNOWN:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast import _data
-from electra_fast.data.corpus import Tokenizer
-from electra_fast.data.coverage import corpus_coverage, sample_coverage, unknown_warning
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.coverage import Coverage, unknown_warning
 from electra_fast.data.inputs import (
     Format,
     InvalidUtf8,
@@ -110,7 +110,7 @@ def prepare(
         sample = None
         if progress and not (Path(out) / "manifest.json").exists():
             beginning = sample_texts(text, (inner, os.fspath(out)), **reading)
-            sample = sample_coverage(beginning, inner)
+            sample = Coverage(*_data.text_coverage(inner, beginning))
             bar.warn(unknown_warning(sample, beginning, inner))
             for warning in sample_warnings(beginning, inner):
                 bar.warn(warning)
@@ -127,7 +127,7 @@ def prepare(
         else:
             report = PrepareReport(**prepare_on(executor, inner, os.fspath(out), bar, **arguments))
         if report.complete:
-            coverage = corpus_coverage(_data.Corpus(os.fspath(out)), inner)
+            coverage = Corpus(out).coverage()
             report = replace(report, unknown_share=coverage.unknown_share, tokens_per_word=coverage.tokens_per_word)
             if sample is not None:
                 coverage = replace(coverage, unknown_words=sample.unknown_words)

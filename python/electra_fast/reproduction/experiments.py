@@ -1,8 +1,8 @@
 """The paper's comparisons: the configuration of each row, the paper's score, and the paper's conclusions.
 
-Rows differ only in the subject of the comparison: all mask as the paper does and get the same budget of true FLOPs. So
-the number of steps differs, and with it the warmup and the learning rates of recipe `modern`. In the paper, the
-generators and the tying experiment have equal steps instead.
+Rows differ only in the subject of the comparison: all use the paper's masking and the same budget of true FLOPs. The
+number of steps therefore differs, and with it the warmup and the learning rates of recipe `modern`. In the paper, the
+rows of `generators` and `tying` have equal steps instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.training.flops import flops_per_token
 
-# With fewer, the warmup, a twentieth, would be under five steps.
+# With fewer steps, the warmup, a twentieth of them, would be under five.
 MIN_STEPS = 100
 
 PUBLISHED = {"ELECTRA": {256: 79.9, 768: 85.1, 1024: 89.0}, "BERT": {256: 75.1, 768: 82.2, 1024: 87.2}}
@@ -90,7 +90,7 @@ def make_experiment(name: str, base: Config, overrides: Mapping[str, str]) -> Ex
     for key in overrides:
         if key in (*varied, *DECIDED):
             raise InputError(f"--{key}: cannot be set, because `reproduce {name}` decides it")
-    # The corrective loss is not the paper's, and would be the advantage of one row.
+    # The corrective loss is not in the paper, and would favor one row.
     return make(base.override({"data.masking": "paper", "objective.corrective_weight": "0"} | dict(overrides)))
 
 
@@ -99,7 +99,7 @@ def with_steps(row: Row, budget: float) -> Config:
 
     Raises ValueError if these are too few for training or for the warmup.
     """
-    config = row.config.replace({"train": {"steps": 100_000}})  # of two stages, any number that both can share
+    config = row.config.replace({"train": {"steps": 100_000}})  # an even number, for objectives of two stages
     per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
     steps = round(budget / per_step)
     needed = max(MIN_STEPS, 2 * config.optimizer.warmup_steps)
@@ -136,7 +136,7 @@ def _objectives(base: Config) -> Experiment:
 
 
 def _generators(base: Config) -> Experiment:
-    """Generators of every quarter of the model's width that has whole heads, and the unigram distribution."""
+    """Generators at each quarter of the model's width that gives whole heads, and the unigram distribution."""
     electra = base.with_objective("electra")
     rows = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))]
     fractions = [fraction for fraction in (0.25, 0.5, 0.75, 1.0) if base.model.num_heads * fraction % 1 == 0]

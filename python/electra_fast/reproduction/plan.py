@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +9,15 @@ from typing import Any
 
 from electra_fast.config.config import AUTO, Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.errors import TrainingFailed
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.task import TaskData
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.model.compute import choose_device, choose_precision
 from electra_fast.reproduction.experiments import Experiment, Row, with_steps
-from electra_fast.reproduction.row_run import Work, read_result, write_run
-from electra_fast.reproduction.workers import Slot
+from electra_fast.reproduction.row_run import RunSettings, read_result, write_run
 from electra_fast.training.flops import flops_per_token
 
-# English text, for the estimate.
+# Of English text, for the estimate of the time.
 _CHARACTERS_PER_TOKEN = 4.5
 
 
@@ -34,15 +28,15 @@ class Plan:
     Args:
         out: Folder of the comparison.
         experiment: Rows to compare.
-        configs: Configuration of each row, with the steps that the budget buys, without a seed.
-        work: Settings of every run.
+        configs: Configuration of each row, with the steps that the budget allows, without a seed.
+        settings: Settings of every run.
         seeds: Runs per row.
     """
 
     out: Path
     experiment: Experiment
     configs: Mapping[str, Config]
-    work: Work
+    settings: RunSettings
     seeds: int
 
     def runs(self) -> dict[Path, tuple[Row, int]]:
@@ -58,7 +52,7 @@ class Plan:
         folders = []
         for folder, (row, seed) in self.runs().items():
             if read_result(folder) is None:
-                write_run(folder, self.configs[row.name].replace({"train": {"seed": seed}}), self.work)
+                write_run(folder, self.configs[row.name].replace({"train": {"seed": seed}}), self.settings)
                 folders.append(folder)
         return folders
 
@@ -108,7 +102,7 @@ def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, s
             "log_every": max(1, steps // 100),
             "checkpoint_every": max(1, steps // 20),
             "keep_checkpoints": 1,
-            "eval_every": 0,  # evaluated at the end, on the same replacements
+            "eval_every": 0,  # rows are evaluated at the end, on the same replacements
         }
         chosen = {name: value for name, value in often.items() if f"train.{name}" not in overrides}
         configs[row.name] = config.replace({"train": chosen})
@@ -121,19 +115,6 @@ def training_size(config: Config) -> dict[str, float]:
     return {"steps": config.train.steps, "tokens": tokens, "flops": tokens * flops_per_token(config).total}
 
 
-def measure_speed(config: Config, slot: Slot) -> float:
-    """Measures the FLOPs per second of training steps in one of the slots."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.toml"
-        path.write_text(config.to_toml(), encoding="utf-8")
-        command = [sys.executable, "-m", "electra_fast.reproduction.speed", str(path)]
-        environment = {**os.environ, **slot.environment}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise TrainingFailed(f"a few steps of {config.objective.name} failed: {done.stderr.strip()[-300:]}")
-    return float(done.stdout)
-
-
 def estimate_seconds(
     plan: Plan, tasks: Sequence[TaskData], num_runs: int, flops_per_second: float, num_slots: int
 ) -> float:
@@ -141,7 +122,7 @@ def estimate_seconds(
     first = next(iter(plan.configs.values()))
     rate, budget = flops_per_token(first), training_size(first)["flops"]
     encoder = max(rate.discriminator, rate.encoder, rate.generator)
-    overrides, seeds = plan.work.finetune, plan.work.finetune_seeds
+    overrides, seeds = plan.settings.finetune, plan.settings.finetune_seeds
     finetuning = 0.0
     for each in tasks:
         defaults = TASK_TYPES[each.task.kind].defaults

@@ -26,16 +26,10 @@ from electra_fast.finetuning.training.job import first_difference
 from electra_fast.interruption import stop_requests
 from electra_fast.progress import RunsProgress
 from electra_fast.reproduction.experiments import Experiment, make_experiment
-from electra_fast.reproduction.plan import (
-    Plan,
-    base_config,
-    common_precision,
-    estimate_seconds,
-    measure_speed,
-    row_configs,
-)
+from electra_fast.reproduction.plan import Plan, base_config, common_precision, estimate_seconds, row_configs
 from electra_fast.reproduction.report import score, summarize, table, write_report
-from electra_fast.reproduction.row_run import Work, read_result
+from electra_fast.reproduction.row_run import RunSettings, read_result
+from electra_fast.reproduction.speed import measure_speed
 from electra_fast.reproduction.workers import LOG, Slot, Workers, choose_slots, describe_exit, last_line
 from electra_fast.training.corruptor import UNIGRAM, Corruptor
 from electra_fast.training.evaluate import SEED
@@ -70,16 +64,16 @@ def reproduce(
     Args:
         experiment: `objectives`, `generators`, `tying` or `sizes`.
         data: Corpus with a validation part (`prepare --holdout`).
-        tasks: Folder that has the GLUE tasks' folders.
+        tasks: Folder of the GLUE tasks' folders.
         out: Output folder.
         preset: Size of the model.
         recipe: Recipe of pre-training.
-        budget: True model FLOPs of a run's pre-training; the steps of each row follow from it.
+        budget: True model FLOPs of a run's pre-training, which determine the steps of each row.
         minutes: Instead of `budget`: approximate duration of a pre-training of the first row on this machine.
         seeds: Runs per row: seeds 0 to `seeds - 1`.
         task: Tasks as for `finetune`; `glue`: all in `tasks`.
-        finetune_seeds: Fine-tunings per task of each run; their median is the score.
-        corrupted_by: Corruptor that every row is evaluated on, as for `evaluate`.
+        finetune_seeds: Fine-tuning runs per task of each run; their median is the score.
+        corrupted_by: Corruptor for the evaluation of every row, as for `evaluate`.
         workers: Concurrent runs; 0: one per GPU, or per core without one.
         overrides: Configuration keys of pre-training, and of fine-tuning (`finetune.`).
 
@@ -89,9 +83,9 @@ def reproduce(
         ElectraFastError: At the end, if runs have failed. Runs that diverged are part of the report instead.
     """
     _check_amounts(budget=budget, minutes=minutes, seeds=seeds, finetune_seeds=finetune_seeds)
-    settings = {name: str(value) for name, value in (overrides or {}).items()}
-    pretraining = {name: value for name, value in settings.items() if not name.startswith("finetune.")}
-    finetuning = {name: value for name, value in settings.items() if name not in pretraining}
+    keys = {name: str(value) for name, value in (overrides or {}).items()}
+    pretraining = {name: value for name, value in keys.items() if not name.startswith("finetune.")}
+    finetuning = {name: value for name, value in keys.items() if name not in pretraining}
     finetuning = {"finetune.precision": common_precision()} | finetuning
     corpus, all_tasks = _corpus(Path(data)), read_tasks(task, Path(tasks), {}, {})
     base = base_config(Config.preset(preset, recipe), corpus, pretraining)
@@ -102,12 +96,14 @@ def reproduce(
         row_configs(made, budget, pretraining)  # raises if it is too small, before measuring
     corruptor = _corruptor(corrupted_by, corpus, first.data.sequence_length)
     sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
-    work = Work(os.path.abspath(data), os.path.abspath(tasks), list(sizes), finetune_seeds, finetuning, corruptor)
+    settings = RunSettings(
+        os.path.abspath(data), os.path.abspath(tasks), list(sizes), finetune_seeds, finetuning, corruptor
+    )
     identity = {
         "experiment": experiment,
         "preset": preset,
         "recipe": recipe,
-        "overrides": settings,
+        "overrides": keys,
         "corpus": corpus.content_hash,
         "examples": sizes,
         "finetune_seeds": finetune_seeds,
@@ -117,7 +113,7 @@ def reproduce(
     out, slots = Path(out), choose_slots(workers, seeds * len(made.rows))
     with exclusive(out):
         facts = _settle(out, identity, made, slots[0])
-        plan = Plan(out, made, row_configs(made, facts["budget"], pretraining), work, seeds)
+        plan = Plan(out, made, row_configs(made, facts["budget"], pretraining), settings, seeds)
         replace_file(out / IDENTITY, json.dumps(facts, indent=2) + "\n")
         waiting = plan.prepare()
         seconds = estimate_seconds(plan, all_tasks, len(waiting), facts["flops_per_second"], len(slots))
@@ -158,9 +154,9 @@ def _corpus(data: Path) -> Corpus:
 
 
 def _settle(out: Path, identity: Mapping[str, Any], made: Experiment, slot: Slot) -> dict[str, Any]:
-    """The identity with speed and budget: those of an earlier call, or measured.
+    """Returns the identity with speed and budget, from an earlier call or measured.
 
-    ValueError where the earlier call made another comparison, or the folder holds something else.
+    Raises ValueError if the earlier call was for another comparison, or the folder holds something else.
     """
     path, asked = out / IDENTITY, identity["asked"]
     if path.exists():
@@ -180,7 +176,7 @@ def _opening(plan: Plan, corpus: Corpus, num_waiting: int, num_slots: int, secon
     made, num_runs = plan.experiment, len(plan.runs())
     lines = [
         f"{plan.out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds per row: {plan.seeds}, "
-        f"fine-tuned on {', '.join(plan.work.tasks)}",
+        f"fine-tuned on {', '.join(plan.settings.tasks)}",
         *plan.describe(corpus),
     ]
     if num_waiting:
@@ -192,7 +188,7 @@ def _opening(plan: Plan, corpus: Corpus, num_waiting: int, num_slots: int, secon
 def _run(
     plan: Plan, facts: Mapping[str, Any], slots: Sequence[Slot], folders: Sequence[Path], opening: Sequence[str]
 ) -> list[str]:
-    """Does the runs and reports after each; returns a message per failed run. Raises Interrupted when asked to stop."""
+    """Runs everything, reporting after each run; returns a message per failed run. Raises Interrupted on a signal."""
     failed, runs, seconds = [], plan.runs(), []
     with (
         stop_requests() as stop,

@@ -1,7 +1,7 @@
 """One run of a comparison: pre-training, fine-tuning and evaluation of a row with a seed, in a process of its own.
 
-`python -m electra_fast.reproduction.row_run FOLDER` does what FOLDER/work.json says and resumes where it was
-stopped. Writes run/, tasks.json and evaluation.json, or failed.json if the training diverged.
+`python -m electra_fast.reproduction.row_run FOLDER` reads FOLDER/work.json, and resumes after an interruption. It
+writes run/, tasks.json and evaluation.json, or failed.json if the training diverged.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from electra_fast.files.json_files import json_text, read_object
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, say
 
-WORK, TASKS, EVALUATION, FAILED = "work.json", "tasks.json", "evaluation.json", "failed.json"
+SETTINGS, TASKS, EVALUATION, FAILED = "work.json", "tasks.json", "evaluation.json", "failed.json"
 
 
 @dataclass(frozen=True)
-class Work:
+class RunSettings:
     """The settings of a run.
 
     Args:
         corpus: Folder of the corpus.
         glue: Folder of the tasks.
         tasks: Names of the tasks.
-        finetune_seeds: Fine-tunings per task; their median is the score.
+        finetune_seeds: Fine-tuning runs per task; their median is the score.
         finetune: Keys of `[finetune]`, as on the command line.
         corrupted_by: Corruptor for `evaluate`.
     """
@@ -47,11 +47,11 @@ class Work:
     corrupted_by: str
 
 
-def write_run(folder: Path, config: Config, work: Work) -> None:
+def write_run(folder: Path, config: Config, settings: RunSettings) -> None:
     """Prepares a run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.toml", config.to_toml())
-    replace_file(folder / WORK, json_text(asdict(work)))
+    replace_file(folder / SETTINGS, json_text(asdict(settings)))
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
@@ -66,33 +66,34 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return {"tasks": read_object(folder / TASKS), "evaluation": read_object(folder / EVALUATION)}
 
 
-def do(folder: Path) -> None:
-    """Does the rest of a run."""
+def run_row(folder: Path) -> None:
+    """Does what is left of a run: pre-training, fine-tuning, evaluation."""
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.training.evaluate import evaluate
     from electra_fast.training.pretrain import pretrain
 
     try:
-        work = Work(**read_object(folder / WORK))
+        settings = RunSettings(**read_object(folder / SETTINGS))
     except TypeError as error:
-        raise InputError(
-            f"{folder / WORK}: not what a row needs ({error}); remove {folder} to start it again"
-        ) from None
+        what = f"{folder / SETTINGS}: not the settings of a run ({error})"
+        raise InputError(f"{what}; remove {folder} to start it again") from None
     config = Config.load(folder / "config.toml")
     run, tasks = folder / "run", folder / "tasks"
     try:
         if not (folder / TASKS).exists():
-            if not pretrain(config, data=work.corpus, out=run).is_finished:
+            if not pretrain(config, data=settings.corpus, out=run).is_finished:
                 raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
-            found = finetune(
-                work.tasks, model=run, data=work.glue, out=tasks, seeds=work.finetune_seeds, overrides=work.finetune
-            )
+            seeds, overrides = settings.finetune_seeds, settings.finetune
+            found = finetune(settings.tasks, model=run, data=settings.glue, out=tasks, seeds=seeds, overrides=overrides)
             replace_file(folder / TASKS, json_text(found))
         remove(tasks)  # one model per task and seed: too much to keep
         if not (folder / EVALUATION).exists():
-            length = config.data.sequence_length
             report = evaluate(
-                run, work.corpus, sequence_length=length, corrupted_by=work.corrupted_by, mlm_examples=200
+                run,
+                settings.corpus,
+                sequence_length=config.data.sequence_length,
+                corrupted_by=settings.corrupted_by,
+                mlm_examples=200,
             )
             replace_file(folder / EVALUATION, json_text(report))
     except Diverged as error:
@@ -109,14 +110,14 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(folder: Path, work: Callable[[Path], None] = do) -> int:
-    """Runs `work` on a folder in a process of its own; returns the exit code."""
+def main(folder: Path, run: Callable[[Path], None] = run_row) -> int:
+    """Calls `run` with a folder as the main function of a process; returns the exit code."""
     interrupt_at_once()
     _end_with_parent()
     try:
         with (folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another whose parent was killed may still be writing its checkpoint
-            work(folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a process whose parent was killed may still be writing its checkpoint
+            run(folder)
     except KeyboardInterrupt as interruption:
         return 128 + getattr(interruption, "signal", signal.SIGINT)
     except (ElectraFastError, OSError) as error:

@@ -1,21 +1,26 @@
 """Measures the FLOPs per second of training, in a process of its own.
 
-`python -m electra_fast.reproduction.speed CONFIG.toml` prints the number. The corpus is the configuration's.
+`python -m electra_fast.reproduction.speed CONFIG.toml` prints them, for the configuration's corpus.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from electra_fast.config.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader
+from electra_fast.errors import TrainingFailed
 from electra_fast.model.compute import choose_compute, choose_device
 from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.reproduction.workers import Slot
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.step import choose_execution
@@ -23,6 +28,19 @@ from electra_fast.training.step import choose_execution
 # The first steps compile kernels, capture graphs and fill the allocator.
 _WARMUP_STEPS = 5
 _SECONDS = 3.0
+
+
+def measure_speed(config: Config, slot: Slot) -> float:
+    """Measures the FLOPs per second of training steps in a slot."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(config.to_toml(), encoding="utf-8")
+        command = [sys.executable, "-m", "electra_fast.reproduction.speed", str(path)]
+        environment = {**os.environ, **slot.environment}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise TrainingFailed(f"a few steps of {config.objective.name} failed: {done.stderr.strip()[-300:]}")
+    return float(done.stdout)
 
 
 def flops_per_second(config: Config) -> float:

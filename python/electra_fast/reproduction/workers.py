@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one process at a time: environment variables with its GPU or its number of threads."""
+    """A place for one process at a time: environment variables that select its GPU or number of threads."""
 
     environment: dict[str, str]
 
@@ -103,8 +103,8 @@ class Workers:
 
 
 def _start(folder: Path, slot: Slot) -> _Running:
-    # A session of its own, so that Ctrl-C reaches it once, through us. Its standard input is a pipe that closes when
-    # this process ends for any reason.
+    # A session of its own, so that it receives Ctrl-C only once, from this process. Its standard input is a pipe, which
+    # closes when this process ends for any reason.
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "electra_fast.reproduction.row_run", str(folder)],
