@@ -210,6 +210,7 @@ def test_differences_name_the_keys() -> None:
         ('[model]\ntying = "some"', "model.tying = 'some' must be one of none, embeddings, all"),
         ("[train]\nsteps = 0", "train.steps = 0 must be at least 1"),
         ("[data]\nmask_prob = 0.95", "data.mask_prob = 0.95 must be above 0 and at most 0.9"),
+        ("[data]\nmask_prob = 0", "data.mask_prob = 0.0 must be above 0 and at most 0.9"),
         ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be at least 0"),
         ("[model]\nnum_heads = 5", "model.num_heads = 5 does not divide model.hidden_size = 256"),
         (

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from prepare_programs import contents
 
+import electra_fast
 from electra_fast import _data
 from electra_fast.data.corpus import verify
 from electra_fast.errors import InputError
@@ -67,20 +68,9 @@ def run(tmp_path):
         return _data.prepare(_data.Tokenizer(str(vocab)), str(tmp_path / out), **arguments)
 
     def by_tasks(text, out, **options):
-        arguments = {"files": [str(text)], "text_fields": ["text"], **options}
-        job = _data.PrepareJob(_data.Tokenizer(str(vocab)), str(tmp_path / out), **arguments)
-        with ThreadPoolExecutor(1) as pool:
-            settings = job.settings()
-            tasks = [
-                pool.submit(
-                    _data.prepare_input_groups, settings, [job.input_group(number)], _data.job_tokenizer(settings)
-                )
-                for number, _ in job.input_groups()
-            ]
-        assert not any(task.exception() for task in tasks)
-        report = job.finish()
-        job.close()
-        return report
+        with ThreadPoolExecutor(1) as executor:
+            arguments = {"vocab": vocab, "out": tmp_path / out, "progress": False, **options}
+            return vars(electra_fast.prepare([text], executor=executor, **arguments))
 
     prepare.by_tasks = by_tasks
     return prepare
@@ -146,15 +136,6 @@ def test_a_change_anywhere_in_a_table_counts_for_all_its_parts(run, tmp_path):
     replace_byte(path, path.read_bytes().rindex(b"a b c"))
     report = run(path, "out", _part_bytes=30_000)
     assert report["rebuilt_input_groups"] == 2 and report["changed_input"] == str(path)
-
-
-def test_what_older_releases_left_counts_by_names_and_sizes(text, run, tmp_path):
-    run(text, "out")
-    (tmp_path / "out/inputs.json").unlink()
-    at_the_beginning(text / "1.txt")
-    assert run(text, "out")["already_complete"]
-    with pytest.raises(InputError, match=r"\.txt: .*out holds no hash of it, so --verify-inputs cannot compare"):
-        run(text, "out", verify_inputs=True)
 
 
 def test_a_changed_size_names_the_file_and_a_damaged_list_itself(text, run, tmp_path):

@@ -87,7 +87,7 @@ def test_masks_of_a_row_change_with_the_epoch(open_loader: Open):
 
 
 def test_ranks_and_threads_share_the_global_batches(open_loader: Open):
-    whole = list(open_loader(epochs=2))
+    whole = list(open_loader(epochs=2, cache_bytes=2**64 - 1))
     ranks = [open_loader(epochs=2, rank=rank, world_size=3, num_threads=1 + rank, prefetch=7) for rank in range(3)]
     for number, batch in enumerate(whole):
         parts = [next(rank) for rank in ranks]

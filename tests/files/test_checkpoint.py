@@ -79,13 +79,10 @@ def test_shared_parameters_are_stored_once(tmp_path):
     assert "generator_embeddings.token" in stored and "embeddings.token" not in stored
 
 
-def test_keeps_the_newest(tmp_path):
-    for step in (1, 9, 10, 100):
-        save(tmp_path, step, keep=3)
-    assert checkpoint_folder.steps(tmp_path) == [9, 10, 100]
-
-
 def test_keeps_the_best_beside_the_newest(tmp_path):
+    for step in (1, 9, 10, 100):
+        save(tmp_path / "several", step, keep=3)
+    assert checkpoint_folder.steps(tmp_path / "several") == [9, 10, 100]
     for step, best in ((1, 1), (9, 9), (10, 9), (100, 9), (200, 200), (300, None)):
         save(tmp_path, step, keep=1, best_step=best)
         assert checkpoint_folder.steps(tmp_path) == sorted({best or step, step})
