@@ -107,6 +107,7 @@ def layer_of(module: str) -> int:
     pytest.fail(f"electra_fast.{module} is in no layer: give it one in {Path(__file__).name}")
 
 
+@functools.cache
 def package_files() -> list[Path]:
     return sorted(file for file in PACKAGE.rglob("*.py") if room(file) != "kernels") + kernel_links()
 
@@ -148,12 +149,13 @@ def named(path: Path) -> str:
     return str(path.relative_to(TREE))
 
 
-@pytest.mark.parametrize("path", package_files(), ids=named)
-def test_package_imports_run_downwards(path: Path) -> None:
-    own = room(path)
-    for imported in sorted(own_imports(path) - {"_data"}):
-        other = imported.partition(".")[0]
-        assert other == own or layer_of(other) < layer_of(own), f"{dotted(path)} imports {imported}, which is not below"
+def test_package_imports_run_downwards() -> None:
+    for path in package_files():
+        own = room(path)
+        for imported in sorted(own_imports(path) - {"_data"}):
+            other = imported.partition(".")[0]
+            is_below = other == own or layer_of(other) < layer_of(own)
+            assert is_below, f"{dotted(path)} imports {imported}, which is not below"
 
 
 def test_package_imports_have_no_circle() -> None:
@@ -161,9 +163,9 @@ def test_package_imports_have_no_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", package_files(), ids=named)
-def test_only_the_data_side_touches_the_extension(path: Path) -> None:
-    assert "_data" not in own_imports(path) or room(path) in EXTENSION_USERS
+def test_only_the_data_side_touches_the_extension() -> None:
+    users = {room(path) for path in package_files() if "_data" in own_imports(path)}
+    assert users <= EXTENSION_USERS
 
 
 def test_kernels_import_torch_triton_and_each_other_only() -> None:
@@ -178,31 +180,29 @@ def test_kernels_have_no_init() -> None:
     assert (PACKAGE / "kernels").is_symlink()
 
 
-@pytest.mark.parametrize("path", crate_files(), ids=named)
-def test_crate_folders_use_only_what_the_table_allows(path: Path) -> None:
-    folder = path.relative_to(CRATE).parts[0]
-    if folder == "lib.rs":
-        return
-    module = folder.removesuffix(".rs")
-    assert module in CRATE_USES.keys() | CRATE_GROUND, f"give {named(path)} its place in {Path(__file__).name}"
-    allowed = {module} | CRATE_GROUND | CRATE_USES.get(module, set())
-    foreign = crate_uses(path) - allowed
-    assert not foreign, f"{named(path)} uses {sorted(foreign)}, which the table does not allow"
+def test_crate_folders_use_only_what_the_table_allows() -> None:
+    for path in crate_files():
+        module = path.relative_to(CRATE).parts[0].removesuffix(".rs")
+        if module == "lib":
+            continue
+        assert module in CRATE_USES.keys() | CRATE_GROUND, f"give {named(path)} its place in {Path(__file__).name}"
+        foreign = crate_uses(path) - {module} - CRATE_GROUND - CRATE_USES.get(module, set())
+        assert not foreign, f"{named(path)} uses {sorted(foreign)}, which the table does not allow"
 
 
-@pytest.mark.parametrize("path", crate_files(), ids=named)
-def test_parallel_iterators_run_on_the_pool_that_survives_a_fork(path: Path) -> None:
-    code = path.read_text(encoding="utf-8")
-    assert "par_iter" not in code or "on_all_cores(" in code, "rayon's global pool hangs in a forked child"
+def test_parallel_iterators_run_on_the_pool_that_survives_a_fork() -> None:
+    """Rayon's global pool hangs in a forked child."""
+    codes = {named(path): path.read_text(encoding="utf-8") for path in crate_files()}
+    assert not [name for name, code in codes.items() if "par_iter" in code and "on_all_cores(" not in code]
 
 
 def test_the_crate_table_has_no_circle() -> None:
     graphlib.TopologicalSorter(CRATE_USES).prepare()
 
 
-@pytest.mark.parametrize("folder", CRATE_USES)
-def test_the_modules_of_a_crate_folder_have_no_circle(folder: str) -> None:
-    graphlib.TopologicalSorter(module_uses(folder)).prepare()
+def test_the_modules_of_a_crate_folder_have_no_circle() -> None:
+    for folder in CRATE_USES:
+        graphlib.TopologicalSorter(module_uses(folder)).prepare()
 
 
 def test_the_crate_is_pure_rust() -> None:
@@ -210,9 +210,9 @@ def test_the_crate_is_pure_rust() -> None:
     assert "pyo3" not in manifest and "pyarrow" not in manifest
 
 
-@pytest.mark.parametrize("path", source_files(), ids=named)
-def test_files_are_small_and_well_named(path: Path) -> None:
-    num_lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert num_lines <= MAX_LINES, f"{num_lines} lines: more than one thing lives here"
-    words = set(path.stem.split("_")) | set(path.parent.name.split("_"))
-    assert not words & BANNED_NAMES, "name a module after what it is"
+def test_files_are_small_and_well_named() -> None:
+    for path in source_files():
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert num_lines <= MAX_LINES, f"{named(path)}: {num_lines} lines: more than one thing lives here"
+        words = set(path.stem.split("_")) | set(path.parent.name.split("_"))
+        assert not words & BANNED_NAMES, f"{named(path)}: name a module after what it is"
