@@ -1,4 +1,4 @@
-"""The demo with half its steps: all outputs exist, and the model has learned something."""
+"""The demo with fewer steps: all outputs exist, and the model has learned something."""
 
 import json
 import os
@@ -17,7 +17,7 @@ SHORT = """
 import sys
 import electra_fast.demo as module
 from electra_fast.cli import main
-config = module.demo_config().replace({"train": {"steps": 600}})
+config = module.demo_config().replace({"train": {"steps": 500}})
 module.demo_config = lambda: config
 sys.exit(main(["demo", "--out", sys.argv[1]]))
 """
