@@ -81,53 +81,9 @@ def test_every_setting_is_a_run_of_its_own(study):
         assert study.config(recipes.Job(setting, 1e14, 0))[1] > 100
 
 
-def known_runs(monkeypatch, result):
-    """Lets runs have known results; returns what is asked for, in order."""
-    done = []
-
-    def run(self, job, _):
-        done.append(job)
-        tasks = {"tasks": {"rte": 0.5}, "tasks_of": self.tasks_of(job)} if job.finetune else {}
-        found = {"seconds": 10.0, "tokens": 100, **tasks, "corrupted_by": result(job)}
-        self.found[recipes._name(self.identity(job))] = {"run": self.identity(job), "name": job.setting.name}
-        self.found[recipes._name(self.identity(job))]["result"] = found
-        return True
-
-    monkeypatch.setattr(recipes.Study, "_run", run)
-    monkeypatch.setattr(recipes.Study, "judged_on", {})
-    return done
-
-
 def judged(auc):
     found = {"discriminator_auc": auc, "discriminator_loss": None if auc is None else 0.4, "generator_loss": 5.0}
     return {"network": found, "unigram": found}
-
-
-def test_all_seeds_of_a_budget_come_before_the_next(study, monkeypatch):
-    order = ("google-rotary", "mlm", "modern")  # by what is known of them
-
-    def result(job):
-        value = 0.5 + 0.01 * order.index(job.setting.name) + 0.02 * math.log2(job.budget / 1e10) + 1e-4 * job.seed
-        return judged(None if job.setting.name == "mlm" else value)
-
-    done = known_runs(monkeypatch, result)
-    study.glue, study.__dict__["glue_hash"] = study.out, "0"
-    text = recipes.compare(study, "curves", [], [1e10, 2e10, 4e10], 3, 1)
-    expected = [
-        (budget, seed, name, budget >= 2e10)
-        for budget in (1e10, 2e10, 4e10)
-        for seed in range(3)
-        for name in ("modern", "google-rotary", "mlm")
-    ]
-    assert [(job.budget, job.seed, job.setting.name, bool(job.finetune)) for job in done] == expected
-    # Two hundredths are a factor of two; a masked language model has no AUC.
-    assert "| AUC, network | google-rotary | 0.01 | at least 1.00 (1.00 to 1.00) |" in text
-    assert "| AUC, network | google-rotary | 0.04 | 2.00 (" in text and "| AUC, network | mlm" not in text
-    assert "| mean of the tasks | mlm | 0.04 | 2.00 (" in text
-    assert (study.out / "curves-tiny.png").stat().st_size > 10_000
-    # What is known by now, without another run.
-    assert recipes.compare(study, "curves", ["modern"], [1e10], 3, 1).count("| modern |") == 1
-    assert len(done) == len(expected)
 
 
 def test_an_interval_is_of_the_seeds():
