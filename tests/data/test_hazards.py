@@ -89,21 +89,6 @@ def test_a_read_only_folder(vocab, tmp_path):
     assert contents(folder) == {} and contents(corpus) == before
 
 
-def test_files_that_are_replaced_or_removed_stay_what_they_were(vocab, tmp_path):
-    out = tmp_path / "long"  # several blocks of tokens in one shard
-    prepare((" ".join(f"w{(n + i) % 100}" for i in range(5_000)) for n in range(30)), vocab=vocab, out=out)
-    expected, corpus = [ids.tolist() for ids in Corpus(out)], Corpus(out)
-    assert corpus[0].tolist() == expected[0]
-    tokens = next(out.glob("*.tokens"))
-    (tmp_path / "other").write_bytes(bytes(tokens.stat().st_size))
-    os.replace(tmp_path / "other", tokens)
-    assert [ids.tolist() for ids in corpus] == expected
-    tokens.unlink()
-    assert [ids.tolist() for ids in corpus] == expected
-    with pytest.raises(ValueError, match="missing, though the manifest names it"):
-        Corpus(out)
-
-
 @pytest.mark.parametrize(
     ("name", "special"),
     [

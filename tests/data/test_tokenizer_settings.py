@@ -234,16 +234,6 @@ def test_older_files_name_added_tokens_too(tmp_path: Path) -> None:
     assert ids.tolist() == [NEXT, NEXT + 1, NEXT + 2] and tokenizer.special_tokens["mask"] == ENTRIES.index("mask")
 
 
-def test_names_of_special_tokens_are_spelled_out(tmp_path: Path) -> None:
-    """They are unknown only where the vocabulary has no pieces for them."""
-    for kind in KINDS:
-        tokenizer = Tokenizer(saved(kind, tmp_path / kind, True))
-        for i in tokenizer.special_tokens.values():
-            [ids] = tokenizer.encode_batch([tokenizer.id_to_token(i)])
-            unknown = {tokenizer.special_tokens["unk"]} if kind.startswith("words") else set()
-            assert set(tokenizer.special_tokens.values()) & set(ids.tolist()) <= unknown, (kind, i)
-
-
 def test_word_starts_and_offsets_of_added_tokens(tmp_path: Path) -> None:
     tokenizer = Tokenizer(bert_folder(tmp_path / "a", LOWER | {"additional_special_tokens": ["[E1]"]}))
     assert tokenizer.fast
