@@ -129,4 +129,4 @@ def test_the_cause_of_unknown_words_is_named(tmp_path, capfd, entries, text, cau
     prepare(iter([text] * 20), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", lowercase=False)
     said = capfd.readouterr().err
     assert cause in said
-    assert ("98.4% of the letters of a sample stand in words of more than 100" in said) == ("more than 100" in cause)
+    assert ("98.4% of the letters of a sample are in words of more than 100" in said) == ("more than 100" in cause)

@@ -92,17 +92,17 @@ class Tokenizer:
         return token
 
     def word_starts(self) -> list[bool] | None:
-        """For each id, whether it begins a word; `None` if the vocabulary does not mark words."""
+        """For each id, True if it begins a word; `None` if the vocabulary does not mark words."""
         return self._inner.word_starts()
 
     @property
     def fast(self) -> bool:
-        """Whether ids come from this package's fast path rather than from the `tokenizers` crate."""
+        """True if ids come from this package's fast path, not from the `tokenizers` crate."""
         return self._inner.fast
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why the crate is used, as a clause such as "its model is not WordPiece"; `None` on the fast path."""
+        """The reason for using the crate, such as "its model is not WordPiece"; `None` on the fast path."""
         return self._inner.fallback_reason
 
     @property
@@ -136,7 +136,7 @@ class Tokenizer:
 
     @property
     def casing_inferred(self) -> bool:
-        """Whether no file states the settings of a `vocab.txt`, so that they were inferred from its entries."""
+        """True if no file states the settings of a `vocab.txt`, so that they were inferred from its entries."""
         return self._inner.casing_inferred
 
     @property

@@ -62,7 +62,7 @@ class BatchLoader(Iterator[RecordBatch]):
         sequence_length: Tokens per row (L), special tokens included, 8 to 32,768.
         batch_size: Rows per batch, over all ranks.
         seed: Determines the order of documents, where they are split, and the masks.
-        masking: Which tokens are masked. `paper`: distinct ones. `google`: draws that may repeat, 85 % of them
+        masking: Choice of the masked tokens. `paper`: distinct ones. `google`: draws that may repeat, 85 % of them
             masked. `bert`: distinct ones, 80 % masked, 10 % replaced. `whole-word`: all tokens of words in
             random order, skipping words that would exceed `mask_prob`. `span`: one to three adjacent words n with
             probability proportional to 1/n, fewer where a special token, a masked word or `mask_prob` ends them
@@ -70,12 +70,12 @@ class BatchLoader(Iterator[RecordBatch]):
             of a segment counts as the start of one. In a row in which no word is short enough, tokens are masked
             one by one.
         mask_prob: Fraction of a row's tokens that are masked; with whole words, the most.
-        rank: Which part of each batch to return.
+        rank: Part of each batch to return.
         world_size: Number of parts.
-        packing: How documents become rows. `best-fit` keeps every token and fills the rows. `google`
+        packing: Packing of documents into rows. `best-fit` keeps every token and fills the rows. `google`
             builds examples as the published code does: one or two segments of a document's lines
             (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
-        cut_at: Where `best-fit` may cut a document into rows: at any `token`, or only before a `word` or `line`
+        cut_at: Places where `best-fit` may cut a document: at any `token`, or only before a `word` or `line`
             of it, at the price of more padding. A word or line longer than a row is cut at tokens.
         num_threads: Threads that fill batches, in addition to one that plans them.
         prefetch: Number of batches prepared in advance.

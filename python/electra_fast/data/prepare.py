@@ -63,19 +63,19 @@ def prepare(
         out: The output folder: new, empty, or left by an interruption of the same run.
         lowercase: As for `Tokenizer`; not allowed with an open tokenizer.
         strip_accents: As for `Tokenizer`; not allowed with an open tokenizer.
-        documents: What separates documents in a `.txt`: blank lines, files, or line ends.
+        documents: Separator of documents in a `.txt`: blank lines, files, or line ends.
         text_field: Field or column with the text; several, separated by commas, are joined with newlines.
         invalid_utf8: `error` stops and says where; `replace` reads invalid bytes as U+FFFD.
         format: Format of the files. `auto` goes by file extension and ignores files of other kinds. Any other format
             applies to every file, whether named, in a folder or matched by a glob, except hidden ones; files ending
             in `.gz`, `.zst` or `.xz` are decompressed first.
-        skip_bad_records: How many JSON-lines records may be skipped over the whole input because they are
+        skip_bad_records: Maximum number of JSON-lines records, over the whole input, to skip because they are
             malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
         holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
             The choice depends only on their positions; of two or more documents, at least one is chosen.
-        partition: `"I/N"`, counted from 1: process only every N-th input group. When the files of all N
-            parts are in one folder, a run without `partition` completes it; parts run in the same folder do so
-            by themselves.
+        partition: `"I/N"`, counted from 1: process only every N-th input group. When the files of all N parts are
+            in one folder, a run without `partition` completes it; parts that run in the same folder complete it
+            themselves.
         verify_inputs: Hash every input in full to detect changes since work in `out` was finished. By default, inputs
             are compared by size, modification time and a hash of their beginning, middle and end, and hashed in full
             only if their modification time differs, which misses a change elsewhere in a large file that keeps its

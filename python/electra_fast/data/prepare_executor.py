@@ -129,10 +129,10 @@ def dask_executor(address: str) -> Iterator[Executor]:
         from distributed.comm import get_address_host_port
     except ImportError as error:
         raise InputError("--scheduler needs Dask: pip install distributed") from error
-    for name in ("distributed", "distributed.client"):  # its tracebacks would bury our one line
+    for name in ("distributed", "distributed.client"):  # its tracebacks would hide the error message
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        # A client that cannot connect does not close well, so it is not made where nobody listens.
+        # Checked first, because a client that cannot connect does not close cleanly.
         host, port = get_address_host_port(address)
         socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
         client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)

@@ -16,7 +16,7 @@ LENGTHS = (128, 512)
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """What `prepare` did; counts exclude validation documents."""
+    """The outcome of `prepare`; counts exclude validation documents."""
 
     complete: bool
     """The folder is a complete corpus; `False` if input groups of other partitions are missing."""

@@ -125,7 +125,7 @@ def _decomposed(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterator[str
     if encode(tokenizer, asked) != encode(tokenizer, (composed[word] for word in asked)):
         yield (
             f"warning: {count / words.total():.1%} of the words of a sample are written with separate accents or "
-            "parts of letters (Unicode NFD), which the vocabulary tells from the usual composed letters (NFC); "
+            "parts of letters (Unicode NFD), which the vocabulary does not match with composed letters (NFC); "
             "convert the text first: uconv -x nfc FILE > NEW-FILE"
         )
 
@@ -138,9 +138,9 @@ def _long_words(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterator[str
     share = sum(len(word) * words[word] for word in lost) / max(1, letters)
     if share > MOST_LOST:
         yield (
-            f"warning: {share:.1%} of the letters of a sample stand in words of more than {MAX_WORD_CHARS} characters, "
-            f"each of which is one [UNK] ({lost[0][:20]}…); separate the words of such text by spaces, or take a "
-            "tokenizer.json that needs none (SentencePiece)"
+            f"warning: {share:.1%} of the letters of a sample are in words of more than {MAX_WORD_CHARS} characters, "
+            f"each of which is one [UNK] ({lost[0][:20]}…); separate words by spaces, or use a tokenizer.json that "
+            "needs none (SentencePiece)"
         )
 
 
