@@ -269,7 +269,7 @@ class TestMistakes:
 
 def test_closed_pipe_is_no_error(folder):
     done = subprocess.run(
-        f"{sys.executable} -m electra_fast inspect {folder / 'shards'} --json | true", shell=True, capture_output=True
+        f"{sys.executable} -m electra_fast verify {folder / 'shards'} --json | true", shell=True, capture_output=True
     )
     assert done.stderr == b""
 

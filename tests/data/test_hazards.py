@@ -89,16 +89,12 @@ def test_a_read_only_folder(vocab, tmp_path):
     assert contents(folder) == {} and contents(corpus) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "special"),
-    [
-        ("manifest.json", "pipe"),
-        ("shard-000000-000.tokens", "device"),
-        ("vocab.txt", "pipe"),
-        ("inputs.json", "device"),
-    ],
-)
-def test_a_corpus_with_a_pipe_or_device_in_it_is_an_error_at_once(vocab, tmp_path, special, name):
+SPECIAL = {"manifest.json": "pipe", "shard-000000-000.tokens": "device", "vocab.txt": "pipe", "inputs.json": "device"}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_corpus_with_a_pipe_or_device_in_it_is_an_error_at_once(vocab, tmp_path, name):
+    special = SPECIAL[name]
     (tmp_path / "a.txt").write_text("w1 w2\n")
     out = tmp_path / "out"
     prepare([tmp_path / "a.txt"], vocab=vocab, out=out, progress=False)

@@ -318,11 +318,7 @@ class TestVocabulariesToldApart:
     "part, value, message",
     [
         ("model.vocab.##b", 2**32 - 1, '"##b" has the id 4294967295, and ids must be below 16777216'),
-        (
-            "normalizer",
-            {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
-            "not a usable tokenizer .the tokenizers",
-        ),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "not a usable tokenizer"),
         # What the library finds at the first text, or at the first ids.
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "not a usable tokenizer"),
         ("decoder", {"type": "Strip", "content": "a", "start": 9, "stop": 9}, "not a usable tokenizer"),
