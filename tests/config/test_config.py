@@ -219,11 +219,11 @@ def test_differences_name_the_keys() -> None:
         ("[train]\naccumulate = 3", "train.accumulate = 3 does not divide train.batch_size = 128"),
         (
             "[generator]\nfraction = 0.3",
-            "generator.fraction = 0.3 of model.num_heads = 4 is not a whole number of heads",
+            "generator.fraction = 0.3 of model.num_heads = 4 is not a whole number",
         ),
         (
             '[model]\ntying = "all"',
-            "needs a generator of the same size: set generator.fraction = 1.0 and generator.num",
+            "needs a generator of the same size: set generator.fraction = 1.0",
         ),
         ('preset = "smal"', "unknown preset 'smal'; did you mean small?"),
         ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
