@@ -93,11 +93,15 @@ def test_inspect_and_verify(folder):
     assert figures["rows"] == figures["best_fit_rows"] and figures["best_fit_tokens_dropped"] == 0
     assert figures["google_tokens_kept"] + figures["google_tokens_dropped"] == figures["tokens"]
     assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
-    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "span", "--cut-at", "line")
+    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "span", "--packing", "google")
     assert shown.returncode == 0 and shown.stderr == "" and "[CLS]" in shown.stdout and "[MASK](" in shown.stdout
     of_recipe = ("--masking", RECIPES[DEFAULT_RECIPE]["data.masking"], "--mask-prob", 0.25)
     rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
     assert rows[0] == rows[1] and rows[0].count("[MASK](") > rows[2].count("[MASK](") > 0
+    cut = [
+        run("inspect", folder / "shards", "--sequence-length", 16, "--cut-at", at).stdout for at in ("token", "line")
+    ]
+    assert cut[0] != cut[1]
     checked = run("verify", folder / "shards")
     assert checked.returncode == 0 and "content_hash" in checked.stdout and checked.stderr == ""
     json.loads(run("verify", folder / "shards", "--json").stdout)
