@@ -103,14 +103,6 @@ def test_which_candidates_are_answers(uncased):
     assert [(each.text, each.score) for each in found] == [(" ".join(pieces[a:b]), score) for a, b, score in expected]
 
 
-def test_length_order_and_number(uncased):
-    chunk = [(3, 5, 1), (3, 4, 1), (3, 3, 2), (4, 4, 1), (5, 5, 0)]
-    found = answers(uncased, "the north bank", chunk, max_answer_length=2, n_best=3)
-    assert [each.text for each in found] == ["the", "the north", "north"]  # equal scores in the order given
-    weights = np.exp([2.0, 1.0, 1.0])
-    assert [each.probability for each in found] == pytest.approx(weights / weights.sum())
-
-
 def test_a_text_comes_once_with_its_best_score(uncased):
     found = answers(uncased, "the north, the  north", [(3, 4, 1), (6, 7, 3), (6, 6, 2), (3, 3, 1)])
     assert [(each.text, each.score) for each in found] == [("the  north", 3), ("the", 2)]  # whitespace does not count
@@ -131,17 +123,13 @@ def test_the_null_score_is_the_smallest_of_the_chunks(uncased):
 @pytest.mark.parametrize(
     "context, first, last, answer",
     [
-        ("of berlin's bank", 1, 1, "berlin"),
         ("born (1895-1943).", 2, 3, "1895"),
         ("an unbelievable", 2, 3, "unbel"),  # pieces: a ##n un ##bel ##iev ##able
-        ("in\nthe\u202fnorth", 0, 2, "in\nthe\u202fnorth"),
         ("(café)", 1, 1, "café"),
         ("(cafe\u0301)", 1, 1, "cafe\u0301"),  # the accent is dropped, or the word unknown
         ("in the\u200b, of", 1, 1, "the"),
         ("10\u00a0north", 0, 2, "10\u00a0north"),
-        ("(\uac01)", 0, 0, "("),
         ("(\uac01)", 1, 1, "\uac01"),  # one syllable, three letters once accents are stripped
-        ("(☃) of", 1, 1, "☃"),  # unknown
         ("(☃\u0301) of", 1, 1, "☃\u0301"),
         ("s-bahns", 6, 6, "s"),  # not the first "s", which the published code takes
     ],
