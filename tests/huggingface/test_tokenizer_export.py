@@ -66,47 +66,40 @@ def reference(vocab: Path, lowercase: bool, strip_accents: bool | None) -> token
     return tokenizer
 
 
-@pytest.mark.parametrize(("lowercase", "strip_accents"), [(True, None), (True, False), (False, None), (False, True)])
-def test_ids_equal_those_of_tokenizers_and_of_transformers(
-    tmp_path: Path, lowercase: bool, strip_accents: bool | None
-) -> None:
+def test_ids_equal_those_of_tokenizers_and_of_transformers(tmp_path: Path) -> None:
+    """In a folder and in a copy of it; `test_tokenizer_settings` has other kinds and settings."""
     vocab = write_vocabulary(tmp_path)
-    folder = tmp_path / "tokenizer"
-    write_tokenizer(folder, Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents), 512)
-    expected = reference(vocab, lowercase, strip_accents)
-    written = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    auto = transformers.AutoTokenizer.from_pretrained(folder)
-    assert auto.is_fast and auto.vocab_size == written.get_vocab_size() == len(vocabulary())
-    unknown = 0
+    write_tokenizer(tmp_path / "one", Tokenizer(vocab, lowercase=True, strip_accents=False), 512)
+    copy_tokenizer(tmp_path / "one", tmp_path / "two", ["input_ids", "attention_mask"])
+    expected = reference(vocab, lowercase=True, strip_accents=False)
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "two")
+    assert auto.is_fast and auto.vocab_size == len(vocabulary()) and list(auto("a")) == ["input_ids", "attention_mask"]
+    written = tokenizers.Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json"))
     for text in TEXTS:
-        ids = expected.encode(text).ids
-        assert written.encode(text).ids == ids, text
-        assert auto(text)["input_ids"] == ids, text
-        unknown += ids.count(1)
-    assert 0 < unknown < sum(len(expected.encode(text).ids) for text in TEXTS) / 10
-    assert expected.encode(TEXTS[-2]).ids.count(4) == 1
+        assert written.encode(text).ids == auto(text)["input_ids"] == expected.encode(text).ids, text
     pair = expected.encode("the", "fox")
     for found in (written.encode("the", "fox"), auto("the", "fox").encodings[0]):
         assert (found.ids, found.type_ids) == (pair.ids, pair.type_ids)
     assert written.decode(written.encode("the quick").ids) == "the quick"
 
 
-@pytest.mark.parametrize("lowercase", [True, False])
-def test_the_folder_says_what_it_is(tmp_path: Path, lowercase: bool) -> None:
+def test_the_folder_says_what_it_is(tmp_path: Path) -> None:
+    """A byte-order mark is no part of the first entry."""
     vocab = write_vocabulary(tmp_path)
-    write_tokenizer(tmp_path / "out", Tokenizer(vocab, lowercase=lowercase), 77)
+    content = vocab.read_bytes()
+    vocab.write_bytes(b"\xef\xbb\xbf" + content)
+    write_tokenizer(tmp_path / "out", Tokenizer(vocab, lowercase=False), 77)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "special_tokens_map.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "vocab.txt",
     ]
-    assert (tmp_path / "out" / "vocab.txt").read_bytes() == vocab.read_bytes()
+    assert (tmp_path / "out" / "vocab.txt").read_bytes() == content
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert type(auto).__name__ == "BertTokenizer"
-    assert auto.model_max_length == 77
-    assert auto.do_lower_case == lowercase
-    assert auto.all_special_ids == [1, 3, 0, 2, 4] or sorted(auto.all_special_ids) == [0, 1, 2, 3, 4]
+    assert (auto.model_max_length, auto.do_lower_case) == (77, False)
+    assert sorted(auto.all_special_ids) == [0, 1, 2, 3, 4]
     assert special_ids(tmp_path / "out") == {"unk": 1, "sep": 3, "pad": 0, "cls": 2, "mask": 4}
     tokens = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     assert [getattr(auto, name) for name in tokens] == SPECIAL
@@ -171,26 +164,6 @@ def test_a_template_that_is_there_stays(tmp_path: Path) -> None:
     )
 
 
-def test_copies_keep_the_ids_and_name_the_inputs(tmp_path: Path) -> None:
-    vocab = write_vocabulary(tmp_path)
-    write_tokenizer(tmp_path / "one", Tokenizer(vocab, lowercase=False), 64)
-    copy_tokenizer(tmp_path / "one", tmp_path / "two", ["input_ids", "attention_mask"])
-    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "two")
-    assert list(auto("the fox")) == ["input_ids", "attention_mask"]
-    assert auto(TEXTS[0])["input_ids"] == reference(vocab, False, None).encode(TEXTS[0]).ids
-
-
-def test_a_folder_with_a_vocabulary_only_follows_its_tokenizer_config(tmp_path: Path) -> None:
-    old = tmp_path / "old"
-    old.mkdir()
-    vocab = write_vocabulary(old)
-    for lowercase in (False, True):
-        (old / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}), encoding="utf-8")
-        copy_tokenizer(old, tmp_path / f"new-{lowercase}", ["input_ids"])
-        auto = transformers.AutoTokenizer.from_pretrained(tmp_path / f"new-{lowercase}")
-        assert auto(TEXTS[0])["input_ids"] == reference(vocab, lowercase, None).encode(TEXTS[0]).ids
-
-
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt, nor either of them in"):
         copy_tokenizer(tmp_path, tmp_path / "out", ["input_ids"])
@@ -208,12 +181,3 @@ def test_the_model_trains_on_the_names_that_are_exported(tmp_path: Path) -> None
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (auto.cls_token_id, auto.sep_token_id, auto.unk_token_id) == (4, 5, 1)
     assert auto("a x")["input_ids"] == [4, 7, 1, 5]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_entry(tmp_path: Path) -> None:
-    vocab = write_vocabulary(tmp_path)
-    vocab.write_bytes(b"\xef\xbb\xbf" + vocab.read_bytes())
-    write_tokenizer(tmp_path / "out", Tokenizer(vocab, lowercase=True), 512)
-    assert (tmp_path / "out" / "vocab.txt").read_bytes() == vocab.read_bytes()[3:]
-    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert auto.pad_token_id == 0 and auto.convert_ids_to_tokens(0) == "[PAD]"

@@ -63,13 +63,6 @@ def test_texts_without_words_match_in_version_2_only():
     assert f1("The", "a.", has_unanswerable=False) == 0
 
 
-def test_version_1_takes_the_best_annotated_answer():
-    split = split_of(["Tower", "the Eiffel Tower"], ["Paris", "in Paris, France"], ["The"])
-    scores = squad_scores(split, by_id("Eiffel Tower", "in Paris", "a"))
-    # 1 and 1; 0 and the better one of 2/3 and 4/5; in version 1 an article is an answer that has no words in common
-    assert scores == pytest.approx({"exact_match": 2 / 3, "f1": (1 + 4 / 5 + 0) / 3})
-
-
 def test_version_1_without_an_annotated_answer_is_wrong():
     assert squad_scores(split_of(["x"], []), by_id("x", "y")) == {"exact_match": 0.5, "f1": 0.5}
 
@@ -111,11 +104,6 @@ def test_equal_odds_count_in_the_order_of_the_mapping():
     last = squad_scores(split, predictions, {"q1": 1.0, "q0": 1.0})
     assert (first["f1"], first["null_threshold"]) == (1, 1.0)  # between the two, where no threshold lies
     assert (last["f1"], last["null_threshold"]) == (1 / 2, 0.0)
-
-
-def test_the_first_of_equal_scores_gives_the_threshold():
-    scores = squad_scores(split_of(["red"], [], ["blue"]), by_id("red", "x", "blue"), by_id(0.1, 0.2, 0.3))
-    assert (scores["f1"], scores["null_threshold"]) == (2 / 3, 0.1)  # 1 at first, then 2 1 2
 
 
 def test_every_question_needs_a_prediction_and_odds():
