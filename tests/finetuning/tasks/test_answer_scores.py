@@ -42,22 +42,6 @@ def test_normalization(text, normalized):
     assert normalize_answer(text) == normalized
 
 
-@pytest.mark.parametrize(
-    ("prediction", "gold", "exact", "overlap"),
-    [
-        ("the Eiffel Tower!", "Eiffel tower", 1, 1),
-        ("in the Eiffel Tower", "Eiffel Tower", 0, 4 / 5),  # 2/3 and 1
-        ("b b b", "b b c", 0, 2 / 3),  # two of three, each way
-        ("Tower Eiffel", "Eiffel Tower", 0, 1),
-        ("", "Eiffel", 0, 0),
-    ],
-)
-def test_scores_of_one_answer(prediction, gold, exact, overlap):
-    assert exact_match(prediction, gold) == exact
-    for has_unanswerable in (False, True):
-        assert f1(prediction, gold, has_unanswerable=has_unanswerable) == pytest.approx(overlap)
-
-
 def test_texts_without_words_match_in_version_2_only():
     assert exact_match("The", "a.") == f1("The", "a.", has_unanswerable=True) == 1
     assert f1("The", "a.", has_unanswerable=False) == 0
@@ -65,31 +49,6 @@ def test_texts_without_words_match_in_version_2_only():
 
 def test_version_1_without_an_annotated_answer_is_wrong():
     assert squad_scores(split_of(["x"], []), by_id("x", "y")) == {"exact_match": 0.5, "f1": 0.5}
-
-
-def test_version_2_ignores_annotated_answers_without_words():
-    scores = squad_scores(split_of(["The", "cat"], ["A."]), by_id("", ""), by_id(0.0, 0.0))
-    # "" is wrong for "cat"; it is right where nothing else was annotated, which is still an answerable question
-    assert scores["has_answer_exact_match"] == scores["has_answer_f1"] == 0.5
-    assert "no_answer_accuracy" not in scores
-
-
-def test_version_2_by_hand():
-    split = split_of(["red"], [], ["dark blue"], [], ["green"])
-    odds = by_id(-2.0, -1.0, 0.5, 1.0, 3.0)
-    scores = squad_scores(split, by_id("red", "x", "blue", "", "wrong"), odds)
-    # Unanswered, two are right. By rising odds, exact match is 3 2 2 2 2, F1 is 3, 2, 2 + 2/3, the same, and the same.
-    assert scores == pytest.approx(
-        {
-            "exact_match": 3 / 5,
-            "exact_match_threshold": -2.0,
-            "f1": 3 / 5,
-            "null_threshold": -2.0,
-            "has_answer_exact_match": 1 / 3,
-            "has_answer_f1": 1 / 3,
-            "no_answer_accuracy": 1.0,
-        }
-    )
 
 
 def test_nothing_is_better_than_unanswered():
