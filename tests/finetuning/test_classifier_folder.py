@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_reading import flags as settings
 from tiny_task import QUICK, save_encoder, sentences, write_mrpc, write_sst2, write_stsb
 from transformers import (
     AutoModel,
@@ -37,15 +38,15 @@ def encoder(request, tmp_path_factory, tiny_vocab):
     return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab, request.param)
 
 
-def trained(task, encoder, out, write, **overrides):
-    data = write(out / "data")
-    ef.finetune(
-        task,
-        model=encoder,
-        data=data,
-        out=out / "out",
-        overrides=QUICK | {"finetune.learning_rate": "1e-3"} | overrides,
-    )
+@pytest.fixture(scope="module")
+def sst2(encoder, tmp_path_factory):
+    """A folder fine-tuned on single sentences."""
+    return trained("sst2", encoder, tmp_path_factory.mktemp("sst2"), write_sst2)
+
+
+def trained(task, encoder, out, write, **changes):
+    overrides = QUICK | {"finetune.learning_rate": "1e-3"} | changes
+    ef.finetune(task, model=encoder, data=write(out / "data"), out=out / "out", overrides=overrides)
     return out / "out" / task / "seed-0" / "model"
 
 
@@ -56,13 +57,19 @@ def their_logits(folder, examples):
         return model.eval()(**tokenizer(*columns, return_tensors="pt", padding=True)).logits.numpy()
 
 
-def is_modern(folder):
-    return json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
+def test_default_head_has_equal_logits(sst2):
+    """Special tokens in a text are text in both, as tokenizer_config.json tells `transformers`."""
+    texts = [*SENTENCES, "a [SEP] b", "[CLS]", "the [MASK] of a class"]
+    np.testing.assert_allclose(ef.load_finetuned(sst2).outputs(texts), their_logits(sst2, texts), atol=1e-5)
 
 
-def test_default_head_has_equal_logits(encoder, tmp_path):
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    np.testing.assert_allclose(ef.load_finetuned(folder).outputs(SENTENCES), their_logits(folder, SENTENCES), atol=1e-5)
+def test_pipeline_and_predict_agree(sst2):
+    """A long text is truncated at the same place."""
+    texts = [*SENTENCES, " ".join(["class value name"] * 30)]
+    classify = pipeline("text-classification", str(sst2), device="cpu", truncation=True)
+    for answer, found in zip(ef.load_finetuned(sst2).predict(texts), classify(texts), strict=True):
+        assert answer["label"] == found["label"]
+        assert answer["scores"][found["label"]] == pytest.approx(found["score"], abs=1e-5)
 
 
 def test_published_head_on_electra_has_equal_logits(tmp_path, tiny_vocab):
@@ -77,7 +84,7 @@ def test_published_head_on_electra_has_equal_logits(tmp_path, tiny_vocab):
     assert "raw" not in (folder / "README.md").read_text() and "## Head" in (folder / "README.md").read_text()
 
 
-def test_published_head_on_modernbert_is_used_as_its_card_says(tmp_path, tiny_vocab, monkeypatch):
+def test_published_head_on_modernbert_is_used_as_its_card_says(tmp_path, tiny_vocab):
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab, "modern")
     folder = trained("sst2", encoder, tmp_path, write_sst2, **{"finetune.head": "google"})
     card = (folder / "README.md").read_text()
@@ -105,120 +112,101 @@ def test_regression_gives_values_in_the_units_of_the_data(encoder, tmp_path):
     assert [float(line.split("\t")[1]) for line in lines] == pytest.approx(np.clip(again, 0, 5), abs=1e-3)
 
 
-def test_pipeline_and_predict_agree(encoder, tmp_path):
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    classify = pipeline("text-classification", str(folder), device="cpu")
-    ours, theirs = ef.load_finetuned(folder).predict(SENTENCES), classify(SENTENCES)
-    for answer, found in zip(ours, theirs, strict=True):
-        assert answer["label"] == found["label"]
-        assert answer["scores"][found["label"]] == pytest.approx(found["score"], abs=1e-5)
-
-
-def test_multi_label(encoder, tmp_path):
+def test_multi_label(encoder, tmp_path, write_rows):
     rows = [{"text": f"value {i}", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ef.finetune("classification", model=encoder, train=tmp_path / "train.jsonl", out=tmp_path / "out", overrides=QUICK)
+    train = write_rows(rows)
+    ef.finetune("classification", model=encoder, train=train, out=tmp_path / "out", overrides=QUICK)
     folder = tmp_path / "out" / "classification" / "seed-0" / "model"
     config = json.loads((folder / "config.json").read_text())
-    assert config["problem_type"] == "multi_label_classification" and config["id2label"] == {
-        "0": "a",
-        "1": "b",
-        "2": "c",
-    }
+    assert config["problem_type"] == "multi_label_classification"
+    assert list(config["id2label"].values()) == ["a", "b", "c"]
     probabilities = 1 / (1 + np.exp(-their_logits(folder, SENTENCES)))
     for answer, row in zip(ef.load_finetuned(folder).predict(SENTENCES), probabilities, strict=True):
         assert list(answer["scores"].values()) == pytest.approx(row.tolist(), abs=1e-5)
         assert answer["labels"] == [label for label, score in answer["scores"].items() if score > 0.5]
 
 
-def test_a_folder_from_elsewhere_predicts(tmp_path, tiny_vocab):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    save_encoder(tmp_path, tiny_vocab)  # for its tokenizer
-    size = len(tiny_vocab.read_text().splitlines())
-    model = ElectraForSequenceClassification(ElectraConfig(vocab_size=size, num_labels=3, **sizes))
-    model.save_pretrained(tmp_path)
-    np.testing.assert_allclose(ef.load_finetuned(tmp_path).outputs(PAIRS), their_logits(tmp_path, PAIRS), atol=1e-5)
-    assert ef.load_finetuned(tmp_path).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
-
-
-def test_a_fine_tuned_model_can_be_fine_tuned_again(encoder, tmp_path):
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    found = ef.finetune(
-        "mrpc", model=folder, data=write_mrpc(tmp_path / "mrpc"), out=tmp_path / "again", overrides=QUICK
-    )
-    assert found["mrpc"]["runs"][0]["seed"] == 0
-
-
-def test_predict_streams_in_the_order_of_the_input(encoder, tmp_path):
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    expected = ef.load_finetuned(folder).predict(SENTENCES)
-    (tmp_path / "lines.txt").write_text("\n".join(SENTENCES[:3]) + "\n\n")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"sentence": text}) + "\n" for text in SENTENCES))
-    quoted = "".join(f'{i},"{text}"\n' for i, text in enumerate(SENTENCES))
-    (tmp_path / "rows.csv").write_text("id,body\n" + quoted)
-    for name, flags in {"lines.txt": [], "rows.jsonl": [], "rows.csv": ["--text", "body"]}.items():
-        found = in_process.run("predict", folder, tmp_path / name, *flags)
-        assert found.returncode == 0, found.stderr
-        answers = [json.loads(line) for line in found.stdout.splitlines()]
-        assert [answer.pop("id", None) for answer in answers] == (list("0123") if name == "rows.csv" else [None] * 4)
-        assert answers == expected
-    out = tmp_path / "answers.jsonl"
-    assert in_process.run("predict", folder, tmp_path / "lines.txt", "--out", out).returncode == 0
-    assert [json.loads(line) for line in out.read_text().splitlines()] == expected
-
-
-@pytest.mark.parametrize(
-    "name, content, flags, message",
-    [
-        ("rows.tsv", "a\tb\nx\ty\n", [], "no text column; there are: a, b; choose with --text"),
-        ("rows.tsv", "text\tb\n", [], "no rows"),
-        ("rows.csv", "text,a;b\nx,y;z\n", [], "choose with --delimiter"),
-        ("rows.csv", "text,a\nx,1\ny\nz,2,3\n", ["--skip-bad-rows", "1"], "line 4: found 3 fields"),
-        ("rows.jsonl", '{"text": null}\n', [], "line 1: 'text' is null, not text"),
-        ("rows.tsv", "a\tb\nx\ty\n", ["--text", "c"], "no column 'c'; there are: a, b"),
-        ("rows.doc", "x", [], "unknown extension"),
-        ("rows.txt", "", [], "no rows"),
-        ("rows.jsonl", '{"text": "a"}\n{"text": 3}\n', [], "line 2"),
-    ],
-)
-def test_predict_names_a_mistake_in_one_line(tmp_path, tiny_vocab, name, content, flags, message):
-    encoder = save_encoder(tmp_path / "encoder", tiny_vocab)
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    (tmp_path / name).write_text(content)
-    out = tmp_path / "answers.jsonl"
-    found = in_process.run("predict", folder, tmp_path / name, "--out", out, *flags)
-    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and message in found.stderr
-    assert not list(tmp_path.glob("*answers*"))
-
-
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory, tiny_vocab):
     """One of `transformers` that was never trained, whose folder says that `body` is the text, or else `note`."""
-    folder = tmp_path_factory.mktemp("classifier")
-    save_encoder(folder, tiny_vocab)
+    folder = save_encoder(tmp_path_factory.mktemp("classifier"), tiny_vocab)  # for its tokenizer
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     size = len(tiny_vocab.read_text().splitlines())
-    ElectraForSequenceClassification(ElectraConfig(vocab_size=size, **sizes)).save_pretrained(folder)
+    model = ElectraForSequenceClassification(ElectraConfig(vocab_size=size, num_labels=3, **sizes))
+    model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"electra_fast_text_columns": [["body"], ["note"]]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def test_training_remembers_its_columns_for_predict(encoder, tmp_path):
-    rows = "".join(f"{text};title {i};{'ab'[i % 2]}\n" for i, (text, _) in enumerate(sentences(40)))
+def test_a_folder_from_elsewhere_predicts(classifier):
+    model = ef.load_finetuned(classifier)
+    np.testing.assert_allclose(model.outputs(PAIRS), their_logits(classifier, PAIRS), atol=1e-5)
+    assert model.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+def test_a_fine_tuned_model_can_be_fine_tuned_again(sst2, glue_folder, tmp_path):
+    found = ef.finetune("mrpc", model=sst2, data=glue_folder, out=tmp_path / "again", overrides=QUICK)
+    assert found["mrpc"]["runs"][0]["seed"] == 0
+
+
+def test_predict_streams_in_the_order_of_the_input(classifier, tmp_path):
+    """Into a file, through a link to one, and to what is no file."""
+    expected = ef.load_finetuned(classifier).predict(SENTENCES)
+    (tmp_path / "lines.txt").write_text("\n".join(SENTENCES[:3]) + "\n\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in SENTENCES))
+    quoted = "".join(f'{i},"{text}"\n' for i, text in enumerate(SENTENCES))
+    (tmp_path / "rows.csv").write_text("id,words\n" + quoted)
+    for name, flags in {"lines.txt": [], "rows.jsonl": [], "rows.csv": ["--text", "words"]}.items():
+        found = in_process.run("predict", classifier, tmp_path / name, *flags)
+        assert found.returncode == 0, found.stderr
+        answers = [json.loads(line) for line in found.stdout.splitlines()]
+        assert [answer.pop("id", None) for answer in answers] == (list("0123") if name == "rows.csv" else [None] * 4)
+        assert answers == expected
+    (tmp_path / "link").symlink_to(tmp_path / "answers.jsonl")
+    for out in (tmp_path / "link", "/dev/null"):
+        assert in_process.run("predict", classifier, tmp_path / "lines.txt", "--out", out).returncode == 0
+    assert (tmp_path / "link").is_symlink() and not Path("/dev/null").is_file()
+    assert [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()] == expected
+
+
+@pytest.mark.parametrize(
+    "name, content, flags, message",
+    [
+        (
+            "rows.tsv",
+            "a\tb\nx\ty\n",
+            [],
+            "no text column 'body' or 'note', as in training; there are: a, b; choose",
+        ),
+        ("rows.tsv", "a\tb\nx\ty\n", ["--text", "c"], "no column 'c'; there are: a, b"),
+        ("rows.tsv", "body\tb\n", [], "no rows"),
+        ("rows.txt", "", [], "no rows"),
+        ("rows.csv", "body,a;b\nx,y;z\n", [], "choose with --delimiter"),
+        ("rows.csv", "body,a\nx,1\ny\nz,2,3\n", ["--skip-bad-rows", "1"], "line 4: found 3 fields"),
+        ("rows.jsonl", '{"body": null}\n', [], "line 1: 'body' is null, not text"),
+        ("rows.doc", "x", [], "unknown extension"),
+    ],
+)
+def test_predict_names_a_mistake_in_one_line(classifier, tmp_path, name, content, flags, message):
+    (tmp_path / name).write_text(content)
+    found = in_process.run("predict", classifier, tmp_path / name, "--out", tmp_path / "answers.jsonl", *flags)
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and message in found.stderr
+    assert not list(tmp_path.glob("*answers*"))
+
+
+def test_training_remembers_its_columns_for_predict(encoder_folder, tmp_path):
+    texts = [text for text, _ in sentences(40)]
+    rows = "".join(f"{text};title {i};{'ab'[i % 2]}\n" for i, text in enumerate(texts))
     (tmp_path / "train.csv").write_text(f"body;text;label\n{rows}")
-    flags = [word for name, value in QUICK.items() for word in (f"--{name}", value)]
     run = in_process.run(
         *("finetune", "--task", "classification", "--train", tmp_path / "train.csv", "--text", "body"),
-        *("--model", encoder, "--out", tmp_path / "out", *flags),
+        *("--model", encoder_folder, "--out", tmp_path / "out", *settings(QUICK)),
     )
     assert run.returncode == 0 and "semicolons separate the cells" in run.stderr, run.stderr
     folder = tmp_path / "out/classification/seed-0/model"
-    found = in_process.run("predict", folder, tmp_path / "train.csv")
-    texts = [text for text, _ in sentences(40)]
-    for number, (line, answer) in enumerate(
-        zip(found.stdout.splitlines(), ef.load_finetuned(folder).predict(texts), strict=True)
-    ):
+    found = in_process.run("predict", folder, tmp_path / "train.csv").stdout.splitlines()
+    for number, (line, answer) in enumerate(zip(found, ef.load_finetuned(folder).predict(texts), strict=True)):
         assert json.loads(line) == {"text": f"title {number}"} | answer | {"input": {"label": "ab"[number % 2]}}
 
 
@@ -239,16 +227,16 @@ def test_other_columns_pass_through_whatever_they_hold(classifier, tmp_path):
     ]
 
 
-def test_a_file_without_the_columns_of_training_is_refused(classifier, tmp_path):
-    (tmp_path / "rows.csv").write_text("id,text\n1,a\n")
-    found = in_process.run("predict", classifier, tmp_path / "rows.csv")
-    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
-    assert "no text column 'body' or 'note', as in training; there are: id, text; choose with --text" in found.stderr
-    assert in_process.run("predict", classifier, tmp_path / "rows.csv", "--text", "text").returncode == 0
-    for name, content in {"lines.txt": "a\n", "dev.csv": "note,text\na,b\n"}.items():
+def test_other_text_columns_than_in_training(classifier, tmp_path):
+    (own,) = ef.load_finetuned(classifier).predict(["a"])
+    cases = {
+        "rows.csv": ("text\na\n", ["--text", "text"]),
+        "lines.txt": ("a\n", []),
+        "dev.csv": ("note,text\na,b\n", []),
+    }
+    for name, (content, flags) in cases.items():
         (tmp_path / name).write_text(content)
-        (own,) = ef.load_finetuned(classifier).predict(["a"])
-        found = in_process.run("predict", classifier, tmp_path / name)
+        found = in_process.run("predict", classifier, tmp_path / name, *flags)
         assert {name: json.loads(found.stdout)[name] for name in own} == own
 
 
@@ -275,8 +263,8 @@ def test_a_pipe_is_answered_as_it_comes(classifier):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    flags = ("--format", "csv", "--out", f"/dev/fd/{answers}")
-    run = in_process.run("predict", classifier, f"/dev/fd/{lines}", *flags)
+    out = ("--format", "csv", "--out", f"/dev/fd/{answers}")
+    run = in_process.run("predict", classifier, f"/dev/fd/{lines}", *out)
     os.close(answers)
     thread.join()
     for pipe in (lines, write, read):
@@ -285,15 +273,16 @@ def test_a_pipe_is_answered_as_it_comes(classifier):
     assert [answer["id"] for answer in found] == ["0", "1", "2"]
 
 
-def test_a_folder_that_is_not_fine_tuned_is_refused(encoder):
+def test_a_folder_that_is_not_fine_tuned_is_refused(encoder_folder):
     with pytest.raises(InputError, match="which is not fine-tuned .*electra-fast finetune --model"):
-        ef.load_finetuned(encoder)
+        ef.load_finetuned(encoder_folder)
     with pytest.raises(FileNotFoundError, match="no such folder; name a fine-tuned model"):
         ef.load_finetuned("nowhere")
 
 
-def test_predict_refuses_what_is_no_list_of_texts(encoder, tmp_path):
-    model = ef.load_finetuned(trained("sst2", encoder, tmp_path, write_sst2))
+def test_predict_refuses_what_is_no_list_of_texts(finetuned, tmp_path):
+    folder = finetuned[0] / "sst2/seed-0/model"
+    model = ef.load_finetuned(folder)
     for texts, message in {
         "a text": "put a single one into a list",
         ("a", 3): "example 1 is 3; it must be a text",
@@ -302,39 +291,9 @@ def test_predict_refuses_what_is_no_list_of_texts(encoder, tmp_path):
         with pytest.raises(InputError, match=message):
             model.predict(texts)
     assert model.predict([]) == [] and model.outputs([]).shape == (0, 2)
-
-
-def test_predict_needs_as_many_columns_as_the_model_reads(encoder, tmp_path):
-    folder = trained("mrpc", encoder, tmp_path, write_mrpc)
     (tmp_path / "lines.txt").write_text("a text\n")
-    found = in_process.run("predict", folder, tmp_path / "lines.txt")
+    found = in_process.run("predict", finetuned[0] / "mrpc/seed-0/model", tmp_path / "lines.txt")
     assert found.returncode == 2 and "text: this model reads a pair of texts" in found.stderr
     for out in (tmp_path, tmp_path / "missing" / "x.jsonl"):
         found = in_process.run("predict", folder, tmp_path / "lines.txt", "--out", out)
         assert found.returncode == 2 and "--out names a file in a folder that exists" in found.stderr
-
-
-def test_predict_writes_through_a_link_and_to_a_pipe(tmp_path, tiny_vocab):
-    encoder = save_encoder(tmp_path / "encoder", tiny_vocab)
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    (tmp_path / "lines.txt").write_text("a text\n")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    assert in_process.run("predict", folder, tmp_path / "lines.txt", "--out", tmp_path / "link").returncode == 0
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text().startswith("{")
-    assert in_process.run("predict", folder, tmp_path / "lines.txt", "--out", "/dev/null").returncode == 0
-    assert not Path("/dev/null").is_file()
-
-
-def test_special_tokens_in_a_text_are_text_in_both(encoder, tmp_path):
-    """As in the published tokenizer; `transformers` is told so in tokenizer_config.json."""
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    texts = ["a [SEP] b", "[CLS]", "the [MASK] of a class"]
-    np.testing.assert_allclose(ef.load_finetuned(folder).outputs(texts), their_logits(folder, texts), atol=1e-5)
-
-
-def test_a_long_text_is_cut_at_the_same_place(encoder, tmp_path):
-    folder = trained("sst2", encoder, tmp_path, write_sst2)
-    texts = [" ".join(["class value name"] * 30)]
-    classify = pipeline("text-classification", str(folder), device="cpu", truncation=True)
-    (ours,), (theirs,) = ef.load_finetuned(folder).predict(texts), classify(texts)
-    assert ours["scores"][theirs["label"]] == pytest.approx(theirs["score"], abs=1e-5)

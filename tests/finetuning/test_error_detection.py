@@ -25,7 +25,6 @@ from electra_fast.finetuning.error_detection import ErrorDetector, load_error_de
 from electra_fast.huggingface.export import export
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
-from electra_fast.training.pretrain import pretrain
 
 SHORT = "The value of the expression isn't a name."
 LONG = " ".join(f"the class of number {i} returns objekt zzz, value and name;" for i in range(9))
@@ -107,18 +106,16 @@ class TestProbabilities:
     def test_they_are_those_of_transformers(self, tmp_path: Path, tiny_vocab: Path, recipe: str) -> None:
         run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
         export(run, tmp_path / "export", unfinished=True)
-        reference, answers = Reference(tmp_path / "export/discriminator"), load_error_detector(run).predict(TEXTS)
-        everything = []
+        reference, detector, everything = Reference(tmp_path / "export/discriminator"), load_error_detector(run), []
+        answers = detector.predict(iter(TEXTS))
         for text, answer in zip(TEXTS, answers, strict=True):
             expected = reference.words(text, length=16)
             assert probabilities(answer) == pytest.approx(expected, abs=1e-5), text
             assert answer["score"] == pytest.approx(np.mean(expected) if expected else 0, abs=1e-5)
             everything += expected
+            [alone] = detector.predict([text])
+            assert probabilities(alone) == pytest.approx(probabilities(answer), abs=1e-5)
         assert len(everything) > 100 and max(everything) - min(everything) > 0.5
-
-    def test_those_of_a_trained_run(self, whole_run: Path, exported: Path) -> None:
-        [answer] = load_error_detector(whole_run).predict([SHORT])
-        assert probabilities(answer) == pytest.approx(Reference(exported / "discriminator").words(SHORT, 16), abs=1e-5)
 
     def test_every_source_of_a_model_gives_the_same(self, whole_run: Path, exported: Path, tmp_path: Path) -> None:
         alone = shutil.copytree(exported / "discriminator", tmp_path / "alone")
@@ -128,12 +125,6 @@ class TestProbabilities:
             found = load_error_detector(source)
             assert found.sequence_length == expected.sequence_length == 16
             assert found.predict(TEXTS) == expected.predict(TEXTS), source
-
-    def test_other_texts_change_nothing(self, whole_run: Path) -> None:
-        detector = load_error_detector(whole_run)
-        for text, answer in zip(TEXTS, detector.predict(iter(TEXTS)), strict=True):
-            [alone] = detector.predict([text])
-            assert probabilities(alone) == pytest.approx(probabilities(answer), abs=1e-6)
 
     @pytest.mark.parametrize(
         "changes", [{"generator.kind": "uniform"}, {"model.heads": "plain"}, {"model.tying": "all"}], ids=str
@@ -200,25 +191,23 @@ def parts(run: Path) -> tuple[Electra, Tokenizer]:
     return checkpoint.load_model(checkpoints[-1]), Tokenizer(run)
 
 
-class TestWithoutWords:
-    def test_empty_texts_score_nothing(self, whole_run: Path) -> None:
-        detector = load_error_detector(whole_run)
+class TestInputs:
+    def test_empty_texts_score_nothing(self, detector: ErrorDetector) -> None:
         none = {"score": 0.0, "errors": [], "words": []}
         assert detector.predict(["", " \t\n", "\x00\u200b"]) == [none] * 3
         assert detector.predict([]) == []
 
-    def test_what_is_no_list_of_texts(self, whole_run: Path) -> None:
-        detector = load_error_detector(whole_run)
+    def test_what_is_no_list_of_texts(self, detector: ErrorDetector) -> None:
         for texts in ("a text", b"bytes", {"text": "a"}):
             with pytest.raises(ValueError, match="predict takes a list of texts; put a single one into a list"):
                 detector.predict(texts)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"example 1 is \('a', 'b'\); it must be a text"):
             detector.predict(["a", ("a", "b")])  # type: ignore[list-item]
 
-    @pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan")])
-    def test_a_threshold_that_is_no_probability(self, whole_run: Path, threshold: float) -> None:
-        with pytest.raises(ValueError, match=f"threshold is {threshold}; it is a probability, from 0 to 1"):
-            load_error_detector(whole_run, threshold)
+    def test_a_threshold_that_is_no_probability(self, run: Path) -> None:
+        for threshold in (-0.1, 1.5, float("nan")):
+            with pytest.raises(ValueError, match=f"threshold is {threshold}; it is a probability, from 0 to 1"):
+                load_error_detector(run, threshold)
 
 
 class TestSources:
@@ -233,33 +222,13 @@ class TestSources:
         expected = Reference(other).words(LONG, detector.sequence_length)
         assert probabilities(detector.predict([LONG])[0]) == pytest.approx(expected, abs=1e-5)
 
-    def test_a_model_without_a_discriminator(
-        self, tmp_path: Path, validation_corpus: Path, exported: Path, encoder_folder: Path
-    ) -> None:
-        config = tiny_config().with_objective("mlm").override({"train.steps": "1"})
-        pretrain(config, data=validation_corpus, out=tmp_path / "mlm")
-        for source in (tmp_path / "mlm", tmp_path / "mlm/checkpoints/step-1", exported / "generator"):
-            with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
-                load_error_detector(source)
-            assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
+    def test_a_model_without_a_discriminator(self, exported: Path, encoder_folder: Path) -> None:
+        source = exported / "generator"
+        with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
+            load_error_detector(source)
+        assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
         with pytest.raises(ValueError, match="has no discriminator"):
             load_error_detector(encoder_folder)
-
-    def test_what_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match="no such folder; name a run, a checkpoint or a Hugging Face"):
-            load_error_detector(tmp_path / "none")
-        with pytest.raises(FileNotFoundError, match="no model here"):
-            load_error_detector(tmp_path)
-
-    def test_a_broken_model(self, tmp_path: Path, tiny_vocab: Path) -> None:
-        model, tokenizer = parts(save_run(tmp_path / "run", tiny_vocab))
-        with torch.no_grad():
-            model.discriminator_head.classifier.weight[0, 0] = float("nan")
-        checkpoint.save(tmp_path / "run", model, None, TrainState(step=1), keep=1)
-        with pytest.raises(
-            ValueError, match="discriminator_head.classifier.weight has values that are nan or infinite"
-        ):
-            load_error_detector(tmp_path / "run")
 
 
 class TestTheBenchmark:
@@ -269,22 +238,15 @@ class TestTheBenchmark:
     def bench(self) -> Any:
         return importlib.import_module("error_detection")
 
-    @pytest.mark.parametrize(
-        "way", ["swapped letters", "dropped letter", "other word", "doubled word", "confused word"]
-    )
+    @pytest.mark.parametrize("way", ["swapped letters", "other word", "doubled word"])
     def test_errors_are_where_the_text_was_changed(self, bench: Any, way: str) -> None:
         text = "They're at “the house”, of its name; A to-do 3.5 naïve users' where?"
-        words, draws = bench.WORD.findall(text), random.Random(0)
-        assert words[:4] == ["They're", "at", "the", "house"] and "users" in words
-        num_errors = 0
+        words, draws, num_errors = bench.WORD.findall(text), random.Random(0), 0
         for _ in range(20):
             found = bench.corrupt(text, bench.CORRUPTIONS[way], draws, words, 0.4)
             spans = [match.span() for match in bench.WORD.finditer(found.text)]
-            assert set(found.errors) <= set(spans)
-            assert (found.text != text) == bool(found.errors)
-            assert bench.WORD.sub("", found.text).replace(" ", "") == bench.WORD.sub("", text).replace(" ", "")
-            wrong = [span in found.errors for span in spans]
-            now = [found.text[start:end] for start, end in spans]
+            assert set(found.errors) <= set(spans) and (found.text != text) == bool(found.errors)
+            wrong, now = [span in found.errors for span in spans], [found.text[slice(*span)] for span in spans]
             if way == "doubled word":
                 assert [word for word, is_wrong in zip(now, wrong, strict=True) if not is_wrong] == words
             else:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -15,6 +14,7 @@ import in_process
 import numpy as np
 import pytest
 import torch
+from tiny_reading import flags as settings
 from tiny_task import NO_DROPOUT, QUICK, sentences, write_mrpc, write_sst2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,21 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import electra_fast as ef
 from electra_fast.files import checkpoint_folder
 from electra_fast.finetuning import batches
-from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.readers import glue
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.training import seed_run
-from electra_fast.finetuning.training.job import make_job
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 
-CPU = torch.device("cpu")
-
 
 def command(encoder_folder, glue_folder, out, *more, **overrides):
-    flags = [word for name, value in (QUICK | overrides).items() for word in (f"--{name}", value)]
-    start = [sys.executable, "-m", "electra_fast", "finetune", "--task", "sst2,mrpc", "--seeds", "2"]
-    return [*start, "--model", str(encoder_folder), "--data", str(glue_folder), "--out", str(out), *flags, *more]
+    start = ["finetune", "--task", "sst2,mrpc", "--seeds", "2", "--model", str(encoder_folder)]
+    return [*start, "--data", str(glue_folder), "--out", str(out), *settings(QUICK | overrides), *more]
 
 
 def model_bytes(out):
@@ -87,7 +82,7 @@ def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_fo
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     kept = {path: path.stat().st_mtime_ns for path in copy.glob("*/seed-*/model/model.safetensors")}
-    again = in_process.run(*command(encoder_folder, glue_folder, copy, "--json")[3:])
+    again = in_process.run(*command(encoder_folder, glue_folder, copy, "--json"))
     assert again.returncode == 0 and json.loads(again.stdout) == results
     assert "from an earlier session" in again.stderr
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
@@ -109,11 +104,11 @@ def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glu
     out, results = tmp_path / "copy", finetuned[1]
     shutil.copytree(finetuned[0], out)
     moved, models = shutil.copytree(glue_folder, tmp_path / "moved"), model_bytes(out)
-    again = in_process.run(*command(encoder_folder, moved, out, "--json")[3:])
+    again = in_process.run(*command(encoder_folder, moved, out, "--json"))
     assert json.loads(again.stdout) == results and "again" not in again.stderr
     tested = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-*/predictions.test.tsv")}
     other = with_other_labels(glue_folder, tmp_path / "other")
-    changed = in_process.run(*command(encoder_folder, other, out, "--json")[3:])
+    changed = in_process.run(*command(encoder_folder, other, out, "--json"))
     found = json.loads(changed.stdout)
     assert changed.stderr.count("dev predicted and scored again, as the data changed") == 2
     for before, now in zip(results["sst2"]["runs"], found["sst2"]["runs"], strict=True):
@@ -166,7 +161,7 @@ def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, enc
         return len(unfinished) == 1 and max(state["step"] for state in states) > 0
 
     start = command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"})
-    server.kill_until_done(start[3:], tmp_path / "said.txt", is_resumable)
+    server.kill_until_done(start, tmp_path / "said.txt", is_resumable)
     assert model_bytes(resumed) == model_bytes(out)
     assert without_times(json.loads((resumed / "results.json").read_text())) == without_times(results)
     for path in out.glob("*/seed-*/metrics.jsonl"):
@@ -220,7 +215,7 @@ def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path, mo
         return take(*given)
 
     monkeypatch.setattr(FinetuneStep, "__call__", signalled)
-    found = in_process.run(*command(encoder_folder, glue_folder, tmp_path)[3:])
+    found = in_process.run(*command(encoder_folder, glue_folder, tmp_path))
     assert found.returncode == 128 + signal.SIGTERM
     assert "checkpoint at step 3, run again to resume" in found.stderr.splitlines()[-1]
     assert max(checkpoint_folder.steps(tmp_path / "sst2" / "seed-0")) == 3
@@ -246,14 +241,11 @@ def trained_by(job, num_processes, order):
     return losses, parameters
 
 
-def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tmp_path):
+def test_two_processes_compute_what_one_computes(encoder_folder, job_of):
     """With a table so large that most of its rows are in no batch: its gradient is sparse."""
-    config, encoder = FinetuningConfig().override(QUICK | NO_DROPOUT), load_encoder(encoder_folder)
-    jobs = [
-        make_job(glue.read("mrpc", glue_folder), config, each, tmp_path, CPU)
-        for each in (encoder, with_more_entries(encoder))
-    ]
-    order = batches.training_order(config.finetune, len(jobs[0].examples), 0)
+    encoder = load_encoder(encoder_folder)
+    jobs = [job_of("mrpc", each) for each in (encoder, with_more_entries(encoder))]
+    order = batches.training_order(jobs[0].config, len(jobs[0].examples), 0)
     order[1] = [3] + [-1] * 7  # fewer examples than processes
     one, two = trained_by(jobs[0], 1, order), trained_by(jobs[1], 2, order)
     assert one[0] == pytest.approx(two[0], rel=1e-5)
@@ -268,28 +260,40 @@ def with_more_entries(encoder):
     return replace(encoder, shape=replace(encoder.shape, vocab_size=4096), state=state)
 
 
-def trained(job, execution, device, pack, steps=6):
+def trained(job, pack, execution="eager"):
     """Losses and parameters after a few steps, without dropout."""
     work = replace(job.work, config=replace(job.config, execution=execution))
     model = work.model()
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
-    step, found = FinetuneStep(model.to(device), work), []
-    for number in range(steps):
+    step, found = FinetuneStep(model.to(job.device), work), []
+    for number in range(6 if job.device.type == "cpu" else 20):
         chosen = np.random.default_rng(number).permutation(len(job.examples))[: 8 - number % 3]
         found.append(step(job.training_set.batch(pack(chosen), chosen, "mean", 0), number, 1.0))
     return [[float(x) for x in pair] for pair in found], {name: p.cpu() for name, p in model.named_parameters()}
 
 
-def test_batches_of_fixed_shape_train_the_same(encoder_folder, glue_folder, tmp_path):
-    config = FinetuningConfig().override(QUICK | NO_DROPOUT)
-    job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, CPU)
-    length, size = job.config.sequence_length, job.config.batch_size
-    losses, parameters = trained(job, "eager", CPU, lambda chosen: batches.pack(job.examples, chosen))
-    static = trained(job, "eager", CPU, lambda chosen: [batches.pack_static(job.examples, chosen, length, size)])
-    np.testing.assert_allclose(losses, static[0], rtol=1e-4)
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter, static[1][name], rtol=1e-4, atol=2e-5, msg=name)
+def assert_trained_alike(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    for name, parameter in expected[1].items():
+        torch.testing.assert_close(found[1][name], parameter, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("task, head", [("mrpc", "hf"), ("squad2", "google"), ("tagging", "hf")])
+def test_batches_of_fixed_shape_train_the_same(job_of, task, head):
+    """The batches that CUDA graphs replay."""
+    job = job_of(task, **{"finetune.head": head})
+    size = (job.config.sequence_length, job.config.batch_size)
+    packed = trained(job, lambda chosen: batches.pack(job.examples, chosen))
+    static = trained(job, lambda chosen: [batches.pack_static(job.examples, chosen, *size)])
+    assert_trained_alike(static, packed)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("task, head", [("mrpc", "hf"), ("squad2", "google"), ("squad1", "hf"), ("tagging", "hf")])
+def test_graphs_train_as_eager_steps_do(job_of, task, head):
+    job = job_of(task, device="cuda", **{"finetune.head": head})
+    assert_trained_alike(trained(job, job.pack, "graph"), trained(job, job.pack))
 
 
 class GeneratorsOfTheDevice(TorchDispatchMode):
@@ -302,9 +306,8 @@ class GeneratorsOfTheDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("head", ["google", "hf"])
-def test_the_first_values_are_the_same_on_every_device(encoder_folder, glue_folder, tmp_path, head):
-    config = FinetuningConfig().override(QUICK | {"finetune.head": head})
-    model = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, CPU).work.model()
+def test_the_first_values_are_the_same_on_every_device(job_of, head):
+    model = job_of("mrpc", **{"finetune.head": head}).work.model()
     with FakeTensorMode(allow_non_fake_inputs=True), GeneratorsOfTheDevice():
         for module in model.head.modules():
             for name, parameter in module._parameters.items():
@@ -313,20 +316,8 @@ def test_the_first_values_are_the_same_on_every_device(encoder_folder, glue_fold
         model.initialize_head(0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graphs_train_as_eager_steps_do(encoder_folder, glue_folder, tmp_path):
-    device = torch.device("cuda")
-    config = FinetuningConfig().override(QUICK | NO_DROPOUT | {"finetune.precision": "fp32"})
-    job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, device)
-    losses, parameters = trained(job, "eager", device, job.pack, steps=20)
-    graph = trained(job, "graph", device, job.pack, steps=20)
-    np.testing.assert_allclose(losses, graph[0], rtol=1e-4)
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter, graph[1][name], rtol=1e-4, atol=2e-5, msg=name)
-
-
 def test_it_learns(encoder_folder, glue_folder, tmp_path):
-    """One word decides the class: a random encoder can learn that, and dropout and order follow the seed."""
+    """One word decides the class: a random encoder can learn that."""
     data = write_sst2(tmp_path / "data", train=400, dev=100)
     overrides = QUICK | NO_DROPOUT | {"finetune.epochs": "6", "finetune.learning_rate": "3e-3"}
     found = ef.finetune("sst2", model=encoder_folder, data=data, out=tmp_path / "out", overrides=overrides)
@@ -339,7 +330,7 @@ def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_fo
     shutil.rmtree(out / "mrpc" / "seed-1")
     with monkeypatch.context() as patch:
         patch.setattr(seed_run, "write_tensors", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        full = in_process.run(*command(encoder_folder, glue_folder, out)[3:])
+        full = in_process.run(*command(encoder_folder, glue_folder, out))
     assert full.returncode == 2
     assert len([line for line in full.stderr.splitlines() if "error" in line]) == 1
     assert "seed-1/checkpoints/step-4: not written" in full.stderr and "run again to resume" in full.stderr
@@ -382,7 +373,7 @@ def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
     for name, content in files.items():
         (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     flags = [word for name in files for word in (f"--{name}", (tmp_path / name).with_suffix(".jsonl"))]
-    flags += [word for name, value in QUICK.items() for word in (f"--{name}", value)]
+    flags += settings(QUICK)
     out = tmp_path / "out"
     found = in_process.run(
         *("finetune", "--task", "classification", "--model", encoder_folder, "--out", out, "--json"), *flags
@@ -400,31 +391,3 @@ def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
     predicted = [json.loads(line)["label"] for line in path.read_text().splitlines()]
     num_right = sum(one == other for one, other in zip(predicted, truth, strict=True))
     assert result["runs"][0]["accuracy_test"] == pytest.approx(num_right / 15)
-
-
-def test_own_data_with_a_share_set_aside(encoder_folder, tmp_path):
-    path = tmp_path / "reviews.csv"
-    rows = [f'"{text}, ""said"" he",{"good" if label else "bad"}' for text, label in sentences(60)]
-    path.write_text("review,verdict\n" + "\n".join(rows) + "\n")
-    flags = [word for name, value in QUICK.items() for word in (f"--{name}", value)]
-    common = (
-        "finetune",
-        "--task",
-        "classification",
-        "--train",
-        path,
-        "--model",
-        encoder_folder,
-        "--out",
-        tmp_path / "out",
-    )
-    found = in_process.run(*common, "--text", "review", "--label", "verdict", "--json", *flags)
-    assert found.returncode == 0, found.stderr
-    assert "6 of 60 examples are set aside" in found.stderr
-    runs = json.loads(found.stdout)["classification"]["runs"]
-    assert {"accuracy", "f1_macro", "matthews"} <= runs[0].keys()
-    folder = tmp_path / "out" / "classification" / "seed-0"
-    rows = [json.loads(line) for line in (folder / "predictions.dev.jsonl").read_text().splitlines()]
-    assert len(rows) == 6 and all(row["scores"].keys() == {"bad", "good"} for row in rows)
-    labels = json.loads((folder / "model" / "config.json").read_text())["id2label"]
-    assert labels == {"0": "bad", "1": "good"}

@@ -8,6 +8,7 @@ import shutil
 import in_process
 import pytest
 import torch
+from tiny_reading import flags
 from tiny_task import QUICK, save_encoder, sentences, write_sst2
 
 import electra_fast as ef
@@ -47,7 +48,7 @@ def test_a_collapse_is_named(encoder_folder, tmp_path):
     overrides = QUICK | {"finetune.epochs": "4", "finetune.learning_rate": "1e-3"}
     found = in_process.run(
         *("finetune", "--task", "sst2", "--model", encoder_folder, "--data", data, "--out", tmp_path / "out"),
-        *(word for name, value in overrides.items() for word in (f"--{name}", value)),
+        *flags(overrides),
     )
     assert found.returncode == 0
     assert "are the class '1'" in found.stderr and "finetune.learning_rate" in found.stderr
@@ -72,7 +73,6 @@ def test_a_gradient_that_is_no_number_stops_the_run(encoder_folder, glue_folder,
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--task", "sst3"], "unknown task 'sst3'; did you mean sst2?"),
         (["--task", "squad"], "unknown task 'squad'; did you mean squad"),
         (["--task", "squad1"], "train*.json"),
         (["--task", ","], "--task names no task; there are cola, sst2"),
@@ -80,21 +80,15 @@ def test_a_gradient_that_is_no_number_stops_the_run(encoder_folder, glue_folder,
         (["--task", "qnli"], "nor in a folder QNLI"),
         (["--task", "sst2", "--recipe", "fasst"], "unknown recipe 'fasst'; did you mean fast"),
         (["--task", "sst2", "--seeds", "0"], "seeds = 0"),
-        (["--task", "sst2", "--finetune.epoch", "3"], "unknown key finetune.epoch; did you mean finetune.epochs"),
-        (["--task", "sst2", "--finetune.sequence_length", "100"], "longer than the 64 positions of the encoder"),
+        (["--task", "sst2", "--epochs", "3"], "did you mean --finetune.epochs"),
         (["--task", "sst2", "--finetune.both_orders", "true"], "needs pairs of texts"),
         (["--task", "sst2", "--finetune.class_weights", "0=1,2=3"], "'2=3' must be LABEL=WEIGHT"),
-        (["--task", "sst2", "--epochs", "3"], "did you mean --finetune.epochs"),
-        (["--task", "sst2", "--train", "x.tsv"], "--train is for --task classification, regression, tagging"),
-        (["--task", "classification"], "--data is for GLUE and SQuAD"),
-        (["--task", "classification,sst2"], "need calls of their own"),
-        (["--task", "sst2", "--label", "x"], "--label is for --task classification, regression"),
-        (["--task", "sst2", "--scheme", "IO"], "--scheme is for --task tagging"),
-        (["--task", "sst2", "--dev-fraction", "0.2"], "--dev-fraction is for --task classification"),
-        (["--task", "sst2", "--finetune.batch_size", "1000000000000"], "at most 65536"),
-        (["--task", "sst2", "--finetune.epochs", "1e15"], "at most 1000"),
         (["--task", "sst2", "--finetune.class_weights", "0=0,1=0"], "no training example has a weight above 0"),
         (["--task", "sst2", "--finetune.execution", "graph"], "needs a CUDA device"),
+        (["--task", "sst2", "--finetune.batch_size", "1000000000000"], "at most 65536"),
+        (["--task", "sst2", "--train", "x.tsv"], "--train is for --task classification, regression, tagging"),
+        (["--task", "sst2", "--scheme", "IO"], "--scheme is for --task tagging"),
+        (["--task", "classification"], "--data is for GLUE and SQuAD"),
     ],
 )
 def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, arguments, message):
@@ -108,6 +102,8 @@ def test_a_folder_without_tasks_is_no_success(encoder_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no folder of a GLUE task"):
         ef.finetune("glue", model=encoder_folder, data=tmp_path / "empty", out=tmp_path / "out")
+    with pytest.raises(InputError, match="needs --data DIR"):
+        ef.finetune("sst2", model=encoder_folder, out=tmp_path / "out")
 
 
 def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glue_folder, tmp_path):
@@ -135,25 +131,6 @@ def test_a_kill_between_two_renames_does_not_let_other_settings_in(finetuned, en
         ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, overrides=QUICK | {"finetune.epochs": "2"})
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("results.json", "[]", "results.json: not a JSON object; remove it"),
-        ("sst2/seed-0/result.json", "{}", "not whole .* remove .*seed-0 to train this seed again"),
-        ("sst2/seed-0/result.json", "", "remove .*seed-0 to train this seed again"),
-        ("sst2/seed-0/model/config.json", None, "not whole .* remove .*seed-0 to train this seed again"),
-    ],
-)
-def test_damage_is_named_with_what_to_remove(finetuned, encoder_folder, glue_folder, tmp_path, name, content, message):
-    out = tmp_path / "copy"
-    shutil.copytree(finetuned[0], out)
-    (out / name).unlink()
-    if content is not None:
-        (out / name).write_text(content)
-    with pytest.raises(InputError, match=message):
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
-
-
 @pytest.fixture(scope="module")
 def stopped(encoder_folder, glue_folder, tmp_path_factory):
     """A seed stopped after its third step, with the checkpoints of the last two."""
@@ -178,9 +155,8 @@ def flip_a_bit(path):
 
 
 def resumed(out, encoder_folder, glue_folder):
-    settings = (word for name, value in QUICK.items() for word in (f"--{name}", value))
     arguments = ("finetune", "--task", "sst2", "--model", encoder_folder, "--data", glue_folder, "--out", out)
-    return in_process.run(*arguments, *settings)
+    return in_process.run(*arguments, *flags(QUICK))
 
 
 @pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "state.json", None])
@@ -216,30 +192,32 @@ def test_without_an_intact_checkpoint_it_says_what_to_remove(stopped, encoder_fo
     assert not list(out.rglob("damaged-*"))
 
 
-@pytest.mark.parametrize("name", ["result.json", "predictions.dev.tsv", "model/model.safetensors", "model/config.json"])
-def test_a_damaged_file_of_a_finished_seed_is_noticed(finetuned, encoder_folder, glue_folder, tmp_path, name):
+@pytest.mark.parametrize(
+    "name, damage, message",
+    [
+        ("results.json", lambda path: path.write_text("[]"), "results.json: not a JSON object; remove it"),
+        ("sst2/seed-0/result.json", lambda path: path.write_text("{}"), "not whole"),
+        ("sst2/seed-0/result.json", flip_a_bit, "result.json: (damaged|not a JSON)"),
+        ("sst2/seed-0/predictions.dev.tsv", flip_a_bit, "dev.tsv: damaged"),
+        ("sst2/seed-0/model/model.safetensors", flip_a_bit, "model.safetensors: damaged"),
+        ("sst2/seed-0/model/config.json", lambda path: path.unlink(), "not whole"),
+    ],
+)
+def test_damage_is_named_with_what_to_remove(finetuned, encoder_folder, glue_folder, tmp_path, name, damage, message):
     shutil.copytree(finetuned[0], out := tmp_path / "out")
-    flip_a_bit(out / "sst2" / "seed-0" / name)
+    damage(out / name)
     found = resumed(out, encoder_folder, glue_folder)
-    assert found.returncode == 2
-    assert re.search(f"{name}: (damaged|not a JSON).*; remove .*seed-0 to train this seed again", found.stderr)
+    remedy = "; remove .*seed-0 to train this seed again" if "seed-0" in name else ""
+    assert found.returncode == 2 and re.search(f"{message}.*{remedy}", found.stderr)
 
 
 def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_path):
     arguments = {"task": "classification", "train": tmp_path / "missing.csv", "out": tmp_path / "out"}
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         ef.finetune(model=tmp_path / "nowhere", **arguments)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(InputError, match="model_type = 'bert' must be one of electra, modernbert"):
+        ef.finetune(model=tmp_path, **arguments)
     for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
         with pytest.raises(InputError, match=key):
             ef.finetune(model=encoder_folder, overrides={key: value}, **arguments)
-
-
-def test_missing_models_and_folders_are_named(glue_folder, encoder_folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
-        ef.finetune("sst2", model=tmp_path / "nowhere", data=glue_folder, out=tmp_path / "out")
-    with pytest.raises(InputError, match="needs --data DIR"):
-        ef.finetune("sst2", model=encoder_folder, out=tmp_path / "out")
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(InputError, match="model_type = 'bert' must be one of electra, modernbert"):
-        ef.finetune("sst2", model=tmp_path / "bert", data=glue_folder, out=tmp_path / "out")

@@ -5,24 +5,18 @@ import json
 import in_process
 import numpy as np
 import pytest
-import test_error_detection
 import torch
 from test_finetuning import model_bytes
-from test_token_tasks import job_of
-from tiny_task import QUICK, sentences, write_stsb
+from tiny_task import QUICK, sentences
 
 import electra_fast as ef
 from electra_fast.finetuning import inference
-from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.error_detection import load_error_detector
-from electra_fast.finetuning.readers import glue
 from electra_fast.finetuning.tasks.classification import SequenceClassifier
 from electra_fast.finetuning.training import job as job_module
 from electra_fast.finetuning.training.step import TaskBackward
-from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement, fastest_matmul
 
-CPU = torch.device("cpu")
 AUTO = {"finetune.precision": "auto", "finetune.matmul": "auto"}
 TEXTS = [text for text, _ in sentences(12, 5)]
 
@@ -70,22 +64,21 @@ class TestFinetuning:
         return finetune
 
     def test_the_faster_is_chosen_said_recorded_and_kept(self, finetune, tmp_path, timed, capsys, products_by):
-        times, precision, matmul = (0.2, 0.1, 2.0), "bf16", ONEDNN
-        timed(*times)
+        timed(0.2, 0.1, 2.0)
         used = products_by(TaskBackward, "run")
-        expected = {"device": "cpu", "precision": precision, "matmul": matmul}
+        expected = {"device": "cpu", "precision": "bf16", "matmul": ONEDNN}
         assert finetune(tmp_path / "whole", seeds=2) == expected
         told = capsys.readouterr().err
-        seconds = f"(a part of a step takes {times[0]} s in fp32, {times[1]} s in bf16)"
-        assert f"sst2: finetune.precision = auto: {precision} {seconds}" in told
-        assert f"sst2: finetune.matmul = auto: {matmul} (time of fp32 products by torch's default" in told
+        seconds = "(a part of a step takes 0.2 s in fp32, 0.1 s in bf16)"
+        assert f"sst2: finetune.precision = auto: bf16 {seconds}" in told
+        assert f"sst2: finetune.matmul = auto: {ONEDNN} (time of fp32 products by torch's default" in told
         finetune(tmp_path / "run")
         capsys.readouterr()
-        timed(*reversed(times))  # whatever measurements would find now
+        timed(2.0, 0.1, 0.2)  # whatever measurements would find now
         assert finetune(tmp_path / "run", seeds=2) == expected
         assert "= auto" not in capsys.readouterr().err
         assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
-        assert used == {matmul}
+        assert used == {ONEDNN}
 
     def test_what_is_given_is_not_measured(self, finetune, tmp_path, timed, capsys):
         given = {"finetune.precision": "bf16", "finetune.matmul": "default"}
@@ -118,15 +111,9 @@ class TestFinetuning:
             finetune(tmp_path, **{"finetune.matmul": "onednn"})
 
     @pytest.mark.parametrize(("task", "head"), [("stsb", "hf"), ("squad2", "google"), ("tagging", "hf")])
-    def test_the_real_measurement(self, encoder_folder, squad_folder, conll_folder, tmp_path, bf16_cpu, task, head):
+    def test_the_real_measurement(self, job_of, bf16_cpu, task, head):
         before, threads = torch.get_rng_state(), torch.get_num_threads()
-        if task == "stsb":
-            data = glue.read("stsb", write_stsb(tmp_path / "STS-B"))
-            config = FinetuningConfig().override(QUICK | AUTO)
-            job = job_module.make_job(data, config, load_encoder(encoder_folder), tmp_path, CPU)
-        else:
-            changes = AUTO | {"finetune.head": head}
-            job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **changes)
+        job = job_of(task, **AUTO, **{"finetune.head": head})
         (note,) = job.notes
         assert note.startswith(f"finetune.precision = auto: {job.hardware['precision']} (a part of a step takes ")
         assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
@@ -171,14 +158,13 @@ class TestPrediction:
         assert found["fp32"] != found["bf16"]
 
     def test_an_error_detector_chooses_likewise(self, whole_run, timed):
-        exact = load_error_detector(whole_run, precision="fp32")
         timed(0.2, 0.1)
         detector = load_error_detector(whole_run)
         assert detector.note.startswith("precision = auto: bf16 (512 tokens take 0.2 s in fp32")
-        ours, expected = (each.predict(test_error_detection.TEXTS) for each in (detector, exact))
-        assert ours != expected
-        for answer, other in zip(ours, expected, strict=True):
-            assert answer["score"] == pytest.approx(other["score"], abs=0.02)
+        exact = load_error_detector(whole_run, precision="fp32").predict(TEXTS)
+        found = detector.predict(TEXTS)
+        assert found != exact
+        assert [each["score"] for each in found] == pytest.approx([each["score"] for each in exact], abs=0.02)
 
     def test_the_real_measurements(self, folder, own_processor):
         """Whatever they choose, the answers are close."""

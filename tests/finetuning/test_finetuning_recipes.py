@@ -42,16 +42,12 @@ def test_google_rates_by_depth():
 
 
 def test_paper_rates_have_no_leftover_depth():
-    factors = lr_factors(names_of(SMALL), 12, FinetuneSection(layer_decay=0.8, layer_decay_form="paper"))
-    assert factors["encoder.layers.11.qkv.weight"] == pytest.approx(0.8)
-    assert factors["embeddings.token"] == pytest.approx(0.8**13) and factors["head.classifier.bias"] == 1
-
-
-def test_modern_norms_have_the_depth_of_what_they_norm():
+    """A modern encoder's norms have the depth of what they norm."""
     shape = Config.preset("small", "modern").replace({"model": {"vocab_size": 100}}).model
     factors = lr_factors(names_of(shape), 12, FinetuneSection(layer_decay=0.5))
     assert factors["encoder.input_norm.weight"] == factors["embeddings.token"] == 0.5**13
     assert factors["encoder.output_norm.weight"] == factors["encoder.layers.11.geglu_in.weight"] == 0.5
+    assert factors["head.classifier.bias"] == 1
 
 
 def test_product_schedule_of_the_published_code():
@@ -70,39 +66,34 @@ def test_linear_schedule():
 
 
 TABLE_6 = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "warmup_fraction": 0.1, "batch_size": 32, "dropout": 0.1}
+TABLE_6 |= {"attention_dropout": 0.1, "head": "google", "head_dropout": 0.1, "clip_norm": 1, "sequence_length": 128}
+PAPER = {"weight_decay": 0.0, "schedule": "linear", "loss_reduction": "mean", "order": "shuffle"}
+PAPER |= {"bias_correction": True, "layer_decay_form": "paper", "both_orders": False}
+GOOGLE = {"weight_decay": 0.01, "schedule": "product", "loss_reduction": "sum", "order": "buffer"}
+GOOGLE |= {"bias_correction": False, "layer_decay_form": "google"}
 
 
-@pytest.mark.parametrize("shape, rate, decay", [(SMALL, 3e-4, 0.8), (BASE, 1e-4, 0.8), (LARGE, 5e-5, 0.9)])
-@pytest.mark.parametrize("task, epochs", [("cola", 3), ("rte", 10), ("stsb", 10), ("mnli", 3)])
-def test_paper(shape, rate, decay, task, epochs):
-    config = recipe_config("paper", task, shape, {}).finetune
-    for name, value in TABLE_6.items() | {("attention_dropout", 0.1), ("weight_decay", 0.0), ("schedule", "linear")}:
-        assert getattr(config, name) == value, name
-    assert (config.learning_rate, config.layer_decay, config.epochs) == (rate, decay, epochs)
-    assert config.head == "google" and config.bias_correction and config.sequence_length == 128
-    assert not config.both_orders
+def assert_settings(recipe, task, shape, expected):
+    config = recipe_config(recipe, task, shape, {}).finetune
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("shape, rate, decay", [(SMALL, 1e-4, 0.8), (BASE, 1e-4, 0.8), (LARGE, 5e-5, 0.9)])
-@pytest.mark.parametrize("task, both_orders", [("cola", False), ("mrpc", True), ("stsb", True), ("qqp", False)])
-def test_google(shape, rate, decay, task, both_orders):
-    config = recipe_config("google", task, shape, {}).finetune
-    for name, value in TABLE_6.items() | {("weight_decay", 0.01), ("schedule", "product"), ("loss_reduction", "sum")}:
-        assert getattr(config, name) == value, name
-    assert (config.learning_rate, config.layer_decay, config.both_orders) == (rate, decay, both_orders)
-    assert config.head == "google" and config.head_dropout == 0.1 and not config.bias_correction
-    assert config.order == "buffer" and config.layer_decay_form == "google" and config.clip_norm == 1
+@pytest.mark.parametrize("recipe, small, settings", [("paper", 3e-4, PAPER), ("google", 1e-4, GOOGLE)])
+def test_published_recipes(recipe, small, settings):
+    for shape, rate, decay in ((SMALL, small, 0.8), (BASE, 1e-4, 0.8), (LARGE, 5e-5, 0.9)):
+        sizes = {"learning_rate": rate, "layer_decay": decay, "epochs": 3}
+        assert_settings(recipe, "cola", shape, TABLE_6 | settings | sizes)
+    for task in ("rte", "stsb"):
+        assert_settings(recipe, task, SMALL, {"epochs": 10})
+    for task, both_orders in (("mrpc", True), ("stsb", True), ("qqp", False)):
+        assert_settings(recipe, task, SMALL, {"both_orders": both_orders and recipe == "google"})
 
 
-@pytest.mark.parametrize("shape, rate", [(SMALL, 3e-4), (BASE, 1e-4), (LARGE, 5e-5)])
-@pytest.mark.parametrize("dropout, attention_dropout", [(0.1, 0.1), (0.0, 0.2)])
-def test_fast_has_the_encoders_dropout(shape, rate, dropout, attention_dropout):
-    shape = replace(shape, dropout=dropout, attention_dropout=attention_dropout)
-    config = recipe_config("fast", "stsb", shape, {}).finetune
-    assert (config.dropout, config.attention_dropout) == (dropout, attention_dropout)
-    assert (config.learning_rate, config.layer_decay, config.schedule) == (rate, 0.9, "linear")
-    assert config.epochs == 3 and config.head == "hf" and config.bias_correction
-    assert recipe_config("fast", "cola", shape, {"finetune.dropout": "0.3"}).finetune.dropout == 0.3
+def test_fast_has_the_encoders_dropout():
+    for shape, rate in ((SMALL, 3e-4), (BASE, 1e-4), (LARGE, 5e-5)):
+        expected = {"dropout": 0.0, "attention_dropout": 0.2, "learning_rate": rate, "layer_decay": 0.9, "epochs": 3}
+        expected |= {"schedule": "linear", "head": "hf", "bias_correction": True}
+        assert_settings("fast", "stsb", replace(shape, dropout=0.0, attention_dropout=0.2), expected)
 
 
 def test_every_key_can_be_overridden():

@@ -1,105 +1,227 @@
-"""Fine-tuning equals an independent implementation: modules of `transformers`, and the recipes written out in torch."""
+"""Fine-tuning equals an independent implementation.
 
+The encoder is that of `transformers`, the heads are written out in torch, and so are the recipes (`recipe_reference`).
+"""
+
+import json
 import math
 
+import numpy as np
 import pytest
 import recipe_reference
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_span_model import joint_reference
+from tiny_reading import tagged_sentences, write_conll, write_squad
 from tiny_task import NO_DROPOUT, QUICK, write_mrpc, write_stsb
-from transformers import AutoTokenizer, ElectraForSequenceClassification, ElectraModel
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    ElectraForSequenceClassification,
+    ElectraModel,
+)
 
 import electra_fast as ef
 from electra_fast.finetuning.batches import training_order
 from electra_fast.finetuning.config import recipe_config
-from electra_fast.finetuning.tasks.classification import SequenceClassifier
+from electra_fast.finetuning.readers.question_files import read_squad
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.finetuning.tasks.question_features import question_features, training_targets
 from electra_fast.huggingface.encoder import load_encoder
 
-MAX_LENGTH = 24
-BATCH = 8
-READ = {"mrpc": write_mrpc, "stsb": write_stsb}
-
-
-def read_tsv(path):
-    header, *lines = [line.split("\t") for line in path.read_text().splitlines()]
-    columns = ("#1 String", "#2 String", "Quality") if "Quality" in header else ("sentence1", "sentence2", "score")
-    return [tuple(line[header.index(name)] for name in columns) for line in lines]
+OVERRIDES = QUICK | NO_DROPOUT | {"finetune.layer_decay": "0.8"}
+READING = OVERRIDES | {"finetune.sequence_length": "48", "finetune.max_query_length": "16", "finetune.doc_stride": "12"}
 
 
 class Reference(torch.nn.Module):
-    """An encoder of `transformers` and a head written out; its first values are those of our own module."""
+    """An encoder of `transformers`, and the first values of our own head."""
 
-    def __init__(self, folder, head, num_outputs, seed):
+    def __init__(self, folder, kind, config, num_outputs):
         super().__init__()
         self.electra = ElectraModel.from_pretrained(folder).eval()
-        ours = SequenceClassifier(load_encoder(folder).shape, head, num_outputs, F.mse_loss)
-        ours.initialize_head(seed)
+        ours = TASK_TYPES[kind].model(load_encoder(folder).shape, config, num_outputs)
+        ours.initialize_head(0)
         own = dict(ours.head.named_parameters())
         self.head = torch.nn.ParameterDict({name.replace(".", "_"): p.detach().clone() for name, p in own.items()})
 
-    def forward(self, ids, mask, types):
-        x = self.electra(ids, attention_mask=mask, token_type_ids=types).last_hidden_state[:, 0]
-        if "dense_weight" in self.head:
-            x = F.gelu(F.linear(x, self.head["dense_weight"], self.head["dense_bias"]))
-        return F.linear(x, self.head["classifier_weight"], self.head["classifier_bias"])
+    def hidden(self, ids, types):
+        """[tokens, D] of one example, without padding."""
+        inputs = {"input_ids": torch.tensor(ids)[None].long(), "token_type_ids": torch.tensor(types)[None].long()}
+        return self.electra(**inputs).last_hidden_state[0]
+
+    def outputs(self, ids, types=None):
+        """Hidden states through the layers that heads of one or two layers have."""
+        x, p = self.hidden(ids, np.zeros(len(ids), int) if types is None else types), self.parameters_of_head()
+        if "dense.weight" in p:
+            x = F.gelu(F.linear(x, p["dense.weight"], p["dense.bias"]))
+        return F.linear(x, p["classifier.weight"], p["classifier.bias"])
+
+    def parameters_of_head(self):
+        return {name[::-1].replace("_", ".", 1)[::-1]: p for name, p in self.head.items()}
 
 
-def collate(tokenizer, examples):
-    """[CLS] a [SEP] b [SEP] with padding; the longer text loses its last token until both fit, at a tie the second."""
-    rows = []
-    for first, second in examples:
-        a, b = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
-        while len(a) + len(b) > MAX_LENGTH - 3:
-            (a if len(a) > len(b) else b).pop()
-        cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
-        rows.append(([cls, *a, sep, *b, sep], [0] * (len(a) + 2) + [1] * (len(b) + 1)))
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
-    types = torch.tensor([types + [0] * (width - len(types)) for _, types in rows])
-    return ids, torch.arange(width) < torch.tensor([[len(ids)] for ids, _ in rows]), types
+def read_pairs(path):
+    """Pairs of texts, and their labels or scores."""
+    header, *lines = [line.split("\t") for line in path.read_text().splitlines()]
+    columns = ("#1 String", "#2 String", "Quality") if "Quality" in header else ("sentence1", "sentence2", "score")
+    rows = [tuple(line[header.index(name)] for name in columns) for line in lines]
+    return [row[:2] for row in rows], [float(row[2]) for row in rows]
 
 
-def train_reference(model, tokenizer, examples, targets, order, recipe, learning_rate, kind):
-    reduction = "sum" if recipe == "google" else "mean"
-
-    def loss_of(chosen):
-        outputs = model(*collate(tokenizer, [examples[i] for i in chosen]))
-        wanted = torch.tensor([targets[i] for i in chosen])
-        if kind == "regression":
-            return F.mse_loss(outputs[:, 0], wanted / 5, reduction=reduction)
-        return F.cross_entropy(outputs, wanted, reduction=reduction)
-
-    recipe_reference.train(model, loss_of, order, recipe, learning_rate)
+def pair_ids(tokenizer, pair, max_length=24):
+    """[CLS] a [SEP] b [SEP]; the longer text loses its last token until both fit, at a tie the second."""
+    a, b = (tokenizer.encode(text, add_special_tokens=False) for text in pair)
+    while len(a) + len(b) > max_length - 3:
+        (a if len(a) > len(b) else b).pop()
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    return [cls, *a, sep, *b, sep], [0] * (len(a) + 2) + [1] * (len(b) + 1)
 
 
 @pytest.mark.parametrize(
     "task, recipe, epochs",
     [("mrpc", "paper", "1"), ("mrpc", "google", "0.3"), ("stsb", "google", "1"), ("stsb", "fast", "1")],
 )
-def test_training_equals_the_recipe_written_out(tmp_path, encoder_folder, task, recipe, epochs):
+def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, encoder_folder, task, recipe, epochs):
     """Two steps (the first of `google` has rate 0), or an epoch: the trained models give equal outputs."""
-    data = READ[task](tmp_path / task)
-    overrides = QUICK | NO_DROPOUT | {"finetune.epochs": epochs, "finetune.layer_decay": "0.8"}
+    is_value = task == "stsb"
+    data = (write_stsb if is_value else write_mrpc)(tmp_path / task)
+    overrides = OVERRIDES | {"finetune.epochs": epochs}
     ef.finetune(task, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
     exported = tmp_path / "out" / task / "seed-0" / "model"
     ours = ElectraForSequenceClassification.from_pretrained(exported).eval()
 
     config = recipe_config(recipe, task, load_encoder(encoder_folder).shape, overrides).finetune
-    kind = "regression" if task == "stsb" else "classification"
-    reference = Reference(encoder_folder, config.head, 1 if kind == "regression" else 2, seed=0)
-    rows = read_tsv(data / "train.tsv")
-    examples = [(a, b) for a, b, _ in rows]
-    targets = [float(y) if kind == "regression" else int(y) for *_, y in rows]
+    kind, scale = ("regression", 5) if is_value else ("classification", 1)
+    model = Reference(encoder_folder, kind, config, 1 if is_value else 2)
+    examples, targets = read_pairs(data / "train.tsv")
     if recipe == "google":
-        examples, targets = examples + [(b, a) for a, b in examples], targets + targets
+        examples, targets = examples + [(b, a) for a, b in examples], targets * 2
     order = training_order(config, len(examples), seed=0)
-    assert len(order) == math.ceil(math.ceil(len(examples) / BATCH) * float(epochs)) >= 2
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    train_reference(reference, tokenizer, examples, targets, order, recipe, config.learning_rate, kind)
+    assert len(order) == math.ceil(math.ceil(len(examples) / 8) * float(epochs)) >= 2
+    tokenizer, reduction = AutoTokenizer.from_pretrained(exported), "sum" if recipe == "google" else "mean"
 
-    batch = collate(tokenizer, [(a, b) for a, b, _ in read_tsv(data / "dev.tsv")])
+    def batch_loss(chosen):
+        outputs = torch.stack([model.outputs(*pair_ids(tokenizer, examples[i]))[0] for i in chosen])
+        wanted = torch.tensor([targets[i] for i in chosen])
+        if is_value:
+            return F.mse_loss(outputs[:, 0], wanted / 5, reduction=reduction)
+        return F.cross_entropy(outputs, wanted.long(), reduction=reduction)
+
+    untrained = {name: p.detach().clone() for name, p in model.head.items()}
+    recipe_reference.train(model, batch_loss, order, recipe, config.learning_rate)
+    assert all((p - untrained[name]).abs().max() > 1e-5 for name, p in model.head.items())
+    for pair in read_pairs(data / "dev.tsv")[0]:
+        ids, types = pair_ids(tokenizer, pair)
+        with torch.no_grad():
+            found = ours(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
+            torch.testing.assert_close(found, model.outputs(ids, types)[0] * scale, rtol=1e-5, atol=1e-5)
+
+
+def reading_losses(model, encoded, targets, head):
+    """The loss of one chunk, by its number."""
+
+    def loss_of(i):
+        place = slice(encoded.offsets[i], encoded.offsets[i + 1])
+        types = torch.tensor(encoded.token_types[place])
+        hidden, p = model.hidden(encoded.ids[place], encoded.token_types[place]), model.parameters_of_head()
+        at, to, impossible = targets[i]
+        if head == "hf":
+            start, end = model.outputs(encoded.ids[place], encoded.token_types[place]).unbind(1)
+            return (F.cross_entropy(start, at) + F.cross_entropy(end, to)) / 2
+        start, end, unanswerable = joint_reference(p, hidden, types)
+        spans = (F.cross_entropy(start, at) + F.cross_entropy(end(at), to)) / 2
+        return spans + 0.5 * F.binary_cross_entropy_with_logits(unanswerable, impossible.float())
+
+    return loss_of
+
+
+@pytest.mark.parametrize("recipe, version", [("paper", 1), ("google", 2), ("fast", 2)])
+def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
+    data, name = write_squad(tmp_path / "squad", version), f"squad{version}"
+    ef.finetune(name, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
+    folder = tmp_path / "out" / name / "seed-0" / "model"
+
+    defaults = TASK_TYPES["question-answering"].defaults
+    config = recipe_config(recipe, name, load_encoder(encoder_folder).shape, READING, defaults).finetune
+    train, tokenizer = read_squad(name, data).train, ef.Tokenizer(folder)
+    features = question_features(tokenizer, train.texts, sequence_length=48, doc_stride=12, max_query_length=16)
+    targets = torch.tensor(training_targets(tokenizer, features, list(train.targets)))
+    assert len(features.question) > len(train.texts) and (targets[:, 2].sum() > 0) == (version == 2)
+
+    model = Reference(encoder_folder, "question-answering", config, 2)
+    before = {name: p.detach().clone() for name, p in model.head.items()}
+    loss_of = reading_losses(model, features.encoded, targets, config.head)
+
+    def batch_loss(chosen):
+        losses = torch.stack([loss_of(i) for i in chosen])
+        return losses.sum() if recipe == "google" else losses.mean()
+
+    order = training_order(config, len(features.question), seed=0)
+    recipe_reference.train(model, batch_loss, order, recipe, config.learning_rate)
+    stored = load_file(folder / "model.safetensors")
+    prefix = "qa_outputs." if config.head == "hf" else "head."
+    for key, wanted in model.parameters_of_head().items():
+        if key in ("classifier.bias", "start.bias", "end.bias"):
+            continue  # it shifts all logits of a softmax: its gradient is rounding alone, which Adam amplifies
+        theirs = stored[prefix + key.removeprefix("classifier.") if config.head == "hf" else prefix + key]
+        torch.testing.assert_close(theirs, wanted, rtol=1e-5, atol=1e-5, msg=key)
+        assert (wanted - before[key.replace(".", "_")]).abs().max() > 1e-5
+    for key, wanted in model.electra.state_dict().items():
+        if f"electra.{key}" in stored:
+            torch.testing.assert_close(stored[f"electra.{key}"], wanted, rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("recipe", ["google", "fast"])
+def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe):
+    """Short sentences, so that a sentence is a chunk; labels at the first piece of each word."""
+    data = write_conll(tmp_path / "data", words=(3, 8))
+    arguments = {"train": data / "train.conll", "dev": data / "dev.conll"}
+    ef.finetune("tagging", model=encoder_folder, out=tmp_path / "out", recipe=recipe, overrides=READING, **arguments)
+    folder = tmp_path / "out" / "tagging" / "seed-0" / "model"
+    config = recipe_config(recipe, "tagging", load_encoder(encoder_folder).shape, READING).finetune
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    labels = json.loads((folder / "config.json").read_text())["label2id"]
+    rows = []
+    for tokens, tags in tagged_sentences(24, 0, (3, 8)):
+        encoding = tokenizer(tokens, is_split_into_words=True)
+        words = encoding.word_ids()
+        first = [at for at, word in enumerate(words) if word is not None and word not in words[:at]]
+        rows.append((encoding["input_ids"], first, [labels[tag] for tag in tags]))
+
+    model = Reference(encoder_folder, "tagging", config, len(labels))
+
+    def batch_loss(chosen):
+        losses = []
+        for i in chosen:
+            ids, first, wanted = rows[i]
+            losses.append(F.cross_entropy(model.outputs(ids)[first], torch.tensor(wanted), reduction="none"))
+        return torch.cat(losses).sum() if recipe == "google" else torch.cat(losses).mean()
+
+    recipe_reference.train(model, batch_loss, training_order(config, 24, seed=0), recipe, config.learning_rate)
+    ours = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    for ids, _, _ in rows:
+        with torch.no_grad():
+            torch.testing.assert_close(ours(torch.tensor([ids])).logits[0], model.outputs(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_the_exported_reader_has_the_logits_of_transformers(tmp_path, encoder_folder):
+    data = write_squad(tmp_path / "squad")
+    ef.finetune("squad1", model=encoder_folder, data=data, out=tmp_path / "out", overrides=READING)
+    folder = tmp_path / "out" / "squad1" / "seed-0" / "model"
+    theirs = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+    tokenizer, reader = AutoTokenizer.from_pretrained(folder), ef.load_finetuned(folder)
+    question, context = "Which class", "The class of a value, and the name of an object."
+    inputs = tokenizer(question, context, return_tensors="pt")
     with torch.no_grad():
-        expected = reference(*batch) * (5 if kind == "regression" else 1)
-        torch.testing.assert_close(ours(batch[0], batch[1], batch[2]).logits, expected, rtol=1e-5, atol=1e-5)
-        untrained = Reference(encoder_folder, config.head, expected.shape[1], seed=0)(*batch)
-    assert (untrained * (5 if kind == "regression" else 1) - expected).abs().max() > 1e-4  # the steps changed something
+        found = theirs(**inputs)
+    (answer,) = reader.predict([(question, context)], n_best=5)
+    start, end = found.start_logits[0], found.end_logits[0]
+    allowed = [i for i, part in enumerate(inputs.sequence_ids(0)) if part == 1]
+    best = max((float(start[i] + end[j]), i, j) for i in allowed for j in allowed if i <= j < i + 30)
+    offsets = tokenizer(question, context, return_offsets_mapping=True)["offset_mapping"]
+    assert (answer["start"], answer["end"]) == (offsets[best[1]][0], offsets[best[2]][1])
+    assert answer["answer"] == context[answer["start"] : answer["end"]]
+    assert answer["null_odds"] == pytest.approx(float(start[0] + end[0]) - best[0], abs=1e-4)
+    assert len(answer["n_best"]) == 5 and answer["n_best"][0]["answer"] == answer["answer"]

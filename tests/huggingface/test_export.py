@@ -74,26 +74,21 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 SHAPES = [
-    ("google", {}),
-    ("google", {"model": {"embedding_size": 64}}),
-    ("google", {"model": {"tying": "none"}, "generator": {"num_layers": 1}}),
+    ("google", {"model": {"norm_eps": 1e-3}}),
+    ("google", {"model": {"embedding_size": 64, "tying": "none"}, "generator": {"num_layers": 1}}),
     ("google", {"model": {"tying": "all"}} | ONE_SIZE),
     ("google", {"objective": {"name": "mlm"}}),
     ("modern", {"model": {"embedding_size": 48}}),  # neither encoder has the table's width
     ("modern", {}),  # the generator has the table's width
     ("modern", {"model": {"embedding_size": 64}}),  # the discriminator has the table's width
-    ("modern", {"model": {"embedding_size": 64}} | ONE_SIZE),
-    ("modern", {"model": {"tying": "none", "embedding_size": 48}}),
     ("modern", {"model": {"tying": "none", "embedding_size": 64}} | ONE_SIZE),
     ("modern", {"model": {"tying": "all", "embedding_size": 48}} | ONE_SIZE),
     ("modern", {"model": {"embedding_size": 48}, "objective": {"name": "mlm"}}),
     ("modern", {"model": {"embedding_size": 96}}),  # the table is wider than both
-    ("modern", {"model": {"local_attention": 8, "global_attention_every": 2, "rope_theta": 160_000.0}}),
     (
         "modern",
         {"model": {"norm_eps": 1e-3, "local_attention": 2, "local_rope_theta": 500.0}, "generator": {"num_layers": 4}},
     ),
-    ("google", {"model": {"norm_eps": 1e-3}}),
 ]
 
 
@@ -149,10 +144,9 @@ def type_tables(export_folder: Path) -> list[torch.Tensor]:
     return [tensors["electra.embeddings.token_type_embeddings.weight"] for tensors in roles]
 
 
-@pytest.mark.parametrize("tying", ["embeddings", "none"])
-def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path, tying: str) -> None:
+def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path) -> None:
     """Only the export has the copy; transformers and a model loaded from the export agree on token type 1."""
-    model = make_run(tmp_path / "run", "google", {"data": {"packing": "best-fit"}, "model": {"tying": tying}})
+    model = make_run(tmp_path / "run", "google", {"data": {"packing": "best-fit"}, "model": {"tying": "none"}})
     export(tmp_path / "run", tmp_path / "out")
     tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
     for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
@@ -222,20 +216,6 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
     assert all(map(torch.equal, type_tables(tmp_path / "last"), trained))
 
 
-@pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_exported_names_are_all_that_transformers_knows(tmp_path: Path, recipe: str) -> None:
-    """And no missing ones: a transformers model made from the config has the same tensors."""
-    model = make_run(tmp_path / "run", recipe, {})
-    export(tmp_path / "run", tmp_path / "out")
-    for role in ("discriminator", "generator"):
-        folder = tmp_path / "out" / role
-        hf_model = getattr(transformers, CLASSES[model.config.model.architecture, role])(
-            transformers.AutoConfig.from_pretrained(folder)
-        )
-        expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}
-        assert {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()} == expected
-
-
 def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "modern", {})
     export(tmp_path / "run", tmp_path / "out")
@@ -265,9 +245,8 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
         assert 0.7 < found.std() / expected.std() < 1.4, name
 
 
-@pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_one_folder_alone_answers_for_itself(tmp_path: Path, recipe: str) -> None:
-    expected = logits(make_run(tmp_path / "run", recipe, {"model": {"embedding_size": 48}}))
+def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
+    expected = logits(make_run(tmp_path / "run", "modern", {"model": {"embedding_size": 48}}))
     export(tmp_path / "run", tmp_path / "out")
     discriminator = load(tmp_path / "out" / "discriminator")
     assert_same(
@@ -342,12 +321,6 @@ def test_places_without_a_model_are_named(tmp_path: Path) -> None:
         import_folder(tmp_path / "none", tmp_path / "run")
     (tmp_path / "generator").mkdir()
     with pytest.raises(FileNotFoundError, match="generator/config.json: no such file"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}', encoding="utf-8")
-    with pytest.raises(ValueError, match="architectures = .'BertModel'. must name one of ElectraForPreTraining"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text("[1", encoding="utf-8")
-    with pytest.raises(ValueError, match="config.json: not a JSON object"):
         load(tmp_path)
     make_run(tmp_path / "run", "google", {})
     shutil.rmtree(tmp_path / "run" / "tokenizer")

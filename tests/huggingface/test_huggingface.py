@@ -50,15 +50,11 @@ def test_factoring_tells_a_shared_table_from_two() -> None:
     random = torch.Generator().manual_seed(0)
     config = Config.preset("tiny", "modern").replace({"model": {"embedding_size": 24, "vocab_size": 90}})
     shapes = {"discriminator": config.model, "generator": config.generator_shape()}
-    one, two = (torch.randn(90, 24, generator=random) for _ in range(2))
-    wide, narrow = torch.randn(24, 64, generator=random), torch.randn(24, 32, generator=random)
+    one, two = (torch.randn(90, 24, generator=random) @ torch.randn(24, 32, generator=random) for _ in range(2))
     inputs = {role: f"{role}.{huggingface_weights.INPUT_TABLE['modern']}" for role in shapes}
-    shared = {inputs["discriminator"]: one @ wide, inputs["generator"]: one @ narrow}
-    state = huggingface_weights.factored(shared, shapes)
-    assert state is not None
-    product = state["embeddings.token"] @ state["discriminator.projection.weight"].T
-    assert (product - one @ wide).abs().max() <= 1e-5 * (one @ wide).abs().max()
-    assert huggingface_weights.factored(shared | {inputs["generator"]: two @ narrow}, shapes) is None
+    tables = {inputs["discriminator"]: one.repeat(1, 2), inputs["generator"]: one}
+    assert huggingface_weights.factored(tables, shapes) is not None
+    assert huggingface_weights.factored(tables | {inputs["generator"]: two}, shapes) is None
 
 
 def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Module]:
@@ -106,8 +102,9 @@ def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int,
     assert tokenizer("The cats")["input_ids"] == [2, 5, 6, 7, 3]
 
 
-@pytest.mark.parametrize("how", ["bare", "with a prefix", "our own export"])
-@pytest.mark.parametrize("architecture", ["bert", "modern"])
+@pytest.mark.parametrize(
+    ("architecture", "how"), [("bert", "with a prefix"), ("modern", "bare"), ("bert", "our own export")]
+)
 def test_encoders_without_heads_continue_with_new_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, how: str
 ) -> None:
@@ -170,70 +167,23 @@ def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> Non
     assert not torch.equal(model.embeddings.token_type, model.generator_embeddings.token_type)
 
 
-def edit(path: Path, **changes: object) -> None:
-    table = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(table | changes), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("recipe", "role", "changes", "message"),
     [
-        ("google", "generator", {"model_type": "bert"}, "model_type = 'bert' must be one of electra, modernbert"),
-        (
-            "google",
-            "generator",
-            {"vocab_size": 201},
-            "tensor electra.embeddings.word_embeddings.weight has shape [200, 32]",
-        ),
-        ("google", "discriminator", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported; it must be 'gelu'"),
         ("google", "discriminator", {"layer_norm_eps": 1e-5}, "norm_eps = 0.0, but the discriminator's is 1e-05"),
-        ("google", "discriminator", {"type_vocab_size": 1}, "type_vocab_size = 1 is not supported; it must be 2"),
-        ("google", "discriminator", {"num_hidden_layers": 3}, "generator.num_layers"),
-        ("google", "discriminator", {"num_hidden_layers": "3"}, "model.num_layers = '3' must be an integer"),
-        (
-            "google",
-            "discriminator",
-            {"architectures": ["ElectraModel"]},
-            "discriminator: an encoder without a head",
-        ),
-        (
-            "google",
-            "discriminator",
-            {"architectures": ["ElectraForTokenClassification"]},
-            "a discriminator is ElectraForPreTraining",
-        ),
+        ("google", "discriminator", {"architectures": ["ElectraModel"]}, "discriminator: an encoder without a head"),
+        ("google", "discriminator", {"architectures": ["X"]}, "a discriminator is ElectraForPreTraining"),
         ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, but generator.fraction = 0.5"),
         ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, but the discriminator's is 128"),
         ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),
-        ("modern", "generator", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
-        (
-            "modern",
-            "generator",
-            {"layer_types": [LOCAL, FULL]},
-            "layer_types = ['sliding_attention', 'full_attention'] is",
-        ),
-        ("modern", "generator", {"layer_types": [FULL] * 3}, "'full_attention'] is not supported; the first and every"),
         ("modern", "generator", {"layer_types": [FULL, LOCAL]}, "local_attention = 128, but the discriminator's is 0"),
-        ("modern", "generator", {"layer_types": [FULL, LOCAL], "local_attention": 0}, "with a local_attention above 0"),
-        (
-            "modern",
-            "generator",
-            {"layer_types": None, "global_attn_every_n_layers": 2},
-            "local_attention = 128, but the discriminator's is 0",
-        ),
         (
             "modern",
             "generator",
             {"rope_parameters": None, "global_rope_theta": 160000.0},
             "rope_theta = 160000.0, but the discriminator's is 10000.0",
         ),
-        (
-            "modern",
-            "generator",
-            {"rope_parameters": {FULL: {"rope_type": "linear"}}},
-            "rope_type = 'linear' of full_attention is not supported",
-        ),
-        ("modern", "generator", {"rope_scaling": {"factor": 2}}, "rope_scaling = {'factor': 2} is not supported"),
+        ("modern", "discriminator", {"classifier_bias": True}, "classifier_bias = True is not supported"),
         ("modern", "discriminator", {"electra_fast": {"model": {"x": 1}}}, "electra_fast: unknown key model.x"),
     ],
 )
@@ -241,9 +191,8 @@ def test_a_config_that_does_not_fit_is_named(
     tmp_path: Path, recipe: str, role: str, changes: dict[str, object], message: str
 ) -> None:
     write_folders(tmp_path / "out", recipe, {})
-    edit(tmp_path / "out" / role / "config.json", **changes)
-    if message == "generator.num_layers":  # a third layer, missing from the weights
-        message = "tensor electra.encoder.layer.2.attention.self.query.weight is missing"
+    path = tmp_path / "out" / role / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load(tmp_path / "out")
     assert str(caught.value).startswith(str(tmp_path / "out"))
@@ -261,24 +210,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
             load(tmp_path / "out")
 
     name = "model.layers.1.attn.Wqkv.weight"
-    expect({key: x for key, x in tensors.items() if key != name}, f"tensor {name} is missing")
-    expect(
-        tensors | {name: tensors[name][:100].clone()},
-        f"tensor {name} has shape [100, 64], but config.json says [192, 64]",
-    )
+    expect(tensors | {name: tensors[name][:100].clone()}, f"tensor {name} has shape [100, 64], but config.json says [1")
     table = "model.embeddings.tok_embeddings.weight"
     random = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     expect(tensors | {table: random}, "the embedding table is no longer the product of one of width 48")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="model.safetensors: not a complete safetensors file"):
-        load(tmp_path / "out")
-    path.rename(path.with_name("pytorch_model.bin"))
-    with pytest.raises(
-        ValueError, match="weights only as pytorch_model.bin, .* save_pretrained it as model.safetensors"
-    ):
-        load(tmp_path / "out")
-    path.with_name("pytorch_model.bin").unlink()
-    with pytest.raises(FileNotFoundError, match="model.safetensors: no such file"):
         load(tmp_path / "out")
 
 
@@ -296,10 +233,9 @@ def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_import_takes_the_preset_of_the_same_size_for_models_of_others(tmp_path: Path) -> None:
+def test_import_takes_the_preset_of_the_same_size_for_models_of_others() -> None:
     """A base model continues with the learning rate of base, not of small."""
     config = Config.preset("base", "google")
     assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
-    assert preset_of_size(Config.preset("mini", "google").model) == Config.preset("mini", "google")
     assert preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")
     assert preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config()

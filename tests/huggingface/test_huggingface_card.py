@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModel
@@ -28,9 +27,7 @@ def trained(folder: Path, corpus: Path, recipe: str, packing: str, **sections: d
     return config
 
 
-@pytest.mark.parametrize(
-    ("recipe", "packing"), [("google", "google"), ("google", "best-fit"), ("paper", "best-fit"), ("modern", "best-fit")]
-)
+@pytest.mark.parametrize(("recipe", "packing"), [("google", "google"), ("paper", "best-fit"), ("modern", "best-fit")])
 def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: str, packing: str) -> None:
     config = trained(tmp_path / "run", tiny_corpus, recipe, packing)
     export(tmp_path / "run", tmp_path / "out")
@@ -47,12 +44,13 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
         assert f"packing `{packing}`" in card.text and f"optimizer `{config.optimizer.name}`" in card.text
         assert (REMARK in card.text) == (recipe != "modern" and packing == "best-fit")
         assert str(tmp_path) not in card.content and "imported" not in card.text
-        table = json.loads((tmp_path / "out" / role / "config.json").read_text(encoding="utf-8"))
-        assert f"from transformers import AutoTokenizer, {table['architectures'][0]}" in card.text
-        alone = load(tmp_path / "out" / role)
-        assert f"vocabulary of {alone.config.model.vocab_size}" in card.text
-        folder, name = tmp_path / "out" / role, table["architectures"][0]
-        encoder, whole = (each.from_pretrained(folder) for each in (AutoModel, getattr(transformers, name)))
+        folder = tmp_path / "out" / role
+        names: dict[str, Any] = {}
+        assert f"vocabulary of {load(folder).config.model.vocab_size}" in card.text
+        code = card.text.partition("```python\n")[2].partition("```")[0].replace("path/to/this/folder", str(folder))
+        exec(code, names)
+        encoder, whole = AutoModel.from_pretrained(folder), names["model"]
+        assert f"from transformers import AutoTokenizer, {type(whole).__name__}\n" in code
         counts = f"{encoder.num_parameters():,} parameters in `AutoModel`, {whole.num_parameters():,} with the head"
         assert counts in card.text
         assert "trained on rows of 32 tokens: positions from 32 on were not trained at all" in card.text
@@ -88,7 +86,6 @@ def test_cards_say_what_they_are_told(
     [
         ({"languages": ["Hungarian"]}, "language 'Hungarian' is not a code such as hu, en or zh-Hant"),
         ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
-        ({"languages": [""]}, "language '' is not a code"),
         ({"license": "Apache 2.0"}, "license 'Apache 2.0' is not an identifier such as apache-2.0"),
     ],
 )
@@ -115,18 +112,6 @@ def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpu
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
     settings.write_text(settings.read_text().replace("steps = 5 ", "steps = 2 "), encoding="utf-8")
     export(tmp_path / "run", tmp_path / "out")  # the run was told to end here
-
-
-def test_the_three_lines_of_a_card_run(tmp_path: Path, tiny_corpus: Path) -> None:
-    trained(tmp_path / "run", tiny_corpus, "google", "google")
-    export(tmp_path / "run", tmp_path / "out")
-    for role in ("discriminator", "generator"):
-        text = (tmp_path / "out" / role / "README.md").read_text(encoding="utf-8")
-        lines = text.partition("```python\n")[2].partition("```")[0]
-        assert len(lines.splitlines()) == 3
-        names: dict[str, object] = {}
-        exec(lines.replace("path/to/this/folder", str(tmp_path / "out" / role)), names)
-        assert type(names["model"]).__name__ in lines
 
 
 def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: Path) -> None:

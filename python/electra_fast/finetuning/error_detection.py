@@ -71,8 +71,6 @@ class ErrorDetector(ExampleReader):
     ) -> None:
         if not 0 <= threshold <= 1:
             raise InputError(f"threshold is {threshold}; it is a probability, from 0 to 1")
-        if sequence_length < 3:
-            raise InputError(f"sequence_length is {sequence_length}; [CLS], a token and [SEP] need 3")
         self.threshold, self.sequence_length = threshold, sequence_length
         self.tokenizer, self._model = tokenizer, ReplacedTokenDetector(model).to(device).eval()
         self._compute, self.note = choose_inference(self._model, device, precision)
@@ -119,9 +117,6 @@ def load_error_detector(source: str | Path, threshold: float = 0.5, precision: P
     """
     source = Path(source)
     model, sequence_length = _read_discriminator(source)
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise InputError(f"{source}: {name} has values that are nan or infinite; the model is broken")
     tokenizer = Tokenizer(tokenizer_folder(source, model.config.model.vocab_size))
     return ErrorDetector(
         model, tokenizer, choose_device(), sequence_length=sequence_length, threshold=threshold, precision=precision

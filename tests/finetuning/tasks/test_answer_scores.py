@@ -28,105 +28,27 @@ def by_id(*values):
 @pytest.mark.parametrize(
     ("text", "normalized"),
     [
-        ("The Cat", "cat"),
-        ("an  apple\ta\nday", "apple day"),
-        ("theatre another banana", "theatre another banana"),  # articles as parts of words
+        ("The Cat and  the theatre", "cat and theatre"),  # articles as parts of words stay
         ("the-cat", "thecat"),  # punctuation goes before articles do
-        ("A.", ""),
         ("a.n", ""),  # "an", once its full stop is gone
         ("U.S. $5,000", "us 5000"),
         ("Straße ÉCOLE", "straße école"),  # lower case does not fold, accents stay
         ("a，b", "，b"),  # full-width punctuation stays, and separates words from articles
         ("“a” – b", "“ ” – b"),
         ("x\u00a0y\u3000z\u202f", "x y z"),  # spaces of all kinds
-        ("the_end", "theend"),
-        ("", ""),
     ],
 )
 def test_normalization(text, normalized):
     assert normalize_answer(text) == normalized
 
 
-@pytest.mark.parametrize(
-    ("prediction", "gold", "exact", "overlap"),
-    [
-        ("the Eiffel Tower!", "Eiffel tower", 1, 1),
-        ("Eiffel", "Eiffel Tower", 0, 2 / 3),  # precision 1, recall 1/2
-        ("in the Eiffel Tower", "Eiffel Tower", 0, 4 / 5),  # 2/3 and 1
-        ("b b b", "b b c", 0, 2 / 3),  # two of three, each way
-        ("Tower Eiffel", "Eiffel Tower", 0, 1),
-        ("cafe", "café", 0, 0),
-        ("", "Eiffel", 0, 0),
-        ("Eiffel", "", 0, 0),
-    ],
-)
-@pytest.mark.parametrize("has_unanswerable", [False, True])
-def test_scores_of_one_answer(prediction, gold, exact, overlap, has_unanswerable):
-    assert exact_match(prediction, gold) == exact
-    assert f1(prediction, gold, has_unanswerable=has_unanswerable) == pytest.approx(overlap)
-
-
-@pytest.mark.parametrize(("prediction", "gold"), [("", ""), ("The", "a."), ("", " ")])
-def test_texts_without_words_match_in_version_2_only(prediction, gold):
-    assert exact_match(prediction, gold) == 1
-    assert f1(prediction, gold, has_unanswerable=True) == 1
-    assert f1(prediction, gold, has_unanswerable=False) == 0
-
-
-def test_version_1_takes_the_best_annotated_answer():
-    split = split_of(["Tower", "the Eiffel Tower"], ["Paris", "in Paris, France"], ["The"])
-    scores = squad_scores(split, by_id("Eiffel Tower", "in Paris", "a"))
-    # 1 and 1; 0 and the better one of 2/3 and 4/5; in version 1 an article is an answer that has no words in common
-    assert scores == pytest.approx({"exact_match": 2 / 3, "f1": (1 + 4 / 5 + 0) / 3})
+def test_texts_without_words_match_in_version_2_only():
+    assert exact_match("The", "a.") == f1("The", "a.", has_unanswerable=True) == 1
+    assert f1("The", "a.", has_unanswerable=False) == 0
 
 
 def test_version_1_without_an_annotated_answer_is_wrong():
     assert squad_scores(split_of(["x"], []), by_id("x", "y")) == {"exact_match": 0.5, "f1": 0.5}
-
-
-def test_version_2_ignores_annotated_answers_without_words():
-    scores = squad_scores(split_of(["The", "cat"], ["A."]), by_id("", ""), by_id(0.0, 0.0))
-    # "" is wrong for "cat"; it is right where nothing else was annotated, which is still an answerable question
-    assert scores["has_answer_exact_match"] == scores["has_answer_f1"] == 0.5
-    assert "no_answer_accuracy" not in scores
-
-
-def test_version_2_by_hand():
-    split = split_of(["red"], [], ["dark blue"], [], ["green"])
-    odds = by_id(-2.0, -1.0, 0.5, 1.0, 3.0)
-    scores = squad_scores(split, by_id("red", "x", "blue", "", "wrong"), odds)
-    # Unanswered, two are right. By rising odds, exact match is 3 2 2 2 2, F1 is 3, 2, 2 + 2/3, the same, and the same.
-    assert scores == pytest.approx(
-        {
-            "exact_match": 3 / 5,
-            "exact_match_threshold": -2.0,
-            "f1": 3 / 5,
-            "null_threshold": -2.0,
-            "has_answer_exact_match": 1 / 3,
-            "has_answer_f1": 1 / 3,
-            "no_answer_accuracy": 1.0,
-        }
-    )
-
-
-def test_the_two_thresholds_differ_and_f1_chooses():
-    split = split_of(["red"], ["dark blue"], [], [])
-    scores = squad_scores(split, by_id("red", "blue", "x", ""), by_id(0.1, 0.2, 0.3, 0.4))
-    # Two right when unanswered; exact match 3 3 2 2, F1 3, 3 + 2/3, 2 + 2/3, the same.
-    assert (scores["exact_match"], scores["exact_match_threshold"]) == (3 / 4, 0.1)
-    assert (scores["f1"], scores["null_threshold"]) == (pytest.approx((3 + 2 / 3) / 4), 0.2)
-    # Up to 0.2 both are answered, and neither of the others is.
-    assert scores["has_answer_exact_match"] == 1 / 2
-    assert scores["has_answer_f1"] == pytest.approx((1 + 2 / 3) / 2)
-    assert scores["no_answer_accuracy"] == 1
-
-
-def test_no_answer_accuracy_counts_predictions_below_the_threshold():
-    split = split_of([], [], ["red"], ["blue"], [])
-    scores = squad_scores(split, by_id("x", "", "red", "blue", "y"), by_id(0.1, 0.2, 0.3, 0.4, 0.5))
-    # 3 at first; then 2 2 3 4 3: answered up to 0.4, where "x" is wrong and "" is right.
-    assert (scores["f1"], scores["null_threshold"]) == (4 / 5, 0.4)
-    assert scores["no_answer_accuracy"] == 2 / 3
 
 
 def test_nothing_is_better_than_unanswered():
@@ -143,25 +65,13 @@ def test_equal_odds_count_in_the_order_of_the_mapping():
     assert (last["f1"], last["null_threshold"]) == (1 / 2, 0.0)
 
 
-def test_the_first_of_equal_scores_gives_the_threshold():
-    scores = squad_scores(split_of(["red"], [], ["blue"]), by_id("red", "x", "blue"), by_id(0.1, 0.2, 0.3))
-    assert (scores["f1"], scores["null_threshold"]) == (2 / 3, 0.1)  # 1 at first, then 2 1 2
-
-
-def test_other_ids_do_not_matter():
-    split = split_of(["red"])
-    assert squad_scores(split, {"q0": "red", "other": "x"}) == {"exact_match": 1, "f1": 1}
-    assert squad_scores(split, by_id("red"), {"other": -1.0, "q0": 2.0})["null_threshold"] == 2
-
-
 def test_every_question_needs_a_prediction_and_odds():
+    """Others do not matter."""
     split = split_of(["red"], ["blue"], ["x"])
-    with pytest.raises(InputError) as caught:
-        squad_scores(split, {"q0": "red"})
-    assert str(caught.value) == "no prediction for 2 of 3 questions, the first is 'q1'"
-    with pytest.raises(InputError) as caught:
-        squad_scores(split, by_id("", "", ""), {"q0": 1.0, "q1": 1.0})
-    assert str(caught.value) == "no null odds for 1 of 3 questions, the first is 'q2'"
+    with pytest.raises(InputError, match="^no prediction for 2 of 3 questions, the first is 'q1'$"):
+        squad_scores(split, {"q0": "red", "other": "x"})
+    with pytest.raises(InputError, match="^no null odds for 1 of 3 questions, the first is 'q2'$"):
+        squad_scores(split, by_id("", "", ""), {"q0": 1.0, "q1": 1.0, "other": 0.0})
 
 
 def stated_words(text):
@@ -207,18 +117,13 @@ def random_questions(rng, num_questions, least):
     return golds, [text() for _ in range(num_questions)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_version_1_as_stated(seed):
+@pytest.mark.parametrize("seed", range(5))
+def test_both_versions_as_stated(seed):
     golds, predictions = random_questions(random.Random(seed), 40, least=1)
-    stated = [stated_scores(*pair, False) for pair in zip(predictions, golds, strict=True)]
+    stated = np.mean([stated_scores(*pair, False) for pair in zip(predictions, golds, strict=True)], axis=0)
     scores = squad_scores(split_of(*golds), by_id(*predictions))
-    assert scores == pytest.approx(
-        {name: np.mean(own) for name, own in zip(scores, zip(*stated, strict=True), strict=True)}
-    )
+    assert (scores["exact_match"], scores["f1"]) == pytest.approx(tuple(stated))
 
-
-@pytest.mark.parametrize("seed", range(20))
-def test_version_2_as_stated(seed):
     rng = random.Random(seed)
     golds, predictions = random_questions(rng, 40, least=0)
     odds = [rng.uniform(-3, 3) for _ in golds]
@@ -260,15 +165,11 @@ CHINESE, ENGLISH = "小明在北京住了三年。", "The Yuan dynasty (Chinese:
 @pytest.mark.parametrize(
     ("prediction", "gold", "exact", "overlap"),
     [
-        ("北京", "北京", 1, 1),
-        ("在北京", "北京", 0, 4 / 5),
         ("“北京”。", "北京", 1, 1),
         ("京北", "北京", 0, 1 / 2),  # the longest run, not the characters in any order
         ("2009年の秋", "2009年", 0, 2 * 2 / (4 + 2)),  # a number is a word
-        ("IBM公司", "ibm 公司", 1, 1),
         ("the IBM公司", "IBM公司", 0, 2 * 3 / 7),  # no articles
         ("เชียงใหม่", "เชียง", 0, 2 * 5 / 14),
-        ("テレビ", "テレビ", 1, 1),
         ("。", "北京", 0, 0),
     ],
 )
@@ -284,14 +185,7 @@ def test_the_context_decides_what_is_compared():
     assert score_unit(split_of([], contexts=[CHINESE])) == "characters"
     for context in (ENGLISH, "서울은 한국의 수도이다.", "", "1999", "Москва и Санкт-Петербург", "القاهرة عاصمة"):
         assert not is_unspaced(context) and score_unit(split_of([], contexts=[context])) == "words"
-    for context in (
-        "東京タワー",
-        "カタカナ",
-        "ย้ายไปกรุงเทพในปี2009",
-        "IBM公司与Microsoft公司发布软件",
-        "မြန်မာ",
-        "ភាសាខ្មែរ",
-    ):
+    for context in ("カタカナ", "ย้ายไปกรุงเทพในปี2009", "IBM公司与Microsoft公司发布软件", "မြန်မာ", "ភាសាខ្មែរ"):
         assert is_unspaced(context)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import squad_transcription as transcription
+import squad_reference
 from question_texts import questions, write_vocab
 
 import electra_fast as ef
@@ -65,22 +65,18 @@ def test_generated_questions_as_published(tokenizer, n_best, longest, width):
     found = search(
         features, texts, SpanScores(start, first, end, second, null), n_best=n_best, max_answer_length=longest
     )
-    entries = frozenset(tokenizer.id_to_token(entry) for entry in range(tokenizer.vocab_size))
-    slow = transcription.WordPiece(entries, tokenizer.options["lowercase"])
-    empty, full = 0, 0
+    library, empty, full = squad_reference.library_tokenizer(tokenizer), 0, 0
     for number, ((question, context), (ours, null_score)) in enumerate(zip(texts, found, strict=True)):
         numbers = np.flatnonzero(features.question == number)
-        chunks = transcription.chunks_of(slow, question, context, 24, 8, 8)
+        chunks = squad_reference.chunks_of(library, question, context, 24, 8, 8)
         candidates = [
-            transcription.Candidate(chunk, start[row, i], end[row, i, j], first[row, i] + second[row, i, j])
+            squad_reference.Candidate(chunk, start[row, i], end[row, i, j], first[row, i] + second[row, i, j])
             for row, chunk in zip(numbers, chunks, strict=True)
             for i in range(width)
             for j in range(width)
         ]
-        theirs = transcription.n_best(slow, context, candidates, n_best, longest)
-        spelled = [" ".join(transcription.words_of(each.text)[0]) for each in ours]
-        assert spelled == [text for text, _, _ in theirs]
-        assert [each.score for each in ours] == [score for _, score, _ in theirs]
+        theirs = squad_reference.n_best(context, candidates, n_best, longest)
+        assert [(" ".join(each.text.split()), each.score) for each in ours] == [each[:2] for each in theirs]
         assert [each.probability for each in ours] == pytest.approx([chance for _, _, chance in theirs])
         assert all(each.text == context[each.start : each.end] for each in ours)
         assert null_score == null[numbers].min()
@@ -107,14 +103,6 @@ def test_which_candidates_are_answers(uncased):
     assert [(each.text, each.score) for each in found] == [(" ".join(pieces[a:b]), score) for a, b, score in expected]
 
 
-def test_length_order_and_number(uncased):
-    chunk = [(3, 5, 1), (3, 4, 1), (3, 3, 2), (4, 4, 1), (5, 5, 0)]
-    found = answers(uncased, "the north bank", chunk, max_answer_length=2, n_best=3)
-    assert [each.text for each in found] == ["the", "the north", "north"]  # equal scores in the order given
-    weights = np.exp([2.0, 1.0, 1.0])
-    assert [each.probability for each in found] == pytest.approx(weights / weights.sum())
-
-
 def test_a_text_comes_once_with_its_best_score(uncased):
     found = answers(uncased, "the north, the  north", [(3, 4, 1), (6, 7, 3), (6, 6, 2), (3, 3, 1)])
     assert [(each.text, each.score) for each in found] == [("the  north", 3), ("the", 2)]  # whitespace does not count
@@ -135,28 +123,16 @@ def test_the_null_score_is_the_smallest_of_the_chunks(uncased):
 @pytest.mark.parametrize(
     "context, first, last, answer",
     [
-        ("of berlin's bank", 1, 1, "berlin"),
         ("born (1895-1943).", 2, 3, "1895"),
         ("an unbelievable", 2, 3, "unbel"),  # pieces: a ##n un ##bel ##iev ##able
-        ("in\nthe\u202fnorth", 0, 2, "in\nthe\u202fnorth"),
         ("(café)", 1, 1, "café"),
         ("(cafe\u0301)", 1, 1, "cafe\u0301"),  # the accent is dropped, or the word unknown
         ("in the\u200b, of", 1, 1, "the"),
         ("10\u00a0north", 0, 2, "10\u00a0north"),
-        ("(\uac01)", 0, 0, "("),
         ("(\uac01)", 1, 1, "\uac01"),  # one syllable, three letters once accents are stripped
-        ("(☃) of", 1, 1, "☃"),  # unknown
         ("(☃\u0301) of", 1, 1, "☃\u0301"),
+        ("s-bahns", 6, 6, "s"),  # not the first "s", which the published code takes
     ],
 )
 def test_an_answer_has_the_characters_of_its_pieces(tokenizer, context, first, last, answer):
     assert piece_answer(tokenizer, context, first, last) == answer
-
-
-def test_equal_letters_earlier_in_the_word_are_not_taken(uncased):
-    """The published code returns the first "s" of the word in lower case."""
-    assert piece_answer(uncased, "S-bahns", 6, 6) == "s"
-    entries = frozenset(uncased.id_to_token(entry) for entry in range(uncased.vocab_size))
-    slow = transcription.WordPiece(entries, True)
-    [chunk] = transcription.chunks_of(slow, "who", "S-bahns", 64, 8, 8)
-    assert transcription.text_of(slow, "S-bahns", transcription.Candidate(chunk, 9, 9, 0)) == "S"

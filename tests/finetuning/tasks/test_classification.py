@@ -38,9 +38,7 @@ def logits(classes, num_classes=2):
     [
         ("cola", {"accuracy": 2 / 3, "matthews": 1 / 3}),
         ("mrpc", {"accuracy": 2 / 3, "f1": 2 / 3}),
-        ("qqp", {"accuracy": 2 / 3, "f1": 2 / 3}),
         ("sst2", {"accuracy": 2 / 3}),
-        ("wnli", {"accuracy": 2 / 3}),
         ("classification", {"accuracy": 2 / 3, "f1_macro": 2 / 3, "matthews": 1 / 3}),
     ],
 )
@@ -48,9 +46,8 @@ def test_classification_scores_by_hand(name, expected):
     assert scores(task_of(name), TARGETS, logits(CLASSES)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_majority_scores_as_scikit_learns_dummies(seed):
-    rng = np.random.default_rng(seed)
+def test_the_majority_scores_as_scikit_learns_dummies():
+    rng = np.random.default_rng(0)
     train, dev = rng.choice(4, size=50, p=(0.2, 0.5, 0.2, 0.1)), rng.integers(4, size=30)
     task = task_of("classification", labels=tuple("abcd"))
     found = scores(task, dev, majority_outputs(task, train, len(dev)))
@@ -62,24 +59,19 @@ def test_the_majority_scores_as_scikit_learns_dummies(seed):
     assert found["mean_absolute_error"] == pytest.approx(np.abs(dev - train.mean()).mean()) and not found["spearman"]
 
 
-@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression"])
-def test_examples_without_a_label_do_not_count(kind):
-    targets = {
-        "classification": np.array([0, -1, 1]),
-        "multi-label": np.array([[0, 1], [np.nan, np.nan], [1, 0]], np.float32),
-        "regression": np.array([0, np.nan, 1.0]),
-    }[kind]
-    outputs = np.array([[-1.0, 1], [5, 5], [1, -1]]) if kind == "multi-label" else np.array([[1.0, 0], [5, 5], [0, 1]])
-    outputs = np.array([[0.0], [5], [1]]) if kind == "regression" else outputs
-    task = task_of("classification", kind, {"regression": "pearson", "multi-label": "f1_micro"}.get(kind, "accuracy"))
+@pytest.mark.parametrize(
+    ("kind", "metric", "targets", "outputs"),
+    [
+        ("classification", "accuracy", np.array([0, -1, 1]), [[1, 0], [5, 5], [0, 1]]),
+        ("multi-label", "f1_micro", np.array([[0, 1], [np.nan] * 2, [1, 0]], np.float32), [[-1, 1], [5, 5], [1, -1]]),
+        ("regression", "pearson", np.array([0, np.nan, 1.0]), [[0], [5], [1]]),
+    ],
+)
+def test_examples_without_a_label_do_not_count(kind, metric, targets, outputs):
     texts, ids = [("x",)] * 3, ["0", "1", "2"]
     split = Split(name="test", path=Path("test"), texts=texts, targets=targets, ids=ids)
-    assert TASK_TYPES[kind].scores(task, split, None, outputs, {})[task.metric] == 1
-
-
-def test_f1_is_of_class_one():
-    result = scores(task_of("mrpc"), np.array([1, 0, 0, 0]), logits([1, 1, 0, 0]))
-    assert result == pytest.approx({"accuracy": 3 / 4, "f1": 2 / 3})
+    task = task_of("classification", kind, metric)
+    assert TASK_TYPES[kind].scores(task, split, None, np.array(outputs, float), {})[metric] == 1
 
 
 def test_many_classes_as_in_scikit_learn():
@@ -112,51 +104,37 @@ def test_regression_scores_as_in_scipy(name, more):
         assert result["mean_absolute_error"] == pytest.approx(np.abs(targets - values).mean())
 
 
-def test_spearman_is_of_ranks():
-    task = task_of("stsb", "regression", "spearman", ())
-    assert scores(task, np.array([0.0, 1, 2, 3]), np.array([1.0, 10, 100, 1e6]))["spearman"] == pytest.approx(1)
-
-
-@pytest.mark.parametrize("constant", ["targets", "outputs", "both"])
-@pytest.mark.parametrize("name", ["cola", "classification", "stsb", "regression"])
+@pytest.mark.parametrize("constant", ["targets", "outputs"])
+@pytest.mark.parametrize("name", ["classification", "regression"])
 def test_undefined_correlations_are_zero(name, constant):
-    kind = "regression" if name in ("stsb", "regression") else "classification"
-    targets = np.zeros(6, dtype=int) if constant != "outputs" else TARGETS
-    classes = np.zeros(6, dtype=int) if constant != "targets" else CLASSES
-    outputs = classes * 1.5 if kind == "regression" else logits(classes)
-    result = scores(task_of(name, kind), targets, outputs)
+    targets = np.zeros(6, dtype=int) if constant == "targets" else TARGETS
+    classes = np.zeros(6, dtype=int) if constant == "outputs" else CLASSES
+    result = scores(task_of(name, name), targets, classes * 1.5 if name == "regression" else logits(classes))
     assert {result[key] for key in ("matthews", "spearman", "pearson") if key in result} == {0.0}
-
-
-@pytest.mark.parametrize("values", [[3.0], [3.0, 3.0 + 1e-15, 3.0]])
-def test_too_few_or_nearly_equal_values_give_no_warning(values):
-    result = scores(task_of("stsb", "regression"), np.arange(len(values)), np.array(values))
-    assert all(-1 <= score <= 1 for score in result.values())
+    for values in ([3.0], [3.0, 3.0 + 1e-15, 3.0]):  # too few or nearly equal: no warning
+        result = scores(task_of("stsb", "regression"), np.arange(len(values)), np.array(values))
+        assert all(-1 <= score <= 1 for score in result.values())
 
 
 def test_nothing_predicted_gives_f1_zero():
+    """F1 of a task with two classes is that of class 1."""
     assert scores(task_of("mrpc"), np.zeros(3, dtype=int), logits([0, 0, 0])) == {"accuracy": 1.0, "f1": 0.0}
     task = task_of("classification", "multi-label", "f1_micro", ("a", "b"))
     assert scores(task, np.zeros((2, 2)), -np.ones((2, 2))) == {"f1_micro": 0.0, "f1_macro": 0.0, "accuracy": 1.0}
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_outputs_that_are_no_numbers_fail(bad):
+def test_outputs_that_are_no_numbers_fail():
     outputs = logits(CLASSES)
-    outputs[3, 1] = bad
+    outputs[3, 1] = np.nan
     with pytest.raises(TrainingFailed, match=r"^the model's outputs for 1 of 6 examples are not finite: .*rate$"):
         scores(task_of("cola"), TARGETS, outputs)
     with pytest.raises(TrainingFailed, match="1 of 2 examples"):
-        scores(task_of("stsb", "regression"), np.zeros(2), np.array([1.0, bad]))
+        scores(task_of("stsb", "regression"), np.zeros(2), np.array([1.0, np.inf]))
 
 
 def test_a_collapsed_classifier_is_named():
     task = task_of("rte", labels=("yes", "no"))
-    line = Classification().warning(task, logits([1, 1, 1]))
-    assert line == (
-        "all 3 predictions are the class 'no': "
-        "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
-    )
+    assert Classification().warning(task, logits([1, 1, 1])).startswith("all 3 predictions are the class 'no': try a l")
     assert Classification().warning(task, logits([1, 0, 1])) is None
     assert Classification().warning(task, logits([1])) is None
     assert MultiLabel().warning(task_of("classification", "multi-label"), -np.ones((3, 2))) is None

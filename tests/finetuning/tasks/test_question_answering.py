@@ -21,20 +21,8 @@ def readers(encoder_folder, squad_folder, tmp_path_factory):
     for name, head in (("squad1", "hf"), ("squad2", "google")):
         out = tmp_path_factory.mktemp(name)
         run = in_process.run(
-            *(
-                "finetune",
-                "--task",
-                name,
-                "--model",
-                encoder_folder,
-                "--data",
-                squad_folder,
-                "--out",
-                out,
-                "--seeds",
-                "2",
-            ),
-            *("--json", *flags(SETTINGS | {"finetune.head": head})),
+            *("finetune", "--task", name, "--model", encoder_folder, "--data", squad_folder, "--out", out),
+            *("--seeds", "2", "--json", *flags(SETTINGS | {"finetune.head": head})),
         )
         assert run.returncode == 0, run.stderr
         found[name] = (out / name, json.loads(run.stdout)[name], run.stderr)
@@ -102,10 +90,9 @@ def test_no_answer_beyond_the_threshold(readers):
         reader.predict([pair, ("Which?", " \u200b ")])
 
 
-@pytest.mark.parametrize("name", ["squad1", "squad2"])
-def test_answers_do_not_depend_on_their_neighbours(readers, name):
+def test_answers_do_not_depend_on_their_neighbours(readers):
     """Contexts of one chunk and of many, emoji and right-to-left text."""
-    folder, _, _ = readers[name]
+    folder, _, _ = readers["squad2"]
     reader = ef.load_finetuned(folder / "seed-0" / "model")
     contexts = [
         "The class of a value.",

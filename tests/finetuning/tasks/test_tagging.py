@@ -9,6 +9,7 @@ from pathlib import Path
 import in_process
 import numpy as np
 import pytest
+import squad_reference
 import torch
 from seqeval import metrics as seqeval_metrics
 from sklearn import metrics as sklearn_metrics
@@ -58,12 +59,6 @@ def test_entities_by_hand():
     )
 
 
-def test_entities_end_with_their_sentence():
-    targets, predicted = ids_of(IOB2, "B-PER I-PER"), ids_of(IOB2, "B-PER", "I-PER")
-    assert tag_scores(task_of(IOB2), targets, targets)["f1"] == 1
-    assert tag_scores(task_of(IOB2), ids_of(IOB2, "B-PER", "B-PER"), predicted)["f1"] == 1
-
-
 def test_nothing_found_and_nothing_there():
     nothing, something = ids_of(IOB2, "O O"), ids_of(IOB2, "B-PER O")
     zeros = {"precision": 0, "recall": 0, "f1": 0}
@@ -108,44 +103,22 @@ def tagger(encoder_folder, conll_folder, tmp_path_factory):
     return out / "tagging", results["tagging"]
 
 
-def test_tagging_learns_and_long_sentences_are_stitched(tagger, conll_folder):
-    folder, found = tagger
-    assert found["metric"] == "f1" and found["median"] > 0.9
-    tags = [tags for _, tags in tagged_sentences(20, 1, (3, 70))]
-    predictions = [json.loads(line) for line in (folder / "seed-0" / "predictions.dev.jsonl").read_text().splitlines()]
-    assert [len(each["tags"]) for each in predictions] == [len(each) for each in tags]
-    assert max(map(len, tags)) > 46
-    assert len({tag for each in predictions for tag in each["tags"]}) > 1
-
-
 def test_the_tagger_has_the_logits_of_transformers(tagger):
     """A text of several chunks: each word in the chunk in which it has the most context."""
     folder = tagger[0] / "seed-0" / "model"
-    theirs, tokenizer = (
-        AutoModelForTokenClassification.from_pretrained(folder).eval(),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    theirs = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     words = next(tokens for tokens, _ in tagged_sentences(50, 9, (60, 80)))
     pieces = [tokenizer.encode(word, add_special_tokens=False) for word in words]
     flat, first = [piece for each in pieces for piece in each], np.cumsum([0, *map(len, pieces)])
-    spans, start = [], 0
-    while True:
-        spans.append((start, min(46, len(flat) - start)))
-        if start + 46 >= len(flat):
-            break
-        start += 12
+    spans = squad_reference.chunk_spans(len(flat), 46, 12)
     outputs = []
     for start, length in spans:
         ids = [tokenizer.cls_token_id, *flat[start : start + length], tokenizer.sep_token_id]
         with torch.no_grad():
             outputs.append(theirs(torch.tensor([ids])).logits[0, 1:-1].numpy())
 
-    def context(chunk, piece):
-        start, length = spans[chunk]
-        inside = start <= piece < start + length
-        return min(piece - start, start + length - 1 - piece) + 0.01 * length if inside else -1
-
-    chosen = [max(range(len(spans)), key=lambda chunk: context(chunk, first[i])) for i in range(len(words))]
+    chosen = [squad_reference.chunk_of_most_context(spans, piece) for piece in first[:-1]]
     expected = [outputs[chunk][first[i] - spans[chunk][0]] for i, chunk in enumerate(chosen)]
     assert len(set(chosen)) > 2
     np.testing.assert_allclose(ef.load_finetuned(folder).outputs([words]), expected, atol=1e-5)
@@ -181,11 +154,15 @@ def test_letters_that_share_a_token_are_in_one_entity(tmp_path):
 
 
 def test_tags_of_a_file(tagger, conll_folder, tmp_path):
-    folder = tagger[0] / "seed-0"
+    """The words of long sentences come from several chunks."""
+    folder, found = tagger[0] / "seed-0", tagger[1]
+    assert found["metric"] == "f1" and found["median"] > 0.9
     run = in_process.run("predict", folder / "model", conll_folder / "dev.conll")
     answers = [json.loads(line) for line in run.stdout.splitlines()]
     stored = [json.loads(line) for line in (folder / "predictions.dev.jsonl").read_text().splitlines()]
     assert [answer["tags"] for answer in answers] == [answer["tags"] for answer in stored]
+    sentences = [tags for _, tags in tagged_sentences(20, 1, (3, 70))]
+    assert [len(answer["tags"]) for answer in answers] == list(map(len, sentences)) and max(map(len, sentences)) > 46
     (tmp_path / "lines.txt").write_text("the object of it\n\nmodule file\n")
     run = in_process.run("predict", folder / "model", tmp_path / "lines.txt")
     answers = [json.loads(line) for line in run.stdout.splitlines()]

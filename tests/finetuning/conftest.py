@@ -1,0 +1,39 @@
+"""What several tests of fine-tuning share."""
+
+import pytest
+import torch
+from tiny_reading import SETTINGS
+from tiny_task import NO_DROPOUT, QUICK, write_stsb
+
+from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.training.job import make_job
+from electra_fast.huggingface.encoder import load_encoder
+
+
+@pytest.fixture
+def own_files(glue_folder, squad_folder, conll_folder, tmp_path):
+    """A function that gives a task's files as arguments of `finetune`."""
+
+    def own_files(task):
+        if task == "tagging":
+            return {"train": conll_folder / "train.conll", "dev": conll_folder / "dev.conll"}
+        if task == "stsb":
+            write_stsb(tmp_path / "STS-B")
+        return {"data": {"stsb": tmp_path, "mrpc": glue_folder}.get(task, squad_folder)}
+
+    return own_files
+
+
+@pytest.fixture
+def job_of(encoder_folder, own_files, tmp_path):
+    """A function that makes a task's job, without dropout."""
+
+    def job_of(task, encoder=None, device="cpu", **changes):
+        files = own_files(task)
+        (data,) = read_tasks(task, files.pop("data", None), files, {})
+        settings = QUICK if task in ("mrpc", "stsb") else SETTINGS
+        config = FinetuningConfig().override(settings | NO_DROPOUT | changes)
+        return make_job(data, config, encoder or load_encoder(encoder_folder), tmp_path, torch.device(device))
+
+    return job_of
