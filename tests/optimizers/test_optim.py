@@ -80,10 +80,9 @@ def test_sparse_gradients_update_as_whole_ones():
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lamb"])
-def test_without_bias_correction_written_out(rule):
-    """BERT's AdamWeightDecay; LAMB adds the trust ratio for what is decayed."""
-    ours, named = train(plain(name=rule, bias_correction=False), scale=0.5), parameters()
+def test_without_bias_correction_written_out():
+    """BERT's AdamWeightDecay."""
+    ours, named = train(plain(bias_correction=False), scale=0.5), parameters()
     for name, parameter in named.items():
         weight = parameter.detach().double()
         exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -91,12 +90,8 @@ def test_without_bias_correction_written_out(rule):
             gradient = gradients(named, step)[name].double()
             exp_avg = 0.9 * exp_avg + 0.1 * gradient
             exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * gradient**2
-            change = exp_avg / (exp_avg_sq.sqrt() + 1e-6)
-            if weight.dim() == 2:
-                change = change + 0.1 * weight
-                if rule == "lamb":
-                    change = change * weight.norm() / change.norm()
-            weight = weight - 0.5 * 0.01 * change
+            decay = 0.1 if weight.dim() == 2 else 0.0
+            weight = weight - 0.5 * 0.01 * (exp_avg / (exp_avg_sq.sqrt() + 1e-6) + decay * weight)
         torch.testing.assert_close(ours[name].double(), weight, rtol=1e-5, atol=1e-6)
 
 
@@ -238,22 +233,6 @@ def test_clipping():
     assert clipped == pytest.approx(1.0, rel=1e-5)
 
 
-def test_state_round_trip():
-    config = plain(name="muon")
-    named = parameters()
-    optimizer = Optimizer(named.items(), config)
-    for name, gradient in gradients(named, 0).items():
-        named[name].grad = gradient
-    update(optimizer)
-    other = Optimizer(parameters().items(), config)
-    other.load_state_dict(optimizer.state_dict())
-    assert all(
-        torch.equal(a, b) for a, b in zip(optimizer.state_dict().values(), other.state_dict().values(), strict=True)
-    )
-    with pytest.raises(ValueError, match="another model or rule"):
-        Optimizer(named.items(), plain()).load_state_dict(optimizer.state_dict())
-
-
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "muon"])
 def test_frozen_parameters_are_left_out(rule):
     """They are neither updated nor stored nor in the norm; the others are updated as if alone."""
@@ -276,7 +255,7 @@ def test_frozen_parameters_are_left_out(rule):
     other = Optimizer(named.items(), config)
     other.load_state_dict(state)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
-    with pytest.raises(ValueError, match="only one of them has exp_avg.wide.weight"):
+    with pytest.raises(ValueError, match="another model or rule: only one of them has exp_avg.wide.weight"):
         Optimizer(parameters().items(), config).load_state_dict(state)
 
 
@@ -292,18 +271,15 @@ def test_what_must_have_a_gradient():
         Optimizer([(name, p.requires_grad_(False)) for name, p in named.items()], plain())
 
 
-@pytest.mark.parametrize(
-    ("rule", "rate", "muon_rate"), [("muon", 1e-3, 0.0), ("muon", 0.0, 0.02), ("adamw", 0.0, 0.02)]
-)
-def test_rates_must_be_chosen(rule, rate, muon_rate):
-    config = OptimizerConfig(name=rule, learning_rate=rate, muon_learning_rate=muon_rate)
-    with pytest.raises(ValueError, match="a learning rate is 0"):
+def test_rates_must_be_chosen():
+    def update_at(rule, rate, muon_rate):
+        config = OptimizerConfig(name=rule, learning_rate=rate, muon_learning_rate=muon_rate)
         Optimizer(parameters().items(), config).set_step_scalars(1.0)
 
-
-def test_muon_alone_needs_its_rate():
-    config = OptimizerConfig(name="adamw", learning_rate=1e-3, muon_learning_rate=0.0)
-    Optimizer(parameters().items(), config).set_step_scalars(1.0)
+    update_at("adamw", 1e-3, 0.0)
+    for rule, rate, muon_rate in (("muon", 1e-3, 0.0), ("muon", 0.0, 0.02), ("adamw", 0.0, 0.02)):
+        with pytest.raises(ValueError, match="a learning rate is 0"):
+            update_at(rule, rate, muon_rate)
 
 
 def test_schedules():

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from electra_fast.training.parallel_step import create_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from variants import DIFFERENT, VARIANTS
 
@@ -16,6 +15,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
+from electra_fast.training.parallel_step import create_step
 from electra_fast.training.step import GRAD_NORM, SKIPPED, choose_execution
 from electra_fast.training.timing import StepTimer
 
@@ -44,7 +44,7 @@ def trained(corpus, config, execution="eager"):
     return model.state_dict(), step.read_totals()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 4])
 def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
     config = config.replace({"train": {"accumulate": accumulate}})
     model = ef.Electra(config).train()
@@ -84,7 +84,7 @@ class NothingFromTheHost(TorchDispatchMode):
 OPTIMIZERS = {name: {"optimizer.name": name} for name in ("lamb", "muon")}
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*DIFFERENT, *OPTIMIZERS])
 def test_a_step_can_be_captured(tiny_corpus, config, name):
     config = config.override((VARIANTS | OPTIMIZERS)[name])
     model = ef.Electra(config)
