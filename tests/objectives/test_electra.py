@@ -82,10 +82,6 @@ def halves(batch):
         yield i, half | {"cu_seqlens": batch["cu_seqlens"][: 2 * 3 + 1]}
 
 
-def metrics(model, output):
-    return objective_of(model.config).metrics({name: float(total) for name, total in output.totals.items()})
-
-
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_micro_batches_add_up(name):
     """Halves of a batch give the whole's loss, samples and gradients: accumulation changes nothing."""
@@ -104,27 +100,6 @@ def test_micro_batches_add_up(name):
         torch.testing.assert_close(total, whole.totals[name].to(total.dtype), rtol=1e-6, atol=1e-5)
     for parameter, gradient in zip(trained, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_mlm_is_the_generator_alone_at_full_size():
-    model = make_model(make_config(**{"objective.name": "mlm"}))
-    assert list(model.networks) == ["generator"]
-    assert model.generator_head.dense.weight.shape[1] == model.config.model.hidden_size
-    output = run(model, make_batch())
-    summary = metrics(model, output)
-    assert output.loss.item() == pytest.approx(summary["generator_loss"], abs=1e-5)
-    assert summary["discriminator_loss"] is None and output.predictions is None
-    assert output.totals["tokens"] == 40
-    with pytest.raises(ValueError, match="no discriminator"):
-        model.discriminator_logits(torch.ones(1, 4, dtype=torch.int64))
-
-
-def test_tying_all_shares_the_encoder():
-    shared = Electra(make_config(**{"model.tying": "all", "generator.fraction": "1"}))
-    apart = Electra(make_config(**{"model.tying": "embeddings", "generator.fraction": "1"}))
-    assert shared.discriminator is shared.generator
-    encoder = sum(p.numel() for p in apart.generator.parameters())
-    assert sum(p.numel() for p in apart.parameters()) - sum(p.numel() for p in shared.parameters()) == encoder
 
 
 def test_corrupt():

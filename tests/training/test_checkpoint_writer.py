@@ -173,7 +173,7 @@ def test_the_bytes_are_those_of_a_write_whatever_changes_afterwards(tmp_path, ga
                 tensor.zero_()
             now.step, now.log_window.totals["loss"], now.loader["options"]["seed"] = 7, 7.0, 7
             gate.go.set()
-            writer.wait()
+            writer.wait_up_to(60)
     for folder in expected:
         assert files(tmp_path / "run/checkpoints" / folder.name) == files(folder)
 
@@ -187,7 +187,7 @@ def test_tensors_of_a_gpu_may_change_on_its_stream_right_afterwards(tmp_path, ga
             writer.save(CONFIG, {"x": x}, {"exp_avg.x": x, "num_updates": torch.tensor(step)}, TrainState(step=step))
             x += 1
             gate.go.set()
-            writer.wait()  # or the gate closes again before it is passed
+            writer.wait_up_to(60)  # or the gate closes again before it is passed
     for step in (1, 2, 3):
         read = checkpoint.read_tensors(tmp_path / f"checkpoints/step-{step}/optimizer.safetensors")
         assert (read["exp_avg.x"] == step).all() and read["num_updates"] == step
@@ -233,11 +233,15 @@ def save_again(writer):
     save(writer, 3)
 
 
+def wait_up_to_a_minute(writer):
+    writer.wait_up_to(60)
+
+
 def check_until_it_fails(writer):
     wait_for(lambda: writer.check())
 
 
-@pytest.mark.parametrize("surface", [save_again, check_until_it_fails, CheckpointWriter.wait, CheckpointWriter.close])
+@pytest.mark.parametrize("surface", [save_again, check_until_it_fails, wait_up_to_a_minute, CheckpointWriter.close])
 def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, surface):
     folder, away = tmp_path / "checkpoints", tmp_path / "away"
     with CheckpointWriter(tmp_path, keep=5) as writer:
@@ -308,7 +312,7 @@ def test_a_write_whose_trace_an_interrupt_has_lost_keeps_its_buffers(tmp_path, g
 
     save(writer, 1)
     gate.go.set()
-    writer.wait()
+    writer.wait_up_to(60)
     gate.go.clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(writer._executor, "submit", interrupted)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
 
-from electra_fast.cli import main
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.export import export, import_folder
@@ -196,13 +195,6 @@ class TestResume:
         assert hardware_values(run) == CHOSEN and not (run / "changes.jsonl").exists()
         assert "auto" not in said(capsys)
 
-    def test_its_own_configuration_resumes_a_run(self, whole_run, run, timed):
-        shutil.rmtree(checkpoint_folder.latest(run))
-        path = run / "config.toml"
-        path.write_text(path.read_text().replace(str(whole_run), str(run)))
-        assert main(["pretrain", str(path)]) == 0
-        assert_same_run(run, whole_run)
-
     def test_another_precision_needs_permission(self, run, validation_corpus, timed, capsys):
         changed = auto_config(**{"train.precision": "bf16", "train.steps": "27"})
         with pytest.raises(ValueError, match=r"train.precision = 'fp32', now it is 'bf16'; .* pass --allow-changes"):
@@ -211,14 +203,6 @@ class TestResume:
         assert "changed at step 24: train.precision = 'fp32' is now 'bf16'" in said(capsys)
         pretrain(auto_config(**{"train.steps": "27"}), data=validation_corpus, out=run)
         assert hardware_values(run)["train.precision"] == "bf16"
-
-    def test_a_recorded_change_is_kept_before_its_first_checkpoint(self, run, validation_corpus, timed, monkeypatch):
-        changed = auto_config(**{"train.precision": "bf16", "train.steps": "27"})
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
-            pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
-        pretrain(auto_config(**{"train.steps": "27"}), data=validation_corpus, out=run)
-        assert hardware_values(checkpoint_folder.latest(run))["train.precision"] == "bf16"
 
 
 class TestAnotherDevice:
@@ -285,13 +269,6 @@ class TestAnotherDevice:
 
 
 class TestNothingRecorded:
-    def test_an_older_checkpoint_is_resolved_as_a_new_run(self, run, validation_corpus, timed, capsys):
-        recorded_as(run, **dict.fromkeys(HARDWARE_KEYS, AUTO))
-        timed(0.1, 0.2)
-        pretrain(Config.load(run / "config.toml"), data=validation_corpus, out=run)
-        assert "train.precision = auto: fp32 (" in said(capsys)
-        assert hardware_values(checkpoint_folder.latest(run)) == CHOSEN
-
     def test_an_import_chooses_afresh(self, run, validation_corpus, tmp_path, timed, monkeypatch):
         recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
         export(run, tmp_path / "out", unfinished=True)

@@ -57,12 +57,6 @@ def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path)
     assert_same_run(out, whole_run)
 
 
-def test_finished_run_is_left_alone(whole_run, validation_corpus, tmp_path):
-    out = shutil.copytree(whole_run, tmp_path / "run")
-    assert pretrain(tiny_config(), data=validation_corpus, out=out).step == STEPS
-    assert_same_run(out, whole_run)
-
-
 @pytest.mark.parametrize(
     ("text", "size", "whole_words", "spans"),
     [

@@ -8,9 +8,11 @@ import torch
 from ranks import wait_for
 from tiny_run import EXACT, STEPS, lines, truncate, weights
 
+from electra_fast.config.config import TrainConfig
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.training.diagnostics import diverged_ranks
+from electra_fast.training.division import Division
 
 # For runs of many steps.
 SMALL = {"train.batch_size": "4", "train.accumulate": "1", "train.eval_every": "0", "model.num_layers": "1"}
@@ -37,6 +39,20 @@ def assert_equal_bits(run, other):
         assert line == pytest.approx(expected, rel=1e-5)
     ours, theirs = weights(run), weights(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "accumulate"), [(1, 10, 2), (2, 12, 3), (3, 10, 2), (4, 3, 1), (7, 12, 3)]
+)
+def test_every_row_belongs_to_one_micro_batch_of_its_rank(world_size, batch_size, accumulate):
+    rows = []
+    for rank in range(world_size):
+        division = Division.of(TrainConfig(batch_size=batch_size, accumulate=accumulate), rank, world_size)
+        own = [row for group in division.groups for part in group for row in part]
+        assert own == list(division.rows)
+        assert all(len(group) <= accumulate and all(group) for group in division.groups)
+        rows += own
+    assert rows == list(range(batch_size))
 
 
 # Rows that the ranks and micro-batches divide unevenly; fewer rows than ranks.

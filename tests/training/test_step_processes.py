@@ -14,7 +14,7 @@ import pytest
 import test_objectives
 import torch
 from ranks import wait_for
-from tiny_run import STEPS, assert_same_run, tiny_config, truncate
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, HostBatch
@@ -149,17 +149,14 @@ def test_repeats_to_the_bit_also_with_dropout(tiny_corpus):
 
 
 def test_processes_draw_other_dropout_masks(tiny_corpus):
-    config = configured(tiny_corpus)
+    config, found = configured(tiny_corpus), []
     batch = HostBatch.of(next(batches(tiny_corpus)))
-
-    def draws(rank, step):
+    for rank, step in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 1)):
         backward = Backward(ef.Electra(config), config, COMPUTE, "eager", rank, 2)
         backward.load(batch, step)
         backward.run()
-        return torch.default_generator.initial_seed()
-
-    found = [draws(rank, step) for rank in (0, 1) for step in (0, 1)]
-    assert len(set(found)) == 4 and draws(1, 1) == found[3]
+        found.append(torch.default_generator.initial_seed())
+    assert len(set(found)) == 4 and found[3] == found[4]
 
 
 @pytest.mark.usefixtures("two_cores", "own_processor")
@@ -192,7 +189,7 @@ def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
     torch.set_num_threads(1)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
-    two, one = (test_objectives.lines(tmp_path / name) for name in ("two", "one"))
+    two, one = (lines(tmp_path / name) for name in ("two", "one"))
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
     torch.set_num_threads(2)
     shutil.copytree(tmp_path / "two", tmp_path / "run")
@@ -203,11 +200,12 @@ def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
 
 @pytest.mark.usefixtures("two_cores")
 def test_all_processes_sample_from_the_same_counts(validation_corpus, tmp_path):
-    changes = {"generator.kind": "unigram", "model.dropout": "0", "model.attention_dropout": "0"}
-    ef.pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "two")
+    few = {"train.steps": "4", "train.log_every": "1", "train.eval_every": "0"}
+    config = tiny_config(**{"generator.kind": "unigram", "model.dropout": "0", "model.attention_dropout": "0"} | few)
+    ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
     torch.set_num_threads(1)
-    ef.pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "one")
-    two, one = (test_objectives.lines(tmp_path / name) for name in ("two", "one"))
+    ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
+    two, one = (lines(tmp_path / name) for name in ("two", "one"))
     assert [line["replaced_fraction"] for line in two] == [line["replaced_fraction"] for line in one]
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
 
