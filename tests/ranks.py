@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import faults
+import torch
 from tiny_run import command
 from tiny_task import NUM_LOGS
 
@@ -129,6 +130,7 @@ def fork_rank(request):
         os.dup2(said, 1)
         os.dup2(said, 2)
         os.environ.update(request["environment"])
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         os.chdir(request["folder"])
         slow_down_writing()
         kill_at_save()
@@ -182,7 +184,6 @@ def serve():
     # For all ranks, also what they would import later.
     import pyarrow  # noqa: F401
     import sklearn.metrics  # noqa: F401
-    import torch._dynamo  # noqa: F401
 
     import electra_fast.finetuning.finetune
     import electra_fast.training.sharding

@@ -5,20 +5,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
-from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import wait_for
-from test_checkpoint import full_disk, make_model
 
 from electra_fast import checkpoint
 from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, TrainState
-from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 
 CONFIG = Config.preset("tiny")
@@ -127,8 +124,8 @@ def gate(monkeypatch):
     gate.go.set()
 
 
-def tensors(value, size=8):
-    return {"x": torch.full((size,), value)}, {"exp_avg.x": torch.full((size,), value)}
+def tensors(value):
+    return {"x": torch.full((8,), value)}, {"exp_avg.x": torch.full((8,), value)}
 
 
 def save(writer, step):
@@ -147,37 +144,9 @@ def saved_value(directory):
     return value
 
 
-def test_the_bytes_are_those_of_save_whatever_changes_afterwards(tmp_path, gate):
-    model = make_model()
-    optimizer = Optimizer(model.named_parameters(), model.config.optimizer)
-    state = TrainState(1, 99, 2.5, LogWindow({"loss": 0.1}, 3, 1.25), "ab", {"epoch": 1, "options": {"seed": 2}})
-    with CheckpointWriter(tmp_path / "run", keep=2) as writer:
-        for step in (1, 2):  # the second time with the first one's buffers
-            state.step = optimizer.num_updates = step
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()):
-                    tensor.uniform_()
-            gate.go.set()
-            expected = checkpoint.save(tmp_path / "expected", model, optimizer.state_dict(), state, 2)
-            gate.go.clear()
-            kept = copy.deepcopy(state)
-            writer.save(model.config, checkpoint.stored(model), optimizer.state_dict(), state)
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()):
-                    tensor.zero_()
-            state.step, optimizer.num_updates = 7, 7
-            state.log_window.totals["loss"], state.loader["options"]["seed"] = 7.0, 7
-            gate.go.set()
-            writer.wait()
-            assert files(tmp_path / "run/checkpoints" / expected.name) == files(expected)
-            state = kept
-    found = checkpoint.load_model(tmp_path / "run/checkpoints/step-2")
-    assert all(parameter.any() for parameter in found.parameters())
-
-
-def test_every_kind_of_tensor_is_written_as_without_a_thread(tmp_path):
+def test_the_bytes_are_those_of_a_write_whatever_changes_afterwards(tmp_path, gate):
     shared = torch.arange(8.0)
-    odd = {
+    tensors = {
         "transposed": torch.arange(6.0).view(2, 3).T,
         "strided": torch.arange(10)[::3],
         "half": torch.ones(3, dtype=torch.bfloat16),
@@ -188,10 +157,25 @@ def test_every_kind_of_tensor_is_written_as_without_a_thread(tmp_path):
         "second": shared[4:],
         "trained": torch.nn.Parameter(torch.ones(2)),
     }
-    expected = checkpoint.write(tmp_path / "expected", CONFIG, odd, odd, TrainState(), 1)
-    with CheckpointWriter(tmp_path / "run", 1) as writer:
-        writer.save(CONFIG, odd, odd, TrainState())
-    assert files(tmp_path / "run/checkpoints/step-0") == files(expected)
+    state = TrainState(1, 99, 2.5, LogWindow({"loss": 0.1}, 3, 1.25), "ab", {"epoch": 1, "options": {"seed": 2}})
+    gate.go.set()
+    expected = [
+        checkpoint.write(tmp_path / str(step), CONFIG, tensors, tensors, replace(state, step=step), 1)
+        for step in (1, 2)
+    ]
+    with CheckpointWriter(tmp_path / "run", keep=2) as writer:
+        for step in (1, 2):  # the second time with the first one's buffers
+            gate.go.clear()
+            now = replace(copy.deepcopy(state), step=step)
+            saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            writer.save(CONFIG, saved, saved, now)
+            for tensor in saved.values():
+                tensor.zero_()
+            now.step, now.log_window.totals["loss"], now.loader["options"]["seed"] = 7, 7.0, 7
+            gate.go.set()
+            writer.wait_up_to(60)
+    for folder in expected:
+        assert files(tmp_path / "run/checkpoints" / folder.name) == files(folder)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -203,110 +187,78 @@ def test_tensors_of_a_gpu_may_change_on_its_stream_right_afterwards(tmp_path, ga
             writer.save(CONFIG, {"x": x}, {"exp_avg.x": x, "num_updates": torch.tensor(step)}, TrainState(step=step))
             x += 1
             gate.go.set()
-            writer.wait()  # or the gate closes again before it is passed
+            writer.wait_up_to(60)  # or the gate closes again before it is passed
     for step in (1, 2, 3):
         read = checkpoint.read_tensors(tmp_path / f"checkpoints/step-{step}/optimizer.safetensors")
         assert (read["exp_avg.x"] == step).all() and read["num_updates"] == step
 
 
-def test_a_save_waits_for_the_one_before(tmp_path, gate):
-    with CheckpointWriter(tmp_path, keep=3) as writer:
+def test_a_save_waits_for_the_one_before_and_the_newest_are_kept(tmp_path, gate):
+    with CheckpointWriter(tmp_path, keep=2) as writer:
         save(writer, 1)
-        assert gate.reached.wait(60) and writer.num_written == 0
+        blocked = writer.blocked_seconds
+        assert gate.reached.wait(60) and writer.num_written == 0 and blocked > 0 == writer.last_write_seconds
         threading.Timer(0.05, gate.go.set).start()
         save(writer, 2)
         assert writer.num_written >= 1 and saved_value(tmp_path / "checkpoints/step-1") == 1
-    assert writer.num_written == 2 and saved_value(tmp_path / "checkpoints/step-2") == 2
-
-
-def test_writes_are_in_order_and_keep_the_newest(tmp_path, monkeypatch):
-    order, write = [], checkpoint.write
-
-    def recorded(*arguments):
-        order.append(arguments[4].step)
-        return write(*arguments)
-
-    monkeypatch.setattr(checkpoint, "write", recorded)
-    with CheckpointWriter(tmp_path, keep=2) as writer:
-        for step in (1, 9, 10, 100):
+        assert writer.last_write_seconds > 0 and writer.blocked_seconds > blocked + 0.04
+        for step in (9, 10):
             save(writer, step)
-    assert order == [1, 9, 10, 100] and writer.num_written == 4
-    assert checkpoint_folder.steps(tmp_path) == [10, 100]
-    assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (10, 100)] == [10, 100]
+    assert writer.num_written == 4 and checkpoint_folder.steps(tmp_path) == [9, 10]
+    assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (9, 10)] == [9, 10]
 
 
 def test_buffers_are_used_again_unless_shape_or_dtype_changes(tmp_path, monkeypatch):
-    seen, sizes = [], []
-
-    def record(run, config, model, optimizer, state, keep):
-        seen.append([{name: tensor.data_ptr() for name, tensor in each.items()} for each in (model, optimizer)])
-        sizes.append((len(model["x"]), model["x"].dtype))
-
-    monkeypatch.setattr(checkpoint, "write", record)
+    seen = []
+    monkeypatch.setattr(
+        checkpoint, "write", lambda run, config, model, *_: seen.append((model["x"], model["x"].clone()))
+    )
+    saved = [
+        torch.full((5000,), 1.0),
+        torch.full((5000,), 2.0),
+        torch.ones(7000),
+        torch.ones(7000, dtype=torch.bfloat16),
+    ]
     with CheckpointWriter(tmp_path, 1) as writer:
-        for size in (5000, 5000, 5000, 7000):
-            writer.save(CONFIG, *tensors(1.0, size), TrainState())
-        writer.save(CONFIG, tensors(1.0, 7000)[0], {}, TrainState())  # the optimizer trains nothing any more
-        writer.save(CONFIG, {"x": torch.ones(7000, dtype=torch.bfloat16)}, {}, TrainState())
-    assert seen[0] == seen[1] == seen[2]
-    assert sizes == [(size, torch.float32) for size in (5000, 5000, 5000, 7000, 7000)] + [(7000, torch.bfloat16)]
-    assert seen[4] == [seen[3][0], {}]
+        for x in saved:
+            writer.save(CONFIG, {"x": x}, {}, TrainState())
+    first, second, third, fourth = (buffer.data_ptr() for buffer, _ in seen)
+    assert first == second != third != fourth
+    assert all(
+        torch.equal(written, x) and written.dtype == x.dtype for (_, written), x in zip(seen, saved, strict=True)
+    )
 
 
-def test_the_trainer_is_blocked_for_less_than_the_write_takes(tmp_path, gate):
-    with CheckpointWriter(tmp_path, 1) as writer:
-        save(writer, 1)
-        blocked = writer.blocked_seconds
-        assert gate.reached.wait(60) and blocked > 0 == writer.write_seconds
-        time.sleep(blocked + 0.01)
-        gate.go.set()
-    assert blocked < writer.last_write_seconds == writer.write_seconds
-    assert blocked < writer.blocked_seconds  # the end waits, too
-    assert writer.num_written == 1
+def save_again(writer):
+    save(writer, 3)
 
 
-def surface(writer, where):
-    """Has the failure of a write raised."""
-    if where == "save":
-        save(writer, 3)
-    elif where == "check":
-        for _ in range(10_000):
-            writer.check()
-            time.sleep(0.001)
-    elif where == "with":
-        with writer:
-            pass
-    else:
-        getattr(writer, where)()
+def wait_up_to_a_minute(writer):
+    writer.wait_up_to(60)
 
 
-@pytest.mark.parametrize("where", ["check", "wait", "close", "with", "save"])
-@pytest.mark.parametrize("fault", ["full disk", "no folder"])
-def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, fault, where):
+def check_until_it_fails(writer):
+    wait_for(lambda: writer.check())
+
+
+@pytest.mark.parametrize("surface", [save_again, check_until_it_fails, wait_up_to_a_minute, CheckpointWriter.close])
+def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, surface):
     folder, away = tmp_path / "checkpoints", tmp_path / "away"
     with CheckpointWriter(tmp_path, keep=5) as writer:
         save(writer, 1)
-        writer.wait()
     before = files(folder / "step-1")
     writer = CheckpointWriter(tmp_path, keep=5)
-    if fault == "no folder":
-        folder.rename(away)
-        folder.write_text("in the way")
-    size = len(before["model.safetensors"]) // 2
-    with (
-        full_disk(size) if fault == "full disk" else nullcontext(),
-        pytest.raises(OSError, match="step-2: checkpoint not written: .*; the earlier ones are intact") as caught,
-    ):
-        save(writer, 2)
-        surface(writer, where)
+    folder.rename(away)
+    folder.write_text("in the way")
+    save(writer, 2)
+    with pytest.raises(OSError, match="step-2: checkpoint not written: .*; the earlier ones are intact") as caught:
+        surface(writer)
     assert "\n" not in str(caught.value)
-    if fault == "no folder":
-        folder.unlink()
-        away.rename(folder)
-    assert [entry.name for entry in folder.iterdir()] == ["step-1"] and files(folder / "step-1") == before
-    assert writer.num_written == 0 and writer.write_seconds > 0
+    folder.unlink()
+    away.rename(folder)
+    assert files(folder / "step-1") == before and writer.num_written == 0 and writer.last_write_seconds > 0
     writer.check()
-    if where not in ("close", "with"):
+    if surface is not CheckpointWriter.close:
         save(writer, 4)
         writer.close()
         assert checkpoint_folder.steps(tmp_path) == [1, 4] and saved_value(folder / "step-4") == 4
@@ -360,7 +312,7 @@ def test_a_write_whose_trace_an_interrupt_has_lost_keeps_its_buffers(tmp_path, g
 
     save(writer, 1)
     gate.go.set()
-    writer.wait()
+    writer.wait_up_to(60)
     gate.go.clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(writer._executor, "submit", interrupted)
@@ -389,6 +341,5 @@ def test_a_kill_at_any_write_point_leaves_the_old_or_the_new_checkpoint(killed, 
 
 
 def test_an_interrupted_process_exits_after_its_write(killed):
-    """With the exit code of the interrupt, while the thread was in the middle of a write."""
     assert [entry.name for entry in (killed / "interrupted/checkpoints").iterdir()] == ["step-2"]
     assert saved_value(killed / "interrupted/checkpoints/step-2") == 2

@@ -11,7 +11,7 @@ from variants import VARIANTS
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.training.evaluate import SEED, evaluate
-from electra_fast.training.mlm_accuracy import Example, answer, log_odds, mlm_accuracy
+from electra_fast.training.mlm_accuracy import Example, log_odds, mlm_accuracy, predict
 
 
 def texts(corpus, length, count):
@@ -62,7 +62,7 @@ def models(tmp_path_factory, validation_corpus, whole_run):
 
 @pytest.mark.parametrize(
     ("name", "num_candidates", "count"),
-    [("google", 5, 40), ("modern", 5, 40), ("trained", 5, 40), ("google", 100, 4), ("trained", 100, 6)],
+    [("google", 5, 40), ("modern", 5, 12), ("trained", 100, 6)],
 )
 @torch.no_grad()
 def test_the_prediction_is_the_papers(name, num_candidates, count, models, validation_corpus):
@@ -71,8 +71,7 @@ def test_the_prediction_is_the_papers(name, num_candidates, count, models, valid
     for ids, position, target in texts(validation_corpus, 32, count):
         candidates, prediction = by_the_paper(model, ids, position, num_candidates)
         example = Example(torch.tensor(ids, dtype=torch.int32), torch.zeros(len(ids)).int(), position, target)
-        given = answer(model, example, num_candidates)
-        assert given.candidates_C.tolist() == candidates and given.prediction == prediction
+        assert predict(model, example, num_candidates) == (candidates, prediction)
         right.append(prediction == target)
         found.append(target in candidates)
         first.append(candidates[0] == target)
@@ -86,7 +85,7 @@ def test_the_prediction_is_the_papers(name, num_candidates, count, models, valid
     assert [report[name] for name in MLM] == pytest.approx(shares) and report["mlm_examples"] == count
     assert 0 < shares[1] < 1 or name != "trained"
     assert any(wrong_sign) or num_candidates == 100
-    assert any(wrong_share) == (name == "google" and num_candidates == 5)
+    assert any(wrong_share) == (name == "google")
 
 
 def test_the_discriminator_decides_between_likely_candidates():
@@ -108,6 +107,7 @@ def test_a_generator_alone_predicts_its_likeliest_token(validation_corpus, tmp_p
         found.append(target in order[:100])
     report = evaluate(run, validation_corpus, mlm_examples=100)
     assert report["mlm_generator_accuracy"] is None and report["mlm_examples"] == 100
+    assert report["discriminator_auc"] is None and report["generator_loss"] > 0
     assert (report["mlm_accuracy"], report["mlm_recall_at_100"]) == (sum(first) / 100, sum(found) / 100)
     assert 0 < report["mlm_recall_at_100"] < 1
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_run
+from ranks import wait_for
 from tiny_run import STEPS, assert_same_run, tiny_config
 
 import electra_fast as ef
@@ -22,7 +23,6 @@ from electra_fast.data.loader import BatchLoader
 from electra_fast.errors import Interrupted
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.json_files import JsonLines
-from electra_fast.progress import TrainingProgress
 from electra_fast.training import timing, trainer
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 from electra_fast.training.step import TrainStep
@@ -34,21 +34,13 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 # Where a signal arrives: owner, function, and at which of its calls.
 POINTS = {
     "opening the run": (pretrain_module, "open_run", 1),
-    "building the model": (trainer, "Electra", 1),
-    "saying what starts": (TrainingProgress, "say", 1),
     "the first batch": (BatchLoader, "__next__", 1),
-    "a batch": (BatchLoader, "__next__", 8),
     "a step": (TrainStep, "__call__", 7),
-    "after a step": (StepTimer, "tick", 7),
-    "before a log line": (StepTimer, "take_step_times", 2),
     "a log line": (JsonLines, "write", 2),
-    "showing a log line": (TrainingProgress, "report", 2),
     "an evaluation": (trainer, "evaluate_model", 1),
-    "a line of evaluations": (JsonLines, "write", 3),
     "a checkpoint": (CheckpointWriter, "save", 2),
     "writing a checkpoint": (checkpoint, "write", 2),
     "syncing a checkpoint": (os, "fsync", 18),
-    "renaming a checkpoint": (os, "replace", 6),
     "after a checkpoint": (StepTimer, "start", 5),
 }
 
@@ -101,11 +93,6 @@ def test_a_second_signal_stops_at_once(validation_corpus, tmp_path, monkeypatch)
     assert checkpoint_folder.steps(tmp_path / "run") == [3, 6]
 
 
-def test_it_is_a_keyboard_interrupt():
-    """So that a notebook's "run all" stops at the cell, and no `except Exception` takes it for an error."""
-    assert issubclass(ef.Interrupted, KeyboardInterrupt) and not issubclass(ef.Interrupted, Exception)
-
-
 def test_ignored_signals_stay_ignored(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
     try:
@@ -126,22 +113,18 @@ def test_another_thread_can_train(whole_run, validation_corpus, tmp_path):
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def wait_for_a_line(process, out):
-    """Waits until a run has logged, so that a signal falls into its work."""
-    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
-        assert process.poll() is None
-        time.sleep(0.01)
+ENDLESS = {"train.steps": "100000", "train.checkpoint_every": "100000"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_the_command_line_exits_with_the_signal(validation_corpus, tmp_path, number):
-    endless = {"train.steps": "100000", "train.checkpoint_every": "100000"}
-    command = tiny_run.command(validation_corpus, tmp_path / "run", **endless)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for_a_line(process, tmp_path / "run")
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
+def has_logged(out):
+    return (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text()
+
+
+def test_the_command_line_exits_with_the_signal(server, validation_corpus, tmp_path):
+    ranks = server.start(1, validation_corpus, tmp_path / "run", **ENDLESS)
+    wait_for(lambda: has_logged(tmp_path / "run"))
+    ranks[0].kill(signal.SIGINT)
+    (said,) = server.end(ranks, 128 + signal.SIGINT)
     (step,) = checkpoint_folder.steps(tmp_path / "run")
     assert f"interrupted at step {step} of 100000, checkpoint written; run again to resume" in said.splitlines()[-1]
     assert "Traceback" not in said
@@ -177,13 +160,12 @@ os.execv(sys.argv[1], sys.argv[1:])
 def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
     """SIGHUP comes with a standard error that can no longer be written to."""
     ours, theirs = pty.openpty()
-    endless = {"train.steps": "100000", "train.checkpoint_every": "100000"}
-    command = tiny_run.command(validation_corpus, tmp_path / "run", **endless)
+    command = tiny_run.command(validation_corpus, tmp_path / "run", **ENDLESS)
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *command], **streams, start_new_session=True)
     os.close(theirs)
     fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK)
-    while not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text():
+    while not has_logged(tmp_path / "run"):
         assert process.poll() is None
         time.sleep(0.01)
         try:
@@ -196,19 +178,18 @@ def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
     checkpoint_folder.verify(checkpoint_folder.path_of(tmp_path / "run", step))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_other_commands_say_what_is_kept(tmp_path, number):
+def test_other_commands_say_what_is_kept(tmp_path):
     os.mkfifo(tmp_path / "text.txt")  # nobody writes: the command waits
     command = [sys.executable, "-m", "electra_fast", "vocab", str(tmp_path / "text.txt"), "--out", str(tmp_path / "v")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     writer = os.open(tmp_path / "text.txt", os.O_WRONLY)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     with contextlib.suppress(BrokenPipeError):
         while process.poll() is None:  # it hears the signal when it has read something
             os.write(writer, b"some text\n")
     os.close(writer)
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
     assert said == "electra-fast: interrupted; nothing was written\n"
 
 

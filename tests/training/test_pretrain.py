@@ -42,24 +42,9 @@ def test_metrics_have_the_promised_keys(whole_run):
     assert facts["torch"] == torch.__version__ and facts["attention"] == "sdpa"
 
 
-def test_same_seed_same_run_another_seed_another(whole_run, validation_corpus, tmp_path):
-    pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "same")
-    assert_same_run(tmp_path / "same", whole_run)
-    pretrain(tiny_config(**{"train.seed": "1"}), data=validation_corpus, out=tmp_path / "other")
-    assert lines(tmp_path / "other") != lines(whole_run)
-
-
-def test_accumulation_changes_no_sample(whole_run, validation_corpus, tmp_path):
-    """One micro-batch or two: the same rows and samples (without dropout, whose noise is drawn by micro-batch)."""
-    runs = []
-    for parts in ("1", "2", "4"):
-        exact = {"model.dropout": "0", "model.attention_dropout": "0"}
-        config = tiny_config(**{"train.accumulate": parts, **exact})
-        pretrain(config, data=validation_corpus, out=tmp_path / parts)
-        runs.append(lines(tmp_path / parts))
-    for run in runs[1:]:
-        assert [line["replaced_fraction"] for line in run[:2]] == [line["replaced_fraction"] for line in runs[0][:2]]
-        assert [line["loss"] for line in run] == pytest.approx([line["loss"] for line in runs[0]], rel=1e-3)
+def test_another_seed_is_another_run(whole_run, validation_corpus, tmp_path):
+    pretrain(tiny_config(**{"train.seed": "1"}), data=validation_corpus, out=tmp_path / "run")
+    assert lines(tmp_path / "run")[0]["loss"] != lines(whole_run)[0]["loss"]
 
 
 def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path):
@@ -70,21 +55,6 @@ def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path)
         (said,) = server.end(server.start(1, validation_corpus, out, fault), 0 if step == STEPS else -signal.SIGKILL)
         assert not resumed or any(f"resumes at step {each} of {STEPS}" in said for each in resumed), said
     assert_same_run(out, whole_run)
-
-
-def test_finished_run_is_left_alone(whole_run, validation_corpus, tmp_path):
-    out = shutil.copytree(whole_run, tmp_path / "run")
-    assert pretrain(tiny_config(), data=validation_corpus, out=out).step == STEPS
-    assert_same_run(out, whole_run)
-
-
-@pytest.mark.parametrize(("recipe", "learning_rate"), [("paper", "2e-2"), ("modern", "3e-3")])
-def test_recipes_learn(recipe, learning_rate, tiny_corpus, tmp_path):
-    changes = {"train.steps": "60", "train.batch_size": "16", "optimizer.learning_rate": learning_rate}
-    pretrain(tiny_config(recipe, **changes), data=tiny_corpus, out=tmp_path / "run")
-    run = lines(tmp_path / "run")
-    assert run[-1]["generator_loss"] < run[0]["generator_loss"] - 0.1
-    assert run[-1]["discriminator_loss"] < run[0]["discriminator_loss"]
 
 
 @pytest.mark.parametrize(
@@ -127,14 +97,6 @@ def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
     assert "drops" not in capsys.readouterr().err
 
 
-def test_mlm_baseline(validation_corpus, tmp_path):
-    pretrain(tiny_config(**{"objective.name": "mlm"}), data=validation_corpus, out=tmp_path / "run")
-    last = lines(tmp_path / "run")[-1]
-    assert last["loss"] == last["generator_loss"] and last["discriminator_loss"] is None
-    figures = evaluate(tmp_path / "run", validation_corpus)
-    assert figures["discriminator_auc"] is None and figures["generator_loss"] > 0
-
-
 def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpus):
     figures = evaluate(whole_run, validation_corpus)
     validation = contents(validation_corpus / "holdout", "google", 16, seed=SEED)
@@ -161,10 +123,9 @@ def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_pa
         pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "smaller")
 
 
-@pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, validation_corpus, tmp_path):
+def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(validation_corpus, tmp_path):
     """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
-    config = tiny_config(recipe, **{"train.steps": "8", "data.packing": "best-fit", "train.precision": "bf16"})
+    config = tiny_config("modern", **{"train.steps": "8", "data.packing": "best-fit", "train.precision": "bf16"})
     pretrain(config, data=validation_corpus, out=tmp_path / "run")
     model = load(tmp_path / "run")
     with torch.no_grad():

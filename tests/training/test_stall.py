@@ -68,10 +68,8 @@ def said(recipe="google", entropy=None, **found):
         ({"unigram_auc": 0.50, "discriminator_auc": 0.7}, "nothing", "AUC 0.500 with random tokens"),
         ({"unigram_auc": 0.54, "tokens": 500}, "nothing", "AUC 0.540"),  # as likely by chance
         ({"unigram_auc": 0.54}, "little", "AUC 0.540"),
-        ({"unigram_auc": 0.81}, "", "AUC 0.810"),
         ({"discriminator_auc": 0.81}, "", "AUC 0.810 with its own generator's"),
         ({"generator_loss": 6.0, "entropy": 6.0}, "nothing", "generator_loss 6.000 (token frequencies alone give 6.0"),
-        ({"generator_loss": 5.5, "entropy": 6.0}, "little", "generator_loss 5.5"),
         ({"generator_loss": 6.0, "encoder_loss": 4.0, "entropy": 6.0}, "", "encoder_loss 4.0"),
     ],
 )
@@ -106,9 +104,8 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
     assert found["unigram_auc"] != found["discriminator_auc"]
 
 
-@pytest.mark.parametrize("objective", ["mlm", "replace-mlm"])
-def test_objectives_without_a_discriminator_have_none(validation_corpus, tmp_path, objective, capfd):
-    changes = {"objective.name": objective, "train.steps": "2", "train.eval_every": "2", "data.masking": "paper"}
+def test_objectives_without_a_discriminator_have_none(validation_corpus, tmp_path, capfd):
+    changes = {"objective.name": "replace-mlm", "train.steps": "2", "train.eval_every": "2", "data.masking": "paper"}
     changes["optimizer.warmup_steps"] = "1"
     pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
     assert "unigram_auc" not in lines(tmp_path / "run", "evaluations.jsonl")[-1]

@@ -44,7 +44,7 @@ def trained(corpus, config, execution="eager"):
     return model.state_dict(), step.read_totals()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 4])
 def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
     config = config.replace({"train": {"accumulate": accumulate}})
     model = ef.Electra(config).train()
@@ -84,7 +84,7 @@ class NothingFromTheHost(TorchDispatchMode):
 OPTIMIZERS = {name: {"optimizer.name": name} for name in ("lamb", "muon")}
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*DIFFERENT, *OPTIMIZERS])
 def test_a_step_can_be_captured(tiny_corpus, config, name):
     config = config.override((VARIANTS | OPTIMIZERS)[name])
     model = ef.Electra(config)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import test_objectives
 import torch
-from tiny_run import STEPS, assert_same_run, command, tiny_config, truncate
+from ranks import wait_for
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, HostBatch
@@ -104,20 +104,25 @@ def has_ended(process, seconds=20.0):
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.parametrize(
-    ("recipe", "num_processes", "accumulate"), [("google", 2, 1), ("modern", 2, 1), ("modern", 3, 2)]
-)
-def test_processes_train_as_one(tiny_corpus, recipe, num_processes, accumulate):
-    config = configured(tiny_corpus, recipe, accumulate=accumulate)
+@pytest.mark.parametrize(("recipe", "num_processes", "accumulate"), [("google", 2, 1), ("modern", 3, 2)])
+def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, num_processes, accumulate):
+    """Operations have one thread each; what comes between the steps has all cores."""
+    config, seen = configured(tiny_corpus, recipe, accumulate=accumulate), []
+
+    def note(function):
+        return lambda *args: (seen.append(torch.get_num_threads()), function(*args))[1]
+
     weights, totals = trained(tiny_corpus, config, 1)
+    monkeypatch.setattr(DiscriminatorHead, "forward", note(DiscriminatorHead.forward))
+    monkeypatch.setattr(Optimizer, "step", note(Optimizer.step))
     found, found_totals = trained(tiny_corpus, config, num_processes)
+    assert set(seen) == {1} and torch.get_num_threads() == 2
     assert found_totals == pytest.approx(totals, rel=1e-4)
     for name, tensor in weights.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkeypatch, precision, dtype):
+def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkeypatch):
     original, dtypes = muon.orthogonalize, set()
 
     def orthogonalize(matrices, dtype):
@@ -125,13 +130,12 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
         return original(matrices, dtype)
 
     monkeypatch.setattr(muon, "orthogonalize", orthogonalize)
-    config = configured(tiny_corpus, "modern", precision=precision, steps=1, execution="eager")
+    config = configured(tiny_corpus, "modern", precision="bf16", steps=1, execution="eager")
     ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
-    assert dtypes == {dtype}
-    work = PretrainingWork(
-        config, type(objective_of(config)), ComputeConfig("sdpa", dtype), "eager", {}, config.model.vocab_size
-    )
-    assert work.build_worker(1, 2)[1]._state.matrix_dtype == dtype
+    assert dtypes == {torch.bfloat16}
+    compute = ComputeConfig("sdpa", torch.bfloat16)
+    work = PretrainingWork(config, type(objective_of(config)), compute, "eager", {}, config.model.vocab_size)
+    assert work.build_worker(1, 2)[1]._state.matrix_dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -142,36 +146,17 @@ def test_repeats_to_the_bit_also_with_dropout(tiny_corpus):
     assert totals == again_totals
     for name, tensor in weights.items():
         assert torch.equal(tensor, again[name]), name
-    _, without = trained(tiny_corpus, configured(tiny_corpus, "modern"), 2)
-    assert without["generator_loss"] != totals["generator_loss"]
 
 
 def test_processes_draw_other_dropout_masks(tiny_corpus):
-    config = configured(tiny_corpus)
+    config, found = configured(tiny_corpus), []
     batch = HostBatch.of(next(batches(tiny_corpus)))
-
-    def draws(rank, step):
+    for rank, step in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 1)):
         backward = Backward(ef.Electra(config), config, COMPUTE, "eager", rank, 2)
         backward.load(batch, step)
         backward.run()
-        return torch.default_generator.initial_seed()
-
-    found = [draws(rank, step) for rank in (0, 1) for step in (0, 1)]
-    assert len(set(found)) == 4 and draws(1, 1) == found[3]
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_operations_have_one_thread_each(tiny_corpus, monkeypatch):
-    """With as many processes as cores; what comes between the steps has all cores."""
-    config, seen = configured(tiny_corpus), []
-
-    def note(function):
-        return lambda *args: (seen.append(torch.get_num_threads()), function(*args))[1]
-
-    monkeypatch.setattr(DiscriminatorHead, "forward", note(DiscriminatorHead.forward))
-    monkeypatch.setattr(Optimizer, "step", note(Optimizer.step))
-    trained(tiny_corpus, config, 2)
-    assert seen == [1, 1] * FEW_STEPS and torch.get_num_threads() == 2
+        found.append(torch.default_generator.initial_seed())
+    assert len(set(found)) == 4 and found[3] == found[4]
 
 
 @pytest.mark.usefixtures("two_cores", "own_processor")
@@ -204,7 +189,7 @@ def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
     torch.set_num_threads(1)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
-    two, one = (test_objectives.lines(tmp_path / name) for name in ("two", "one"))
+    two, one = (lines(tmp_path / name) for name in ("two", "one"))
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
     torch.set_num_threads(2)
     shutil.copytree(tmp_path / "two", tmp_path / "run")
@@ -215,11 +200,12 @@ def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
 
 @pytest.mark.usefixtures("two_cores")
 def test_all_processes_sample_from_the_same_counts(validation_corpus, tmp_path):
-    changes = {"generator.kind": "unigram", "model.dropout": "0", "model.attention_dropout": "0"}
-    ef.pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "two")
+    few = {"train.steps": "4", "train.log_every": "1", "train.eval_every": "0"}
+    config = tiny_config(**{"generator.kind": "unigram", "model.dropout": "0", "model.attention_dropout": "0"} | few)
+    ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
     torch.set_num_threads(1)
-    ef.pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "one")
-    two, one = (test_objectives.lines(tmp_path / name) for name in ("two", "one"))
+    ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
+    two, one = (lines(tmp_path / name) for name in ("two", "one"))
     assert [line["replaced_fraction"] for line in two] == [line["replaced_fraction"] for line in one]
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
 
@@ -248,57 +234,37 @@ def test_a_killed_worker_ends_the_run_with_a_remedy(tiny_corpus):
     assert not workers_of(os.getpid())
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_workers_end_with_the_step(tiny_corpus):
-    step = make_step(configured(tiny_corpus), 2)
-    worker = worker_of(os.getpid())
-    del step
-    assert has_ended(worker)
-
-
-def started(corpus, out, **changes):
+@pytest.fixture
+def started(server, tiny_corpus, tmp_path):
     """A run by two processes in a process group of its own, when it has taken steps; and its worker."""
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    run = subprocess.Popen(
-        command(corpus, out, **{"train.steps": "5000"} | changes),
-        env=environment,
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not checkpoint_folder.steps(out) if out.exists() else True:
-        assert run.poll() is None, run.stderr.read()
-        time.sleep(0.05)
-    worker = worker_of(run.pid)
-    return run, worker
+    changes = {"train.steps": "5000", "train.eval_every": "0"}
+    ranks = server.start(1, tiny_corpus, tmp_path / "run", {"OMP_NUM_THREADS": "2"}, **changes)
+    wait_for(lambda: (tmp_path / "run").exists() and checkpoint_folder.steps(tmp_path / "run"))
+    return ranks[0], worker_of(ranks[0].pid)
 
 
-def test_workers_end_with_a_killed_run(tiny_corpus, tmp_path):
-    run, worker = started(tiny_corpus, tmp_path / "run")
+def test_workers_end_with_a_killed_run(started):
+    run, worker = started
     run.kill()
-    assert has_ended(worker)
-    run.communicate()
+    assert has_ended(worker) and run.wait() == -signal.SIGKILL
 
 
-def test_a_signal_to_all_processes_ends_in_a_checkpoint(tiny_corpus, tmp_path):
+def test_a_signal_to_all_processes_ends_in_a_checkpoint(started):
     """As a terminal's Ctrl-C does, or a scheduler."""
-    run, worker = started(tiny_corpus, tmp_path / "run")
+    run, worker = started
     os.killpg(run.pid, signal.SIGINT)
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGINT and "checkpoint written; run again to resume" in said
-    assert "Traceback" not in said and has_ended(worker)
+    assert run.wait() == 128 + signal.SIGINT and "checkpoint written; run again to resume" in run.said()
+    assert "Traceback" not in run.said() and has_ended(worker)
 
 
-def test_a_suspended_worker_is_named_and_a_signal_ends_the_run(tiny_corpus, tmp_path):
-    run, worker = started(tiny_corpus, tmp_path / "run")
+def test_a_suspended_worker_is_named_and_a_signal_ends_the_run(started):
+    run, worker = started
     os.kill(worker, signal.SIGSTOP)
-    warning = f"worker process {worker} is suspended, and the run waits for it"
-    assert any(warning in line for line in run.stderr)
-    run.terminate()
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGTERM and has_ended(worker)
-    assert f"worker process {worker} is suspended: the step cannot be finished, so no checkpoint" in said
-    assert "Traceback" not in said and "run again to resume from the last one" in said.splitlines()[-1]
+    wait_for(lambda: f"worker process {worker} is suspended, and the run waits for it" in run.said())
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM and has_ended(worker)
+    assert f"worker process {worker} is suspended: the step cannot be finished, so no checkpoint" in run.said()
+    assert "Traceback" not in run.said() and "run again to resume from the last one" in run.said().splitlines()[-1]
 
 
 @pytest.mark.usefixtures("two_cores")

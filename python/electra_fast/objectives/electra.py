@@ -1,4 +1,7 @@
-"""`electra`: replaced-token detection. A small generator fills the masks; the discriminator finds its changes."""
+"""`electra`: replaced-token detection. A small generator fills the masks; the discriminator finds its changes.
+
+Shapes: B rows, L row length, T = B*L flat tokens, M masked slots, D hidden.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import corrective_weight
-from electra_fast.objectives import contrastive
 from electra_fast.objectives.objective import (
     MicroBatch,
     NetworkInputs,
@@ -19,14 +22,20 @@ from electra_fast.objectives.objective import (
     Output,
     Predictions,
     RngKey,
+    Totals,
     corrupt,
     generate,
     predict,
+    random_words,
     ratio,
     read_inputs,
     report,
     rtd_loss,
 )
+from electra_fast.ops import operations as ops
+
+_WHOLE = 0.2  # the probability that a segment is left unchanged under a contrastive weight
+_STREAM = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class ElectraObjective(GeneratorObjective):
     discriminator also predicts the original tokens at the masked positions of the corrupted text, through a head of its
     own and its embedding table (after the corrective language modeling of COCO-LM, arXiv 2102.08473, which has a loss
     over all tokens and a copy mechanism). With a contrastive weight, a fifth of the segments stay unchanged, and a head
-    on [CLS] recognizes them (`contrastive`).
+    on [CLS] recognizes them (Appendix H).
     """
 
     name = "electra"
@@ -98,7 +107,7 @@ class ElectraObjective(GeneratorObjective):
         generated = generate(model, inputs, batch.rng_key)
         sample_M = generated.drawn_M
         if weights.contrastive_weight:
-            sample_M = contrastive.keep_some_whole(inputs, sample_M, batch.rng_key)
+            sample_M = keep_some_whole(inputs, sample_M, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, sample_M)
         hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
         logits_T = model.discriminator_head(hidden_TD)
@@ -115,8 +124,8 @@ class ElectraObjective(GeneratorObjective):
             loss = loss + batch.mean(weights.corrective_weight * corrected.loss, "masked_weight")
             totals |= corrected.totals(inputs.slots, "corrective")
         if weights.contrastive_weight:
-            sentence_loss, sentence_totals = contrastive.sentence_loss(model, inputs, hidden_TD, replaced_T)
-            loss = loss + batch.mean(weights.contrastive_weight * sentence_loss, "segments")
+            contrastive_loss, sentence_totals = sentence_loss(model, inputs, hidden_TD, replaced_T)
+            loss = loss + batch.mean(weights.contrastive_weight * contrastive_loss, "segments")
             totals |= sentence_totals
         if self.denominator != "tokens":
             totals["tokens"] = inputs.valid_T.sum()
@@ -164,3 +173,39 @@ def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str
         "discriminator_recall": ratio(totals, "true_positives", "replaced"),
         "replaced_fraction": ratio(totals, "replaced", denominator),
     }
+
+
+# The sentence-level contrastive loss of the paper's Appendix H, which detects changed segments.
+
+
+def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
+    """Replaces the samples by the original tokens in a fifth of the attention segments; int64 [M].
+
+    The choice depends on seed, step, row within the step and the column of the segment's first token.
+    """
+    is_whole_T = (random_words(rng_key, _first_column(inputs), _STREAM) < round(_WHOLE * 2**32)).flatten()
+    return torch.where(inputs.slots.of_tokens(is_whole_T), inputs.slots.target_M, sample_M)
+
+
+def sentence_loss(
+    model: Electra, inputs: NetworkInputs, hidden_TD: Tensor, replaced_T: Tensor
+) -> tuple[Tensor, Totals]:
+    """Sums the binary cross-entropy of `sentence_head` over all [CLS]; positive: a token of the segment is replaced."""
+    first_BL = _first_column(inputs)
+    num_rows, length = first_BL.shape
+    first_T = (first_BL + torch.arange(num_rows, device=first_BL.device)[:, None] * length).flatten()
+    has_replaced_T = torch.zeros_like(first_T).index_add(0, first_T, replaced_T.long()) > 0
+    is_cls_T = (inputs.context[0] == 0) & inputs.valid_T
+    logits_T = model.sentence_head(hidden_TD)
+    loss = (ops.binary_cross_entropy(logits_T, has_replaced_T) * is_cls_T).sum()
+    return loss, {
+        "contrastive_loss": loss.detach(),
+        "segments": is_cls_T.sum(),
+        "contrastive_correct": (((logits_T.detach() > 0) == has_replaced_T) & is_cls_T).sum(),
+    }
+
+
+def _first_column(inputs: NetworkInputs) -> Tensor:
+    """Returns the column of each token's [CLS], from which its position counts; int64 [B, L]."""
+    positions_BL = inputs.context[0].view(inputs.masked_ids_BL.shape).long()
+    return torch.arange(positions_BL.shape[1], device=positions_BL.device) - positions_BL

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from electra_fast.optimizers.adamw import AdamW
 from electra_fast.optimizers.rule import OptimizerState, UpdateRule
-from electra_fast.optimizers.shards import Shards
+from electra_fast.optimizers.shards import Shards, assign_owners
 
 # 2-D parameters that AdamW updates: tables and the classifier.
 _NOT_MATRICES = (".token", ".position", ".token_type", "classifier.weight")
@@ -227,7 +227,8 @@ class Muon(UpdateRule):
 
     def _update_sharded(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:
         """Updates the matrices of a sharded model, sending each whole matrix to one rank and back."""
-        owners = shards.assign_owners({name: self.cost(name, shards.shapes[name]) for name in gradients})
+        costs = {name: self.cost(name, shards.shapes[name]) for name in gradients}
+        owners = assign_owners(costs, shards.num_processes)
         wholes = shards.to_owners(self._nesterov(list(gradients), gradients), owners)
         updates: dict[str, Tensor] = {}
         for stack in stacks(wholes):

@@ -18,7 +18,7 @@ from electra_fast.optimizers.adamw import AdamW
 from electra_fast.optimizers.lamb import Lamb
 from electra_fast.optimizers.muon import MatrixDivision, Muon
 from electra_fast.optimizers.rule import OptimizerState, UpdateRule
-from electra_fast.optimizers.shards import Shards
+from electra_fast.optimizers.shards import Shards, assign_owners
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
 
@@ -119,13 +119,8 @@ class Optimizer:
         if not self.parameters:
             raise ValueError("no parameter requires a gradient: there is nothing to optimize")
         costs = {name: self.rule.cost(name, p.shape) for name, p in self.parameters.items()}
-        owned: list[set[str]] = [set() for _ in range(self._num_processes)]
-        loads = [0.0] * self._num_processes
-        for name in sorted(costs, key=lambda name: costs[name], reverse=True):
-            least = loads.index(min(loads))
-            owned[least].add(name)
-            loads[least] += costs[name]
-        self.own_names = [name for name in self.parameters if name in owned[self._rank]]
+        owners = assign_owners(costs, self._num_processes)
+        self.own_names = [name for name in self.parameters if owners[name] == self._rank]
         self.rule.choose(self.own_names)
 
     def zero_grad(self) -> None:

@@ -25,6 +25,15 @@ def local_rows(num_rows: int, rank: int, num_processes: int) -> slice:
     return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
 
 
+def assign_owners(costs: Mapping[str, float], num_processes: int) -> dict[str, int]:
+    """Assigns each name to a process so that costs are about equal; the same on all processes."""
+    owners, loads = {}, [0.0] * num_processes
+    for name in sorted(costs, key=lambda name: costs[name], reverse=True):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += costs[name]
+    return owners
+
+
 class Shards:
     """The rows of a sharded model's parameters that this process holds, and sums and transfers over all processes.
 
@@ -119,14 +128,6 @@ class Shards:
         return torch.cat((local.detach(), local.new_zeros((num_rows - local.shape[0], *local.shape[1:]))))
 
     # Whole tensors, each on a process of its own.
-
-    def assign_owners(self, costs: Mapping[str, float]) -> dict[str, int]:
-        """Assigns each name to a process so that costs are about equal; the same on all processes."""
-        owners, loads = {}, [0.0] * self.num_processes
-        for name in sorted(costs, key=lambda name: costs[name], reverse=True):
-            owners[name] = loads.index(min(loads))
-            loads[owners[name]] += costs[name]
-        return owners
 
     def to_owners(self, locals_: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
         """Returns the whole tensors that this process owns, by name, with one `all_to_all`."""

@@ -28,8 +28,8 @@ class CheckpointWriter:
 
     It holds a copy of all tensors in host memory, pinned if they come from a GPU.
 
-    `num_written` counts successful writes; `write_seconds` sums the time of all finished writes, `last_write_seconds`
-    is that of the last. `blocked_seconds` is the time that callers spent in `save`, `wait` and `close`.
+    `num_written` counts successful writes, `last_write_seconds` is the time of the last finished one, `blocked_seconds`
+    that which callers spent in `save`, `wait_up_to` and `close`.
 
     Args:
         run: The run's folder.
@@ -38,8 +38,7 @@ class CheckpointWriter:
 
     def __init__(self, run: Path, keep: int) -> None:
         self._run, self._keep = run, keep
-        self.num_written = 0
-        self.write_seconds, self.last_write_seconds, self.blocked_seconds = 0.0, 0.0, 0.0
+        self.num_written, self.last_write_seconds, self.blocked_seconds = 0, 0.0, 0.0
         # Not a `Thread`: in Python 3.9 to 3.12, a signal that interrupts `join` makes a running thread look stopped, so
         # the interpreter would not wait for the write at exit.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
@@ -74,13 +73,8 @@ class CheckpointWriter:
         if self._pending is not None and self._pending.done():
             self._finish()
 
-    def wait(self) -> None:
-        """Waits for the write in progress and raises its error."""
-        with self._blocked():
-            self._finish()
-
     def wait_up_to(self, seconds: float) -> bool:
-        """Waits as `wait` for up to `seconds`; returns whether no write is in progress."""
+        """Waits for the write in progress for up to `seconds`, as `check`; returns whether none is in progress."""
         with self._blocked():
             if self._pending is not None:
                 futures.wait([self._pending], seconds)
@@ -88,9 +82,13 @@ class CheckpointWriter:
         return self._pending is None
 
     def close(self) -> None:
-        """Waits as `wait`; there can be no `save` afterwards. If interrupted, it lets the write finish."""
+        """Waits for the write in progress and raises its error; there can be no `save` afterwards.
+
+        If interrupted, it lets the write finish.
+        """
         try:
-            self.wait()
+            with self._blocked():
+                self._finish()
         finally:
             self._executor.shutdown(wait=False)
 
@@ -125,7 +123,6 @@ class CheckpointWriter:
             self.num_written += 1
         finally:
             self.last_write_seconds = time.perf_counter() - start
-            self.write_seconds += self.last_write_seconds
             self._buffers = copies
 
     @contextlib.contextmanager

@@ -244,12 +244,8 @@ def fingerprint(model: nn.Module) -> int:
 
     It is the exact sum of the values' bit patterns, times an odd number per parameter.
     """
-    sums: list[Tensor] = [_bits(p).sum(dtype=torch.int64) * (2 * i + 1) for i, p in enumerate(model.parameters())]
-    return int(torch.stack(sums).sum())
-
-
-def _bits(parameter: Tensor) -> Tensor:
-    return parameter.detach().contiguous().view(torch.int32)
+    bits: list[Tensor] = [parameter.detach().contiguous().view(torch.int32) for parameter in model.parameters()]
+    return int(torch.stack([each.sum(dtype=torch.int64) * (2 * i + 1) for i, each in enumerate(bits)]).sum())
 
 
 def diverged_ranks(fingerprints: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ NUM_EXACT_GROUPS = 4
 """Number of groups per step under `train.reduce = "exact"`; the number of ranks must divide it."""
 
 
-def share(total: int, part: int, num_parts: int) -> range:
+def nth_part(total: int, part: int, num_parts: int) -> range:
     """Returns one of `num_parts` parts of `range(total)`, divided as `BatchLoader` divides the rows of a batch."""
     return range(part * total // num_parts, (part + 1) * total // num_parts)
 
@@ -52,11 +52,11 @@ class Division:
                 f'train.sharding = "full" needs a row per rank and micro-batch: train.batch_size = {train.batch_size} '
                 f"is less than {world_size} ranks times train.accumulate = {train.accumulate}"
             )
-        own = share(num_groups, rank, world_size)
+        own = nth_part(num_groups, rank, world_size)
         return cls(
-            rows=share(train.batch_size, rank, world_size),
+            rows=nth_part(train.batch_size, rank, world_size),
             groups=tuple(
-                _micro_batches(share(train.batch_size, group, num_groups), train.accumulate * num_processes)
+                _micro_batches(nth_part(train.batch_size, group, num_groups), train.accumulate * num_processes)
                 for group in own
             ),
             own=own,
@@ -65,5 +65,5 @@ class Division:
 
 
 def _micro_batches(rows: range, count: int) -> tuple[range, ...]:
-    parts = (rows[part.start : part.stop] for part in (share(len(rows), i, count) for i in range(count)))
+    parts = (rows[part.start : part.stop] for part in (nth_part(len(rows), i, count) for i in range(count)))
     return tuple(part for part in parts if part)

@@ -32,7 +32,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, RngKey
 from electra_fast.ops.sampling import alias_table
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
-from electra_fast.training.division import share
+from electra_fast.training.division import nth_part
 from electra_fast.training.mlm_accuracy import mlm_accuracy
 from electra_fast.training.world import World
 
@@ -256,7 +256,7 @@ def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.d
     num_rows = loader.num_rows if world.size > 1 else 0
     for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
         # The last batch may have fewer rows.
-        own = share(min(size, num_rows - number * size), world.rank, world.size) if world.size > 1 else range(1)
+        own = nth_part(min(size, num_rows - number * size), world.rank, world.size) if world.size > 1 else range(1)
         yield own.start, to_torch(rows, device=device)
 
 

@@ -17,6 +17,7 @@ MAX_PORT = 2**16 - 1
 SLURM_PORTS = range(20_000, 60_000)
 # SLURM_MAX_NORMAL_STEP_ID in slurm.h; higher numbers denote the batch script, an interactive shell and the like.
 MAX_SLURM_STEP = 0xFFFF_FFF0
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # which only torchrun sets
 REMEDY = "start the ranks with torchrun or srun, or set WORLD_SIZE=1 to train on one device"
 
 
@@ -60,7 +61,7 @@ class Launch:
         """
         world_size = _integer(environ, "WORLD_SIZE", 1) if environ.get("WORLD_SIZE") else None
         if world_size == 1:
-            return cls(launcher="torchrun", attempt=_attempt(environ)) if _is_torchrun(environ) else cls()
+            return cls(launcher="torchrun", attempt=_attempt(environ)) if environ.get(_RUN_ID) else cls()
         if _num_slurm_tasks(environ) > 1 and not environ.get("RANK"):
             return _from_srun(environ, world_size)
         if world_size is not None:
@@ -71,25 +72,10 @@ class Launch:
             )
         return cls()
 
-    def to_environment(self) -> dict[str, str]:
-        """Returns the variables that `torch.distributed.init_process_group("env://")` reads."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
-
 
 def is_restarted(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether torchrun has restarted this process, or SLURM its job, with the original command."""
     return any(environ.get(name, "") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-
-
-def _is_torchrun(environ: Mapping[str, str]) -> bool:
-    return bool(environ.get("TORCHELASTIC_RUN_ID"))
 
 
 def _attempt(environ: Mapping[str, str]) -> int:
@@ -105,7 +91,7 @@ def _from_torchrun(environ: Mapping[str, str], world_size: int) -> Launch:
         local_world_size=local_world_size,
         address=_text(environ, "MASTER_ADDR"),
         port=_integer(environ, "MASTER_PORT", 1, MAX_PORT),
-        launcher="torchrun" if _is_torchrun(environ) else "env",
+        launcher="torchrun" if environ.get(_RUN_ID) else "env",
         attempt=_attempt(environ),
     )
 

@@ -55,19 +55,6 @@ class Example:
     target: int
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A model's prediction for an example.
-
-    Args:
-        candidates_C: The generator's most likely tokens in descending order, int64.
-        prediction: The whole model's prediction.
-    """
-
-    candidates_C: Tensor
-    prediction: int
-
-
 def mlm_accuracy(
     model: Electra,
     corpora: Corpora,
@@ -108,20 +95,20 @@ def mlm_accuracy(
 
 
 @torch.no_grad()
-def answer(model: Electra, example: Example, num_candidates: int) -> Answer:
-    """Returns the generator's candidates for an example, and the discriminator's choice among them, if it exists."""
+def predict(model: Electra, example: Example, num_candidates: int) -> tuple[list[int], int]:
+    """Returns the generator's most likely tokens in descending order, and the whole model's prediction."""
     device = next(model.parameters()).device
     hidden_D = _hidden(model, "generator", example.ids_n[None].to(device), example)[0]
     logits_V = model.generator_head(hidden_D[None], model.generator_embeddings.token)[0]
     log_p_V = F.log_softmax(logits_V.double(), dim=-1)
     log_p_C, candidates_C = log_p_V.topk(min(num_candidates, len(log_p_V)))
     if "discriminator" not in model.networks:
-        return Answer(candidates_C, int(candidates_C[0]))
+        return candidates_C.tolist(), int(candidates_C[0])
     ids_Cn = example.ids_n.to(device).repeat(len(candidates_C), 1)
     ids_Cn[:, example.position] = candidates_C.to(ids_Cn.dtype)
     logits_C = model.discriminator_head(_hidden(model, "discriminator", ids_Cn, example))
     scores_C = log_odds(log_p_C, logits_C.double(), model.config.data.mask_prob)
-    return Answer(candidates_C, int(candidates_C[scores_C.argmax()]))
+    return candidates_C.tolist(), int(candidates_C[scores_C.argmax()])
 
 
 def log_odds(log_p_C: Tensor, logits_C: Tensor, mask_prob: float) -> Tensor:
@@ -139,9 +126,8 @@ def _count(model: Electra, examples: list[Example], num_candidates: int) -> list
     counts, start = [0, 0, 0], time.monotonic()
     last_line = start
     for number, example in enumerate(examples):
-        found = answer(model, example, num_candidates)
-        candidates = found.candidates_C.tolist()
-        right = (found.prediction == example.target, example.target in candidates, candidates[0] == example.target)
+        candidates, prediction = predict(model, example, num_candidates)
+        right = (prediction == example.target, example.target in candidates, candidates[0] == example.target)
         counts = [count + is_right for count, is_right in zip(counts, right, strict=True)]
         if (now := time.monotonic()) - last_line >= LINE_SECONDS:
             last_line, done = now, number + 1

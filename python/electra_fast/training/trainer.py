@@ -46,8 +46,8 @@ from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
 from electra_fast.training.parallel_step import create_step
+from electra_fast.training.reporting import RunLog
 from electra_fast.training.run import CORPUS, Run
-from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
 from electra_fast.training.step import GRAD_NORM, SKIPPED
 from electra_fast.training.timing import StepTimer, TimeLimit
