@@ -49,7 +49,7 @@ def queue(tmp_path):
         command = [sys.executable, "experiments.py", "a text", "--glue", "g", "--out", tmp_path / "out"]
         output = tmp_path / f"output-{len(started)}.txt"
         with output.open("w") as file:
-            started.append(subprocess.Popen([*command, "--max-load", "1"], cwd=bench, stdout=file))
+            started.append(subprocess.Popen(command, cwd=bench, stdout=file))
         return started[-1], output
 
     yield start, tmp_path
@@ -107,21 +107,6 @@ def test_the_queue_pauses_stops_and_resumes(queue):
     assert text(last).count("start") == 1 and not (folder / "out" / "done.txt").exists()
 
 
-def test_a_high_load_of_others_pauses(monkeypatch, tmp_path):
-    """Of processes of normal priority: the second number is of the others, as the queue's own are."""
-    stat, times = tmp_path / "stat", [(0, 0, 0, 0), (5, 90, 4, 1), (60, 0, 30, 10), (80, 0, 10, 10), (0, 10, 0, 90)]
-    monkeypatch.setattr(experiments, "LOAD_SECONDS", 0.0)
-    monkeypatch.setattr(experiments, "STAT", stat)
-    total, found, loads = [0] * 4, [], experiments.high_load(0.8)
-    for spent in times:
-        total = [sum(each) for each in zip(total, spent, strict=True)]
-        stat.write_text(f"cpu  {' '.join(map(str, total))} 0 0 0 0 7 7\ncpu0 1 1\n")
-        found.append(next(loads))
-    assert found == [False, False, True, True, False]
-    monkeypatch.undo()
-    assert all(each > 0 for each in experiments.cpu_times())
-
-
 def test_the_list_is_of_commands_that_exist(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     done, left = experiments.read_list()
@@ -129,9 +114,9 @@ def test_the_list_is_of_commands_that_exist(monkeypatch, tmp_path):
     monkeypatch.setattr(recipes, "exclusive", lambda out: contextlib.nullcontext())
     asked = []
     monkeypatch.setattr(recipes.Study, "prepare", lambda self, texts: asked.append((self.scale.name, texts)))
-    for name in ("tune", "hour", "compare"):
+    for name in ("hour", "compare"):
         monkeypatch.setattr(recipes, name, lambda *arguments: asked.append(arguments[1:]))
-    for each in (*done, *left):
+    for each in left:
         script, *arguments = shlex.split(each.command.format(texts="'a b' c", glue="g", out="o"))
         assert script == "recipes.py"
         monkeypatch.setattr(sys, "argv", [script, *arguments])

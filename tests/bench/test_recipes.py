@@ -1,4 +1,4 @@
-"""`bench/recipes.py`: budgets, tuning by halving, the curves' factors, and real runs."""
+"""`bench/recipes.py`: budgets, the curves' factors, and real runs."""
 
 import json
 import math
@@ -31,7 +31,6 @@ TINY = replace(
     keys={"train.batch_size": "32"},
     modern_keys={"model.intermediate_size": "176"},
     vocab_size=2048,
-    trial_budgets=(2e10, 4e10),
     finetuned_from=2e10,
     corruptor=studies.SCALES["mini"].corruptor | {"model.hidden_size": "64", "model.intermediate_size": "176"},
     eval_batches=1,
@@ -68,17 +67,14 @@ def test_modern_is_compared_as_it_is_shipped(study):
     shipped = ef.Config.preset("mini", "modern").replace({"train": {"steps": compared.train.steps}}).resolved()
     others = {"model.vocab_size", "train.log_every", "train.checkpoint_every", *studies.COMMON, *study.scale.keys}
     assert {*shipped.differences(compared)} <= others
-    twice = next(each for each in studies.BASELINES["mlm"] if each.muon_factor == 2)
-    scaled = study.config(recipes.Job(twice, 1e14, 0))[0].optimizer.muon_learning_rate
-    assert scaled == pytest.approx(2 * compared.optimizer.muon_learning_rate, rel=0.1)  # of nearly as many steps
 
 
 def test_every_setting_is_a_run_of_its_own(study):
     study.scale = studies.SCALES["mini"]
-    for settings in (*studies.BASELINES.values(), *studies.STUDIES.values(), *studies.HOUR):
+    for settings in (*studies.STUDIES.values(), *studies.HOUR):
         assert len({each.name for each in settings}) == len(settings)
         assert len({repr(replace(each, name="")) for each in settings}) == len(settings)
-    for setting in sum((*studies.STUDIES.values(), *studies.BASELINES.values()), ()):
+    for setting in sum(studies.STUDIES.values(), ()):
         assert study.config(recipes.Job(setting, 1e14, 0))[1] > 100
 
 
@@ -102,23 +98,6 @@ def known_runs(monkeypatch, result):
 def judged(auc):
     found = {"discriminator_auc": auc, "discriminator_loss": None if auc is None else 0.4, "generator_loss": 5.0}
     return {"network": found, "unigram": found}
-
-
-def test_the_better_half_gets_twice_the_budget(study, monkeypatch):
-    """With known results: the later in the list, the better."""
-    names = [each.name for each in studies.BASELINES["mlm"]]
-
-    def result(job):
-        found = judged(None)
-        found["network"]["generator_loss"] -= 0.01 * names.index(job.setting.name)
-        return found
-
-    done = known_runs(monkeypatch, result)
-    table = recipes.tune(study, "mlm", 1).splitlines()
-    low, high = study.scale.trial_budgets
-    assert [job.setting.name for job in done if job.budget == low] == names
-    assert [job.setting.name for job in done if job.budget == high] == names[len(names) // 2 :]
-    assert table[2].startswith(f"| {names[-1]} | {high:.3g} |") and len(table) == 2 + len(done)
 
 
 def test_all_seeds_of_a_budget_come_before_the_next(study, monkeypatch):
