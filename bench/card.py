@@ -14,13 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from lib.results import Results, parse_arguments
+from lib.results import Results, installed, parse_arguments
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "xformers", "liger-kernel", "cut-cross-entropy")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "xformers")
 
 
 def seconds_per_call(work: Callable[[], object], device: torch.device, calls: int) -> float:
@@ -46,14 +45,6 @@ def copy_rate(num_bytes: int, device: torch.device) -> float:
     source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     source.random_()
     return 2 * num_bytes / seconds_per_call(lambda: target.copy_(source), device, 10)
-
-
-def installed(package: str) -> str:
-    """`name version`, or `no name`."""
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"no {package}"
 
 
 def main() -> int:

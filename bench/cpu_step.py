@@ -1,7 +1,7 @@
 """Tokens per second of a pre-training step on a CPU, compared with `transformers` and with an earlier version.
 
     python bench/cpu_step.py [--shapes tiny mini small] [--recipes google modern] [--only WORD ...]
-                             [--against FOLDER] [--baseline NAME] [--seconds 60] [--section.key value ...]
+                             [--against FOLDER] [--seconds 60] [--section.key value ...]
                              [--results FILE] [--quick]
 
 Prints a line per contender and a table per shape and recipe. The step, the corpus and the peers are those of
@@ -11,15 +11,13 @@ and sequence length; the peers exist for recipe `google` only. Downloads nothing
 A shared machine's speed changes by half from one minute to the next. So every contender is a process of its own
 (`lib/cpu_worker.py`), all of a shape are built and warmed up first, and then they take their steps in turn, half a
 second or one step each, for many rounds. Reported are the median over the rounds of tokens per second (padding
-excluded, the loader's time counted), the best round, and the median of the ratio to the baseline in the same round,
-which is what to compare between runs. "GFLOP/s" counts what the model's products need; "of best product" is its share
-of the rate of a large product by all threads in the same precision. A step's time is that on the clock; "CPU ms" is
-what all its threads and processes computed, which changes least when other processes use the cores. Compilation is
-part of the warm-up, which has its own column and is not counted; it is shorter when the cache of compiled code
-(`--cache`) has it from before.
+excluded, the loader's time counted), the best round, and the median of the ratio to our eager step in the same round,
+which is what to compare between runs. A step's time is that on the clock; "CPU ms" is what all its threads and
+processes computed, which changes least when other processes use the cores. Compilation is part of the warm-up, which
+has its own column and is not counted; it is shorter when the cache of compiled code (`--cache`) has it from before.
 
-`--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`, which becomes the
-baseline. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.
+`--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`, to which the ratios then
+are. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.
 """
 
 from __future__ import annotations
@@ -31,21 +29,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from lib.cpu_worker import CONTENDERS, DTYPES, EAGER, Turn, Worker
-from lib.results import Results, parse_arguments, processor, reason
+from lib.cpu_worker import CONTENDERS, EAGER, Worker
+from lib.results import Results, markdown, parse_arguments, processor, reason
 from lib.workload import label, make_corpus, shape
 
 import electra_fast as ef
 from electra_fast.config.presets import RECIPES
-from electra_fast.model.matmul import has_onednn, use_matmul
-from electra_fast.training.flops import flops_per_token
 
 SHAPES = ["tiny", "mini", "small"]
 RECIPE_NAMES = ["google", "modern"]
@@ -54,28 +48,7 @@ BEFORE = "electra-fast before, eager"
 SECONDS = 60.0
 TURN = 0.5  # seconds that a contender runs before the next one does, or one step
 LEAST_ROUNDS = 3
-HEADER = ["step", "tokens/s", "best", "ratio", "GFLOP/s", "of best product"]
-HEADER += ["step ms", "CPU ms", "steps", "mean loss", "peak GiB", "warm-up s"]
-# Of the product that tells what the machine can do: rows, inputs, outputs.
-PRODUCT = (2048, 1024, 1024)
-
-
-@dataclass
-class Contender:
-    """A contender's process, how many steps its turn has, and what each turn took."""
-
-    worker: Worker
-    steps_per_turn: int
-    turns: list[Turn] = field(default_factory=list)
-
-    @property
-    def speeds(self) -> list[float]:
-        """Tokens per second of each turn."""
-        return [turn.tokens / turn.seconds for turn in self.turns]
-
-    def take_turn(self) -> None:
-        """Takes the steps of one turn."""
-        self.turns.append(self.worker.steps(self.steps_per_turn))
+HEADER = ["step", "tokens/s", "best", "ratio", "step ms", "CPU ms", "steps", "mean loss", "peak GiB", "warm-up s"]
 
 
 def names_of(config: ef.Config, words: list[str], with_before: bool) -> list[str]:
@@ -89,7 +62,7 @@ class Field:
     """The contenders of a shape; one that fails leaves with its reason in `failures`."""
 
     def __init__(self) -> None:
-        self.contenders: dict[str, Contender] = {}
+        self.contenders: dict[str, Worker] = {}
         self.failures: dict[str, str] = {}
 
     @contextmanager
@@ -103,13 +76,11 @@ class Field:
     def enter(self, name: str, config: ef.Config, corpus: Path, options: argparse.Namespace, stack: ExitStack) -> None:
         """Starts a contender and waits for its warm-up."""
         with self._failing(name):
-            before = name == BEFORE
-            worker = Worker(
-                EAGER if before else name, config, corpus, options.cache, options.against if before else None
-            )
-            stack.callback(worker.close)
             turn = 0.0 if options.quick else TURN
-            self.contenders[name] = Contender(worker, max(1, round(turn / worker.step_seconds)))
+            contender, package = (EAGER, options.against) if name == BEFORE else (name, None)
+            worker = Worker(contender, config, corpus, options.cache, turn, package)
+            stack.callback(worker.close)
+            self.contenders[name] = worker
             if worker.unknown:
                 print(f"{name} does not have the keys {', '.join(worker.unknown)}", flush=True)
 
@@ -126,7 +97,7 @@ class Field:
 
     def found(self, name: str, baseline: str) -> dict[str, Any]:
         """The numbers reported for a contender."""
-        contender, speeds = self.contenders[name], self.contenders[name].speeds
+        worker, speeds = self.contenders[name], self.contenders[name].speeds
         base = self.contenders[baseline].speeds if baseline in self.contenders else []
         ratios = [mine / its for mine, its in zip(speeds, base, strict=False)]
         return {
@@ -134,12 +105,12 @@ class Field:
             "best": max(speeds),
             "ratio": statistics.median(ratios) if ratios else None,
             "baseline": baseline,
-            "step_ms": statistics.median(turn.seconds / turn.steps for turn in contender.turns) * 1e3,
-            "cpu_ms": statistics.median(turn.cpu_seconds / turn.steps for turn in contender.turns) * 1e3,
-            "steps": sum(turn.steps for turn in contender.turns),
-            "warm_up_seconds": contender.worker.warm_up_seconds,
+            "step_ms": worker.median_ms("seconds"),
+            "cpu_ms": worker.median_ms("cpu_seconds"),
+            "steps": worker.steps_per_turn * len(speeds),
+            "warm_up_seconds": worker.warm_up_seconds,
             "rounds": speeds,
-            **contender.worker.facts(),
+            **worker.facts(),
         }
 
 
@@ -149,8 +120,6 @@ def columns(found: Mapping[str, Any]) -> list[str]:
         f"{found['tokens_per_second']:,.0f}",
         f"{found['best']:,.0f}",
         f"{found['ratio']:.2f}" if found["ratio"] else "–",
-        f"{found['gflops']:,.0f}",
-        f"{found['share']:.0%}",
         f"{found['step_ms']:,.1f}",
         f"{found['cpu_ms']:,.1f}",
         f"{found['steps']}",
@@ -164,10 +133,9 @@ def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, r
     """Measures and prints one shape in one recipe."""
     config = configuration(text, recipe, options.overrides)
     names = names_of(config, options.only, options.against is not None)
-    baseline = options.baseline or (BEFORE if options.against else EAGER)
+    baseline = BEFORE if options.against else EAGER
     title = ", ".join([label(config, text), recipe, *(f"{key} {value}" for key, value in options.overrides.items())])
-    lines = [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
-    contest = Field()
+    contest, rows = Field(), []
     with ExitStack() as stack:
         for name in names:
             contest.enter(name, config, corpus, options, stack)
@@ -176,31 +144,13 @@ def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, r
             if name in contest.failures:
                 why = contest.failures[name]
                 results.add(f"{title}, {name}: {why}", ok=not name.startswith("electra-fast"))
-                lines.append(f"| {name} | {why} |" + " |" * (len(HEADER) - 2))
+                rows.append([name, why, *[""] * (len(HEADER) - 2)])
                 continue
             found = contest.found(name, baseline)
-            found["gflops"] = found["tokens_per_second"] * flops_per_token(config).total / 1e9
-            found["share"] = found["gflops"] / best_product("bf16" if "bf16" in name else config.train.precision)
             line = ", ".join(f"{text} {unit}" for text, unit in zip(columns(found), HEADER[1:], strict=True))
             results.add(f"{title}, {name}: {line}", shape=text, recipe=recipe, step=name, **found)
-            lines.append(f"| {name} | {' | '.join(columns(found))} |")
-    print(f"\n{title}; ratio to {baseline}\n\n" + "\n".join(lines) + "\n", flush=True)
-
-
-@cache
-def best_product(precision: str) -> float:
-    """GFLOP/s of a large square product by all threads and the faster library: more than a step can have."""
-    rows, inputs, outputs = PRODUCT
-    dtype = DTYPES[precision]
-    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
-    found = []
-    for library in ("default", "onednn") if has_onednn() else ("default",):
-        with use_matmul(library):
-            for _ in range(10):
-                start = time.perf_counter()
-                x @ weight.T
-                found.append(2 * rows * inputs * outputs / (time.perf_counter() - start) / 1e9)
-    return max(found)
+            rows.append([name, *columns(found)])
+    print(f"\n{title}; ratio to {baseline}\n\n{markdown(HEADER, rows)}\n", flush=True)
 
 
 def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Config:
@@ -218,7 +168,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=RECIPE_NAMES, choices=RECIPES)
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
     parser.add_argument("--against", type=Path, help="folder that contains another version's `electra_fast`")
-    parser.add_argument("--baseline", choices=[BEFORE, *CONTENDERS], help="what the ratios are to")
     parser.add_argument("--seconds", type=float, help="of counted steps per shape; at least three rounds are made")
     options = parse_arguments(parser, with_overrides=True, for_cpu=True)
     options.shapes = options.shapes or (SHAPES[:1] if options.quick else SHAPES)
@@ -234,8 +183,6 @@ def main() -> int:
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     card = f"{processor()}, {cores} cores, {threads} threads"
     print(f"{card}, torch {torch.__version__}", flush=True)
-    rates = ", ".join(f"{best_product(precision):,.0f} GFLOP/s in {precision}" for precision in DTYPES)
-    print(f"best product of {' x '.join(map(str, PRODUCT))}: {rates}", flush=True)
     results = Results(options.results, options.device, card)
     for text in options.shapes:
         for recipe in options.recipes:

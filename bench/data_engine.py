@@ -3,26 +3,22 @@
     python bench/data_engine.py [--text FILE] [--vocab VOCAB.TXT] [--runs 5] [--json OUT.JSON]
     pip install tokenizers transformers datasets mosaicml-streaming litdata nanotoken   # the peers
 
-Everything runs on one pinned core with a warm page cache. The contenders take turns within each run; each
-loader has its own process, which is paused while others run; each run tokenizes text that none of them
-has seen. Ids are compared with Hugging Face's before anything is timed. Rows are 128 tokens, batches
-65,536 tokens, shuffled. Peers read pre-cut rows and apply Hugging Face's `DataCollatorForLanguageModeling`
-(*rows only*: without it; *vectorized*: its masking applied to the whole batch, which is faster but
-unusual), while ours packs documents on the fly. There are no worker processes, because there is one core.
+Everything runs on one pinned core with a warm page cache. The contenders take turns within each run; each run of a
+loader is a process of its own, and each run tokenizes text that none of the contenders has seen. Ids are compared with
+Hugging Face's before anything is timed. Rows are 128 tokens, batches 65,536 tokens, shuffled. Peers read pre-cut rows
+and apply Hugging Face's `DataCollatorForLanguageModeling` (*vectorized*: its masking applied to the whole batch, which
+is faster but unusual), while ours packs documents on the fly. There are no worker processes, because there is one core.
 For a peer that is not installed or fails, the table says why. Results are the median (and range) of million
 tokens per second of wall-clock time and of CPU time, which is fairer on a busy machine. Without --text
 the text is synthetic.
 """
 
 import argparse
-import importlib.metadata
 import itertools
 import json
-import multiprocessing
 import os
 import platform
 import random
-import signal
 import statistics
 import tempfile
 import time
@@ -35,7 +31,7 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "HF_
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from lib.results import processor  # noqa: E402
+from lib.results import installed, measured_by_child, processor, reason  # noqa: E402
 
 import electra_fast  # noqa: E402
 from electra_fast.data.corpus import Tokenizer  # noqa: E402
@@ -55,9 +51,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=1, help="text per tokenizer run")
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a loader run")
     parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--loader", help="measure one, print JSON")
+    parser.add_argument("--folder", type=Path, help="of --loader")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
     torch.set_num_threads(1)
+    if arguments.loader:
+        found = measure_loader(arguments.loader, arguments.vocab, arguments.folder, arguments.seconds)
+        print(json.dumps(found), flush=True)
+        os._exit(0)  # peers' threads would keep running
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = int(arguments.megabytes * 1e6)
@@ -65,13 +67,13 @@ def main() -> None:
         vocab = arguments.vocab or trained_vocab(text, folder / "vocab.txt")
         result = {
             "machine": machine(),
-            "versions": {name: version(name) for name in PEERS},
+            "versions": [*map(installed, PEERS)],
             "tokenize": tokenize(vocab, parts_of(text, size, arguments.runs)),
             "load": load(vocab, text, folder, arguments.runs, arguments.seconds),
         }
     for title in ("tokenize", "load"):
         print_table(title, result[title])
-    print("versions:", ", ".join(f"{name} {found}" for name, found in result["versions"].items()))
+    print(", ".join(result["versions"]))
     print(result["machine"])
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -105,7 +107,7 @@ def opened(openers: dict[str, Callable[..., Any]], *arguments: Any) -> tuple[dic
         except Exception as error:  # peers may fail in any way; the table says why
             if name.startswith("electra-fast"):
                 raise
-            results[name]["missing"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+            results[name]["missing"] = reason(error)
     return ways, results
 
 
@@ -160,69 +162,37 @@ def nano_encode(vocab: Path) -> Any:
 
 
 def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Results:
-    """Rates of all loaders, each in its own process, so that threads are charged to the right one."""
+    """Rates of all loaders, each in a process of its own, so that threads are charged to the right one."""
     electra_fast.prepare([text], vocab=vocab, lowercase=True, out=folder / "shards", progress=False)
     np.save(folder / "rows.npy", rows_of(electra_fast.Corpus(folder / "shards")))
-    results: Results = {}
-    ways: dict[str, tuple[Any, Any]] = {}
-    context = multiprocessing.get_context("spawn")
-    for name in loaders(vocab, folder):
-        results[name] = {"Mtok/s": [], "Mtok/cpu-s": []}
-        pipe, end = context.Pipe()
-        process = context.Process(target=serve, args=(name, vocab, folder, seconds, end), daemon=True)
-        process.start()
-        end.close()
-        ways[name] = (pipe, process)
-        reason = answer(pipe)  # one at a time: some write files that the next one reads
-        if reason:
-            results[name]["missing"] = reason
-            del ways[name]
-        else:
-            os.kill(process.pid or 0, signal.SIGSTOP)  # some have busy threads
-    try:
-        for number in range(runs):
-            for name in list(ways)[:: 1 if number % 2 else -1]:
-                pipe, process = ways[name]
-                os.kill(process.pid, signal.SIGCONT)
-                pipe.send("run")
-                record(results[name], *pipe.recv())
-                os.kill(process.pid, signal.SIGSTOP)
-    finally:
-        for pipe, process in ways.values():
-            os.kill(process.pid, signal.SIGCONT)
-            pipe.close()  # tells it to exit
-            process.join(timeout=10)
+    results: Results = {name: {"Mtok/s": [], "Mtok/cpu-s": []} for name in loaders(vocab, folder)}
+    for number in range(runs):
+        for name in list(results)[:: -1 if number % 2 else 1]:
+            if "missing" in results[name]:
+                continue
+            arguments = ["--loader", name, "--vocab", str(vocab), "--folder", str(folder), "--seconds", str(seconds)]
+            try:
+                found = measured_by_child(__file__, arguments, name)
+            except SystemExit as error:  # peers may fail in any way; the table says why
+                if name.startswith("electra-fast"):
+                    raise
+                results[name]["missing"] = str(error).splitlines()[-1][:100]
+                continue
+            record(results[name], int(found["tokens"]), (found["seconds"], found["cpu_seconds"]))
     return results
 
 
-def answer(pipe: Any) -> str:
-    """The reply of a starting process: empty, or why it failed."""
-    try:
-        return str(pipe.recv())
-    except EOFError:
-        return "the process ended"
-
-
-def serve(name: str, vocab: Path, folder: Path, seconds: float, pipe: Any) -> None:
-    """Process of one loader: opens it, then runs it on request."""
-    torch.set_num_threads(1)
-    try:
-        batches = loaders(vocab, folder)[name]()
-        for _ in range(3):
-            if next(batches).shape != (BATCH, LENGTH):
-                raise ValueError("batches of another shape")
-    except Exception as error:  # peers may fail in any way; the table says why
-        pipe.send(f"{type(error).__name__}: {error}".splitlines()[0][:100])
-        return
-    pipe.send("")
-    try:
-        while pipe.recv():
-            tokens, start, cpu_start = 0, time.perf_counter(), time.process_time()
-            while time.perf_counter() - start < seconds:
-                tokens += next(batches).numel()
-            pipe.send((tokens, (time.perf_counter() - start, time.process_time() - cpu_start)))
-    except EOFError:
-        os._exit(0)  # peers' threads would keep running
+def measure_loader(name: str, vocab: Path, folder: Path, seconds: float) -> dict[str, float]:
+    """One run of a loader, in this process."""
+    batches = loaders(vocab, folder)[name]()
+    for _ in range(3):
+        if next(batches).shape != (BATCH, LENGTH):
+            raise ValueError("batches of another shape")
+    tokens, start, cpu_start = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < seconds:
+        tokens += next(batches).numel()
+    taken = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
+    return {"tokens": tokens, **taken}
 
 
 def loaders(vocab: Path, folder: Path) -> dict[str, Callable[[], Iterator[torch.Tensor]]]:
@@ -233,11 +203,8 @@ def loaders(vocab: Path, folder: Path) -> dict[str, Callable[[], Iterator[torch.
         "electra-fast, packed and masked": lambda: ours_batches(folder / "shards"),
         f"datasets {mask}": lambda: masked(hf_batches(rows, folder), vocab, whole=False),
         f"datasets {mask}, vectorized": lambda: masked(hf_batches(rows, folder), vocab, whole=True),
-        "datasets, rows only": lambda: hf_batches(rows, folder),
         f"MosaicML Streaming {mask}, vectorized": lambda: masked(mds_batches(rows, folder), vocab, whole=True),
-        "MosaicML Streaming, rows only": lambda: mds_batches(rows, folder),
         f"litdata {mask}, vectorized": lambda: masked(litdata_batches(rows, folder), vocab, whole=True),
-        "litdata, rows only": lambda: litdata_batches(rows, folder),
     }
 
 
@@ -350,14 +317,6 @@ def print_table(title: str, results: Results) -> None:
 def spread(values: list[float]) -> str:
     """Median and range."""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-
-
-def version(name: str) -> str:
-    """The installed version, or "missing"."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 def machine() -> str:

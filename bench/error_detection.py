@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -177,16 +176,12 @@ def scores(judged: Judged, threshold: float) -> dict[str, float | None]:
     }
 
 
-def documents_of(paths: Sequence[Path], field: str) -> Iterator[str]:
-    """Texts of .jsonl and .parquet files, by the field, or lines of any others; compressed by their extension."""
+def documents_of(paths: Sequence[Path]) -> Iterator[str]:
+    """The field "text" of .jsonl files, or lines of any others; compressed by their extension."""
     for path in paths:
-        if path.suffix == ".parquet":
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(columns=[field]):
-                yield from filter(None, batch.column(0).to_pylist())
-            continue
         with pyarrow.input_stream(str(path), compression="detect") as stream:
             for line in io.TextIOWrapper(stream, encoding="utf-8"):
-                yield (json.loads(line)[field] or "") if ".jsonl" in path.suffixes else line
+                yield (json.loads(line)["text"] or "") if ".jsonl" in path.suffixes else line
 
 
 def sample_sentences(documents: Iterator[str], count: int, draws: random.Random) -> list[str]:
@@ -215,10 +210,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a run, a checkpoint, an export or a discriminator's folder")
-    parser.add_argument(
-        "--text", type=Path, nargs="+", default=[], help=".jsonl, .parquet or lines (default: Python documentation)"
-    )
-    parser.add_argument("--field", default="text", help="of .jsonl and .parquet")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help=".jsonl or lines (Python documentation)")
     parser.add_argument("--sentences", type=int, default=2_000)
     parser.add_argument("--share", type=float, default=SHARE, help="of the words that are corrupted")
     parser.add_argument("--threshold", type=float, default=0.5)
@@ -260,7 +252,7 @@ def main() -> None:
             detector = random_detector(Path(folder), own_text)
     else:
         detector = load_error_detector(options.model, options.threshold)
-    documents = documents_of(options.text, options.field) if options.text else iter(own_text)
+    documents = documents_of(options.text) if options.text else iter(own_text)
     sentences = sample_sentences(documents, options.sentences, draws)
     print(f"{len(sentences):,} sentences, seed {options.seed}, threshold {detector.threshold}, share {options.share}")
     print(row("corruption", COLUMNS))

@@ -22,9 +22,8 @@ MODERN = ("small:128:modern", "small:1024:modern", "base:128:modern")
 CHECKS = (
     Group("card", ("card.py",), 60),
     Group("kernel numerics", ("kernel_numerics.py",), 150),
-    Group("samples and attention", ("step_numerics.py", "--only", "samples", "attention"), 75),
+    Group("samples", ("step_numerics.py", "--only", "samples"), 75),
     Group("losses", ("step_numerics.py", "--only", "eager", "graph"), 75),
-    Group("objectives", ("step_numerics.py", "--only", "objectives"), 90),
 )
 
 GROUPS = (
@@ -33,7 +32,6 @@ GROUPS = (
     Group("small:128", (*STEP, "small:128"), 60),
     Group("base:128", (*STEP, "base:128"), 75),
     Group("kernel times, small:1024", (*PROFILE, "small:1024"), 60),
-    Group("kernel traffic, small:1024", (*PROFILE, "small:1024", "--of", "eager"), 60),
     Group("kernel times, small:128", (*PROFILE, "small:128", "--top", "12"), 60),
     Group("kernel times, base:128", (*PROFILE, "base:128", "--top", "20"), 60),
     *(Group(shape, (*STEP, shape), 75) for shape in MODERN),
@@ -45,7 +43,6 @@ QUICK_GROUPS = (
     *CHECKS,
     Group("tiny:8", (*STEP, "tiny:8"), 60),
     Group("kernel times, tiny:8", (*PROFILE, "tiny:8"), 60),
-    Group("kernel traffic, tiny:8", (*PROFILE, "tiny:8", "--of", "eager"), 60),
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Second of three GPU scripts: larger models, attention backends, matmuls, and kernels compared with others.
+"""Second of three GPU scripts: larger models, attention backends, and kernels compared with others.
 
     python bench/gpu_models.py [--out gpu_models] [--device cpu --quick]
 
@@ -24,7 +24,6 @@ def attention(shape: str, backend: str) -> Group:
 GROUPS = (
     Group("large:64", (*STEP, "large:64"), 75),
     Group("base:128", (*STEP, "base:128"), 60),
-    Group("matrix products", ("gemm.py",), 60),
     *(attention("small:1024", backend) for backend in ("varlen", "sdpa", "flex", "xformers")),
     *(Group(f"kernels: {word}", ("kernels.py", "--only", word), 75) for word in KERNELS),
     *(attention("base:128", backend) for backend in ("sdpa", "flex", "xformers")),
@@ -32,7 +31,6 @@ GROUPS = (
 
 QUICK_GROUPS = (
     Group("tiny:8", (*STEP, "tiny:8"), 60),
-    Group("matrix products", ("gemm.py",), 60),
     Group("tiny:8, sdpa", (*STEP, "tiny:8", "--model.attention", "sdpa"), 60),
     *(Group(f"kernels: {word}", ("kernels.py", "--only", word), 90) for word in KERNELS),
 )

@@ -27,7 +27,7 @@ ALLOWED_DIFFERENT = 1e-3
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and outcome of each case with a kernel and a reference that uses no random numbers of its own."""
+    """Name and outcome of each case whose reference uses no random numbers of its own."""
     is_cuda = device.type == "cuda"
     if not is_cuda:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -35,7 +35,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
     torch.manual_seed(0)
     for name, cases in CASES.items():
         for one in cases(setting):
-            if one.kernel is None or "dropout=0.1" in one.shape:
+            if "dropout=0.1" in one.shape:
                 continue
             try:
                 outcome = check(one)
@@ -48,7 +48,6 @@ def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def check(case: Case) -> dict[str, Any]:
     """Compares the kernel's outputs and gradients with fp64, and with a second run of itself."""
-    assert case.kernel is not None
     wanted, gradients = outcome(case.reference, case.inputs, torch.float64)
     truth = wanted + gradients
 

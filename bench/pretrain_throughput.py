@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from lib.contenders import Build, Runner, ours, peer, run
-from lib.results import Results, parse_arguments, reason
+from lib.results import Results, markdown, parse_arguments, reason
 from lib.workload import label, loader, make_corpus, shape
 
 import electra_fast as ef
@@ -137,23 +137,23 @@ def main() -> int:
     for text in options.shapes or (QUICK_SHAPES if options.quick else SHAPES):
         config = shape(text, overrides)
         title = ", ".join([label(config, text), *(f"{key} {value}" for key, value in overrides.items())])
-        lines = [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
+        rows = []
         for name in chosen(options.only):
             try:
                 found = measure(CONTENDERS[name], config, corpus, options)
             except Exception as error:  # not installed, out of memory, not compilable: continue with the others
                 results.add(f"{title}, {name}: {reason(error)}", ok=not name.startswith("electra-fast"))
-                lines.append(f"| {name} | {reason(error)} |" + " |" * (len(HEADER) - 2))
+                rows.append([name, reason(error), *[""] * (len(HEADER) - 2)])
             else:
                 units = zip(columns(found), ("tok/s", "MFU", "GiB", "ms", "loss", "s to warm up"), strict=True)
                 line = f"{title}, {name}: " + ", ".join(" ".join(pair) for pair in units)
                 results.add(line, shape=text, overrides=overrides, step=name, **found)
-                lines.append(f"| {name} | {' | '.join(columns(found))} |")
+                rows.append([name, *columns(found)])
             torch.compiler.reset()
             gc.collect()
             if options.device.type == "cuda":
                 torch.cuda.empty_cache()
-        print(f"\n{title}, {results.facts['card']}\n\n" + "\n".join(lines) + "\n", flush=True)
+        print(f"\n{title}, {results.facts['card']}\n\n{markdown(HEADER, rows)}\n", flush=True)
     return results.exit_code()
 
 

@@ -23,16 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from finetune_throughput import make_data, make_encoder
+from finetune_throughput import add_encoder_options, make_inputs, write_model
 from lib.results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast.finetuning.config import FinetuneSection
-from electra_fast.finetuning.model_folder import Finetuned, write_finetuned
 from electra_fast.finetuning.readers.question_files import iterate_questions
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 
 LENGTH, STRIDE = 384, 128  # what the pipeline takes by default, and the longest that it takes of a model of 512
 LABELS = {"question-answering": ("start", "end"), "tagging": ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")}
@@ -47,20 +45,10 @@ def make_model(options: argparse.Namespace, kind: str) -> Path:
     """The encoder with a random head."""
     encoder = load_encoder(options.model)
     folder = Path(options.cache) / "finetune" / f"{kind}-{encoder.content_hash[:12]}"
-    if (folder / "config.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
     length = min(LENGTH, encoder.shape.max_positions)
     config = FinetuneSection(sequence_length=length, doc_stride=STRIDE)
     model = TASK_TYPES[kind].model(encoder.shape, config, len(LABELS[kind]))
-    model.load_encoder(encoder.state)
-    model.initialize_head(0)
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    names = INPUT_NAMES[encoder.shape.architecture]
-    copy_tokenizer(encoder.tokenizer, folder, names, {"model_max_length": length})
-    settings = {"doc_stride": STRIDE, "scheme": "IOB2"}
-    finetuned = Finetuned(encoder.shape, "hf", kind, LABELS[kind], length, None, state, settings)
-    write_finetuned(folder, finetuned, special_ids(folder), 0.0)
+    write_model(folder, encoder, model, kind, LABELS[kind], length, doc_stride=STRIDE, scheme="IOB2")
     return folder
 
 
@@ -143,7 +131,7 @@ def child(options: argparse.Namespace, kind: str, contender: str) -> dict[str, f
     """`measure` in a process of its own."""
     arguments = ["--contender", kind, contender, "--model", str(options.model)]
     arguments += ["--questions", str(options.questions), "--cache", str(options.cache)]
-    arguments += ["--vocab", str(options.vocab)] if options.vocab else []
+    arguments += ["--vocab", str(options.vocab)]
     arguments += ["--squad", str(options.squad)] if options.squad else []
     return measured_by_child(__file__, arguments, f"{kind}, {contender}")
 
@@ -151,11 +139,8 @@ def child(options: argparse.Namespace, kind: str, contender: str) -> dict[str, f
 def main() -> None:
     """Both kinds of tasks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="run or Hugging Face folder (a random encoder)")
+    add_encoder_options(parser)
     parser.add_argument("--squad", type=Path, help="questions about contexts (made-up words)")
-    parser.add_argument("--vocab", type=Path, help="of the random encoder (made-up words)")
-    parser.add_argument("--preset", default="mini", help="of the random encoder (%(default)s)")
-    parser.add_argument("--recipe", default="google", help="of the random encoder (%(default)s)")
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contender", nargs=2, metavar=("KIND", "NAME"), help="measure one, print JSON")
@@ -165,13 +150,7 @@ def main() -> None:
         return
     if options.quick:
         options.preset, options.questions, options.rounds = "tiny", 10, 1
-    if options.vocab is None and options.model is None:
-        make_data(options.cache / "finetune" / "made-up")
-        options.vocab = options.cache / "finetune" / "made-up" / "vocab.txt"
-    if options.model is None:
-        options.model = options.cache / "finetune" / f"{options.preset}-{options.recipe}-{options.vocab.stat().st_size}"
-        if not (options.model / "checkpoints").exists():
-            make_encoder(options.model, options.vocab, options.recipe, options.preset)
+    make_inputs(options)
     results = Results(options.results, options.device, processor())
     for kind, contenders in CONTENDERS.items():
         rounds = [{name: child(options, kind, name) for name in contenders} for _ in range(options.rounds)]

@@ -2,7 +2,6 @@
 
     python bench/recipes.py TEXTS... --out FOLDER --study NAME --tflop N... [--scale mini] [--only NAME...]
                             [--seeds N] [--glue FOLDER]
-    python bench/recipes.py TEXTS... --out FOLDER --tune mlm
     python bench/recipes.py TEXTS... --out FOLDER --glue FOLDER --hour
 
 The texts become a corpus with the scale's own vocabulary. Each run is a process of its own with one thread, and one
@@ -15,9 +14,8 @@ resumes from its checkpoint in FOLDER. With `--glue`, runs with larger budgets a
 
 A study (`lib/recipe_studies.py`) runs its settings with every seed and budget, one budget after the other, and prints a
 table and draws a picture. `modern` is run as it is shipped: its learning rates follow from the number of steps by a
-rule found with as many trials as the baselines had (LOG.md). `--tune` tries the settings of a baseline, and the better
-half of them again with twice the budget. `--hour` trains for an hour of all cores beside `transformers`. Downloads
-nothing.
+rule found with as many trials as the baselines had (LOG.md). `--hour` trains for an hour of all cores beside
+`transformers`. Downloads nothing.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 from lib.groups import BENCH
-from lib.recipe_report import CRITERION, HEADER, Point, columns, hour_table, markdown, merit, report
+from lib.recipe_report import CRITERION, Point, columns, hour_table, merit, report
 from lib.recipe_run import CONFIG, EVAL_ROWS, RESULT, RUN, load_corruptor
-from lib.recipe_studies import BASELINES, COMMON, HOUR, LEVELS, SCALES, STUDIES, TFLOP, TRIAL_HOURS, Scale, Setting
+from lib.recipe_studies import COMMON, HOUR, LEVELS, SCALES, STUDIES, TFLOP, TRIAL_HOURS, Scale, Setting
 from lib.results import commit, processor
 
 import electra_fast as ef
@@ -147,11 +145,8 @@ class Study:
         every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
         config = config.replace({"train": every})
         rates = config.resolved().optimizer
-        scaled = {
-            "learning_rate": rates.learning_rate,
-            "muon_learning_rate": setting.muon_factor * rates.muon_learning_rate,
-        }
-        return config.replace({"optimizer": scaled}), steps
+        resolved = {"learning_rate": rates.learning_rate, "muon_learning_rate": rates.muon_learning_rate}
+        return config.replace({"optimizer": resolved}), steps
 
     def part(self, parts: int) -> Path:
         """The corpus of 1 / parts of the text: every `parts`-th piece of 1,000 tokens."""
@@ -321,18 +316,6 @@ def _digest(identity: dict[str, Any]) -> str:
     return hashlib.sha256(_name(identity).encode()).hexdigest()[:16]
 
 
-def tune(study: Study, baseline: str, num_workers: int) -> str:
-    """Successive halving of a baseline's settings; returns a table, the best first."""
-    alive, rows = list(BASELINES[baseline]), []
-    for budget in study.scale.trial_budgets:
-        study.run([Job(each, budget, 0) for each in alive], num_workers)
-        points = sorted((study.point(each, budget, 1) for each in alive), key=lambda point: -point.mean(merit))
-        rows = [[point.setting, f"{budget:.3g}", *columns(point.results)] for point in points] + rows
-        names = [point.setting for point in points[: -(-len(points) // 2)]]
-        alive = [each for each in alive if each.name in names]
-    return markdown(["setting", "FLOPs", *HEADER], rows)
-
-
 def hour(study: Study, num_seeds: int) -> str:
     """Trains for an hour and fine-tunes, also from untrained models; short trials choose learning rates."""
     chosen = []
@@ -371,7 +354,6 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="mini")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--study", choices=STUDIES)
-    what.add_argument("--tune", choices=BASELINES)
     what.add_argument("--hour", action="store_true", help="of all cores, beside `transformers`")
     parser.add_argument("--only", nargs="*", default=[], help="settings of the study")
     parser.add_argument("--tflop", type=float, nargs="*", default=[], help="of each run of the study")
@@ -386,9 +368,7 @@ def main() -> None:
         glue = options.glue and options.glue.absolute()
         study = Study(SCALES[options.scale], out, BENCH / "recipes.jsonl", glue)
         study.prepare(options.texts)
-        if options.tune:
-            print(tune(study, options.tune, os.cpu_count() or 1))
-        elif options.hour:
+        if options.hour:
             print(hour(study, options.seeds))
         else:
             budgets = [each * TFLOP for each in options.tflop]

@@ -11,13 +11,15 @@ Other versions of the package run this script too, so it uses only what they hav
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -69,16 +71,6 @@ CONTENDERS: dict[str, Build] = {
 }
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Some steps: their seconds on the clock and of all threads' computing, and their tokens."""
-
-    steps: int
-    seconds: float
-    cpu_seconds: float
-    tokens: int
-
-
 class Worker:
     """The handle on a contender's process, which has warmed up; `close` ends it.
 
@@ -87,10 +79,13 @@ class Worker:
         config: Passed on key by key; keys that the package in the process does not have are listed in `unknown`.
         corpus: Folder with the shards.
         cache: Folder for compiled code.
+        turn_seconds: Length of a turn, which has a step at least.
         package: Folder that contains `electra_fast/`; None: the package of this process.
     """
 
-    def __init__(self, name: str, config: ef.Config, corpus: Path, cache: Path, package: Path | None = None) -> None:
+    def __init__(
+        self, name: str, config: ef.Config, corpus: Path, cache: Path, turn_seconds: float, package: Path | None
+    ) -> None:
         keys = {key: _get(config, key) for key in ef.Config.key_names()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lib.cpu_worker"],
@@ -102,17 +97,26 @@ class Worker:
         )
         try:
             found = self._ask({"contender": name, "config": keys, "corpus": str(corpus.resolve())})
-            self._check_package(Path(found["package"]), package)
         except BaseException:
             self.close()
             raise
         self.unknown: list[str] = found["unknown"]
-        self.step_seconds: float = found["step_seconds"]
         self.warm_up_seconds: float = found["warm_up_seconds"]
+        self.steps_per_turn = max(1, round(turn_seconds / found["step_seconds"]))
+        self.turns: list[dict[str, float]] = []
 
-    def steps(self, number: int) -> Turn:
-        """Takes this many steps."""
-        return Turn(number, **self._ask(number))
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each turn."""
+        return [turn["tokens"] / turn["seconds"] for turn in self.turns]
+
+    def median_ms(self, name: str) -> float:
+        """Median over the turns of a step's milliseconds: `seconds` on the clock, `cpu_seconds` of all threads."""
+        return 1e3 * statistics.median(turn[name] for turn in self.turns) / self.steps_per_turn
+
+    def take_turn(self) -> None:
+        """Takes the steps of a turn."""
+        self.turns.append(self._ask(self.steps_per_turn))
 
     def facts(self) -> dict[str, float]:
         """Mean loss of all steps and peak memory in GiB."""
@@ -124,10 +128,8 @@ class Worker:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # a request that the process did not live to read
             self.process.stdin.close()
-        except BrokenPipeError:  # a request that the process did not live to read
-            pass
 
     def _ask(self, request: Any) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -140,12 +142,6 @@ class Worker:
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer
-
-    @staticmethod
-    def _check_package(found: Path, package: Path | None) -> None:
-        expected = package / "electra_fast" if package else Path(ef.__file__).parent
-        if found.resolve() != expected.resolve():
-            raise RuntimeError(f"imported {found}, not {expected}")
 
 
 def _get(config: ef.Config, key: str) -> str:
@@ -183,7 +179,6 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     torch.manual_seed(0)
     runner, batches = CONTENDERS[first["contender"]](config, CPU), loader(Path(first["corpus"]), config)
     answer(
-        package=str(Path(ef.__file__).parent),
         unknown=sorted(first["config"].keys() - known.keys()),
         step_seconds=warm_up(runner, batches),
         warm_up_seconds=time.perf_counter() - start,
@@ -200,7 +195,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def processes() -> list[str]:
-    """Ids of the calling process and its children."""
+    """Ids of this process and its children, which help with its steps."""
     me = str(os.getpid())
     return [me, *Path(f"/proc/{me}/task/{me}/children").read_text().split()]
 

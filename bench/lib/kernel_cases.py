@@ -1,4 +1,4 @@
-"""The cases of `bench/kernels.py` and `bench/kernel_numerics.py`: operations, their shapes, other implementations.
+"""The cases of `bench/kernels.py` and `bench/kernel_numerics.py`: operations with a kernel, and their shapes.
 
 A new case is a function of a few lines with `@case`, such as the last ones.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from electra_fast.model import attention, sublayers
-from electra_fast.model.compute import choose_attention
+from electra_fast.ops import dispatch
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import linear
 
 VOCAB_SIZE = 30_522
 Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first tensor is differentiated
@@ -57,8 +56,7 @@ class Case:
     shape: str
     inputs: tuple[Any, ...]
     reference: Function
-    kernel: Function | None = None
-    peers: dict[str, Function] = field(default_factory=dict)
+    kernel: Function
     num_flops: float = 0.0
     num_bytes: float = 0.0
 
@@ -76,75 +74,12 @@ def kernel(name: str) -> Function:
     return lambda *inputs: getattr(importlib.import_module("electra_fast.kernels.launchers"), name)(*inputs)
 
 
-def compiler(device: torch.device) -> str:
-    """On the CPU only tracing is rehearsed, because C++ takes minutes to compile."""
-    return "inductor" if device.type == "cuda" else "eager"
-
-
-@case("attention")
-def _(setting: Setting) -> Iterator[Case]:
-    real = [(1024, 128, 4, 64), (1024, 128, 1, 64), (128, 512, 12, 64), (64, 512, 16, 64)]
-    for num_rows, length, num_heads, head_dim in setting.shapes(real, (2, 32, 2, 16)):
-        # A segment starts at every 300th token on average: two or three segments in a row of 512.
-        starts = torch.rand(num_rows, length, device=setting.device) < 1 / 300
-        ids = starts.cumsum(1).int() + 1
-        starts[:, 0] = True
-        ends = torch.tensor([num_rows * length], device=setting.device)
-        cu_seqlens = torch.cat((starts.flatten().nonzero().flatten(), ends)).int()
-
-        def whole_rows(q: Tensor, k: Tensor, v: Tensor, rows: int = num_rows, length: int = length) -> Tensor:
-            return attention.attention(q, k, v, attention.AttentionMask.padded(rows, length, None))
-
-        yield Case(
-            f"B={num_rows} L={length} N={num_heads} H={head_dim}",
-            tuple(setting.normal(num_rows * length, num_heads, head_dim) for _ in range(3)),
-            _backend("sdpa", setting, ids, cu_seqlens),
-            peers={
-                **{name: _backend(name, setting, ids, cu_seqlens) for name in ("varlen", "flex", "xformers")},
-                "sdpa over whole rows (another result)": whole_rows,
-            },
-            num_flops=3 * 4 * (cu_seqlens.diff().double() ** 2).sum().item() * num_heads * head_dim,
-        )
-
-
-def _backend(name: str, setting: Setting, ids: Tensor, cu_seqlens: Tensor) -> Function:
-    """Attention by one backend; its mask is built once, as for all layers of a step."""
-    try:
-        choose_attention(name, setting.device, setting.dtype, 0.0)
-    except ValueError as error:
-        return partial(refuse, str(error))
-    mask = attention.AttentionMask.packed(ids, cu_seqlens, name)
-    return lambda q, k, v: attention.attention(q, k, v, mask)
-
-
-class Unavailable(Exception):
-    """An implementation cannot run here; the message says why."""
-
-
-def refuse(reason: str, *_: Any) -> None:
-    """Takes the place of a function that cannot run here."""
-    raise Unavailable(reason)
-
-
-def _after_bias(attend: Function) -> Function:
-    """A backend on a qkv product without its bias."""
-
-    def function(
-        qkv_TX: Tensor, bias_X: Tensor, ids_BL: Tensor, cos: None, sin: None, num_heads: int, _: None
-    ) -> Tensor:
-        qkv = (qkv_TX + bias_X.to(qkv_TX.dtype)).view(qkv_TX.shape[0], 3, num_heads, -1)
-        return attend(*qkv.unbind(1)).flatten(1)
-
-    return function
-
-
 @case("attention of short rows, with the bias of qkv")
 def _(setting: Setting) -> Iterator[Case]:
     for num_rows, length, num_heads, head_dim in setting.shapes(
         [(1024, 128, 4, 64), (1024, 128, 1, 64)], (2, 32, 2, 16)
     ):
         ids = torch.ones(num_rows, length, dtype=torch.int32, device=setting.device)
-        offsets = torch.arange(0, num_rows * length + 1, length, dtype=torch.int32, device=setting.device)
         rest = (ids, None, None, num_heads, None)
 
         def reference(qkv: Tensor, bias: Tensor, *rest: Any) -> Tensor:
@@ -160,23 +95,9 @@ def _(setting: Setting) -> Iterator[Case]:
             inputs,
             reference,
             ours,
-            peers={name: _after_bias(_backend(name, setting, ids, offsets)) for name in ("sdpa", "varlen")},
             num_flops=3 * 4 * num_tokens * length * width,
             num_bytes=11 * num_tokens * width * inputs[0].element_size(),
         )
-
-
-@case("attention mask")
-def _(setting: Setting) -> Iterator[Case]:
-    """The cost of building each backend's mask, paid once per micro-batch."""
-    for num_rows, length in setting.shapes([(1024, 128), (128, 512)], (2, 32)):
-        ids = torch.ones(num_rows, length, dtype=torch.int32, device=setting.device)
-        cu_seqlens = torch.arange(0, num_rows * length + 1, length, dtype=torch.int32, device=setting.device)
-
-        def build(name: str, ids: Tensor = ids, cu_seqlens: Tensor = cu_seqlens) -> Function:
-            return lambda *_: attention.AttentionMask.packed(ids, cu_seqlens, name)
-
-        yield Case(f"B={num_rows} L={length}", (), build("sdpa"), peers={"flex": build("flex")})
 
 
 @case("generator head")
@@ -194,46 +115,12 @@ def _(setting: Setting) -> Iterator[Case]:
             False,
         )
         yield Case(
-            f"M={num_slots} E={width} V={vocab_size}, with a sample (peers: without)",
+            f"M={num_slots} E={width} V={vocab_size}",
             inputs,
             ops.generator_head_reference,
             kernel("generator_head"),
-            peers={
-                "torch.compile without a sample": torch.compile(_cross_entropy, backend=compiler(setting.device)),
-                "cut-cross-entropy, exact, without bias": _cut_cross_entropy,
-                "Liger": _liger,
-                "torch.nn.functional.linear_cross_entropy": _torch_linear_cross_entropy,
-                "the same, chunked": partial(_torch_linear_cross_entropy, chunked=True),
-            },
             num_flops=3 * 2 * num_slots * width * vocab_size,
         )
-
-
-def _cross_entropy(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: Any) -> Tensor:
-    return ops.masked_cross_entropy(linear(x, table, bias), target).sum()
-
-
-def _cut_cross_entropy(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: Any) -> Tensor:
-    from cut_cross_entropy import linear_cross_entropy
-
-    # Its gradient filter would drop nearly everything early in training. The released version has no bias.
-    return linear_cross_entropy(x, table.to(x.dtype), target, filter_eps=None, reduction="sum")
-
-
-def _liger(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: Any) -> Tensor:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss(reduction="sum")(table.to(x.dtype), x, target, bias.to(x.dtype))
-
-
-def _torch_linear_cross_entropy(
-    x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: Any, chunked: bool = False
-) -> Tensor:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise Unavailable(f"needs torch 2.13 or newer, and this is {torch.__version__}")
-    options = torch.nn.LinearCrossEntropyOptions() if chunked else None
-    weight, bias = table.to(x.dtype), bias.to(x.dtype)
-    return F.linear_cross_entropy(x, weight, target, linear_bias=bias, reduction="sum", options=options)
 
 
 @case("corrupt")
@@ -286,6 +173,10 @@ def _(setting: Setting) -> Iterator[Case]:
         yield Case(f"T={num_tokens} F={width}", inputs, reference, kernel("bias_gelu"), num_bytes=num_bytes)
 
 
+def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), 1e-12)
+
+
 @case("bias + dropout + residual + norm")
 def _(setting: Setting) -> Iterator[Case]:
     for num_tokens, width in setting.shapes([(131_072, 256), (131_072, 64), (65_536, 768)], (7, 64)):
@@ -298,8 +189,7 @@ def _(setting: Setting) -> Iterator[Case]:
             def reference(
                 h: Tensor, bias: Tensor, residual: Tensor, w: Tensor, b: Tensor, p: float = dropout
             ) -> Tensor:
-                z = residual + F.dropout(h + bias.to(h.dtype), p)
-                return F.layer_norm(z, z.shape[-1:], w.to(z.dtype), b.to(z.dtype), 1e-12)
+                return _norm(residual + F.dropout(h + bias.to(h.dtype), p), w, b)
 
             def ours(*inputs: Tensor, p: float = dropout, key: Tensor | None = key) -> Any:
                 return kernel("residual_norm")(*inputs, 1e-12, p, key, 0)
@@ -325,24 +215,17 @@ def _(setting: Setting) -> Iterator[Case]:
 
             def reference(x: Tensor, *weights: Tensor, p: float = p) -> Tensor:
                 w1, b1, w2, b2, w, b = (weight.to(x.dtype) for weight in weights)
-                z = x + F.dropout(F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2), p)
-                return F.layer_norm(z, z.shape[-1:], w, b, 1e-12)
+                return _norm(x + F.dropout(F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2), p), w, b)
 
             def ours(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
                 with ops.use_impl("kernel"):
                     return sublayers.feed_forward(x, sublayers.SublayerWeights(*weights), 1e-12, dropout)
-
-            def apart(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
-                with ops.use_impl("kernel"):
-                    inner_TF = ops.bias_gelu(x, *weights[:2])
-                    return ops.residual_norm(inner_TF, *weights[2:4], x, *weights[4:], 1e-12, dropout)
 
             yield Case(
                 f"T={num_tokens} D={width} F={inner} dropout={p}",
                 (x, *weights),
                 reference,
                 ours,
-                peers={"bias + gelu, bias + dropout + residual + norm": apart},
                 num_flops=3 * 4 * num_tokens * width * inner,
                 num_bytes=5 * x.numel() * x.element_size(),
             )
@@ -358,8 +241,7 @@ def _(setting: Setting) -> Iterator[Case]:
         def reference(*inputs: Tensor) -> Tensor:
             token, position, type_ = (F.embedding(i, table) for i, table in zip(inputs[:3], inputs[3:6], strict=True))
             x = token + position + type_
-            x = x if x.dtype == torch.float64 else x.to(setting.dtype)
-            return F.layer_norm(x, x.shape[-1:], inputs[6].to(x.dtype), inputs[7].to(x.dtype), 1e-12)
+            return _norm(x if x.dtype == torch.float64 else x.to(setting.dtype), *inputs[6:])
 
         def ours(*inputs: Tensor) -> Any:
             return kernel("embedding_norm")(*inputs, 1e-12, setting.dtype, 0.0, None, 0)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.results import markdown
+
 Result = Mapping[str, Any]
 CORRUPTORS = ("network", "unigram")
 CRITERION = CORRUPTORS[0]
@@ -91,12 +93,6 @@ HEADER = [
     "seconds",
     "seeds",
 ]
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float, str]:

@@ -21,7 +21,6 @@ class Scale:
         keys: Configuration that all runs share.
         modern_keys: Additional configuration for the modern encoder: the width that gives it equal FLOPs.
         vocab_size: Entries of the vocabulary.
-        trial_budgets: FLOPs per run of each round of `tune`, each twice the one before.
         finetuned_from: Smallest budget whose runs are fine-tuned.
         corruptor: Configuration of the masked language model that corrupts validation text.
         corruptor_budget: FLOPs of its training.
@@ -33,7 +32,6 @@ class Scale:
     keys: Keys
     modern_keys: Keys
     vocab_size: int
-    trial_budgets: tuple[float, ...]
     finetuned_from: float
     corruptor: Keys
     corruptor_budget: float
@@ -49,7 +47,6 @@ class Setting:
         keys: Configuration laid over that of the scale.
         is_rotary: Rotary positions in the published encoder (`rotary_bert.py`).
         batch_factor: Factor of the scale's rows per step.
-        muon_factor: Factor of Muon's learning rate, which follows from the number of steps.
         parts: 1 / parts of the text is read.
         trainer: Class of `transformers` that its Trainer trains instead.
         tokens_per_second: Speed that turns hours into a number of steps.
@@ -59,7 +56,6 @@ class Setting:
     keys: Keys
     is_rotary: bool = False
     batch_factor: float = 1.0
-    muon_factor: float = 1.0
     parts: int = 1
     trainer: str = ""
     tokens_per_second: float = 0.0
@@ -105,7 +101,6 @@ _MINI = Scale(
     keys={"train.batch_size": "16", "train.precision": "bf16"},
     modern_keys={"model.intermediate_size": "704"},
     vocab_size=8192,
-    trial_budgets=(45 * TFLOP, 90 * TFLOP),
     finetuned_from=90 * TFLOP,
     corruptor={
         **CORRECTED,
@@ -140,21 +135,12 @@ GOOGLE_ROTARY = Setting(
 )
 
 
-def _trials_mlm() -> tuple[Setting, ...]:
-    """A masked language model with the encoder, optimizer and learning rates of `modern`."""
-    keys = {key: value for key, value in MODERN.keys.items() if not key.startswith("objective.")}
-    base = Setting("mlm", {**keys, "objective.name": "mlm", "data.masking": "bert"})
-    return (
-        base,
-        *(base.changed(f"mlm, mask_prob {share}", {"data.mask_prob": share}) for share in ("0.15", "0.35", "0.5")),
-        replace(base, name="mlm, twice Muon's rate", muon_factor=2),
-        replace(base, name="mlm, half of Muon's rate", muon_factor=0.5),
-        replace(base, name="mlm, half the batch", batch_factor=0.5),
-    )
-
-
-BASELINES: dict[str, tuple[Setting, ...]] = {"mlm": _trials_mlm()}
-"""The settings that `tune` tries for each baseline."""
+# A masked language model with the encoder, optimizer and learning rates of `modern`, the best of seven (LOG.md).
+MLM = Setting(
+    "mlm",
+    {key: value for key, value in MODERN.keys.items() if not key.startswith("objective.")}
+    | {"objective.name": "mlm", "data.masking": "bert", "data.mask_prob": "0.35"},
+)
 
 
 def _shape(layers: int, width: int, heads: int, fraction: str) -> Setting:
@@ -170,8 +156,7 @@ def _shape(layers: int, width: int, heads: int, fraction: str) -> Setting:
 
 
 STUDIES: dict[str, tuple[Setting, ...]] = {
-    # The best setting of each baseline.
-    "curves": (MODERN, GOOGLE_ROTARY, replace(BASELINES["mlm"][2], name="mlm")),
+    "curves": (MODERN, GOOGLE_ROTARY, MLM),
     # A generator has whole heads, so the narrowest is half as wide as its model.
     "sizes": (
         _shape(2, 64, 2, "0.5"),

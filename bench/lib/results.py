@@ -9,7 +9,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,10 +102,24 @@ def listed(found: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {text}" for name, text in pairs)
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def reason(error: BaseException) -> str:
     """An exception on one line."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:300]
+
+
+def installed(package: str) -> str:
+    """`name version`, or `no name`."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
 
 
 def processor() -> str:

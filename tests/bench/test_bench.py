@@ -1,4 +1,4 @@
-"""The scripts of bench/: groups that break, what is counted, and whole scripts."""
+"""The scripts of bench/: groups that break, and whole scripts."""
 
 import json
 import os
@@ -7,17 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gemm
 import gpu_models
-import profile_step
 import pytest
 import torch
-from lib import groups, workload
+from lib import groups
 from lib.groups import BENCH
 from lib.kernel_cases import CASES
 
 import electra_fast
-from electra_fast.training.flops import flops_per_token
 
 GOOD = """
 import argparse, json, os
@@ -113,7 +110,6 @@ def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
     before, now, bf16 = (json.loads(line) for line in results.read_text().splitlines())
     names = ("electra-fast before, eager", "electra-fast, eager", "electra-fast, eager, bf16")
     assert (before["step"], now["step"], bf16["step"]) == names
-    assert all(0 < found["share"] < 2 for found in (before, now, bf16))
     assert before["ratio"] == 1 and now["ratio"] > 0 and min(now["rounds"]) > 0
     assert now["steps"] == len(now["rounds"]) >= 3
     assert before["mean_loss"] == pytest.approx(now["mean_loss"], rel=0.05)
@@ -124,32 +120,3 @@ def test_every_kernel_case_is_in_a_group():
         assert any(word in name for word in gpu_models.KERNELS), name
     for word in gpu_models.KERNELS:
         assert any(word in name for name in CASES), word
-
-
-def test_the_products_of_gemm_are_those_of_a_step():
-    """With attention and the generator's table they make up the FLOPs that MFU is computed from."""
-    config = workload.shape("small:8")
-    tokens, length = config.train.batch_size * config.data.sequence_length, config.data.sequence_length
-    products = sum(
-        2 * rows * inputs * outputs * count for (rows, inputs, outputs), count in gemm.layers(config).items()
-    )
-    networks = (config.model, config.generator_shape())
-    attention = sum(4 * length * shape.hidden_size * shape.num_layers * tokens for shape in networks)
-    table = 2 * tokens * config.data.mask_prob * config.model.embedding_size * config.model.vocab_size
-    assert 3 * (products + attention + table) == pytest.approx(flops_per_token(config).total * tokens, rel=1e-3)
-
-
-def test_traffic_of_operators():
-    """Arguments once, results once, what is changed in place both; an expanded tensor as it lies in memory."""
-
-    def num_bytes(function, *inputs):
-        with profile_step.Traffic() as traffic:
-            function(*inputs)
-        (found,) = traffic.num_bytes
-        return found
-
-    a, b = torch.zeros(10, 4), torch.zeros(4)
-    assert num_bytes(torch.add, a, b) == 160 + 16 + 160
-    assert num_bytes(torch.Tensor.add_, a, b) == 160 + 16 + 160
-    assert num_bytes(torch.add, a, b[:1].expand(10, 4)) == 160 + 4 + 160
-    assert num_bytes(torch._foreach_add_, [a, a.clone()], [b, b]) == 2 * (160 + 16 + 160)

@@ -1,22 +1,24 @@
 """Compiles the kernels that a call launches for GPUs other than this machine's, and reports what their code uses.
 
 A launch is only recorded: the types, alignment and constants of its arguments are what Triton would specialize for.
-A separate process compiles, because the tests' own may run Triton's interpreter, which compiles nothing. It serves all
+Another process compiles, because the tests' own may run Triton's interpreter, which compiles nothing. It serves all
 requests of a test run: starting one takes longer than compiling most kernels.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
+import importlib
 import inspect
-import json
+import multiprocessing
 import os
+import re
 import subprocess
-import sys
-import traceback
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,13 +57,13 @@ def compile_launches(call: Callable[[], Any], capability: int = 90) -> dict[str,
     requests = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        requests.append(json.dumps((*_specialization(kernel, args, options), capability)))
+        requests.append((*_specialization(kernel, args, options), capability))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(_corrupt_kernel), "run", record)
         call()
     assert requests
-    return {json.loads(request)[1]: _compiled(request) for request in requests}
+    return {request[1]: _compiler().submit(_compile, *request).result() for request in requests}
 
 
 def _specialization(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -81,33 +83,18 @@ def _specialization(kernel: Any, args: tuple[Any, ...], options: dict[str, Any])
 
 
 @functools.cache
-def _compiled(request: str) -> MachineCode:
-    process = _compiler()
-    process.stdin.write(request + "\n")
-    process.stdin.flush()
-    answer = json.loads(process.stdout.readline() or '{"error": "the compiler process ended"}')
-    assert "error" not in answer, answer["error"]
-    return MachineCode(**answer)
+def _compiler() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _leave_the_interpreter)
 
 
-@functools.cache
-def _compiler() -> subprocess.Popen[str]:
-    """The compiling process: one line of JSON per request and per answer. It ends when its input does."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, __file__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    atexit.register(process.communicate)
-    return process
+def _leave_the_interpreter() -> None:
+    """In the compiling process, which has not imported Triton yet."""
+    os.environ["TRITON_INTERPRET"] = "0"
 
 
 def _compile(
     module: str, name: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any], capability: int
 ) -> MachineCode:
-    import importlib
-    import re
-    import tempfile
-    from pathlib import Path
-
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -133,17 +120,3 @@ def _compile(
         shared_bytes=compiled.metadata.shared,
         tensor_core_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", compiled.asm["ptx"])),
     )
-
-
-def _answer(line: str) -> dict[str, Any]:
-    try:
-        return vars(_compile(*json.loads(line)))
-    except BaseException:  # SystemExit too: the requesting test reports it
-        return {"error": traceback.format_exc()[-3000:]}
-
-
-if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries must not print among the answers
-    for line in sys.stdin:
-        print(json.dumps(_answer(line)), file=answers, flush=True)

@@ -32,16 +32,22 @@ def assert_no_worse(
     truth: Sequence[Tensor],
     factor: float = 1.2,
     num_roundings: float | Callable[[Tensor], float] = 1.0,
+    rounding: float | None = None,
+    least_scale: float = 0.0,
 ) -> None:
-    """The kernel's largest error is at most `factor` times eager PyTorch's in the same precision, plus roundings.
+    """The largest and the mean error are at most `factor` times eager PyTorch's in the same precision, plus roundings.
 
-    One of `num_roundings` is an ulp of the largest element. A function gives their number for each exact result.
+    A rounding is an ulp, or `rounding`, relative to the largest element, or to `least_scale` if that is larger. A
+    function gives their number for each exact result.
     """
     for ours, theirs, exact in zip(found, eager, truth, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         number = num_roundings(exact) if callable(num_roundings) else num_roundings
-        rounding = number * torch.finfo(ours.dtype).eps * exact.abs().max()
-        assert (ours - exact).abs().max() <= factor * (theirs - exact).abs().max() + rounding
+        relative = number * (torch.finfo(ours.dtype).eps if rounding is None else rounding)
+        allowance = relative * max(least_scale, exact.abs().max().item())
+        error, allowed = ours.double() - exact, theirs.double() - exact
+        assert error.abs().max() <= factor * allowed.abs().max() + allowance
+        assert error.square().mean().sqrt() <= factor * allowed.square().mean().sqrt() + allowance
 
 
 def sum_roundings(num_terms: int) -> float:
@@ -56,3 +62,13 @@ def sum_roundings(num_terms: int) -> float:
 
 def assert_same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def assert_strides_do_not_matter(function: Callable[..., Tensor], dy: Tensor, inputs: Sequence[Any]) -> None:
+    """The same bits again, and with matrices in column order."""
+
+    def strided(x: Any) -> Any:
+        return x if x is None or x.dim() == 1 else x.T.contiguous().T
+
+    found = output_and_gradients(function, strided(dy), [strided(x) for x in inputs])
+    assert_same_bits(found, output_and_gradients(function, dy, inputs))

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ahead_of_time import compile_launches
-from comparison import DEVICE
+from comparison import DEVICE, assert_same_bits, assert_strides_do_not_matter
 
 from electra_fast.kernels import discriminator_head as head
 from electra_fast.ops import operations as ops
 
 
-def make_head(num_tokens, width, dtype=torch.float32, seed=0):
+def make_head(num_tokens, width, dtype=torch.float32):
     """Activations and parameters large enough that no gradient is lost in rounding."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     h_TD = (torch.randn(num_tokens, width, generator=random) * 2).to(dtype)
     bias_D, weight_1D = torch.randn(width, generator=random), torch.randn(1, width, generator=random) / width**0.5
     return [x.to(DEVICE).requires_grad_() for x in (h_TD, bias_D, weight_1D, torch.tensor([0.3]))]
@@ -35,17 +35,9 @@ def results(compute, arguments, upstream_T):
     return [x.double() for x in (logits_T.detach(), *(leaf.grad for leaf in leaves))]
 
 
-# One token; partial tiles; several blocks of columns; a width that no block divides.
+# Several programs; several blocks of columns; a width that no block divides.
 @pytest.mark.parametrize(
-    ("num_tokens", "width", "dtype"),
-    [
-        (1, 64, torch.float32),
-        (507, 64, torch.bfloat16),
-        (255, 256, torch.float16),
-        (37, 768, torch.float32),
-        (33, 1024, torch.bfloat16),
-        (70, 100, torch.float32),
-    ],
+    ("num_tokens", "width", "dtype"), [(200, 64, torch.bfloat16), (37, 512, torch.float32), (70, 100, torch.float16)]
 )
 def test_head_is_no_worse_than_eager(num_tokens, width, dtype):
     arguments = make_head(num_tokens, width, dtype)
@@ -64,7 +56,7 @@ def test_head_is_no_worse_than_eager(num_tokens, width, dtype):
         assert error <= (theirs - true).abs().max().item() + 4 * rounding * scale, name
 
 
-def test_logits_of_bf16_activations_are_fp32(width=256):
+def test_logits_of_bf16_activations_are_fp32(width=64):
     """They equal the exact sum to fp32's rounding and none tie; in bf16 only a few hundred would be distinct."""
     h_TD, bias_D, weight_1D, constant = make_head(2000, width, torch.bfloat16)
     weight_1D = weight_1D.detach() * 1e-2
@@ -97,22 +89,11 @@ def test_gelu_over_its_range():
     assert ours[0][-4:].tolist() == [0, 0, 50, 1e4]
 
 
-def test_head_of_no_tokens():
-    leaves = make_head(0, 64)
-    head.gelu_logit(*leaves).sum().backward()
-    assert all((leaf.grad == 0).all() for leaf in leaves)
-
-
-def test_head_of_strided_activations():
-    """Columns of a wider buffer, and an expanded upstream gradient."""
-    wide, bias, weight, constant = make_head(9, 128)
-    halves = []
-    for h in (wide[:, :64], wide[:, :64].contiguous()):
-        leaves = [x.detach().clone().requires_grad_() for x in (bias[:64], weight[:, :64], constant)]
-        h = h.detach().requires_grad_()
-        head.gelu_logit(h, *leaves).sum().backward()
-        halves.append([h.grad, *(x.grad for x in leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*halves, strict=True))
+def test_strides_do_not_matter_and_bits_repeat():
+    arguments = [x.detach() for x in make_head(200, 64, torch.bfloat16)]
+    assert_strides_do_not_matter(head.gelu_logit, torch.randn(200).to(DEVICE), arguments)
+    first, second = (loss_results(head.discriminator_loss, make_loss(3000), 0.1) for _ in range(2))
+    assert_same_bits(first, second)
 
 
 def make_loss(num_tokens, case="mixed", dtype=torch.float32):
@@ -123,8 +104,8 @@ def make_loss(num_tokens, case="mixed", dtype=torch.float32):
         logits_T = logits_T.sign() * 100
     if case == "small":
         logits_T = logits_T * 1e-4
-    if case in ("all valid", "none valid"):
-        valid_T.fill_(case == "all valid")
+    if case == "none valid":
+        valid_T.fill_(False)
     if case == "all replaced":
         replaced_T.fill_(True)
     return [x.to(DEVICE) for x in (logits_T.to(dtype), replaced_T, valid_T)]
@@ -138,21 +119,11 @@ def loss_results(compute, arguments, scale):
     return loss.detach().double(), logits_T.grad, totals
 
 
-# One token, one program and several.
-@pytest.mark.parametrize(
-    ("num_tokens", "case"),
-    [
-        (1, "mixed"),
-        (1, "extreme"),
-        (255, "small"),
-        (255, "all valid"),
-        (255, "none valid"),
-        (255, "all replaced"),
-        (3000, "mixed"),
-        (3000, "extreme"),
-    ],
-)
-def test_loss_equals_truth(num_tokens, case):
+@pytest.mark.parametrize("case", ["mixed", "extreme", "small", "none valid", "all replaced"])
+def test_loss_equals_truth(monkeypatch, case):
+    """The mixed one by several programs, whose sums are added in several iterations."""
+    monkeypatch.setattr(head, "SUM_ROWS", 2)
+    num_tokens = 2 * head.LOSS_TOKENS + 5 if case == "mixed" else 255
     arguments, scale = make_loss(num_tokens, case), 50 / num_tokens
     z, y, valid = (x.double() for x in arguments)
     losses = (z.clamp(min=0) - z * y + torch.log1p(torch.exp(-z.abs()))) * valid
@@ -169,15 +140,14 @@ def test_loss_equals_truth(num_tokens, case):
 
 def test_loss_of_single_tokens():
     """Relative precision of single tokens' losses, from 0 to where they underflow."""
-    z_T = torch.cat((torch.linspace(-80, 80, 33), torch.linspace(-1, 1, 7))).to(DEVICE)
+    z_T = torch.cat((torch.linspace(-80, 80, 9), torch.linspace(-1, 1, 4))).to(DEVICE)
     for z in z_T:
         no = torch.zeros(1, dtype=torch.bool, device=DEVICE)
         loss, _ = head.discriminator_loss(z[None], no, ~no)
         assert loss.item() == pytest.approx(F.softplus(z.double()).item(), rel=1e-5 if z < -10 else 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_loss_of_half_precision_logits(dtype):
+def test_loss_of_half_precision_logits(dtype=torch.bfloat16):
     arguments = make_loss(507, dtype=dtype)
     loss, dlogits_T, totals = loss_results(head.discriminator_loss, arguments, 1.0)
     eager, expected_dlogits_T, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, 1.0)
@@ -186,29 +156,15 @@ def test_loss_of_half_precision_logits(dtype):
     torch.testing.assert_close(dlogits_T, expected_dlogits_T, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_loss_of_more_programs_than_one_tile(monkeypatch):
-    """The second reduction takes several iterations; totals stay exact."""
-    monkeypatch.setattr(head, "SUM_ROWS", 4)
-    arguments = make_loss(9 * head.LOSS_TOKENS + 5)
-    loss, _, totals = loss_results(head.discriminator_loss, arguments, 1.0)
-    eager, _, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, 1.0)
-    assert loss.item() == pytest.approx(eager.item(), rel=1e-6) and torch.equal(totals, expected_totals)
-
-
-def test_loss_of_no_tokens_and_of_nan():
+def test_no_tokens_and_nan():
+    leaves = make_head(0, 64)
+    head.gelu_logit(*leaves).sum().backward()
+    assert all((leaf.grad == 0).all() for leaf in leaves)
     loss, totals = head.discriminator_loss(*make_loss(0))
     assert loss == 0 and totals.tolist() == [0] * len(ops.DISCRIMINATOR_TOTALS)
     logits_T, replaced_T, valid_T = make_loss(300)
     logits_T[7] = math.nan
     assert head.discriminator_loss(logits_T, replaced_T, valid_T)[0].isnan()
-
-
-def test_is_reproducible():
-    arguments, upstream_T = make_head(200, 64, torch.bfloat16), torch.randn(200).to(DEVICE)
-    first, second = (results(head.gelu_logit, arguments, upstream_T) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    first, second = (loss_results(head.discriminator_loss, make_loss(3000), 0.1) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_custom_ops():
@@ -222,8 +178,7 @@ def test_custom_ops():
 
 
 # The backward pass is bounded by memory as long as five programs fit on a multiprocessor.
-@pytest.mark.parametrize("capability", [90, 80])
-def test_compiles_ahead_of_time(capability):
+def test_compiles_ahead_of_time():
     h, bias, weight, constant = (x.detach() for x in make_head(64, 256, torch.bfloat16))
     loss = make_loss(64)
     one = torch.ones((), device=DEVICE)
@@ -234,7 +189,7 @@ def test_compiles_ahead_of_time(capability):
         head.discriminator_loss(*loss)
         head.discriminator_loss_backward(one, *loss)
 
-    codes = compile_launches(launch, capability)
+    codes = compile_launches(launch)
     assert len(codes) == 5
     for name, code in codes.items():
         code.check(1 if name == "_loss_sums_kernel" else head.BACKWARD_PROGRAMS_PER_SM)

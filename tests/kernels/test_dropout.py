@@ -18,10 +18,8 @@ def keep_mask(num_tokens, width, dropout):
     return ops.dropout_reference(torch.ones(num_tokens, width, device=DEVICE), dropout) != 0
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "width", "probability"),
-    [(1, 64, 0.5), (255, 128, 0.1), (507, 96, 0.1), (3, 768, 0.999), (5, 66, 0.5)],
-)
+# Several blocks of tokens; a width that is no power of two; a probability next to 1.
+@pytest.mark.parametrize(("num_tokens", "width", "probability"), [(50, 96, 0.1), (3, 66, 0.999)])
 def test_equals_reference(num_tokens, width, probability):
     dropout = Dropout(probability, KEY, 3)
     x = torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
@@ -68,8 +66,7 @@ def test_registered_for_autograd_and_compilation():
     torch.library.opcheck(kernels.dropout, (x, 0.1, KEY, 3))
 
 
-@pytest.mark.parametrize("capability", [90, 80])
-def test_compiles_ahead_of_time(capability):
+def test_compiles_ahead_of_time():
     x = zeros(32, 256, dtype=torch.bfloat16)
-    (code,) = compile_launches(lambda: kernels.dropout(x, 0.1, KEY, 5), capability).values()
+    (code,) = compile_launches(lambda: kernels.dropout(x, 0.1, KEY, 5)).values()
     code.check(programs_per_sm=8)

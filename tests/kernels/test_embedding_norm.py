@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from ahead_of_time import compile_launches
 from comparison import DEVICE, KEY, assert_no_worse, assert_same_bits, output_and_gradients
 
@@ -13,11 +12,11 @@ from electra_fast.ops.operations import Dropout
 VOCAB, EPS = 300, 1e-12
 
 
-def random_inputs(num_tokens, width, num_positions, ids_dtype=torch.int32):
+def random_inputs(num_tokens, width, num_positions):
     """Ids, tables with the norm's weight and bias, and the gradient of the output in fp64."""
     random = torch.Generator().manual_seed(num_tokens + width)
     sizes = (VOCAB, num_positions, 2)
-    ids = [torch.randint(0, size, (num_tokens,), generator=random).to(DEVICE, ids_dtype) for size in sizes]
+    ids = [torch.randint(0, size, (num_tokens,), generator=random).to(DEVICE, torch.int32) for size in sizes]
     shapes = [*((size, width) for size in sizes), (width,), (width,)]
     tables = [torch.randn(shape, generator=random).to(DEVICE) for shape in shapes]
     return ids, tables, torch.randn(num_tokens, width, generator=random, dtype=torch.float64).to(DEVICE)
@@ -34,18 +33,13 @@ def kernel(ids, dtype, dropout):
     return lambda *tables: kernels.embedding_norm(*ids, *tables, EPS, dtype, *dropout.arguments)[0]
 
 
-# One token; partial tiles; a width that is no power of two; rows of a tile each.
+# More tiles than programs, and a width that is no power of two; rows of a tile each.
 @pytest.mark.parametrize(
     ("num_tokens", "width", "num_positions", "probability", "dtype"),
-    [
-        (1, 64, 40, 0.0, torch.float32),
-        (255, 128, 130, 0.1, torch.bfloat16),
-        (507, 64, 512, 0.1, torch.float32),
-        (33, 768, 64, 0.0, torch.float32),
-        (17, 1024, 20, 0.1, torch.bfloat16),
-    ],
+    [(100, 72, 130, 0.1, torch.bfloat16), (17, 1024, 20, 0.0, torch.float32)],
 )
-def test_equals_reference(num_tokens, width, num_positions, probability, dtype):
+def test_equals_reference(monkeypatch, num_tokens, width, num_positions, probability, dtype):
+    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 3)
     ids, tables, dy = random_inputs(num_tokens, width, num_positions)
     dy, dropout = dy.to(dtype), Dropout(probability, KEY, 5)
     truth = output_and_gradients(eager(ids, torch.float64, dropout), dy, [x.double() for x in tables])
@@ -65,40 +59,34 @@ def test_sums_by_position_in_chunks(monkeypatch):
     assert (found[130:] == 0).all()
 
 
-def test_more_tokens_than_programs_and_wide_ids(monkeypatch):
-    ids, tables, dy = random_inputs(150, 64, 32, torch.int64)
+def test_strides_and_the_dtype_of_ids_do_not_matter():
+    ids, tables, dy = random_inputs(50, 64, 32)
     dropout = Dropout(0.1, KEY, 5)
-    expected = output_and_gradients(eager(ids, torch.float32, dropout), dy, tables)
-    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 3)
-    strided = [torch.stack((x, x), dim=1)[:, 0] for x in ids]
-    for given in (ids, strided):
-        found = output_and_gradients(kernel(given, torch.float32, dropout), dy.T.contiguous().T, tables)
-        for ours, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
-        assert_same_bits(output_and_gradients(kernel(given, torch.float32, dropout), dy, tables), found)
+    expected = output_and_gradients(kernel(ids, torch.float32, dropout), dy, tables)
+    strided = [torch.stack((x, x), dim=1)[:, 0].long() for x in ids]
+    found = output_and_gradients(kernel(strided, torch.float32, dropout), dy.T.contiguous().T, tables)
+    assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.1])
-def test_registered_for_autograd_and_compilation(probability):
+def test_registered_for_autograd_and_compilation():
     ids, tables, dy = random_inputs(5, 64, 16)
-    key = KEY if probability else None
-    rest = (EPS, torch.bfloat16, probability, key, 3)
-    y, mean, rstd = kernels.embedding_norm(*ids, *tables, *rest)
-    assert torch.isfinite(F.layer_norm(y.float(), (64,))).all()
-    torch.library.opcheck(kernels.embedding_norm_backward, (dy, *ids, *tables[:4], mean, rstd, probability, key, 3))
+    dropout = (0.1, KEY, 3)
+    _, mean, rstd = kernels.embedding_norm(*ids, *tables, EPS, torch.bfloat16, *dropout)
+    torch.library.opcheck(kernels.embedding_norm_backward, (dy, *ids, *tables[:4], mean, rstd, *dropout))
     torch.library.opcheck(kernels.sum_by_position, (dy.float(), ids[1], 16, True))
-    torch.library.opcheck(kernels.embedding_norm, (*ids, *(x.requires_grad_() for x in tables), *rest))
+    leaves = [x.requires_grad_() for x in tables]
+    torch.library.opcheck(kernels.embedding_norm, (*ids, *leaves, EPS, torch.bfloat16, *dropout))
 
 
 # At width 1024 ptxas keeps one scalar on the stack, which each program writes and reads once.
-@pytest.mark.parametrize(("width", "capability"), [(128, 90), (128, 80), (1024, 90)])
+@pytest.mark.parametrize(("width", "capability"), [(128, 80), (1024, 90)])
 def test_compiles_ahead_of_time(width, capability):
     ids, tables, dy = random_inputs(32, width, 128)
-    rest = (0.1, KEY, 5)
+    dropout = (0.1, KEY, 5)
 
     def launch():
-        y, mean, rstd = kernels.embedding_norm(*ids, *tables, EPS, torch.bfloat16, *rest)
-        dz, _ = kernels.embedding_norm_backward(dy.bfloat16(), *ids, *tables[:4], mean, rstd, *rest)
+        y, mean, rstd = kernels.embedding_norm(*ids, *tables, EPS, torch.bfloat16, *dropout)
+        dz, _ = kernels.embedding_norm_backward(dy.bfloat16(), *ids, *tables[:4], mean, rstd, *dropout)
         kernels.sum_by_position(dz, ids[1], 128, False)
 
     forward, backward, sums = compile_launches(launch, capability).values()

@@ -14,8 +14,7 @@ def normal(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-@pytest.mark.parametrize("shape", [(300, 24), (7, 9, 24)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "dtype"), [((300, 24), torch.bfloat16), ((7, 9, 24), torch.float16)])
 def test_gradients_of_weights_are_not_rounded(shape, dtype):
     x, weight, bias = normal(*shape, seed=0).to(dtype), normal(40, 24, seed=1), normal(40, seed=2)
     dy = normal(*shape[:-1], 40, seed=3).to(dtype)

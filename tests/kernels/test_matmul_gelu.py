@@ -4,15 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ahead_of_time import compile_launches
-from comparison import DEVICE, DOT_DTYPES, assert_no_worse, assert_same_bits, sum_roundings, zeros
+from comparison import DEVICE, DOT_DTYPES, assert_no_worse, sum_roundings, zeros
 from test_bias_gelu import eager_geglu
 
 from electra_fast.kernels import matmul_gelu as kernels
 
-# Tokens, D, F. In 16 bits D up to 256 is one block. In fp32 even 64 takes two, so that larger shapes would take long.
-SHAPES = {torch.float32: [(1, 64, 256), (255, 96, 64), (33, 20, 24)]}
-SHAPES |= dict.fromkeys((torch.float16, torch.bfloat16), [(1, 64, 256), (255, 96, 64), (70, 256, 200), (130, 320, 100)])
-CASES = [(*shape, dtype) for dtype in dict.fromkeys((torch.float32, *DOT_DTYPES)) for shape in SHAPES[dtype]]
+# Tokens, D, F. In fp32 D takes two blocks; in 16 bits one for D up to 256; blocks of F are whole in the second.
+CASES = [(70, 40, 72, torch.float32)]
+CASES += [(*shape, d) for d in DOT_DTYPES for shape in ((70, 96, 64), (70, 320, 100)) if d != torch.float32]
 by_case = pytest.mark.parametrize(("num_tokens", "width", "columns", "dtype"), CASES)
 
 
@@ -80,7 +79,7 @@ def test_matmul_geglu_equals_reference(num_tokens, width, columns, dtype):
 
 def test_what_is_not_stored_is_not_rounded():
     """The GELU takes the fp32 product and the bias gradient sums fp32 values: eager PyTorch's errors hide both."""
-    x, weight, bias, next_weight, dz = random_inputs(300, 64, 96, torch.float16)
+    x, weight, bias, next_weight, dz = random_inputs(100, 64, 96, torch.float16)
     h, y = kernels.matmul_gelu(x, weight, bias)
     exact = forward(*double(x, weight, bias))[1]
     assert ((y - exact).abs() <= 0.55 * torch.finfo(y.dtype).eps * exact.abs() + 1e-5).all()
@@ -110,18 +109,17 @@ def strided(x):
 
 
 def test_more_tiles_than_programs_and_strided_inputs(monkeypatch):
-    for operation, inputs in calls(150, torch.float16):
+    for operation, inputs in calls(70, torch.float16):
         saved = [None if x is None else x.clone() for x in inputs]
         expected = outputs(operation, inputs)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "resident_programs", lambda *_: 1)
-            few = outputs(operation, inputs)
-            again = outputs(operation, [strided(x) for x in inputs])
-        for one, other, same in zip(expected, few, again, strict=True):
+            few = outputs(operation, [strided(x) for x in inputs])
+        for one, other in zip(expected, few, strict=True):
             # Only the order of the bias gradient's sum depends on the number of programs.
-            torch.testing.assert_close(one, other, rtol=1e-6 if one.ndim == 1 else 0, atol=1e-5 if one.ndim == 1 else 0)
-            assert torch.equal(other, same) and other.is_contiguous()
-        assert_same_bits(outputs(operation, inputs), expected)
+            tolerances = {"rtol": 1e-6, "atol": 1e-5} if one.ndim == 1 else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(one, other, **tolerances)
+            assert other.is_contiguous()
         assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, saved, strict=True))
 
 

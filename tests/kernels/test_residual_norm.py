@@ -1,9 +1,9 @@
-"""The fused end of a sublayer equals its reference with every gradient, and compiles for supported GPUs."""
+"""The fused end of a sublayer equals its reference with every gradient, and compiles for Hopper."""
 
 import pytest
 import torch
 from ahead_of_time import compile_launches
-from comparison import DEVICE, KEY, assert_no_worse, assert_same_bits, output_and_gradients
+from comparison import DEVICE, KEY, assert_no_worse, assert_strides_do_not_matter, output_and_gradients
 
 from electra_fast.kernels import residual_norm as kernels
 from electra_fast.ops import operations as ops
@@ -38,29 +38,21 @@ def check(eps, dropout, inputs, dy):
     assert_no_worse(output_and_gradients(kernel(eps, dropout), dy, inputs), theirs, truth)
 
 
-# One token; partial tiles; a width that is no power of two; rows of a tile each; rows wider than a tile.
+# More tiles than programs, and a width that is no power of two; rows of a tile each; rows wider than a tile.
 @pytest.mark.parametrize(
     ("num_tokens", "width", "probability", "dtype"),
-    [
-        (1, 64, 0.0, torch.float32),
-        (255, 64, 0.1, torch.bfloat16),
-        (507, 128, 0.0, torch.float32),
-        (33, 768, 0.1, torch.bfloat16),
-        (17, 1024, 0.0, torch.float32),
-        (3, 1500, 0.1, torch.float32),
-    ],
+    [(100, 96, 0.1, torch.bfloat16), (17, 1024, 0.0, torch.float32), (3, 1500, 0.1, torch.float32)],
 )
-def test_residual_norm_equals_reference(num_tokens, width, probability, dtype):
+def test_residual_norm_equals_reference(monkeypatch, num_tokens, width, probability, dtype):
+    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 3)
     check(1e-12, Dropout(probability, KEY, 5), *random_inputs(num_tokens, width, dtype))
 
 
-@pytest.mark.parametrize("has", ["bias", "residual", "norm bias", "nothing"])
+@pytest.mark.parametrize("has", ["bias", "residual", "norm bias"])
 def test_parts_may_be_missing(has):
-    (x, bias, residual, weight, norm_bias), dy = random_inputs(65, 96)
+    (x, bias, residual, weight, norm_bias), dy = random_inputs(33, 96)
     inputs = (x, bias if has == "bias" else None, residual if has == "residual" else None, weight)
-    inputs += (norm_bias if has == "norm bias" else None,)
-    for dropout in (Dropout(), Dropout(0.3, KEY, 1)):
-        check(1e-5, dropout, inputs, dy)
+    check(1e-5, Dropout(0.3, KEY, 1), (*inputs, norm_bias if has == "norm bias" else None), dy)
 
 
 def test_zero_variance_and_large_means():
@@ -73,42 +65,32 @@ def test_zero_variance_and_large_means():
     assert kernels.layer_norm(x.view(2, 4, 128), weight, None, 1e-5).shape == (2, 4, 128)
 
 
-def test_more_tokens_than_programs_and_strided_inputs(monkeypatch):
-    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 3)
-    inputs, dy = random_inputs(150, 128)
-    setting = (1e-12, Dropout(0.1, KEY, 5))
-    expected = output_and_gradients(eager(*setting), dy, inputs)
-    strided = [x if x.dim() == 1 else x.T.contiguous().T for x in inputs]
-    for given, grad in ((inputs, dy), (strided, dy.T.contiguous().T)):
-        found = output_and_gradients(kernel(*setting), grad, given)
-        for ours, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
-        assert_same_bits(output_and_gradients(kernel(*setting), grad, given), found)
+def test_strides_do_not_matter():
+    inputs, dy = random_inputs(50, 128)
+    assert_strides_do_not_matter(kernel(1e-12, Dropout(0.1, KEY, 5)), dy, inputs)
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.1])
-def test_registered_for_autograd_and_compilation(probability):
+def test_registered_for_autograd_and_compilation():
     inputs, dy = random_inputs(5, 64)
-    key = KEY if probability else None
+    dropout = (0.1, KEY, 3)
     for given in (inputs, (inputs[0], None, None, inputs[3], None)):
         leaves = [None if x is None else x.requires_grad_() for x in given]
-        torch.library.opcheck(kernels.residual_norm, (*leaves, 1e-12, probability, key, 3))
+        torch.library.opcheck(kernels.residual_norm, (*leaves, 1e-12, *dropout))
     x, bias, residual, weight, _ = (x.detach() for x in inputs)
-    _, mean, rstd = kernels.residual_norm(x, bias, residual, weight, None, 1e-12, probability, key, 3)
-    arguments = (dy, x, bias, residual, weight, mean, rstd, True, probability, key, 3)
+    _, mean, rstd = kernels.residual_norm(x, bias, residual, weight, None, 1e-12, *dropout)
+    arguments = (dy, x, bias, residual, weight, mean, rstd, True, *dropout)
     torch.library.opcheck(kernels.residual_norm_backward, arguments)
 
 
-@pytest.mark.parametrize(("width", "capability"), [(256, 90), (256, 80), (1024, 90)])
-def test_compiles_ahead_of_time(width, capability):
+def test_compiles_ahead_of_time():
     """With every operand and dropout, which take the most registers."""
-    (x, bias, residual, weight, norm_bias), dy = random_inputs(32, width, torch.bfloat16)
+    (x, bias, residual, weight, norm_bias), dy = random_inputs(32, 1024, torch.bfloat16)
     dropout = (0.1, KEY, 5)
 
     def launch():
         _, mean, rstd = kernels.residual_norm(x, bias, residual, weight, norm_bias, 1e-12, *dropout)
         kernels.residual_norm_backward(dy, x, bias, residual, weight, mean, rstd, True, *dropout)
 
-    forward, backward = compile_launches(launch, capability).values()
+    forward, backward = compile_launches(launch).values()
     forward.check(kernels.FORWARD_PROGRAMS_PER_SM)
     backward.check(kernels.BACKWARD_PROGRAMS_PER_SM)

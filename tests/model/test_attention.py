@@ -71,10 +71,13 @@ def truth(dtype: torch.dtype, device: torch.device = CPU, window: int | None = N
     return [x.to(device) for x in outcome(exact, lambda *qkv: attention_reference(*qkv, cu_seqlens, window))]
 
 
-def local_mask(backend: str, window: int, device: torch.device = CPU, num_spare: int = 0) -> AttentionMask:
-    local = AttentionMask.packed(*ragged(num_spare, device), backend, 2 * window).local
-    assert local is not None and local.window == window
-    return local
+def packed_mask(backend: str, window: int | None, device: torch.device = CPU, num_spare: int = 0) -> AttentionMask:
+    """The mask of the ragged batch, or the local one with this window."""
+    packed = AttentionMask.packed(*ragged(num_spare, device), backend, 2 * (window or 0))
+    if window is None:
+        return packed
+    assert packed.local is not None and packed.local.window == window
+    return packed.local
 
 
 def test_the_reference_attends_within_the_window() -> None:
@@ -88,18 +91,26 @@ def test_the_reference_attends_within_the_window() -> None:
             assert (found[i] - torch.einsum("nj,jnh->nh", weights_NJ, v[near])).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("window", [1, 20, 400])
-def test_local_sdpa_equals_the_reference(window: int) -> None:
-    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, local_mask("sdpa", window)))
+@pytest.mark.parametrize("window", [None, 1, 400])
+def test_sdpa_equals_the_reference(window: int | None) -> None:
+    mask = packed_mask("sdpa", window, num_spare=3)
+    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask))
     for a, b in zip(found, truth(torch.float64, window=window), strict=True):
         assert (a - b).abs().max() < 1e-12
+    whole_rows = attention(*random_qkv(torch.float64), AttentionMask.padded(len(LENGTHS), LENGTH, None))
+    assert (whole_rows - found[0]).abs().max() > 0.1
 
 
 @eager_flex
-@pytest.mark.parametrize("window", [1, 20])
-def test_local_flex_equals_the_reference(window: int) -> None:
-    found = attention(*random_qkv(torch.float32), local_mask("flex", window))
-    assert (found - truth(torch.float32, window=window)[0]).abs().max() < 1e-5
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
+@pytest.mark.parametrize("window", [None, 20])
+def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    # torch refuses flex attention's backward pass on the CPU, but its eager formula works there.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    mask = packed_mask("flex", window)
+    found = outcome(random_qkv(torch.float32), lambda *qkv: attention(*qkv, mask))
+    for a, b in zip(found, truth(torch.float32, window=window), strict=True):
+        assert (a - b).abs().max() < 1e-5
 
 
 def test_padding_far_from_every_token_attends_to_itself() -> None:
@@ -132,8 +143,7 @@ def short_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Te
     return product.to(dtype), bias, ids, torch.tensor([*borders, 3 * length])
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("is_rotary", [False, True])
+@pytest.mark.parametrize(("is_rotary", "window"), [(False, None), (True, 7)])
 def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, window: int | None) -> None:
     product, bias, ids, borders = short_inputs()
     q, k, v = (product + bias).view(-1, 3, NUM_HEADS, HEAD_DIM).unbind(1)
@@ -183,38 +193,10 @@ def test_self_attention_is_the_same_by_either_reference(has_bias: bool) -> None:
     assert (found[0] - found[1]).abs().max() < (1e-12 if has_bias else 1e-6)  # a CPU rotates in fp32
 
 
-@pytest.mark.parametrize("num_spare", [0, 3])
-def test_sdpa_equals_the_reference(num_spare: int) -> None:
-    mask = AttentionMask.packed(*ragged(num_spare), "sdpa")
-    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask))
-    for a, b in zip(found, truth(torch.float64), strict=True):
-        assert (a - b).abs().max() < 1e-12
-    whole_rows = attention(*random_qkv(torch.float64), AttentionMask.padded(len(LENGTHS), LENGTH, None))
-    assert (whole_rows - found[0]).abs().max() > 0.1
-
-
-def test_the_reference_accepts_empty_segments() -> None:
-    (_, plain), (_, padded) = ragged(), ragged(num_spare=4)
-    assert padded.shape[0] == plain.shape[0] + 4 and (padded[-5:] == len(LENGTHS) * LENGTH).all()
-    results = [outcome(random_qkv(torch.float64), lambda *x, b=b: attention_reference(*x, b)) for b in (plain, padded)]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@eager_flex
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = AttentionMask.packed(*ragged(), "flex")
-    expected = truth(torch.float32)
-    found = attention(*random_qkv(torch.float32), mask)
-    assert (found - expected[0]).abs().max() < 1e-5
-    # torch refuses flex attention's backward pass on the CPU, but its eager formula works there.
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    for a, b in zip(outcome(random_qkv(torch.float32), lambda *x: attention(*x, mask)), expected, strict=True):
-        assert (a - b).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("length", [128, 384])
-@pytest.mark.parametrize("window", [None, 0, 1, 2, 127, 128, 129, 254, 255, 256, 300])
+# Around one block and two.
+@pytest.mark.parametrize(
+    ("length", "window"), [(128, None), (384, None), *((384, window) for window in (0, 127, 128, 129, 255, 256))]
+)
 def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) -> None:
     random = torch.Generator().manual_seed(3)
     starts = torch.rand(4, length, generator=random) < 0.01
@@ -235,14 +217,6 @@ def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) ->
         assert torch.equal(listed, getattr(theirs, f"{name}_indices")), name
 
 
-def test_flex_blocks_hold_every_pair_whatever_the_order_of_ids() -> None:
-    ids = torch.randint(0, 5, (3, 300), generator=torch.Generator().manual_seed(4)) * torch.tensor([[1], [7], [0]])
-    mask = AttentionMask.packed(ids, torch.zeros(1), "flex").block_mask
-    assert mask is not None
-    blocks = mask.to_dense().bool().repeat_interleave(128, -1).repeat_interleave(128, -2)[:, 0, :300, :300]
-    assert (blocks | (ids[:, :, None] != ids[:, None, :])).all()
-
-
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> None:
     if backend == "xformers":
@@ -256,8 +230,7 @@ def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> 
     assert (mask.num_rows, mask.length, mask.backend) == (3, 128, backend)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("local_attention", [0, 8])
+@pytest.mark.parametrize(("dropout", "local_attention"), [(0.1, 0), (0.0, 8)])
 def test_varlen_accepts_our_arguments_forward_and_backward(dropout: float, local_attention: int) -> None:
     """By the kernel's shape functions: the kernel itself does not run."""
     with FakeTensorMode() as mode:
@@ -270,55 +243,18 @@ def test_varlen_accepts_our_arguments_forward_and_backward(dropout: float, local
     assert {x.shape for x in (out, *grads)} == {qkv[0].shape} and {x.dtype for x in (out, *grads)} == {torch.bfloat16}
 
 
-def test_xformers_gets_offsets_from_the_device_and_a_constant_bound() -> None:
-    fmha = pytest.importorskip("xformers.ops.fmha")
-    ids, borders = ragged(num_spare=2)
-    mask = AttentionMask.packed(ids, borders, "xformers").block_diagonal
-    plain = fmha.BlockDiagonalMask.from_seqlens(borders.diff().tolist(), device=CPU)
-    assert type(mask) is type(plain) and mask.q_seqinfo is mask.k_seqinfo
-    assert mask.q_seqinfo.seqstart is borders and torch.equal(plain.q_seqinfo.seqstart, borders)
-    assert mask.q_seqinfo.seqstart.dtype == plain.q_seqinfo.seqstart.dtype == torch.int32
-    assert mask.q_seqinfo.max_seqlen == LENGTH >= plain.q_seqinfo.max_seqlen
-    assert mask.q_seqinfo.seqstart_py == [plain.q_seqinfo.seqstart_py[0], plain.q_seqinfo.seqstart_py[-1]]
-    # The only objection of flash attention's kernel to these inputs is their device.
-    q, k, v = (x[None] for x in random_qkv(torch.float16))  # bf16 makes it look for a GPU
-    inputs = fmha.Inputs(q, k, v, mask, p=0.1)
-    inputs.validate_inputs()
-    for operator in (fmha.flash.FwOp, fmha.flash.BwOp):
-        assert [reason.split("=")[0] for reason in operator.not_supported_reasons(inputs)] == ["device"]
-    converted, cu_q, max_q, cu_k, max_k, _ = fmha.flash._convert_input_format(inputs, supports_mqa=False)
-    assert cu_q is borders and cu_k is borders and max_q == max_k == LENGTH
-    assert converted.query.shape == (len(LENGTHS) * LENGTH, NUM_HEADS, HEAD_DIM)
-
-
 @needs_gpu
 @pytest.mark.filterwarnings("default")  # what compilers and extras say
-@pytest.mark.parametrize("backend", SEPARATE)
-@pytest.mark.parametrize("num_spare", [0, 5])
-def test_backends_equal_the_reference_on_cuda(backend: str, num_spare: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "window"), [*((name, None) for name in SEPARATE), *((name, w) for name in BACKENDS for w in (1, 20))]
+)
+def test_backends_equal_the_reference_on_cuda(backend: str, window: int | None) -> None:
     """Each error is at most twice that of the reference in the same precision."""
     if backend == "xformers":
         pytest.importorskip("xformers")
-    ids, borders = ragged(num_spare, CUDA)
-    exact, qkv = truth(torch.bfloat16, CUDA), random_qkv(torch.bfloat16, CUDA)
-    rounded = outcome(qkv, lambda *x: attention_reference(*x, borders))
-    found = outcome(qkv, lambda *x: attention(*x, AttentionMask.packed(ids, borders, backend)))
-    for a, b, t in zip(found, rounded, exact, strict=True):
-        assert (a - t).abs().max() <= 2 * (b - t).abs().max()
-
-
-@needs_gpu
-@pytest.mark.filterwarnings("default")  # what compilers and extras say
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [1, 20, 400])
-def test_local_backends_equal_the_reference_on_cuda(backend: str, window: int) -> None:
-    """Each error is at most twice that of the reference in the same precision."""
-    exact, qkv, mask = (
-        truth(torch.bfloat16, CUDA, window),
-        random_qkv(torch.bfloat16, CUDA),
-        local_mask(backend, window, CUDA),
-    )
-    rounded = outcome(qkv, lambda *x: attention_reference(*x, ragged(0, CUDA)[1], window))
+    borders, mask = ragged(5, CUDA)[1], packed_mask(backend, window, CUDA, 5)
+    exact, qkv = truth(torch.bfloat16, CUDA, window), random_qkv(torch.bfloat16, CUDA)
+    rounded = outcome(qkv, lambda *x: attention_reference(*x, borders, window))
     for a, b, t in zip(outcome(qkv, lambda *x: attention(*x, mask)), rounded, exact, strict=True):
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,33 +19,37 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
+IN_BF16 = {"device": CUDA, "dtype": torch.bfloat16, "dropout": 0.0}
+
+
 @pytest.mark.parametrize(
-    ("backend", "device", "dtype", "dropout", "missing"),
+    ("backend", "changes", "missing"),
     [
-        ("varlen", CPU, torch.float32, 0.0, "a CUDA device, and this is cpu"),
-        ("flex", CPU, torch.float32, 0.0, "a CUDA device, and this is cpu"),
-        ("xformers", CPU, torch.float32, 0.1, "a CUDA device, and this is cpu"),
-        ("varlen", CUDA, torch.float32, 0.0, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("xformers", CUDA, torch.float32, 0.0, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("flex", CUDA, torch.bfloat16, 0.1, "model.attention_dropout = 0.0"),
-        ("short", CPU, torch.float32, 0.0, "a CUDA device, and this is cpu"),
-        ("short", CUDA, torch.float32, 0.0, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("short", CUDA, torch.bfloat16, 0.0, "rows of at most 128 tokens, and these differ in length"),
+        ("varlen", {"device": CPU}, "a CUDA device, and this is cpu"),
+        ("short", {"device": CPU}, "a CUDA device, and this is cpu"),
+        ("xformers", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
+        ("short", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
+        ("flex", {"dropout": 0.1}, "model.attention_dropout = 0.0"),
+        ("xformers", {"local_attention": 8}, "model.local_attention = 0"),
+        ("short", {}, "rows of at most 128 tokens, and these differ in length"),
+        ("short", {"row_length": 129}, "rows of at most 128 tokens, and these have 129"),
+        ("short", {"row_length": 128, "head_dim": 96}, "heads of at most 64 dimensions, and these have 96"),
     ],
 )
-def test_a_backend_names_a_missing_requirement(
-    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, missing: str
-) -> None:
+def test_a_backend_names_a_missing_requirement(backend: str, changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError) as error:
-        choose_attention(backend, device, dtype, dropout)
+        choose_attention(backend, **IN_BF16 | changes)
     assert str(error.value).startswith(f'model.attention = "{backend}" needs {missing}')
     assert str(error.value).endswith('; or set model.attention = "sdpa"') and "\n" not in str(error.value)
 
 
-def test_xformers_has_no_local_attention() -> None:
-    with pytest.raises(ValueError, match='"xformers" needs model.local_attention = 0; or set model.attention = "sdpa"'):
-        choose_attention("xformers", CUDA, torch.bfloat16, 0.0, local_attention=8)
-    assert choose_attention("varlen", CUDA, torch.bfloat16, 0.0, local_attention=8) == "varlen"
+def test_a_backend_that_can_run_is_taken() -> None:
+    for backend, changes in (
+        ("varlen", {"local_attention": 8}),
+        ("short", {"local_attention": 8, "row_length": 128, "dropout": 0.1}),
+        ("flex", {"dtype": torch.float32}),
+    ):
+        assert choose_attention(backend, **IN_BF16 | changes) == backend
 
 
 @pytest.mark.parametrize(
@@ -60,27 +66,11 @@ def test_a_missing_package_is_named(backend: str, missing: str, lacks: str, monk
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == ("sdpa" if backend == "varlen" else "varlen")
 
 
-def test_short_needs_short_rows_and_narrow_heads() -> None:
-    with pytest.raises(ValueError, match="rows of at most 128 tokens, and these have 129; or set"):
-        choose_attention("short", CUDA, torch.bfloat16, 0.0, row_length=129)
-    with pytest.raises(ValueError, match="heads of at most 64 dimensions, and these have 96; or set"):
-        choose_attention("short", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=96)
-    assert choose_attention("short", CUDA, torch.bfloat16, 0.1, local_attention=8, row_length=128) == "short"
-
-
 def test_short_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     with pytest.raises(ValueError, match="a GPU of compute capability 9, .* and this has 8.6; or set"):
         choose_attention("short", CUDA, torch.bfloat16, 0.0, row_length=128)
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.0, row_length=128) == "varlen"
-
-
-def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, row_length=128) == "short"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, local_attention=8, row_length=1) == "short"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, row_length=129) == "varlen"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=96) == "varlen"
-    assert choose_attention("auto", CUDA, torch.float32, 0.0, row_length=128) == "sdpa"
 
 
 @pytest.mark.parametrize(("length", "fraction", "expected"), [(128, 0.25, "short"), (512, 0.25, "varlen")])
@@ -94,14 +84,14 @@ def test_a_run_chooses_by_its_rows(
     assert choose_compute(config, CUDA).attention == expected
 
 
-def test_auto_is_varlen_where_it_can_run() -> None:
+def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
+    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, local_attention=8, row_length=128) == "short"
+    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, row_length=129) == "varlen"
+    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=96) == "varlen"
+    assert choose_attention("auto", CUDA, torch.float32, 0.0, row_length=128) == "sdpa"
     assert choose_attention("auto", CPU, torch.float32, 0.0) == "sdpa"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == "varlen"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1) == "varlen"
-    assert choose_attention("auto", CUDA, torch.float32, 0.0) == "sdpa"
-    assert choose_attention("flex", CUDA, torch.float32, 0.0) == "flex"
 
 
-@pytest.mark.parametrize("name", ["auto", *ATTENTION_BACKENDS])
-def test_the_configuration_knows_every_backend(name: str) -> None:
-    assert Config.preset("tiny").override({"model.attention": name}).model.attention == name
+def test_the_configuration_knows_every_backend() -> None:
+    for name in ("auto", *ATTENTION_BACKENDS):
+        assert Config.preset("tiny").override({"model.attention": name}).model.attention == name

@@ -23,7 +23,7 @@ from electra_fast.model.matmul import (
 CPU = torch.device("cpu")
 SWITCH = torch.backends.mkldnn.matmul
 # (tokens, inputs, outputs)
-SIZES = [(1, 8, 8), (37, 128, 192), (512, 312, 1200), (100, 2048, 64)]
+SIZES = [(37, 128, 192), (100, 2048, 64)]
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_the_clearly_faster_library_is_chosen():
     assert str(measured(2.0, 1.0)) == f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
 
 
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES[1:])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES)
 def test_rounded_factors_are_never_chosen(tokens, inputs, outputs):
     torch.manual_seed(0)
     factors = [torch.randn(size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]

@@ -38,14 +38,6 @@ def test_philox_gives_the_known_answers_of_random123(
     assert tuple(int(word) for word in found) == expected
 
 
-def test_philox_of_a_tensor_is_philox_of_its_elements() -> None:
-    counters = torch.tensor([0, 7, ONES])
-    together = torch.stack(philox((counters, *words(1, 2, 3)), words(4, 5)))  # type: ignore[arg-type]
-    for i, counter in enumerate(counters):
-        alone = torch.stack(philox((counter, *words(1, 2, 3)), words(4, 5)))  # type: ignore[arg-type]
-        assert torch.equal(together[:, i], alone)
-
-
 def draw(logits_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:
     """Samples of slots 0, 1, … from one distribution, in batches whose slots differ from their row indices."""
     key = torch.tensor([seed, step])
@@ -65,23 +57,22 @@ def p_value(samples: Tensor, probability_V: Tensor) -> float:
     return float(chi2.sf(statistic, int(keep.sum()) - 1))
 
 
-@pytest.mark.parametrize("vocab_size", [5, 127, 128, 300, 1000])
-def test_samples_follow_the_softmax(vocab_size: int) -> None:
-    random = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(vocab_size, generator=random) * 2
-    logits[vocab_size // 2] += 4  # skewed: one entry is far likelier than the rest
+def skewed(vocab_size: int) -> Tensor:
+    """Logits of which one is far likelier than the rest."""
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    logits[vocab_size // 2] += 4
+    return logits
+
+
+@pytest.mark.parametrize(
+    "logits", [skewed(5), skewed(128), skewed(300), torch.tensor([-6.0, 0.0, 3.0]).repeat_interleave(128)]
+)
+def test_samples_follow_the_softmax(logits: Tensor) -> None:
+    """The last ones have tiles of very different probability."""
     samples = draw(logits, 100_000)
     assert p_value(samples, logits.softmax(-1)) > 1e-3
     # The test has power: it rejects a slightly flatter distribution.
     assert p_value(samples, (logits * 0.9).softmax(-1)) < 1e-6
-
-
-def test_samples_follow_the_softmax_across_tiles_of_very_different_probability() -> None:
-    logits = torch.zeros(384)
-    logits[:128], logits[256:] = -6, 3
-    samples = draw(logits, 100_000)
-    assert p_value(samples, logits.softmax(-1)) > 1e-3
-    assert (samples < 128).any()
 
 
 def test_neighboring_slots_steps_and_seeds_are_independent() -> None:
@@ -109,8 +100,8 @@ def test_a_slot_gets_the_same_sample_in_any_subset_and_order() -> None:
 
 
 @pytest.mark.parametrize("low", [-math.inf, -1000.0])
-@pytest.mark.parametrize("vocab_size", [100, 300, 1000])
-def test_entries_of_probability_0_are_never_drawn(low: float, vocab_size: int) -> None:
+def test_entries_of_probability_0_are_never_drawn(low: float) -> None:
+    vocab_size = 300
     logits = torch.full((vocab_size,), low)
     allowed = torch.tensor([1, vocab_size // 2, vocab_size - 2])
     logits[allowed] = torch.tensor([0.0, 1.0, -1.0])
@@ -165,38 +156,30 @@ def test_equal_weights_always_keep_the_entry() -> None:
         assert (threshold == 2**32).all() and torch.equal(alias, torch.arange(30_522))
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
+def test_weights_that_are_no_distribution_are_refused() -> None:
+    for weights, message in (
         ([0.0, 0.0], "the weights of all 2 entries are 0"),
         ([], "the weights of all 0 entries are 0"),
         ([1.0, -0.5], "the weight of entry 1 is -0.5"),
         ([math.nan, 1.0], "the weight of entry 0 is nan"),
         ([1.0, 2.0, math.inf], "the weight of entry 2 is inf"),
-    ],
-)
-def test_weights_that_are_no_distribution_are_refused(weights: list[float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        alias_table(torch.tensor(weights))
+    ):
+        with pytest.raises(InputError, match=message):
+            alias_table(torch.tensor(weights))
 
 
 def draw_alias(weights_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:
     return sample_alias_reference(alias_table(weights_V), torch.arange(num_samples), torch.tensor([seed, step]))
 
 
-@pytest.mark.parametrize("name", ["zipf", "long", "uniform", "counts", "one", "single"])
+@pytest.mark.parametrize("name", ["zipf", "uniform", "counts", "single"])
 def test_samples_of_an_alias_table_follow_the_weights(name: str) -> None:
     weights = WEIGHTS[name].double()
     samples = draw_alias(weights, 300_000)
     assert not weights[samples].eq(0).any()
     assert (weights > 0).sum() == 1 or p_value(samples, weights / weights.sum()) > 1e-3
-    if name in ("zipf", "long"):  # the test has power: it rejects a slightly flatter distribution
+    if name == "zipf":  # the test has power: it rejects a slightly flatter distribution
         assert p_value(samples, weights**0.95 / (weights**0.95).sum()) < 1e-6
-
-
-def test_uniform_samples_cover_the_whole_vocabulary() -> None:
-    samples = draw_alias(torch.ones(5000), 100_000)
-    assert len(samples.unique()) == 5000 and samples.min() == 0 and samples.max() == 4999
 
 
 def test_samples_of_an_alias_table_depend_on_slot_step_and_seed_only() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from comparison import assert_no_worse
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,12 +16,11 @@ from electra_fast.ops import operations as ops
 from electra_fast.ops import vocabulary_nll
 
 BLOCK = (8, 256)
-# (T, V, E): one token and a partial tile; whole blocks; partial blocks and tiles in both dimensions.
-SHAPES = [(1, 5, 16), (16, 512, 32), (37, 300, 48), (21, 1000, 128)]
+# (T, V, E): whole blocks; partial blocks and tiles in both dimensions.
+SHAPES = [(16, 512, 32), (37, 300, 48)]
 # Half an ulp. A probability in fp32 takes about 8 roundings (logit, distance to the maximum, exponential, sum,
 # quotient, product, one-hot, product with the table), which differ in another order; in bf16 one cast exceeds them all.
-HALF_ULP = {torch.float32: 2**-24, torch.bfloat16: 2**-9}
-NUM_ROUNDINGS = {torch.float32: 8, torch.bfloat16: 1}
+ROUNDING = {torch.float64: 1e-13, torch.float32: 8 * 2**-24, torch.bfloat16: 2**-9}
 
 
 @pytest.fixture(autouse=True)
@@ -62,69 +62,37 @@ def run(function, inputs, upstream, dtype=None):
     return (nll.detach(), *gradients), is_argmax
 
 
-def assert_no_worse(ours: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Our error against fp64 is at most the reference's, plus the roundings of dtype at the largest result."""
-    one_rounding = HALF_ULP[dtype] * max(1.0, exact.abs().max().item())
-    error, allowed = ours.double() - exact, reference.double() - exact
-    assert error.square().mean().sqrt() <= 1.2 * allowed.square().mean().sqrt() + one_rounding
-    assert error.abs().max() <= 1.2 * allowed.abs().max() + NUM_ROUNDINGS[dtype] * one_rounding
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_definition_in_fp64(shape):
-    inputs, upstream = make_inputs(*shape, torch.float64), make_upstream(shape[0])
-    ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
-    expected, expected_is_argmax = run(plain, inputs, upstream)
-    assert torch.equal(is_argmax, expected_is_argmax)
-    for found, wanted in zip(ours, expected, strict=True):
-        assert found.dtype == torch.float64
-        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_errors_are_at_most_those_of_the_definition(shape, dtype):
     inputs, upstream = make_inputs(*shape, dtype), make_upstream(shape[0])
     ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
     reference, reference_is_argmax = run(plain, inputs, upstream)
     exact, _ = run(plain, inputs, upstream, torch.float64)
     assert torch.equal(is_argmax, reference_is_argmax)
-    for index, (found, wanted, truth) in enumerate(zip(ours, reference, exact, strict=True)):
-        assert found.dtype == wanted.dtype == (dtype if index == 1 else torch.float32)
-        assert_no_worse(found, wanted, truth, dtype)
+    parameter_dtype = torch.promote_types(dtype, torch.float32)
+    assert [found.dtype for found in ours] == [parameter_dtype, dtype, parameter_dtype, parameter_dtype]
+    assert_no_worse(ours, reference, exact, rounding=ROUNDING[dtype], least_scale=1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_block_shapes_change_rounding_only(monkeypatch, dtype):
+def test_block_shapes_change_rounding_only(monkeypatch, dtype=torch.float32):
     inputs, upstream = make_inputs(37, 700, 32, dtype), make_upstream(37)
     exact, _ = run(plain, inputs, upstream, torch.float64)
     monkeypatch.setattr(vocabulary_nll, "BLOCK_SHAPE", {"cpu": (37, 768)})
     whole, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
-    for block in ((1, 128), (5, 256), (36, 384)):
+    for block in ((1, 128), (36, 384)):
         monkeypatch.setattr(vocabulary_nll, "BLOCK_SHAPE", {"cpu": block})
         ours, ours_is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
         assert torch.equal(ours_is_argmax, is_argmax)
-        for found, wanted, truth in zip(ours, whole, exact, strict=True):
-            assert_no_worse(found, wanted, truth, dtype)
+        assert_no_worse(ours, whole, exact, rounding=ROUNDING[dtype], least_scale=1.0)
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation returns, also within our operators."""
+    """Records the number of elements of the largest tensor that any operation returns."""
 
-    OWN = {
-        "electra_fast::vocabulary_nll": vocabulary_nll._vocabulary_nll_impl,
-        "electra_fast::vocabulary_nll_backward": vocabulary_nll._vocabulary_nll_backward_impl,
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_elements, self.seen = 0, set()
+    num_elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in self.OWN:
-            self.seen.add(func.name())
-            with self:  # a mode is off within its own handler
-                return self.OWN[func.name()](*args)
         result = func(*args, **(kwargs or {}))
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.num_elements = max([self.num_elements, *sizes])
@@ -137,14 +105,11 @@ def test_no_tensor_is_larger_than_a_block(dtype):
     block_elements = math.prod(BLOCK)
     assert max(num_tokens, vocab_size) * width <= block_elements
     assert min(num_tokens * BLOCK[1], BLOCK[0] * vocab_size) > block_elements
-    inputs, upstream = make_inputs(num_tokens, vocab_size, width, dtype), make_upstream(num_tokens)
+    inputs, upstream = make_inputs(num_tokens, vocab_size, width, dtype), torch.ones(num_tokens)
     with LargestTensor() as largest:
-        run(vocabulary_nll.vocabulary_nll, inputs, upstream)
-    assert largest.seen == set(LargestTensor.OWN)
+        *_, most, total = vocabulary_nll._vocabulary_nll_impl(*inputs)
+        vocabulary_nll._vocabulary_nll_backward_impl(upstream, *inputs, most, total)
     assert largest.num_elements == block_elements
-    with LargestTensor() as largest:
-        run(plain, inputs, upstream)
-    assert largest.num_elements == num_tokens * vocab_size
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -159,9 +124,8 @@ def test_registered_for_autograd_and_compilation():
     torch.library.opcheck(operators.vocabulary_nll_backward.default, arguments, test_utils=tests)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiles_as_one_graph(dtype):
-    inputs, upstream = make_inputs(21, 300, 16, dtype), make_upstream(21)
+def test_compiles_as_one_graph():
+    inputs, upstream = make_inputs(21, 300, 16, torch.bfloat16), make_upstream(21)
     expected, expected_is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
     compiled = torch.compile(vocabulary_nll.vocabulary_nll, backend="aot_eager", fullgraph=True)
     found, is_argmax = run(compiled, inputs, upstream)

@@ -1,4 +1,4 @@
-//! Writes a sparse corpus of zeros: `large_corpus DIR TOKENS MEAN_DOCUMENT` (see `bench/remote_corpus.py`).
+//! Writes a sparse corpus of zeros: `large_corpus DIR TOKENS MEAN_DOCUMENT` (see `bench/large_corpus.py`).
 
 use std::error::Error;
 use std::path::Path;
