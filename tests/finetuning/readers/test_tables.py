@@ -3,7 +3,6 @@
 import csv
 import gzip
 import io
-import itertools
 import json
 import lzma
 import os
@@ -84,14 +83,8 @@ def test_lines_of_a_text_file_are_rows(write):
     path = write("data.txt", "one\n\n two\ttabs \r\n\n")
     assert rows_of(path) == [(1, {"text": "one"}), (2, {"text": ""}), (3, {"text": " two\ttabs "}), (4, {"text": ""})]
     assert column_names(path) == ("text",)
-    assert "no column 'body'; there are: text" in message_of(lambda: rows_of(path, ["body"]))
-
-
-@pytest.mark.parametrize("extension", ["tsv", "csv"])
-def test_byte_order_mark_crlf_and_blank_end(write, extension):
-    content = "\ufefftext,label\r\nné,1\r\nb,2\r\n\r\n\n".replace(",", "\t" if extension == "tsv" else ",")
-    path = write(f"data.{extension}", content)
-    assert rows_of(path) == [(2, {"text": "né", "label": "1"}), (3, {"text": "b", "label": "2"})]
+    message = f"{path}: no column 'body'; there are: text; choose with --label"
+    assert message_of(lambda: rows_of(path, ["body"], flag="--label")) == message
 
 
 def test_quoted_cells_may_hold_anything(write):
@@ -132,63 +125,56 @@ def test_blank_lines_in_one_column_are_empty_texts(write):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "quoting", "message"),
+    ("name", "content", "message"),
     [
-        ("a.tsv", "", "auto", "empty; the first line has to name the columns"),
-        ("a.csv", "\ufeff", "auto", "empty; the first line"),
-        ("a.tsv", "text\tlabel\n\n", "auto", "no rows"),
-        ("a.txt", "", "auto", "no rows"),
-        ("a.jsonl", "\n", "auto", "no rows"),
-        ("a.json", "", "auto", "no rows"),
-        ("a.json", "[]", "auto", "no rows"),
-        ("a.json", '[{"a": 1},]', "auto", "not JSON: Expecting value: line 1 column 11"),
-        ("a.json", '[["x", 1]]', "auto", "record 1: not a JSON object: ['x', 1]"),
-        ("a.json", "3", "auto", "not a table but 3; it must be a list of objects"),
-        ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "auto", "has several lists of records, train, dev"),
-        ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "auto", "may hold rows or columns by name"),
-        ("a.tsv", "a\tb\ta\n1\t2\t3\n", "auto", "two columns are named 'a'; rename one"),
-        ("a.tsv", "a\tb\n1\t2\n1\n", "auto", "line 3: found 1 fields, expected 2 as in the header"),
-        ("a.csv", "a,b;c\n1,2;3\n", "auto", "line 1: comma or semicolon may separate the cells; choose with --delim"),
-        ("a.csv", "a;b\n1;2\n3\n", "auto", "line 3: found 1 fields, expected 2 as in the header; semicolons separate"),
-        ("a.csv", "a,b\n1\r2,3\n", "auto", "line 2: a carriage return within a cell; enclose the cell in quotes"),
-        ("a.csv", "PK\x03\x04", "auto", "not text but a spreadsheet or another zip archive; save it as CSV"),
+        ("a.tsv", "", "empty; the first line has to name the columns"),
+        ("a.txt", "", "no rows"),
+        ("a.json", "", "no rows"),
+        ("a.json", '[{"a": 1},]', "not JSON: Expecting value: line 1 column 11"),
+        ("a.json", '[["x", 1]]', "record 1: not a JSON object: ['x', 1]"),
+        ("a.json", "3", "not a table but 3; it must be a list of objects"),
+        ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "has several lists of records, train, dev"),
+        ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "may hold rows or columns by name"),
+        ("a.tsv", "a\tb\ta\n1\t2\t3\n", "two columns are named 'a'; rename one"),
+        ("a.tsv", "a\tb\n1\t2\n1\n", "line 3: found 1 fields, expected 2 as in the header"),
+        ("a.csv", "a,b;c\n1,2;3\n", "line 1: comma or semicolon may separate the cells; choose with --delim"),
+        ("a.csv", "a;b\n1;2\n3\n", "line 3: found 1 fields, expected 2 as in the header; semicolons separate"),
+        ("a.csv", "a,b\n1\r2,3\n", "line 2: a carriage return within a cell; enclose the cell in quotes"),
+        ("a.csv", "PK\x03\x04", "not text but a spreadsheet or another zip archive; save it as CSV"),
         (
             "a.tsv",
             'a\tb\n"1\t1"\t2\n',
-            "auto",
             "line 2: found 3 fields, expected 2 as in the header; if quotes enclose cells, add --quoting csv",
         ),
         (
             "a.csv",
             "a,b\n1,2,3\n",
-            "auto",
             "line 2: found 3 fields, expected 2 as in the header; enclose cells that contain the delimiter in quotes",
         ),
         (
             "a.csv",
             'a,b\n1,2\n"3\n4",5\n6,"7\n8,9\n',
-            "auto",
             "line 5: bad quote in the record that begins here (unexpected end of data); "
             "double the quotes within a quoted cell and close it, or add --quoting none if quotes are text",
         ),
-        ("a.csv", 'a,b\n1,2\n"x"y,5\n', "auto", "line 3: bad quote in the record that begins here"),
-        ("a.tsv", b"a\tb\nx\ty\nz\xff\t1\n", "auto", "line 3: not UTF-8 at byte 9; convert the file to UTF-8"),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "auto", "line 1: has NUL bytes, as UTF-16 without a byte order"),
-        ("a.tsv", "a\tb\n1\t2\n".encode("utf-16")[:-1], "auto", "line 2: not UTF-16-LE at byte 16; get the file again"),
-        ("a.tsv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "auto", "damaged gzip (Compressed file ended before"),
-        ("a.jsonl", '{"a": 1}\n[1]\n', "auto", "line 2: not a JSON object: [1]"),
-        ("a.jsonl", '[{"a": 1}]\n', "auto", "line 1: not a JSON object: [{'a': 1}]; a list, or an object of several"),
-        ("a.jsonl", '{"a": 1\n', "auto", "line 1: not a JSON object: Expecting ',' delimiter"),
-        ("a.jsonl", '{"a": "\\ud800"}\n', "auto", "line 1: not a JSON object: 'utf-8' codec can't encode"),
-        ("a.jsonl", "[" * 100_000, "auto", "line 1: not a JSON object: maximum recursion depth"),
-        ("a.parquet", b"PAR1 but nothing else", "auto", "cannot be read as Parquet ("),
-        ("a.xlsx", "x", "auto", "a spreadsheet; save it as CSV"),
-        ("a.doc", "x", "auto", "unknown extension; it can be .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"),
+        ("a.csv", 'a,b\n1,2\n"x"y,5\n', "line 3: bad quote in the record that begins here"),
+        ("a.tsv", b"a\tb\nx\ty\nz\xff\t1\n", "line 3: not UTF-8 at byte 9; convert the file to UTF-8"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "line 1: has NUL bytes, as UTF-16 without a byte order"),
+        ("a.tsv", "a\tb\n1\t2\n".encode("utf-16")[:-1], "line 2: not UTF-16-LE at byte 16; get the file again"),
+        ("a.tsv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "damaged gzip (Compressed file ended before"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "line 2: not a JSON object: [1]"),
+        ("a.jsonl", '[{"a": 1}]\n', "line 1: not a JSON object: [{'a': 1}]; a list, or an object of several"),
+        ("a.jsonl", '{"a": 1\n', "line 1: not a JSON object: Expecting ',' delimiter"),
+        ("a.jsonl", '{"a": "\\ud800"}\n', "line 1: not a JSON object: 'utf-8' codec can't encode"),
+        ("a.jsonl", "[" * 100_000, "line 1: not a JSON object: maximum recursion depth"),
+        ("a.parquet", b"PAR1 but nothing else", "cannot be read as Parquet ("),
+        ("a.xlsx", "x", "a spreadsheet; save it as CSV"),
+        ("a.doc", "x", "unknown extension; it can be .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"),
     ],
 )
-def test_damage_is_named_in_one_line(write, name, content, quoting, message):
+def test_damage_is_named_in_one_line(write, name, content, message):
     path = write(name, content)
-    assert message_of(lambda: rows_of(path, quoting=quoting)).startswith(f"{path}: {message}")
+    assert message_of(lambda: rows_of(path)).startswith(f"{path}: {message}")
 
 
 def test_arrow_offsets_that_point_beyond_the_text(write):
@@ -219,14 +205,6 @@ def test_a_folder_and_a_missing_file(tmp_path):
     assert "quoting is 'double'" in message_of(lambda: rows_of(tmp_path / "none.tsv", quoting="double"))
 
 
-@pytest.mark.parametrize("name", ["data.tsv", "data.csv", "data.parquet"])
-def test_a_missing_column_is_named_with_those_there_are(tmp_path, name):
-    path = write_table(tmp_path / name)
-    there = "text, label, other" if name.endswith("parquet") else "text, label"
-    message = f"{path}: no column 'body'; there are: {there}; choose with --label"
-    assert message_of(lambda: rows_of(path, ["body"], flag="--label")) == message
-
-
 @pytest.mark.parametrize(
     ("name", "header", "hint"),
     [
@@ -241,33 +219,30 @@ def test_a_missing_column_may_be_due_to_the_dialect(write, name, header, hint):
     assert message_of(lambda: rows_of(path, ["text"], quoting=Dialect("none", "pipe"))) == expected
 
 
+def zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
 def random_cell(rng):
     return "".join(rng.choices("aé日,;|\t\"' \n😀", k=rng.randrange(8)))
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(("end", "delimiter"), [("\n", "|"), ("\r\n", ","), ("\r\n", "\t"), ("\r", ";")])
 def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter, encoding, end):
     rng = random.Random(f"{delimiter} {encoding} {end}")
     rows = [[random_cell(rng) for _ in range(3)] for _ in range(50)]
+    if end == "\r":
+        rows = [[cell.replace("\n", " ") for cell in row] for row in rows]
     text = io.StringIO(newline="")
     csv.writer(text, delimiter=delimiter, lineterminator=end).writerows([("text", "a b", "c"), *rows])
-    content = text.getvalue() if end != "\r" else text.getvalue().replace("\n", " ")
     for name, packed in {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}.items():
         path = tmp_path / f"data.csv{name}"
-        path.write_bytes(packed(content.encode(encoding)))
-        found = [list(row.values()) for _, row in iterate_rows(path)]
-        assert found == (rows if end != "\r" else [[cell.replace("\n", " ") for cell in row] for row in rows])
+        path.write_bytes(packed(text.getvalue().encode(encoding)))
+        assert [list(row.values()) for _, row in iterate_rows(path)] == rows
         notes = " ".join(layout_notes(path))
-        assert ("separate the cells" in notes, "read as UTF-" in notes) == (delimiter != ",", encoding[4:] in EXOTIC)
-
-
-EXOTIC = ("16", "32")
-
-
-def zstd(content):
-    return pa.compress(content, codec="zstd", asbytes=True)
+        is_named = encoding in ("utf-16", "utf-32")
+        assert ("separate the cells" in notes, "read as UTF-" in notes) == (delimiter != ",", is_named)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +280,10 @@ def test_a_delimiter_is_for_every_file_of_a_task(write):
     assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[0]
 
 
-@pytest.mark.parametrize("delimiter", ["ab", '"', "\n", "commas"])
-def test_a_delimiter_is_one_character(delimiter):
-    assert "it can be a character or one of comma, semicolon" in message_of(lambda: Dialect(delimiter=delimiter))
+def test_a_delimiter_is_one_character():
+    for delimiter in ("ab", '"', "\n"):
+        message = message_of(lambda each=delimiter: Dialect(delimiter=each))
+        assert "it can be a character or one of comma, semicolon" in message
 
 
 @pytest.mark.parametrize(
@@ -353,7 +329,6 @@ def test_bad_rows_are_named_all_at_once_or_left_out(write):
     "content, format, expected",
     [
         (b"one\n{two}\n", "", [{"text": "one"}, {"text": "{two}"}]),
-        (b"[1] one\n", "", [{"text": "[1] one"}]),
         (b'\n{"a": 1}\n{"a": 2}\n', "", [{"a": 1}, {"a": 2}]),
         (b'[{"a": 1},\n{"a": 2}]', "", [{"a": 1}, {"a": 2}]),
         (b'{\n"data": [{"a": 1}]}', "", [{"a": 1}]),
@@ -409,14 +384,3 @@ def test_a_json_line_may_lack_what_is_not_used(write):
         "c": "'c' is null, not text",
     }.items():
         assert message_of(lambda c=column: text_of(path, line, other, c)) == f"{path}: line 2: {message}"
-
-
-def test_rows_come_before_the_damage_behind_them(write):
-    path = write("data.tsv", "a\tb\n" + "1\t2\n" * 3 + "broken\n")
-    assert len(list(itertools.islice(iterate_rows(path), 3))) == 3
-
-
-def test_a_cut_parquet_file_is_an_error(tmp_path):
-    path = write_table(tmp_path / "data.parquet")
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "cannot be read as Parquet" in message_of(lambda: column_names(path))
