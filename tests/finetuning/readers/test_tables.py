@@ -83,8 +83,8 @@ def test_lines_of_a_text_file_are_rows(write):
     path = write("data.txt", "one\n\n two\ttabs \r\n\n")
     assert rows_of(path) == [(1, {"text": "one"}), (2, {"text": ""}), (3, {"text": " two\ttabs "}), (4, {"text": ""})]
     assert column_names(path) == ("text",)
-    message = f"{path}: no column 'body'; there are: text; choose with --label"
-    assert message_of(lambda: rows_of(path, ["body"], flag="--label")) == message
+    message = f"{path}: no column 'body'; there are: text; choose with --text"
+    assert message_of(lambda: rows_of(path, ["body"])) == message
 
 
 def test_quoted_cells_may_hold_anything(write):

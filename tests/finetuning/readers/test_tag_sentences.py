@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.rows import BadRows
 from electra_fast.finetuning.readers.tag_sentences import row_sentences
 from electra_fast.finetuning.readers.words import words_of_text
 
@@ -28,9 +29,16 @@ def write(tmp_path):
     return write_file
 
 
-def read(path, text=(), label=(), labels=(), **options):
+def sentences_of(path, *args, notes=None, **options):
+    bad = BadRows()
+    found = row_sentences(path, *args, bad=bad, notes=[] if notes is None else notes, **options)
+    bad.finish()
+    return found
+
+
+def read(path, *args, **options):
     """The words and the tags of each sentence."""
-    sentences = row_sentences(path, text, label, labels, **options)
+    sentences = sentences_of(path, *args, **options)
     assert [sentence.row for sentence in sentences] == list(range(len(sentences)))
     words = [[sentence.text[a:b] for a, b in sentence.words] for sentence in sentences]
     return words, [sentence.tags for sentence in sentences]
@@ -223,7 +231,7 @@ def test_spans_of_words(write):
 def test_ends_of_spans_within_words_are_counted(write):
     text = " ".join(TOKENS[0])
     spans = [[[1, 5, "A"], [5, 10, "B"], [17, 23, "A"], [23, 24, "B"]], [[0, 1, "A"], [2, 12, "B"]]]
-    first, second = row_sentences(write([{"text": text, "spans": own} for own in spans]))
+    first, second = sentences_of(write([{"text": text, "spans": own} for own in spans]))
     assert (first.tags, first.num_cuts) == (["B-A", "I-A", "O", "B-A"], 6)
     assert (second.tags, second.num_cuts) == (["B-A", "B-B", "O", "O"], 2)
 

@@ -245,26 +245,28 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
     """Reads the rows of a file; leaves those without a label out, except in a test file."""
     rows: list[int] = []
     texts, labels, signs, unlabelled = list[tuple[str, ...]](), list[Any](), Counter[str](), list[int]()
-    columns, num_rows = file.table.columns, len(file.table.lines)
-    cells = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    rejected = rejected_rows(list(cells), file.text + file.label, is_test=file.name == "test")
-    for row in [row for row in range(num_rows) if row not in rejected]:
+    table = file.table
+    cells = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
+    rejected = rejected_rows(cells, file.text + file.label, is_test=file.name == "test")
+    for row, values in enumerate(cells):
+        if row in rejected:
+            continue
         with bad.collect():
             label = None
             if file.label:
                 try:
-                    label = read_cells([file.table.columns[name][row] for name in file.label], file.table.place(row))
+                    label = read_cells([values[name] for name in file.label], table.place(row))
                 except NoLabel as sign:
                     signs[str(sign)] += 1
                     unlabelled.append(row)
             if label is None and file.name != "test":
                 continue
-            texts.append(_texts(file, row))
+            texts.append(tuple(text_of(table.path, table.lines[row], values, name) for name in file.text))
             rows.append(row)
             labels.append(label)
     if file.name == "test" and all(label in (None, -1) for label in labels):  # hidden
         file, unlabelled = dataclasses.replace(file, label=()), []
-    notes = [*file.notes, *rejected_note(file.table.path, len(rejected), num_rows)]
+    notes = [*file.notes, *rejected_note(table.path, len(rejected), len(cells))]
     notes += [*_unlabelled_note(file, signs, unlabelled, labels), *_empty_texts(file, rows, texts)]
     return _Examples(file=file, rows=rows, texts=texts, labels=labels, notes=tuple(notes))
 
@@ -276,14 +278,6 @@ def _check_labelled(examples: Mapping[str, _Examples]) -> None:
             raise InputError(
                 f"{each.file.table.path}: no example has a label that can be used; choose the column with {flag}"
             )
-
-
-def _texts(file: _File, row: int) -> tuple[str, ...]:
-    texts = tuple(file.table.columns[name][row] for name in file.text)
-    if not all(isinstance(text, str) for text in texts):
-        for name, text in zip(file.text, texts, strict=True):
-            text_of(file.table.path, file.table.lines[row], {name: text}, name)  # raises
-    return texts
 
 
 def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int], labels: Sequence[Any]) -> Iterator[str]:

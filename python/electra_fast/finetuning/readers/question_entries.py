@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.readers.answer_places import Annotation
-from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, literal, place, there_are
-from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows
+from electra_fast.finetuning.readers.rows import (
+    BadRows,
+    abbreviated,
+    check_columns,
+    first_of,
+    literal,
+    place,
+    there_are,
+)
+from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows, parse_text
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
@@ -98,7 +105,7 @@ def json_objects(path: Path) -> list[JsonObject]:
     """Returns the objects of a file: one, a list, or one per line."""
     text = _decoded(path)
     try:
-        content = _parsed(text)
+        content = parse_text(text)
     except (ValueError, RecursionError) as error:
         if "Extra data" in str(error):
             return _json_lines(path, text)
@@ -125,18 +132,11 @@ def _decoded(path: Path) -> str:
         raise InputError(f"{path}: not JSON: {error}; get the file again") from None
 
 
-def _parsed(text: str) -> Any:
-    value = parse_json(text)
-    if "\\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
-    return value
-
-
 def _json_lines(path: Path, text: str) -> list[JsonObject]:
     found = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            value = _parsed(line) if line.strip() else None
+            value = parse_text(line) if line.strip() else None
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: line {number}: not JSON: {error}; get the file again") from None
         if line.strip() and not isinstance(value, dict):
@@ -153,7 +153,7 @@ def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[En
 
 
 def _walk(prefix: str, where: str, item: Fields, columns: Columns, context: Any = None) -> Iterator[Entry]:
-    context = _first(item, columns.context, context)
+    context = first_of(item, columns.context, context)
     is_question = not set(columns.question).isdisjoint(item)
     key = next((name for name in NESTED if name in item and not is_question), None)
     if key is None:
@@ -165,10 +165,6 @@ def _walk(prefix: str, where: str, item: Fields, columns: Columns, context: Any 
         raise InputError(f"{prefix}: {where} is not a list of objects as in SQuAD's JSON, {EXPECTED}")
     for number, child in enumerate(item[key]):
         yield from _walk(prefix, f"{where}[{number}]", child, columns, context)
-
-
-def _first(item: Fields, names: Iterable[str], default: Any = None) -> Any:
-    return next((item[name] for name in names if item.get(name) is not None), default)
 
 
 def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
@@ -193,7 +189,7 @@ def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
 def question_of(entry: Entry, columns: Columns) -> Question:
     """Returns a question with its texts checked; raises InputError with the place and the remedy."""
     where, context, fields = entry
-    id = _first(fields, ID_COLUMNS)
+    id = first_of(fields, ID_COLUMNS)
     if id is not None:
         if not isinstance(id, str | int):
             raise InputError(f"{where}: the id is {abbreviated(id)}; it must be text or an integer")
@@ -201,7 +197,7 @@ def question_of(entry: Entry, columns: Columns) -> Question:
     if context is None and set(columns.question).isdisjoint(fields):
         names = f"no {columns.question[0]!r} and no {columns.context[0]!r}; {there_are(fields)}"
         raise InputError(f"{where}: {names}; choose with --text, or nest them as SQuAD does: {EXPECTED}")
-    question = _text(where, fields, columns.question, _first(fields, columns.question))
+    question = _text(where, fields, columns.question, first_of(fields, columns.question))
     context = _text(where, fields, columns.context, context)
     if not context.strip():
         raise InputError(f"{where}: the context is empty")
@@ -222,7 +218,7 @@ def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ..
     """Returns the answers except empty ones; raises InputError if they contradict `is_impossible`."""
     where, fields = question.place, question.fields
     is_detected = columns.answers == ANSWER_COLUMNS and DETECTED in fields
-    value = fields[DETECTED] if is_detected else _first(fields, columns.answers)
+    value = fields[DETECTED] if is_detected else first_of(fields, columns.answers)
     items = list(_items(where, _structure(value)))
     if not isinstance(value, dict | list) and len(items) == 1:
         items = [{name: fields.get(name) for name in OFFSET_COLUMNS} | items[0]]
@@ -281,7 +277,7 @@ def _annotation(where: str, item: Fields) -> Annotation:
         raise InputError(f"{where}: the text of an answer is {found}; it must be text")
     item = _first_span(item.get("char_spans")) or item
     start, end, length = (
-        _integer(where, names[0], _first(item, names))
+        _integer(where, names[0], first_of(item, names))
         for names in (("answer_start", "start"), ("answer_end", "end"), ("answer_length", "length"))
     )
     if end is None and start is not None and length is not None:

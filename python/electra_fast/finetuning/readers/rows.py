@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,19 @@ def there_are(names: Iterable[str]) -> str:
     return listed
 
 
-def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text") -> str:
+def text_of(path: Path, line: int, row: Row, column: str) -> str:
     """Returns the text in a column of a row; raises InputError naming the line if it is missing, null or not text."""
     value = row.get(column)
     if isinstance(value, str):
         return value
     if column not in row:
-        raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with {flag}")
+        raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with --text")
     raise InputError(f"{place(path, line)}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
+
+
+def first_of(fields: Mapping[str, Any], names: Iterable[str], default: Any = None) -> Any:
+    """Returns the value of the first name that is not null."""
+    return next((fields[name] for name in names if fields.get(name) is not None), default)
 
 
 def literal(text: str) -> Any:
