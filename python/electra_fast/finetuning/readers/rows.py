@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.delimited import DELIMITERS
 from electra_fast.finetuning.readers.text_files import STANDARD_INPUT
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 MAX_SHOWN = 20
 _ALIASES = {".ndjson": ".jsonl", ".tab": ".tsv", ".feather": ".arrow"}
@@ -42,6 +43,15 @@ class BadRows:
             self.number += 1
             if self.number <= MAX_SHOWN:
                 self._shown.append(str(error))
+
+    def passing(self, items: Iterable[T], check: Callable[[T], None]) -> list[T]:
+        """Returns the items that pass a check; collects the others' errors."""
+        kept = []
+        for item in items:
+            with self.collect():
+                check(item)
+                kept.append(item)
+        return kept
 
     def finish(self, hint: str = "") -> tuple[str, ...]:
         """Returns notes on what was left out; raises InputError with every bad row's line if there are too many.

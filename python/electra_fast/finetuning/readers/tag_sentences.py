@@ -92,17 +92,8 @@ def row_sentences(
 ) -> list[Sentence]:
     """Reads the sentences of a .jsonl, .json or .parquet file, except those that an annotator rejected.
 
-    Args:
-        path: The file.
-        text: The column of the lists of words or of the texts; empty for a usual one.
-        label: The column of the lists of tags or of the spans; empty for a usual one.
-        labels: The names of tags that are numbers; empty for those that a Parquet file of `datasets` has.
-        is_test: Whether the file may lack the column of the tags or spans.
-        quoting: As in `tables.iterate_rows`.
-        bad: Collects bad rows.
-        notes: Receives lines on what was left out or converted.
-
-    Raises InputError naming the line that cannot be used.
+    Arguments are those of `read_tagging`. `is_test` says that the file may lack the column of tags or spans, `notes`
+    receives lines on what was left out or converted. Raises InputError naming the line that cannot be used.
     """
     rows: list[tuple[int, Row]] = []
     for line, row in iterate_rows(path, quoting=quoting, bad_rows=bad):
