@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,12 +15,14 @@ from electra_fast.finetuning.readers.rows import (
     BadRows,
     abbreviated,
     check_columns,
+    extension,
     first_of,
     literal,
     place,
     there_are,
 )
-from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows, parse_text
+from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows, json_rows, parse_text
+from electra_fast.finetuning.readers.text_files import TextFile
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
@@ -98,17 +98,18 @@ def check_answer_column(path: Path, columns: Columns, quoting: Quoting) -> None:
 
 def is_json(path: Path) -> bool:
     """Returns whether a file is JSON, which is read as a whole."""
-    return path.name.lower().endswith((".json", ".json.gz", ".jsonl.gz"))
+    return extension(path) == ".json"
 
 
 def json_objects(path: Path) -> list[JsonObject]:
     """Returns the objects of a file: one, a list, or one per line."""
-    text = _decoded(path)
+    with TextFile(path) as file:
+        text = "".join(file.lines())
     try:
         content = parse_text(text)
     except (ValueError, RecursionError) as error:
         if "Extra data" in str(error):
-            return _json_lines(path, text)
+            return list(_objects_in_lines(path, text))
         raise InputError(f"{path}: not JSON: {error}; get the file again") from None
     is_list = isinstance(content, list)
     found = [
@@ -120,30 +121,11 @@ def json_objects(path: Path) -> list[JsonObject]:
     return found
 
 
-def _decoded(path: Path) -> str:
-    """Decodes JSON in UTF-8, UTF-16 or UTF-32, compressed by gzip or not."""
-    try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix.lower() == ".gz" else raw
-        return raw.decode(json.detect_encoding(raw))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: not JSON: {error}; get the file again") from None
-
-
-def _json_lines(path: Path, text: str) -> list[JsonObject]:
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            value = parse_text(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: line {number}: not JSON: {error}; get the file again") from None
-        if line.strip() and not isinstance(value, dict):
-            raise InputError(f"{path}: line {number}: not a JSON object: {abbreviated(value)}")
-        if value is not None:
-            found.append((f"{path}: line {number}", "", value))
-    return found
+def _objects_in_lines(path: Path, text: str) -> Iterator[JsonObject]:
+    for line, row in json_rows(path, enumerate(text.split("\n"), 1)):
+        if isinstance(row, InputError):
+            raise row
+        yield f"{path}: line {line}", "", row
 
 
 def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[Entry]:

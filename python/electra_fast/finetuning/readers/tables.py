@@ -229,10 +229,11 @@ def _text(file: TextFile) -> Loaded:
 
 
 def _json_lines(file: TextFile) -> Loaded:
-    return None, lambda _: _json_rows(file.path, enumerate(file.lines(), 1))
+    return None, lambda _: json_rows(file.path, enumerate(file.lines(), 1))
 
 
-def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+def json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+    """Yields the object in each line that is not blank, or its error."""
     for line, text in lines:
         if text.strip():
             try:
@@ -271,7 +272,7 @@ def _json(file: TextFile) -> Loaded:
     except (ValueError, RecursionError) as error:
         if "Extra data" not in str(error):
             raise InputError(f"{path}: not JSON: {error}; correct it there") from None
-        records = [row for _, row in _json_rows(path, enumerate(text.split("\n"), 1))]
+        records = [row for _, row in json_rows(path, enumerate(text.split("\n"), 1))]
     names = dict.fromkeys(name for row in records if not isinstance(row, InputError) for name in row)
     return tuple(names), lambda _: enumerate(records, 1)
 
