@@ -1,34 +1,13 @@
 """A user's own data as a task: columns, classes, several labels, numbers, and what is set aside."""
 
-import csv
 import json
 import random
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import own_data
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(rows, name="train.jsonl"):
-        path = tmp_path / name
-        if path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        elif path.suffix == ".parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        else:
-            with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]), delimiter="," if path.suffix == ".csv" else "\t")
-                writer.writeheader()
-                writer.writerows(rows)
-        return path
-
-    return write_file
 
 
 def labelled(*labels, **texts):

@@ -3,8 +3,6 @@
 import gzip
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
@@ -33,23 +31,6 @@ def squad(*questions, context=CONTEXT, **more):
 
 def row(answers, **more):
     return {"question": "?", "context": CONTEXT, "answers": answers, **more}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(content, name="train.jsonl"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        elif path.suffix == ".parquet":
-            pq.write_table(pa.Table.from_pylist(content), path)
-        else:
-            lines = content if path.suffix == ".jsonl" else [content]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return path
-
-    return write_file
 
 
 @pytest.fixture
@@ -233,7 +214,7 @@ def test_a_test_file_may_lack_answers(write):
 
 
 def test_questions_are_read_in_a_stream(write):
-    questions = iterate_questions(write(b'{"question": "?", "context": "x"}\nnot JSON\n'))
+    questions = iterate_questions(write('{"question": "?", "context": "x"}\nnot JSON\n', "train.jsonl"))
     assert next(questions) == ("0", "?", "x")
     assert "line 2: not a JSON object" in message_of(next, questions)
 

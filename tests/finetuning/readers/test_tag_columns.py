@@ -11,16 +11,6 @@ WORDS = [["Frau", "Kim", "in", "Köln"], ["Kim", "#ai", "."]]
 TAGS = [["O", "B-PER", "O", "B-LOC"], ["B-PER", "O", "O"]]
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_file(content, name="train.conll"):
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    return write_file
-
-
 def lines_of(comment, columns, separator="\t"):
     """The sentences of `WORDS`, each after a comment; `columns` are of a word's number, word and tag."""
     blocks = []

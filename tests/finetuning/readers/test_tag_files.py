@@ -1,10 +1,6 @@
 """Tagging tasks from files: splits, the inventory of tags, notes, and what cannot be learnt; and texts to predict."""
 
-import json
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
@@ -14,21 +10,6 @@ LABELS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
 TAGS = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-LOC", "I-LOC", "O"]]
 FOUND = "tags read as {} (found in the tags; choose with --scheme)"
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(content, name="train.conll"):
-        path = tmp_path / name
-        if isinstance(content, str):
-            path.write_text(content, encoding="utf-8")
-        elif path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in content))
-        else:
-            pq.write_table(pa.Table.from_pylist(content), path)
-        return path
-
-    return write_file
 
 
 def columns(tokens=TOKENS, tags=TAGS, separator="\t"):

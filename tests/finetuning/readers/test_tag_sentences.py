@@ -16,19 +16,6 @@ TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
 TAGS = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-LOC", "I-LOC", "O"]]
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_file(content, name="train.jsonl"):
-        path = tmp_path / name
-        if path.suffix == ".parquet":
-            pq.write_table(pa.Table.from_pylist(content), path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in content))
-        return path
-
-    return write_file
-
-
 def sentences_of(path, *args, notes=None, **options):
     bad = BadRows()
     found = row_sentences(path, *args, bad=bad, notes=[] if notes is None else notes, **options)
