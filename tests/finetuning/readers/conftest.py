@@ -28,8 +28,9 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         elif path.suffix == ".jsonl":
             path.write_text("".join(json.dumps(row) + "\n" for row in content))
         else:
-            with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(content[0]), delimiter="," if path.suffix == ".csv" else "\t")
+            plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, list(content[0]), **({} if path.suffix == ".csv" else plain))
                 writer.writeheader()
                 writer.writerows(content)
         return path

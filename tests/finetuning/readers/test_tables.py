@@ -23,17 +23,6 @@ from electra_fast.finetuning.readers.tables import column_names, iterate_rows, l
 from electra_fast.finetuning.task_data import read_tasks
 
 TEXTS = ["plain", "a, b", 'say "hi"', "", "naïve \u2028 text", "last"]
-LABELS = ["0", "1", "1", "0", "1", "0"]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(name, content):
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    return write_file
 
 
 def message_of(call):
@@ -48,39 +37,25 @@ def rows_of(path, columns=(), **options):
     return list(iterate_rows(path, columns, **options))
 
 
-def write_table(path):
-    """The texts and labels above, in the format of the extension."""
-    rows = list(zip(TEXTS, LABELS, strict=True))
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": TEXTS, "label": LABELS, "other": [[1]] * len(TEXTS)}), path)
-    elif path.suffix == ".feather":
-        feather.write_feather(pa.table({"text": TEXTS, "label": LABELS}), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps([{"text": text, "label": label} for text, label in rows]))
-    elif path.suffix in (".jsonl", ".ndjson"):
-        path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
-    elif path.suffix == ".csv":
-        with path.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([("text", "label"), *rows])
+@pytest.mark.parametrize(
+    ("extension", "place"),
+    [("tsv", "line 4"), ("csv", "line 4"), ("jsonl", "line 3"), ("json", "record 3"), ("parquet", "row 3")]
+    + [("TSV", "line 4"), ("ndjson", "line 3"), ("feather", "row 3")],
+)
+def test_every_format_holds_the_same_table(write, tmp_path, extension, place):
+    rows, path = [{"text": text, "label": str(len(text))} for text in TEXTS], tmp_path / f"data.{extension}"
+    if extension == "feather":
+        feather.write_feather(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *rows]), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("extension", ["tsv", "csv", "jsonl", "ndjson", "json", "parquet", "feather", "TSV"])
-def test_every_format_holds_the_same_table(tmp_path, extension):
-    path = write_table(tmp_path / f"data.{extension}")
+        write(rows, f"a.{'jsonl' if extension == 'ndjson' else extension.lower()}").rename(path)
     table = read_table(path, ("label", "text"))
-    assert table.columns == {"label": LABELS, "text": TEXTS}
-    first = 2 if extension.lower() in ("tsv", "csv") else 1
-    assert table.lines == list(range(first, first + len(TEXTS)))
-    name = {"parquet": "row", "feather": "row", "json": "record"}.get(extension, "line")
-    assert table.place(2) == f"{path}: {name} {first + 2}"
-    assert set(column_names(path)) >= {"text", "label"}
+    assert table.columns == {"label": [row["label"] for row in rows], "text": TEXTS}
+    assert table.place(2) == f"{path}: {place}" and len(table.lines) == len(TEXTS)
+    assert column_names(path) == ("text", "label")
 
 
 def test_lines_of_a_text_file_are_rows(write):
-    path = write("data.txt", "one\n\n two\ttabs \r\n\n")
+    path = write("one\n\n two\ttabs \r\n\n", "data.txt")
     assert rows_of(path) == [(1, {"text": "one"}), (2, {"text": ""}), (3, {"text": " two\ttabs "}), (4, {"text": ""})]
     assert column_names(path) == ("text",)
     message = f"{path}: no column 'body'; there are: text; choose with --text"
@@ -88,7 +63,7 @@ def test_lines_of_a_text_file_are_rows(write):
 
 
 def test_quoted_cells_may_hold_anything(write):
-    path = write("data.csv", 'text,label\n"a, ""b""\nc",1\n"",2\nd,"3"\n')
+    path = write('text,label\n"a, ""b""\nc",1\n"",2\nd,"3"\n', "data.csv")
     assert [(line, *row.values()) for line, row in iterate_rows(path)] == [
         (2, 'a, "b"\nc', "1"),
         (4, "", "2"),
@@ -107,13 +82,13 @@ def test_quoted_cells_may_hold_anything(write):
 )
 def test_quoting_follows_the_extension_or_the_option(write, name, quoting, text):
     delimiter = "\t" if name.endswith("tsv") else ","
-    path = write(name, f'text{delimiter}label\n"a b"{delimiter}1\n')
+    path = write(f'text{delimiter}label\n"a b"{delimiter}1\n', name)
     assert rows_of(path, quoting=quoting) == [(2, {"text": text, "label": "1"})]
 
 
 def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
     limit, text = csv.field_size_limit(), "x" * 300_000
-    path = write("data.csv", "text\n" + f'"{text}"\n' * 3)
+    path = write("text\n" + f'"{text}"\n' * 3, "data.csv")
     rows = iterate_rows(path)
     assert next(rows)[1]["text"] == text
     assert csv.field_size_limit() == limit
@@ -121,7 +96,7 @@ def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
 
 
 def test_blank_lines_in_one_column_are_empty_texts(write):
-    assert rows_of(write("data.tsv", "text\na\n\nb\n\n")) == [(2, {"text": "a"}), (3, {"text": ""}), (4, {"text": "b"})]
+    assert rows_of(write("text\na\n\nb\n\n", "data.tsv")) == [(2, {"text": "a"}), (3, {"text": ""}), (4, {"text": "b"})]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +148,7 @@ def test_blank_lines_in_one_column_are_empty_texts(write):
     ],
 )
 def test_damage_is_named_in_one_line(write, name, content, message):
-    path = write(name, content)
+    path = write(content, name)
     assert message_of(lambda: rows_of(path)).startswith(f"{path}: {message}")
 
 
@@ -185,15 +160,14 @@ def test_arrow_offsets_that_point_beyond_the_text(write):
         file.write_batch(batch)
     offsets, far = (struct.pack("<3i", 0, 3, end) for end in (6, 1 << 30))
     assert offsets in sink.getvalue().to_pybytes()
-    path = write("a.arrow", sink.getvalue().to_pybytes().replace(offsets, far))
+    path = write(sink.getvalue().to_pybytes().replace(offsets, far), "a.arrow")
     assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as Arrow (Column 0: ")
 
 
-@pytest.mark.parametrize("name", ["a.feather", "a.parquet"])
-def test_a_column_whose_name_is_no_text(tmp_path, name):
-    path = write_table(tmp_path / name)
+def test_a_column_whose_name_is_no_text(write):
+    path = write([{"label": 1}], "a.parquet")
     path.write_bytes(path.read_bytes().replace(b"label", b"l\xeebel"))
-    assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as ")
+    assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as Parquet")
 
 
 def test_a_folder_and_a_missing_file(tmp_path):
@@ -213,7 +187,7 @@ def test_a_folder_and_a_missing_file(tmp_path):
     ],
 )
 def test_a_missing_column_may_be_due_to_the_dialect(write, name, header, hint):
-    path = write(name, f"{header}\nx\n")
+    path = write(f"{header}\nx\n", name)
     there = ", ".join(header.split("|"))
     expected = f"{path}: no column 'text'; there are: {there} ({hint}); choose with --text"
     assert message_of(lambda: rows_of(path, ["text"], quoting=Dialect("none", "pipe"))) == expected
@@ -267,15 +241,15 @@ def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter,
     ],
 )
 def test_names_of_columns(write, name, header, quoting, expected):
-    assert column_names(write(name, header + "\n"), quoting=quoting) == tuple(expected)
+    assert column_names(write(header + "\n", name), quoting=quoting) == tuple(expected)
 
 
 def test_a_delimiter_is_for_every_file_of_a_task(write):
-    files = {name: write(f"{name}.csv", f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n") for name in ("train", "dev")}
+    files = {name: write(f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n", f"{name}.csv") for name in ("train", "dev")}
     (data,) = read_tasks("classification", None, files, {"text": "body,a", "delimiter": "semicolon"})
     assert data.train.texts == data.dev[0].texts == [("x,1",), ("y,2",)]
     assert data.text_columns == (("body,a",),)
-    write("dev.csv", "body;label\nx;p\ny;n\n")
+    write("body;label\nx;p\ny;n\n", "dev.csv")
     (data,) = read_tasks("classification", None, files | {"train": files["dev"]}, {"text": "body"})
     assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[0]
 
@@ -299,29 +273,29 @@ def test_a_delimiter_is_one_character():
     ],
 )
 def test_json_of_every_usual_shape(write, content):
-    path = write("data.json", content if isinstance(content, str) else json.dumps(content, indent=1))
+    path = write(content if isinstance(content, str) else json.dumps(content, indent=1), "data.json")
     assert rows_of(path, ["a"]) == [(1, {"a": "x", "b": 1}), (2, {"a": "y", "b": None})]
 
 
 def test_blank_lines_between_rows_are_passed_over(write):
     found = [(3, {"a": "1", "b": "2"}), (6, {"a": "3", "b": "4"})]
-    assert rows_of(write("data.csv", "a,b\n\n1,2\n\n\n3,4\n\n")) == found
-    assert rows_of(write("data.tsv", "a\tb\n\n1\t2\n\n\n3\t4\n\n")) == found
-    lines = write("data.jsonl", '\n \n{"a": "1", "b": "2"}\n\r\n\n{"a": "3", "b": "4"}\n')
+    assert rows_of(write("a,b\n\n1,2\n\n\n3,4\n\n", "data.csv")) == found
+    assert rows_of(write("a\tb\n\n1\t2\n\n\n3\t4\n\n", "data.tsv")) == found
+    lines = write('\n \n{"a": "1", "b": "2"}\n\r\n\n{"a": "3", "b": "4"}\n', "data.jsonl")
     assert rows_of(lines) == found
 
 
 def test_bad_rows_are_named_all_at_once_or_left_out(write):
-    path = write("data.csv", 'a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n')
+    path = write('a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n', "data.csv")
     message = message_of(lambda: read_table(path, ["a"]))
     assert message.startswith("3 bad rows: ") and all(f"line {line}: " in message for line in (3, 4, 5))
     bad = BadRows(3)
     assert read_table(path, ["a"], bad_rows=bad).columns == {"a": ["1", "9"]}
     assert bad.number == 3 and "3 bad rows are left out" in bad.finish()[0]
-    lines = write("data.jsonl", '{"a": 1}\n[1]\n{"a"\n')
+    lines = write('{"a": 1}\n[1]\n{"a"\n', "data.jsonl")
     assert read_table(lines, ["a"], bad_rows=BadRows(2)).lines == [1]
-    assert message_of(lambda: column_names(write("bad.jsonl", "x\ny\n"))).startswith("2 bad rows: ")
-    swallowed = write("open.csv", 'a,b\n"1,2\n3,4\n')  # one bad row, or all the rest of the file
+    assert message_of(lambda: column_names(write("x\ny\n", "bad.jsonl"))).startswith("2 bad rows: ")
+    swallowed = write('a,b\n"1,2\n3,4\n', "open.csv")  # one bad row, or all the rest of the file
     assert "line 2: bad quote" in message_of(lambda: read_table(swallowed, ["a"], bad_rows=BadRows(9)))
 
 
@@ -372,7 +346,7 @@ def test_times_of_every_unit(tmp_path):
 
 
 def test_a_json_line_may_lack_what_is_not_used(write):
-    path = write("data.jsonl", '{"a": "x", "b": 1}\n{"c": null, "b": 2}\n')
+    path = write('{"a": "x", "b": 1}\n{"c": null, "b": 2}\n', "data.jsonl")
     assert column_names(path) == ("a", "b", "c")
     assert read_table(path, ("b",)).columns == {"b": [1, 2]}
     assert read_table(path, ("a",)).columns == {"a": ["x", None]}
