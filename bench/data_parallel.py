@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from electra_fast.training.parallel_step import create_step
 from lib.cpu_worker import cpu_seconds, processes
 from lib.results import Results, parse_arguments, processor
 from lib.workload import label, make_corpus, shape
@@ -46,6 +45,7 @@ from electra_fast.optimizers.optimizer import Optimizer, lr_scale
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training.division import NUM_EXACT_GROUPS
 from electra_fast.training.launch import Launch
+from electra_fast.training.parallel_step import create_step
 from electra_fast.training.sharding import shard_model
 from electra_fast.training.step import GRAD_NORM, choose_execution
 from electra_fast.training.step_processes import choose_num_processes

@@ -15,6 +15,7 @@ from electra_fast.finetuning.readers.rows import (
     BadRows,
     abbreviated,
     check_columns,
+    checked_text,
     extension,
     first_of,
     literal,
@@ -187,13 +188,7 @@ def question_of(entry: Entry, columns: Columns) -> Question:
 
 
 def _text(where: str, fields: Fields, names: tuple[str, ...], value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    name = next((name for name in names if name in fields), None)
-    if name is None and value is None:
-        raise InputError(f"{where}: no {names[0]!r}; {there_are(fields)}; choose with --text")
-    found = "null" if value is None else abbreviated(value)
-    raise InputError(f"{where}: {name or names[0]!r} is {found}, not text")
+    return checked_text(where, fields, next((name for name in names if name in fields), names[0]), value)
 
 
 def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ...]:

@@ -109,11 +109,16 @@ def there_are(names: Iterable[str]) -> str:
 def text_of(path: Path, line: int, row: Row, column: str) -> str:
     """Returns the text in a column of a row; raises InputError naming the line if it is missing, null or not text."""
     value = row.get(column)
+    return value if isinstance(value, str) else checked_text(place(path, line), row, column, value)
+
+
+def checked_text(where: str, row: Mapping[str, Any], column: str, value: Any) -> str:
+    """Returns a value of a row, or of what the row lies in; raises InputError if it is missing, null or not text."""
     if isinstance(value, str):
         return value
-    if column not in row:
-        raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with --text")
-    raise InputError(f"{place(path, line)}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
+    if value is None and column not in row:
+        raise InputError(f"{where}: no {column!r}; {there_are(row)}; choose with --text")
+    raise InputError(f"{where}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
 
 
 def first_of(fields: Mapping[str, Any], names: Iterable[str], default: Any = None) -> Any:
