@@ -13,7 +13,6 @@ that has imported the package, so that it takes a few milliseconds; `test_fuzz.p
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import gzip
 import json
@@ -30,7 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a fork has one thread
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import tiny_reading
 import tiny_task
@@ -49,6 +49,7 @@ from electra_fast.cli import main as command_line
 from electra_fast.files import checkpoint_folder
 
 SECONDS, EXTRA_BYTES = 20.0, 1 << 30
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # What takes the place of a number or of a value.
 NUMBERS = ["0", "-1", "1", "255", "65536", "2147483648", "4294967295", "9223372036854775807", "18446744073709551616"]
 NUMBERS += ["1e308", "-0.0", "NaN", "1" * 400]
@@ -69,33 +70,16 @@ class Target:
     """Whether pipes and devices are refused in place of the files; elsewhere they are read, and so waited for."""
 
 
-@dataclass
-class Tally:
-    """What came of a target's cases: how many, exit codes, the longest and the largest, failures by signature."""
-
-    num: int = 0
-    codes: collections.Counter[int] = field(default_factory=collections.Counter)
-    seconds: float = 0.0
-    extra_bytes: int = 0
-    failures: dict[str, str] = field(default_factory=dict)
-
-
 # --- the files ---
 
 
-def make_targets(folder: Path) -> list[Target]:
+def make_targets(root: Path) -> Iterator[Target]:
     """Small real files of every kind."""
-    return list(_targets(folder))
-
-
-def _targets(root: Path) -> Iterator[Target]:
-    rng = random.Random(0)
     texts = [text for text, _ in tiny_task.sentences(60)]
     vocab = root / "vocab.txt"
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = sorted({word for text in texts for word in text.split()})
     letters = [chr(97 + i) for i in range(26)]
-    vocab.write_text("\n".join([*special, *letters, *(f"##{x}" for x in letters), ".", ",", *words]) + "\n")
+    vocab.write_text("\n".join([*SPECIAL, *letters, *(f"##{x}" for x in letters), ".", ",", *words]) + "\n")
 
     inputs = _inputs(root / "inputs", texts)
     yield Target("inputs", inputs, ("prepare", "{file}", "--vocab", str(vocab), "--out", "{out}"))
@@ -104,7 +88,7 @@ def _targets(root: Path) -> Iterator[Target]:
     yield Target("tokenizer", tokenizers, ("prepare", str(text), "--vocab", "{file}", "--out", "{out}"))
 
     corpus = root / "corpus"
-    ef.prepare([str(text)] * 1, vocab=vocab, out=corpus, holdout=0.2, progress=False)
+    ef.prepare([str(text)], vocab=vocab, out=corpus, holdout=0.2, progress=False)
     yield Target("corpus, inspect", corpus, ("inspect", "{folder}"), specials=True)
     yield Target("corpus, verify", corpus, ("verify", "{folder}"), specials=True)
     settings = TINY | {"train.steps": "3", "train.checkpoint_every": "1", "data.sequence_length": "16"}
@@ -155,7 +139,7 @@ def _targets(root: Path) -> Iterator[Target]:
     files = (f"--train={data}/classification/train.tsv", f"--dev={data}/classification/dev.tsv")
     rerun = ("finetune", "--model", str(encoder), *again, *files, "--out", "{folder}", "--seeds", "2")
     yield Target("finetune, resume", tuned, rerun)
-    rows = _rows(root / "rows", texts, rng)
+    rows = _rows(root / "rows", texts)
     predict = ("predict", str(models_of["classification"]), "{file}", "--text", "sentence")
     yield Target("predict, rows", rows, predict)
     of_rows = ("predict", "{folder}", str(rows / "rows.csv"), "--text", "sentence")
@@ -166,28 +150,34 @@ def _inputs(folder: Path, texts: list[str]) -> Path:
     """Documents in every format of `prepare`."""
     folder.mkdir()
     plain = "\n\n".join(texts).encode()
-    lines = "".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts)).encode()
+    table = pa.table({"text": texts, "n": range(len(texts))})
+    lines = _json_lines(table)
     (folder / "blank.txt").write_bytes(plain)
     (folder / "utf16.txt").write_bytes("\n\n".join(texts).encode("utf-16"))
     (folder / "text.txt.gz").write_bytes(gzip.compress(plain))
     (folder / "text.txt.xz").write_bytes(lzma.compress(plain))
     (folder / "rows.jsonl").write_bytes(lines)
     (folder / "rows.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
-    table = pa.table({"text": texts, "n": range(len(texts))})
     for codec in ("none", "snappy", "zstd"):
         pq.write_table(table, folder / f"{codec}.parquet", compression=codec, row_group_size=25)
-    with pa.OSFile(str(folder / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    with pa.OSFile(str(folder / "stream.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+    _write_arrow(folder / "file.arrow", table, pa.ipc.new_file)
+    _write_arrow(folder / "stream.arrow", table, pa.ipc.new_stream)
     return folder
+
+
+def _json_lines(table: pa.Table) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
+
+
+def _write_arrow(path: Path, table: pa.Table, writer_of: Callable[..., Any]) -> None:
+    with writer_of(str(path), table.schema) as writer:
+        writer.write_table(table)
 
 
 def _tokenizers(folder: Path, vocab: Path, texts: list[str]) -> Path:
     """A vocab.txt, and tokenizer.json of three models."""
     folder.mkdir()
     shutil.copy(vocab, folder / "vocab.txt")
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     kinds: dict[str, tuple[Any, Any]] = {
         "wordpiece": (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer),
         "bpe": (models.BPE(unk_token="[UNK]"), trainers.BpeTrainer),
@@ -199,24 +189,23 @@ def _tokenizers(folder: Path, vocab: Path, texts: list[str]) -> Path:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel() if name == "bpe" else pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.ByteLevel() if name == "bpe" else decoders.WordPiece()
         unknown = {"unk_token": "[UNK]"} if name == "unigram" else {}
-        settings = trainer(vocab_size=200, special_tokens=special, show_progress=False, **unknown)
+        settings = trainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False, **unknown)
         tokenizer.train_from_iterator(texts, settings)
         tokenizer.save(str(folder / f"{name}.json"))
     return folder
 
 
-def _rows(folder: Path, texts: list[str], rng: random.Random) -> Path:
+def _rows(folder: Path, texts: list[str]) -> Path:
     """Rows to predict in every format."""
     folder.mkdir()
-    table = pa.table({"sentence": texts[:12], "id": [rng.randrange(99) for _ in range(12)]})
-    rows = table.to_pylist()
-    (folder / "rows.csv").write_text("sentence,id\n" + "".join(f'"{r["sentence"]}",{r["id"]}\n' for r in rows))
-    (folder / "rows.tsv").write_text("sentence\tid\n" + "".join(f"{r['sentence']}\t{r['id']}\n" for r in rows))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "rows.json").write_text(json.dumps(rows))
+    table = pa.table({"sentence": texts[:12], "id": range(12)})
+    for name, delimiter in (("rows.csv", ","), ("rows.tsv", "\t")):
+        options = pa.csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
+        pa.csv.write_csv(table, folder / name, options)
+    (folder / "rows.jsonl").write_bytes(_json_lines(table))
+    (folder / "rows.json").write_text(json.dumps(table.to_pylist()))
     pq.write_table(table, folder / "rows.parquet")
-    with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+    _write_arrow(folder / "rows.arrow", table, pa.ipc.new_file)
     return folder
 
 
@@ -315,7 +304,7 @@ MUTATIONS = [_flip, _flip, _slice, _cut, _insert, _number, _number, _value, _val
 # --- the cases ---
 
 
-def run_case(target: Target, rng: random.Random, work: Path, tally: Tally, keep: Path | None) -> None:
+def run_case(target: Target, rng: random.Random, work: Path, keep: Path, failures: dict[str, str]) -> None:
     """Copies the files, changes one, runs the command, and judges how it ended."""
     shutil.rmtree(work, ignore_errors=True)
     folder, out = work / "files", work / "out"
@@ -325,25 +314,21 @@ def run_case(target: Target, rng: random.Random, work: Path, tally: Tally, keep:
     target.reseal(folder)
     shutil.copytree(folder, work / "before", symlinks=True, ignore=lambda *_: [file.name] if file.is_fifo() else [])
     places = {"folder": folder, "file": file, "out": out}
-    code, seconds, extra = run_command([part.format(**places) for part in target.command], work)
+    code, extra = run_command([part.format(**places) for part in target.command], work)
     printed = (work / "stderr").read_text(errors="replace")
-    problem = _problem(code, seconds, extra, printed + (work / "stdout").read_text(errors="replace"))
-    tally.num += 1
-    tally.codes[code] += 1
-    tally.seconds, tally.extra_bytes = max(tally.seconds, seconds), max(tally.extra_bytes, extra)
-    if problem and problem not in tally.failures:
+    problem = _problem(code, extra, printed + (work / "stdout").read_text(errors="replace"))
+    if problem and problem not in failures:
         where = f"{file.relative_to(folder)}: {printed.strip()[-1000:]}"
-        if keep is not None:
-            example = keep / f"{target.name.replace(', ', '-').replace(' ', '-')}-{len(tally.failures)}"
-            shutil.rmtree(example, ignore_errors=True)
-            shutil.copytree(work / "before", example / "files", symlinks=True)
-            (example / "printed").write_text(f"{problem}\n{' '.join(target.command)}\n{where}\n")
-        tally.failures[problem] = where
+        example = keep / f"{target.name.replace(', ', '-').replace(' ', '-')}-{len(failures)}"
+        shutil.rmtree(example, ignore_errors=True)
+        shutil.copytree(work / "before", example / "files", symlinks=True)
+        (example / "printed").write_text(f"{problem}\n{' '.join(target.command)}\n{where}\n")
+        failures[problem] = where
 
 
-def run_command(arguments: list[str], work: Path) -> tuple[int, float, int]:
-    """Exit code (minus the signal's number, -1000 after `SECONDS`), seconds, bytes beyond those of this process."""
-    before, start = _of_this_process("RssAnon"), time.monotonic()
+def run_command(arguments: list[str], work: Path) -> tuple[int, int]:
+    """Exit code (minus the signal's number, -1000 after `SECONDS`), and bytes beyond those of this process."""
+    before = _of_this_process("RssAnon")
     child = os.fork()
     if child == 0:
         _be_the_command(arguments, work)
@@ -352,12 +337,12 @@ def run_command(arguments: list[str], work: Path) -> tuple[int, float, int]:
         if not select.select([handle], [], [], SECONDS)[0]:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.waitpid(child, 0)
-            return -1000, SECONDS, 0
+            return -1000, 0
     finally:
         os.close(handle)
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    return code, time.monotonic() - start, max(0, (usage.ru_maxrss << 10) - before)
+    return code, max(0, (usage.ru_maxrss << 10) - before)
 
 
 def _of_this_process(name: str) -> int:
@@ -387,7 +372,7 @@ def _be_the_command(arguments: list[str], work: Path) -> None:
         os._exit(code)
 
 
-def _problem(code: int, seconds: float, extra: int, printed: str) -> str:
+def _problem(code: int, extra: int, printed: str) -> str:
     """What is wrong with how a command ended, the same words for the same fault; empty: nothing."""
     if code == -1000:
         return f"did not end within {SECONDS:.0f} s"
@@ -416,22 +401,8 @@ def _call(arguments: list[str]) -> None:
         raise SystemExit(f"{' '.join(arguments)}: exit code {code}")
 
 
-def fuzz(
-    targets: list[Target], seed: int, num_cases: int, seconds: float, work: Path, keep: Path | None
-) -> dict[str, Tally]:
-    """So many cases of each target in turn, or as many as there is time for; seed and number determine a case."""
-    tallies, end = {target.name: Tally() for target in targets}, time.monotonic() + seconds
-    for number in range(num_cases):
-        for target in targets:
-            if time.monotonic() > end:
-                return tallies
-            rng = random.Random(f"{seed} {target.name} {number}")
-            run_case(target, rng, work / "case", tallies[target.name], keep)
-    return tallies
-
-
 def main() -> int:
-    """A line per target, then each kind of failure."""
+    """Runs cases of each target in turn; seed and number determine a case. Prints each kind of failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="at most")
     parser.add_argument("--cases", type=int, default=1 << 40, help="of each kind, at most")
@@ -443,15 +414,18 @@ def main() -> int:
         work = Path(folder)
         (work / "seeds").mkdir()
         targets = [t for t in make_targets(work / "seeds") if any(word in t.name for word in options.only)]
-        tallies = fuzz(targets, options.seed, options.cases, 60 * options.minutes, work, options.out)
-    for name, tally in tallies.items():
-        codes = ", ".join(f"{count} of code {code}" for code, count in sorted(tally.codes.items()))
-        largest = f"at most {tally.seconds:.1f} s and {tally.extra_bytes >> 20} MiB"
-        print(f"{name}: {tally.num} cases, {codes}; {largest}; {len(tally.failures)} kinds of failures")
-    for name, tally in tallies.items():
-        for problem, where in tally.failures.items():
+        failures: dict[str, dict[str, str]] = {target.name: {} for target in targets}
+        number, end = 0, time.monotonic() + 60 * options.minutes
+        while number < options.cases and time.monotonic() < end:
+            for target in targets:
+                rng = random.Random(f"{options.seed} {target.name} {number}")
+                run_case(target, rng, work / "case", options.out, failures[target.name])
+            number += 1
+    print(f"{number} cases of each of {len(targets)} targets")
+    for name, found in failures.items():
+        for problem, where in found.items():
             print(f"\n== {name}: {problem}\n{where}")
-    return int(any(tally.failures for tally in tallies.values()))
+    return int(any(failures.values()))
 
 
 if __name__ == "__main__":

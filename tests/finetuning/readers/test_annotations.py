@@ -48,8 +48,8 @@ def rejected(path, number, total):
         + [{"text": TEXT, "label": [], "was_cancelled": cancelled} for cancelled in (True, False)],
     ],
 )
-def test_rejected_rows_are_left_out(write_rows, rows):
-    path = write_rows(rows)
+def test_rejected_rows_are_left_out(write, rows):
+    path = write(rows)
     data = read_tagging(path, path, path)
     assert tags(data) == [["B-PER", "O", "O"], ["O", "O", "O"]]
     assert data.train.ids == ["1", "3"]
@@ -58,34 +58,27 @@ def test_rejected_rows_are_left_out(write_rows, rows):
     assert [*iterate_tagging(path)] == [(TEXT, None)] * 4
 
 
-def test_annotations_that_differ(write_rows):
-    path = write_rows([task(annotation(VALUE)), task(annotation(VALUE), annotation())])
+def test_annotations_that_differ(write):
+    path = write([task(annotation(VALUE)), task(annotation(VALUE), annotation())])
     with pytest.raises(InputError, match="line 2: 2 annotations differ; keep one, or mark one as ground truth"):
         read_tagging(path, path, None)
-    path = write_rows([task(), task()])
+    path = write([task(), task()])
     with pytest.raises(InputError, match="an annotator rejected or skipped every row"):
         read_tagging(path, path, None)
-    train = write_rows([task(annotation(VALUE))], "other.jsonl")
+    train = write([task(annotation(VALUE))], "other.jsonl")
     assert len(read_tagging(train, train, path).test[0].texts) == 2  # of which none is annotated yet
 
 
-@pytest.mark.parametrize("label", [[[0, 3, "PER"], [0, 3, "PER"]], [SPAN], [VALUE]])
-@pytest.mark.parametrize("column", ["label", "labels", "entities", "spans"])
-def test_other_exports(write_rows, label, column):
-    path = write_rows([{"id": 1, "text": TEXT, column: label, "relations": [], "Comments": []}])
-    assert tags(read_tagging(path, path, None)) == [["B-PER", "O", "O"]]
-
-
-def test_answers_that_are_data_are_no_verdict(write_rows):
-    path = write_rows([prodigy(answer, SPAN) for answer in ("reject", "42")])
+def test_answers_that_are_data_are_no_verdict(write):
+    path = write([prodigy(answer, SPAN) for answer in ("reject", "42")])
     assert len(read_tagging(path, path, None).train.texts) == 2
 
 
-def test_rejected_rows_of_classification_are_left_out(write_rows):
+def test_rejected_rows_of_classification_are_left_out(write):
     rows = [{"text": f"text {number}", "label": "AB"[number % 2], "answer": "accept"} for number in range(4)]
-    path = write_rows([*rows, {"text": "c", "label": "C", "answer": "reject"}, {"text": "d", "answer": "ignore"}])
+    path = write([*rows, {"text": "c", "label": "C", "answer": "reject"}, {"text": "d", "answer": "ignore"}])
     data = own_data.read("classification", path, path, path)
     assert data.task.labels == ("A", "B") and len(data.train.texts) == 4
     assert rejected(path, 2, 6) in data.notes
-    path = write_rows([{"text": f"a {answer}", "label": answer, "answer": answer} for answer in ("reject", "accept")])
+    path = write([{"text": f"a {answer}", "label": answer, "answer": answer} for answer in ("reject", "accept")])
     assert own_data.read("classification", path, path, None, label=("answer",)).task.labels == ("accept", "reject")

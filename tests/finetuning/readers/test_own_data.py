@@ -1,34 +1,13 @@
 """A user's own data as a task: columns, classes, several labels, numbers, and what is set aside."""
 
-import csv
 import json
 import random
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import own_data
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(rows, name="train.jsonl"):
-        path = tmp_path / name
-        if path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        elif path.suffix == ".parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        else:
-            with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]), delimiter="," if path.suffix == ".csv" else "\t")
-                writer.writeheader()
-                writer.writerows(rows)
-        return path
-
-    return write_file
 
 
 def labelled(*labels, **texts):
@@ -39,28 +18,26 @@ def read(train, dev=None, test=None, kind="classification", **options):
     return own_data.read(kind, train, dev or train, test, **options)
 
 
-def read_split(train, dev=None, test=None, kind="classification", **options):
-    """Sets a dev split aside where there is none."""
-    return own_data.read(kind, train, dev, test, **options)
+def set_aside(train, kind="classification", **options):
+    return own_data.read(kind, train, None, None, **options)
 
 
 def notes_of(*args, **options):
-    """All but the one on the split."""
-    return [note for note in read_split(*args, **options).notes if "set aside" not in note]
+    """All but the one on texts in both splits."""
+    return [note for note in read(*args, **options).notes if "in the training split" not in note]
 
 
-def message_of(*args, **options):
+def message_of(train, dev=None, test=None, kind="classification", **options):
     with pytest.raises(InputError) as caught:
-        read_split(*args, **options)
+        own_data.read(kind, train, dev, test, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["train.tsv", "train.csv", "train.jsonl", "train.parquet"])
-def test_a_classification_from_every_format(write, name):
-    train = write(labelled("pos", "neg", "pos"), name)
-    test = write([{"text": "unseen", "other": "x"}], f"test{train.suffix}")
-    dev = write([{"text": "other", "label": "pos"}], f"dev{train.suffix}")
+def test_a_classification(write):
+    train = write(labelled("pos", "neg", "pos"))
+    test = write([{"text": "unseen", "other": "x"}], "test.csv")
+    dev = write([{"text": "other", "label": "pos"}], "dev.parquet")
     data = read(train, dev, test)
     assert (data.task.name, data.task.kind, data.task.labels) == ("classification", "classification", ("neg", "pos"))
     assert (data.task.metric, data.notes) == ("accuracy", ())
@@ -72,20 +49,20 @@ def test_a_classification_from_every_format(write, name):
 
 
 @pytest.mark.parametrize(
-    ("columns", "chosen"),
+    ("columns", "texts", "labels"),
     [
-        (("other", "text", "sentence"), ("text",)),
-        (("sentence",), ("sentence",)),
-        (("sentence2", "sentence1"), ("sentence1", "sentence2")),
-        (("premise", "hypothesis"), ("premise", "hypothesis")),
-        (("question1", "question2"), ("question1", "question2")),
-        (("question", "sentence"), ("question", "sentence")),
+        ("other text sentence label score", ["text"], "label"),
+        ("sentence labels", ["sentence"], "labels"),
+        ("sentence2 sentence1 gold_label", ["sentence1", "sentence2"], "gold_label"),
+        ("premise hypothesis score", ["premise", "hypothesis"], "score"),
+        ("question1 question2 target", ["question1", "question2"], "target"),
+        ("question sentence label", ["question", "sentence"], "label"),
     ],
 )
-@pytest.mark.parametrize("label", ["label", "labels", "score", "target"])
-def test_default_columns(write, columns, chosen, label):
-    train = write([{**{name: f"{name} {row}" for name in columns}, label: str(row)} for row in range(2)])
-    assert read(train).train.texts == [tuple(f"{name} {row}" for name in chosen) for row in range(2)]
+def test_default_columns(write, columns, texts, labels):
+    data = read(write([{name: f"{name} {row}" for name in columns.split()} for row in range(2)]))
+    assert data.train.texts == [tuple(f"{name} {row}" for name in texts) for row in range(2)]
+    assert data.task.labels == (f"{labels} 0", f"{labels} 1")
 
 
 def test_named_columns(write):
@@ -94,27 +71,64 @@ def test_named_columns(write):
     assert (data.train.texts[0], data.task.labels) == (("t", "a"), ("a", "b"))
 
 
+NUMBERS = "a regression has one label column of numbers"
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("labels", "options", "message"),
     [
-        ({}, "no text column; there are: body, class; choose with --text"),
-        ({"text": ("body",)}, "no label column; there are: body, class; choose with --label"),
-        ({"text": ("title",)}, "no column 'title'; there are: body, class; choose with --text"),
-        ({"text": ("body",), "label": ("topic",)}, "no column 'topic'; there are: body, class; choose with --label"),
-        ({"text": ("body",), "label": ("body",)}, "the column 'body' is chosen twice by --text and --label"),
+        ("ab", {"text": ("title",)}, "no column 'title'; there are: text, a, b, label; choose with --text"),
+        ("ab", {"label": ("topic",)}, "no column 'topic'; there are: text, a, b, label; choose with --label"),
+        ("ab", {"label": ("text",)}, "the column 'text' is chosen twice by --text and --label"),
+        ("ab", {"text": ("a", "b", "label")}, "--text names 3 columns (a, b, label); it can be one or two"),
+        ("ab", {"dev_label": ("label",)}, "--dev-text and --dev-label need --dev FILE"),
+        ("ab", {"dev_fraction": 1.0}, "dev_fraction is 1.0; it must be above 0 and below 1"),
+        ("ab", {"labels": ("b", "c")}, "line 1: unknown label 'a'; --labels names: 'b', 'c'"),
+        ("ab", {"labels": ("a", "b", "a")}, "--labels names a label twice: a, b, a"),
+        ("ab", {"label": ("a", "b"), "labels": ("c", "d")}, "with several label columns, their names are the labels"),
+        ("ab", {"label_map": ("a",)}, "--label-map: 'a' must be OLD=NEW"),
+        ("ab", {"label_map": ("a=b", "a=c")}, "--label-map: 'a' is there twice"),
+        ("ab", {"label_map": ("A=b",)}, "--label-map: no file has the label 'A'; there are: 'a', 'b'"),
+        ("ab", {"label_map": ("a=b",)}, "'b' in every example; there is nothing to learn"),
+        (["a", None], {}, "'a' in every example; there is nothing to learn ("),
+        ([1, -1, 1, -1], {}, "'1' in every example; there is nothing to learn ("),
+        ([[], []], {}, "no label in every example; there is nothing to learn"),
+        ([None, "-", -1], {}, "no example has a label that can be used; choose the column with --label"),
+        ([1, {"a": 2}], {}, "line 2: the label is {'a': 2}; it must be text or an integer"),
+        ([1, 2.5], {}, "line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
+        ([f"id {n}" for n in range(1001)], {}, "1,001 different labels in 1,001 examples; predict numbers with --task"),
+        ([["a"], "b"], {}, "line 2: the label is 'b', elsewhere it is a list"),
+        ("ab", {}, "2 examples are too few to set a dev split aside; give one with --dev"),
+        ("12", {"kind": "regression", "labels": ("1", "2")}, NUMBERS),
+        ("12", {"kind": "regression", "label": ("a", "b")}, NUMBERS),
+        ([1, 2, "inf"], {"kind": "regression"}, "line 3: the label is 'inf'; it must be a finite number"),
+        ([1, 2, "1_0"], {"kind": "regression"}, "line 3: the label is '1_0'; it must be a finite number"),
+        ([1, 2, True], {"kind": "regression"}, "line 3: the label is True; it must be a finite number"),
+        ([1, 2, [1]], {"kind": "regression"}, "line 3: the label is [1]; it must be a finite number"),
+        ([0.1, 0.1], {"kind": "regression"}, "every training value is 0.1; there is nothing to learn from it"),
+        ([1e300, -1e300] * 2, {"kind": "regression"}, "training values from -1e+300 to 1e+300 are too large or too"),
     ],
 )
-def test_missing_columns_are_named_with_those_there_are(write, options, message):
-    train = write([{"body": "a", "class": "x"}, {"body": "b", "class": "y"}])
-    assert message_of(train, **options) == f"{train}: {message}"
+def test_what_cannot_be_used(write, labels, options, message):
+    train = write(labelled(*labels, a="0", b="1"))
+    assert message_of(train, **options).removeprefix(f"{train}: ").startswith(message)
 
 
-def test_columns_that_dev_or_test_lack(write):
+def test_missing_columns_are_named_with_those_there_are(write):
+    train = write([{"body": "a", "class": "x"}])
+    assert message_of(train) == f"{train}: no text column; there are: body, class; choose with --text"
+    message = f"{train}: no label column; there are: body, class; choose with --label"
+    assert message_of(train, text=("body",)) == message
+
+
+def test_what_dev_or_test_lack(write, tmp_path):
     train = write(labelled("a", "b"))
     unlabelled, other = write([{"text": "x"}], "dev.jsonl"), write([{"body": "x"}], "test.jsonl")
     assert message_of(train, unlabelled) == f"{unlabelled}: no column 'label'; there are: text; choose with --dev-label"
     message = f"{other}: no column 'text'; there are: body; choose with --test-text"
     assert message_of(train, train, other) == message
+    with pytest.raises(FileNotFoundError, match=r"none\.tsv: no such file$"):
+        read(train, tmp_path / "none.tsv")
 
 
 @pytest.mark.parametrize(
@@ -127,13 +141,10 @@ def test_columns_that_dev_or_test_lack(write):
         (["01", "1"], ("01", "1")),
         (["True", "FALSE", True], ("false", "true")),
         (["1.0", "v2"], ("1.0", "v2")),
-        ([10, 9, 3], ("3", "9", "10")),
-        ([True, False], ("false", "true")),
         ([" x ", "x", "y"], ("x", "y")),
-        (["1.5", "v2"], ("1.5", "v2")),
     ],
 )
-def test_classes_are_sorted_numerically_if_all_are_integers(write, labels, names):
+def test_names_and_order_of_classes(write, labels, names):
     assert read(write(labelled(*labels))).task.labels == names
 
 
@@ -141,54 +152,22 @@ def test_given_labels_keep_their_order(write):
     train = write(labelled("b", "a"))
     data = read(train, labels=("b", "a", "c"))
     assert (data.task.labels, data.train.targets.tolist()) == (("b", "a", "c"), [0, 1])
-    assert message_of(train, labels=("b", "c")) == f"{train}: line 2: unknown label 'a'; --labels names: 'b', 'c'"
     assert read(write(labelled("0.5", "1.0")), labels=("0.5", "1.0")).task.labels == ("0.5", "1.0")
-    assert message_of(train, labels=("a", "b", "a")) == "--labels names a label twice: a, b, a"
 
 
-@pytest.mark.parametrize("split", ["dev", "test"])
-def test_a_label_that_training_lacks_is_an_error(write, split):
+def test_a_label_that_training_lacks_is_an_error(write):
     train, other = write(labelled("a", "b")), write(labelled("a", "c"), "other.jsonl")
-    message = message_of(train, *((other,) if split == "dev" else (train, other)))
-    assert message == f"{other}: line 2: unknown label 'c'; {train} has: 'a', 'b'"
+    message = f"{other}: line 2: unknown label 'c'; {train} has: 'a', 'b'"
+    assert message_of(train, other) == message_of(train, train, other) == message
+    other = write(labelled(99), "other.jsonl")
+    assert message_of(write(labelled(*range(30))), other).endswith("'18', '19' and 10 more")
 
 
-def test_many_known_labels_are_cut_short(write):
-    train, dev = write(labelled(*range(30))), write(labelled(99), "dev.jsonl")
-    assert message_of(train, dev).endswith("'18', '19' and 10 more")
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (["a", "a"], ": 'a' in every example; there is nothing to learn"),
-        (["a", None], ": 'a' in every example; there is nothing to learn ("),
-        ([None, "-", -1], ": no example has a label that can be used; choose the column with --label"),
-        ([1, -1], ": '1' in every example; there is nothing to learn ("),
-        ([1, {"a": 2}], ": line 2: the label is {'a': 2}; it must be text or an integer"),
-        ([1, 2.5], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
-        (["1", "2.5"], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
-        ([f"id {n}" for n in range(1001)], ": 1,001 different labels in 1,001 examples; predict numbers with --task"),
-        ([["a"], "b"], ": line 2: the label is 'b', elsewhere it is a list"),
-        ([[], []], ": no label in every example; there is nothing to learn"),
-    ],
-)
-def test_labels_that_are_no_classes(write, labels, message):
-    train = write(labelled(*labels))
-    assert message_of(train).startswith(f"{train}{message}")
-
-
-def test_rows_of_parquet_are_counted(write):
-    train = write([*labelled("a", "b"), {"text": None, "label": "b"}], "train.parquet")
-    assert message_of(train) == f"{train}: row 3: 'text' is null, not text"
-
-
-@pytest.mark.parametrize("sign", [-1, "-1", -1.0, "-1.0", "-", "", " ", None, float("nan")])
-@pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
-def test_what_says_that_there_is_no_label_is_no_class(write, sign, name):
-    train = write(labelled(sign, "1", "0", sign, "1"), name)
-    dev = write([{"text": "x", "label": "1"}, {"text": "y", "label": sign}], f"dev.{name}")
-    data = read_split(train, dev)
+@pytest.mark.parametrize("sign", [-1, "-1", "-1.0", "-", " ", None, float("nan")])
+def test_what_says_that_there_is_no_label_is_no_class(write, sign):
+    train = write(labelled(sign, "1", "0", sign, "1"))
+    dev = write([{"text": "x", "label": "1"}, {"text": "y", "label": sign}], "dev.csv")
+    data = read(train, dev)
     assert (data.task.labels, data.train.targets.tolist(), data.train.ids) == (("0", "1"), [1, 0, 1], ["1", "2", "4"])
     assert (data.dev[0].targets.tolist(), data.dev[0].ids) == ([1], ["0"])
     first, second = data.notes
@@ -205,9 +184,7 @@ def test_signs_that_are_named_are_classes(write, labels, given):
 
 
 def test_a_single_class_besides_minus_one_is_asked_about(write):
-    train = write(labelled(1, -1, 1, -1))
-    assert "there is nothing to learn" in message_of(train) and "--labels=-1,1" in message_of(train)
-    assert read(train, labels=("-1", "1")).train.targets.tolist() == [1, 0, 1, 0]
+    assert "--labels=-1,1" in message_of(write(labelled(1, -1, 1, -1)))
 
 
 def test_words_for_nothing_are_classes_with_a_doubt_and_missing_among_numbers(write):
@@ -220,32 +197,18 @@ def test_words_for_nothing_are_classes_with_a_doubt_and_missing_among_numbers(wr
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
-@pytest.mark.parametrize("sign", ["", None, "-"])
+@pytest.mark.parametrize("sign", [None, "-", "-1"])
 def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
     train, test = write(labelled("1", "2")), write(labelled("2", sign, "1"), "test.jsonl")
     data = read(train, train, test, kind=kind)
     (split,) = data.test
+    missing = -1 if (kind, sign) == ("regression", "-1") else np.nan  # a number like others
     values = split.targets if kind == "regression" else np.array([1, 2, np.nan])[split.targets]
-    np.testing.assert_array_equal(values, [2, np.nan, 1])
-    assert len(split.texts) == 3 and any("): predicted and not scored" in note for note in data.notes)
-
-
-def test_minus_one_is_a_number_for_a_regression(write):
-    train = write(labelled(1, -1, "-1", 2.5))
-    data = read(train, write(labelled(-1, -1), "dev.jsonl"), kind="regression")
-    assert (data.train.targets.tolist(), data.dev[0].targets.tolist()) == ([1, -1, -1, 2.5], [-1, -1])
-    same = write(labelled(-1, -1), "same.jsonl")
-    assert message_of(same, kind="regression") == (
-        f"{same}: every training value is -1; there is nothing to learn from it"
-    )
-
-
-@pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
-def test_numbers_of_a_regression_may_be_missing(write, name):
-    train = write(labelled("1", "-1", "", "nan", "2.5"), name)
-    data = read(train, kind="regression")
-    assert data.train.targets.tolist() == [1, -1, 2.5]
-    assert "2 of 5 examples have no label (empty or null 1, 'nan' 1;" in data.notes[0]
+    np.testing.assert_array_equal(values, [2, missing, 1])
+    assert len(split.texts) == 3
+    assert any("): predicted and not scored" in note for note in data.notes) == (missing != -1)
+    hidden = write(labelled(sign, sign), "hidden.jsonl")
+    assert read(train, train, hidden, kind=kind).test[0].targets is None
 
 
 def test_several_labels_without_a_label(write):
@@ -257,7 +220,7 @@ def test_several_labels_without_a_label(write):
     assert (data.train.ids, data.train.targets.tolist()) == (["0", "3"], [[1, 0], [0, 1]])
 
 
-@pytest.mark.parametrize("form", [list, str, json.dumps, lambda flags: np.array(flags).tolist()])
+@pytest.mark.parametrize("form", [list, str])
 def test_lists_of_zeros_and_ones_are_not_lists_of_classes(write, form):
     train = write(labelled(*map(form, ([0, 1, 0], [1, 1, 0], [0, 0, 0]))))
     data = read(train)
@@ -267,10 +230,12 @@ def test_lists_of_zeros_and_ones_are_not_lists_of_classes(write, form):
     assert "--labels names 2" in message_of(train, labels=("x", "y"))
 
 
-@pytest.mark.parametrize("form", [str, json.dumps])
-def test_lists_that_a_table_holds_as_text(write, form):
-    train = write(labelled(*map(form, (["b", "a"], [], ["c"]))), "train.csv")
-    assert read(train).train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+@pytest.mark.parametrize("form", [list, str, json.dumps])
+def test_lists_are_several_labels(write, form):
+    data = read(write(labelled(*map(form, (["b", "a"], [], ["c"])))))
+    assert (data.task.kind, data.task.metric, data.task.labels) == ("multi-label", "f1_micro", ("a", "b", "c"))
+    assert data.train.targets.dtype == np.float32
+    assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
     assert read(write(labelled("[NEG]", "[POS]"))).task.labels == ("[NEG]", "[POS]")
 
 
@@ -285,7 +250,7 @@ def test_columns_and_labels_that_differ_by_file(write):
     message = message_of(train, dev)
     assert message.startswith(f"{dev}: line 1: unknown label 'contradiction'; {train} has: ")
     assert message.endswith("if it means 'contradictory', add --label-map contradiction=contradictory")
-    data = read_split(train, dev, test, label_map=("contradictory=contradiction",))
+    data = read(train, dev, test, label_map=("contradictory=contradiction",))
     assert data.task.labels == ("contradiction", "neutral")
     assert (data.dev[0].texts[0], data.dev[0].targets.tolist()) == (("c", "d"), [0, 1])
     assert data.test[0].targets.tolist() == [0, 1]
@@ -293,22 +258,8 @@ def test_columns_and_labels_that_differ_by_file(write):
     both = write([row | {"premise": "e", "hypothesis": "f", "topic": "neutral"} for row in rows], "both.jsonl")
     options = {"label_map": {"contradictory": "contradiction"}}
     assert "no column 'hypo'" in message_of(train, both, **options)
-    data = read_split(train, both, dev_text=("premise", "hypothesis"), dev_label=("topic",), **options)
+    data = read(train, both, dev_text=("premise", "hypothesis"), dev_label=("topic",), **options)
     assert (data.dev[0].texts[0], data.dev[0].targets.tolist()) == (("e", "f"), [1, 1])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label_map": ("a",)}, "--label-map: 'a' must be OLD=NEW"),
-        ({"label_map": ("a=b", "a=c")}, "--label-map: 'a' is there twice"),
-        ({"label_map": ("A=b",)}, "--label-map: no file has the label 'A'; there are: 'a', 'b'"),
-        ({"label_map": ("a=b",)}, ": 'b' in every example; there is nothing to learn"),
-        ({"dev_label": ("label",)}, "--dev-text and --dev-label need --dev FILE"),
-    ],
-)
-def test_maps_and_columns_that_cannot_be_used(write, options, message):
-    assert message in message_of(write(labelled("a", "b")), **options)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +282,7 @@ def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
     places = (f"{train}: line 3: the label", f"{train}: line 4: 'text' is null", f"{dev}: line 2: unknown label 'c'")
     assert message.startswith("3 bad rows: ") and all(place in message for place in places)
     assert message_of(train, dev, skip_bad_rows=2) == message
-    data = read_split(train, dev, skip_bad_rows=3)
+    data = read(train, dev, skip_bad_rows=3)
     assert (data.train.ids, data.dev[0].ids) == (["0", "1"], ["0", "2"])
     assert data.notes[0].startswith("3 bad rows are left out: ")
     assert message_of(write(labelled({}, {}), "all.jsonl")).startswith("2 bad rows: ")
@@ -339,17 +290,12 @@ def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
     assert "no example has a label that can be used" in message_of(train, unknown, skip_bad_rows=4)
 
 
-def test_texts_in_both_splits_are_counted(write):
-    train, dev = write(labelled("a", "b", "a")), write(labelled("a", "b"), "dev.jsonl")
-    assert read_split(train, dev).notes == (f"{dev}: 2 of 2 dev examples have a text that is in the training split",)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_several_labels_that_occur_twice_are_in_both_splits(write, seed):
     rng = random.Random(seed)
     names = [f"l{number}" for number in range(12) for _ in range(number + 1)]
     rows = [rng.sample(names, rng.choice((0, 1, 1, 2))) for _ in range(60)] + [["once"]]
-    data = own_data.read("classification", write(labelled(*rows)), None, None, seed=seed)
+    data = set_aside(write(labelled(*rows)), seed=seed)
     in_train, in_dev = (split.targets.sum(0) for split in (data.train, data.dev[0]))
     total = in_train + in_dev
     assert (in_train >= 1).all() and len(data.dev[0].texts) < 15
@@ -357,29 +303,8 @@ def test_several_labels_that_occur_twice_are_in_both_splits(write, seed):
     assert (in_dev[alone & (total > 1)] >= 1).all()
 
 
-@pytest.mark.parametrize("hidden", ["", None, -1, "-1"])
-@pytest.mark.parametrize("kind", ["classification", "regression"])
-def test_a_test_file_may_hide_its_labels(write, hidden, kind):
-    train, test = write(labelled("1", "2")), write(labelled(hidden, hidden), "test.jsonl")
-    assert read(train, train, test, kind=kind).test[0].targets is None
-
-
-def test_a_labelled_test_file_keeps_its_targets(write):
-    train, test = write(labelled("a", "b")), write(labelled("b", "a", "b"), "test.jsonl")
-    assert read(train, train, test).test[0].targets.tolist() == [1, 0, 1]
-
-
-@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
-def test_lists_are_several_labels(write, name):
-    data = read(write(labelled(["b", "a"], [], ["c"]), name))
-    assert (data.task.kind, data.task.metric, data.task.labels) == ("multi-label", "f1_micro", ("a", "b", "c"))
-    assert data.train.targets.dtype == np.float32
-    assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
-
-
-@pytest.mark.parametrize("name", ["train.tsv", "train.csv", "train.jsonl"])
-def test_a_separator_makes_several_labels(write, name):
-    data = read(write(labelled("b; a", "", "c;", "b"), name), label_separator=";")
+def test_a_separator_makes_several_labels(write):
+    data = read(write(labelled("b; a", "", "c;", "b")), label_separator=";")
     assert (data.task.kind, data.task.labels) == ("multi-label", ("a", "b", "c"))
     assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
 
@@ -395,50 +320,22 @@ def test_several_label_columns(write):
     assert message == f"{wrong}: line 3: 'toxic' is 2; it must be 0, 1, true or false"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "regression", "labels": ("1", "2")}, "a regression has one label column of numbers"),
-        ({"kind": "regression", "label_separator": ";"}, "a regression has one label column of numbers"),
-        ({"kind": "regression", "label": ("a", "b")}, "a regression has one label column of numbers"),
-        ({"label": ("a", "b"), "labels": ("c", "d")}, "with several label columns, their names are the labels"),
-        ({"text": ("a", "b", "label")}, "--text names 3 columns (a, b, label); it can be one or two"),
-        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it must be above 0 and below 1"),
-    ],
-)
-def test_options_that_contradict_each_other(write, options, message):
-    train = write([{"text": "x", "label": "1", "a": "0", "b": "1"}])
-    assert message_of(train, **options).startswith(message)
-
-
-@pytest.mark.parametrize("name", ["train.tsv", "train.jsonl"])
+@pytest.mark.parametrize("name", ["train.csv", "train.jsonl"])
 def test_a_regression_is_standardized_by_its_training_values(write, name):
-    train = write([{"text": "t", "score": value} for value in (1, 2.5, "4")], name)
+    train = write([{"text": "t", "score": value} for value in (-1, "", "nan", 2.5, "4")], name)
     data = read(train, kind="regression")
     assert (data.task.name, data.task.kind, data.task.metric) == ("regression", "regression", "spearman")
-    assert (data.train.targets.dtype, data.train.targets.tolist()) == (np.float64, [1, 2.5, 4])
-    assert (data.task.shift, data.task.scale) == (2.5, pytest.approx(np.std([1, 2.5, 4])))
-    aside = own_data.read("regression", train, None, None)
+    assert (data.train.targets.dtype, data.train.targets.tolist()) == (np.float64, [-1, 2.5, 4])
+    assert (data.task.shift, data.task.scale) == (pytest.approx(5.5 / 3), pytest.approx(np.std([-1, 2.5, 4])))
+    assert "2 of 5 examples have no label (empty or null 1, 'nan' 1;" in data.notes[0]
+    aside = set_aside(train, "regression")
     assert aside.task.shift == aside.train.targets.mean()
-
-
-@pytest.mark.parametrize("value", ["inf", "x", "1_0", True, [1]])
-def test_values_that_are_no_numbers(write, value):
-    train = write(labelled(1, 2, value))
-    message = message_of(train, kind="regression")
-    assert message.startswith(f"{train}: line 3: the label is ")
-
-
-def test_equal_values_teach_nothing(write):
-    train = write(labelled(0.1, 0.1, 0.1))
-    message = message_of(train, kind="regression")
-    assert message == f"{train}: every training value is 0.1; there is nothing to learn from it"
 
 
 def test_a_dev_split_is_set_aside_by_class(write):
     labels = ["common"] * 160 + ["rare"] * 38 + ["once"] * 2
     train = write(labelled(*labels))
-    data = own_data.read("classification", train, None, None, seed=3)
+    data = set_aside(train, seed=3)
     (dev,) = data.dev
     assert data.notes == (
         f"{train}: 20 of 200 examples are set aside as the dev split (seed 3); give your own with --dev",
@@ -446,35 +343,20 @@ def test_a_dev_split_is_set_aside_by_class(write):
     assert np.bincount(dev.targets, minlength=3).tolist() == [15, 1, 4]
     assert sorted(data.train.ids + dev.ids, key=int) == [str(row) for row in range(200)]
     assert dev.texts == [(f"text {row}",) for row in dev.ids]
-    again = own_data.read("classification", train, None, None, seed=3)
-    other = own_data.read("classification", train, None, None, seed=4)
+    again, other = (set_aside(train, seed=seed) for seed in (3, 4))
     assert again.dev[0].ids == dev.ids != other.dev[0].ids
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
 def test_every_class_of_two_is_in_both_splits(write, fraction):
-    train = write(labelled(*"aabbbcdddddd"))
-    data = own_data.read("classification", train, None, None, dev_fraction=fraction)
+    data = set_aside(write(labelled(*"aabbbcdddddd")), dev_fraction=fraction)
     assert set(data.train.targets.tolist()) == {0, 1, 2, 3} and set(data.dev[0].targets.tolist()) == {0, 1, 3}
     assert len(data.dev[0].texts) == {0.01: 3, 0.5: 6, 0.99: 8}[fraction]
 
 
-@pytest.mark.parametrize(("kind", "labels"), [("classification", ["a", "b"]), ("regression", [1])])
-def test_too_few_rows_to_set_aside(write, kind, labels):
-    train = write(labelled(*labels))
-    with pytest.raises(InputError, match=rf": {len(labels)} examples are too few to set a dev split aside; .*--dev$"):
-        own_data.read(kind, train, None, None)
-
-
-def test_several_labels_are_set_aside_without_classes(write):
-    data = own_data.read("classification", write(labelled(*[["a"], ["b"]] * 10)), None, None)
-    assert (data.train.targets.shape, data.dev[0].targets.shape) == ((18, 2), (2, 2))
-
-
-@pytest.mark.parametrize(("value", "what"), [(None, "null"), (5, "5")])
-def test_a_text_that_is_none(write, value, what):
-    train = write([{"text": "x", "label": "a"}, {"text": value, "label": "b"}])
-    assert message_of(train) == f"{train}: line 2: 'text' is {what}, not text"
+def test_texts_in_both_splits_are_counted(write):
+    train, dev = write(labelled("a", "b", "a")), write(labelled("a", "b"), "dev.jsonl")
+    assert read(train, dev).notes == (f"{dev}: 2 of 2 dev examples have a text that is in the training split",)
 
 
 def test_empty_texts_are_kept_with_a_note(write):
@@ -495,14 +377,3 @@ def test_quoting_is_passed_on(write, tmp_path):
     train.write_text('text\tlabel\n"a\tb"\tx\nc\ty\n')
     assert "add --quoting csv" in message_of(train)
     assert read(train, quoting="csv").train.texts == [("a\tb",), ("c",)]
-
-
-def test_plain_lines_can_be_the_test_file(write, tmp_path):
-    test = tmp_path / "test.txt"
-    test.write_text("one\ntwo\n")
-    assert read(write(labelled("a", "b")), test=test).test[0].texts == [("one",), ("two",)]
-
-
-def test_missing_files(write, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.tsv: no such file$"):
-        read(tmp_path / "none.tsv")

@@ -3,8 +3,6 @@
 import gzip
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
@@ -13,6 +11,7 @@ from electra_fast.finetuning.task import Answer
 
 CONTEXT = "The sky is blue. Grass is green."
 BLUE, GREEN = Answer("blue", 11), Answer("green", 26)
+BLUE_ENDS = "the answer 'blue' at answer_start 11 does not end at"
 EXPECTED = '{"data": [{"paragraphs": [{"context": …, "qas": [{"id": …, "question": …, "answers": …}]}]}]}'
 NO_LIST = f"is not a list of objects as in SQuAD's JSON, {EXPECTED}"
 NEST = f"nest them as SQuAD does: {EXPECTED}"
@@ -32,23 +31,6 @@ def squad(*questions, context=CONTEXT, **more):
 
 def row(answers, **more):
     return {"question": "?", "context": CONTEXT, "answers": answers, **more}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(content, name="train.jsonl"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        elif path.suffix == ".parquet":
-            pq.write_table(pa.Table.from_pylist(content), path)
-        else:
-            lines = content if path.suffix == ".jsonl" else [content]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return path
-
-    return write_file
 
 
 @pytest.fixture
@@ -150,10 +132,9 @@ def test_missing_files(write, write_squad, tmp_path):
         assert message_of(streamed, path, kind=FileNotFoundError) == f"{path}: no such file"
 
 
-@pytest.mark.parametrize("part", ["train", "dev"])
-def test_in_squad_1_every_question_has_an_answer(write, write_squad, tmp_path, part):
+def test_in_squad_1_every_question_has_an_answer(write, write_squad, tmp_path):
     write_squad(version="1.1")
-    path = write(squad(asked("a", BLUE), asked("b"), version="1.1"), f"{part}.json")
+    path = write(squad(asked("a", BLUE), asked("b"), version="1.1"), "dev.json")
     place = f"{path}: data[0].paragraphs[0].qas[1], id 'b'"
     message = f"{place}: no answer, but in SQuAD 1.1 every question has one; use --task squad2"
     assert message_of(read_squad, "squad1", tmp_path) == message
@@ -202,17 +183,14 @@ def test_every_format_has_the_same_questions(write, name):
     assert streamed(path) == [("7", "7?", CONTEXT), ("8", "8?", CONTEXT)]
 
 
-def test_ids(write):
-    rows = write([row("blue", id=None), row("blue", id="x"), row("blue")])
-    questions = write(squad({"question": "?", "answers": ["blue"]}, asked("x", BLUE), asked(None, BLUE)), "train.json")
-    for path in (rows, questions):
-        assert read(path).train.ids == [id for id, _, _ in streamed(path)] == ["0", "x", "2"]
-
-
-def test_texts_are_left_as_they_are(write):
+def test_ids_and_texts_are_left_as_they_are(write):
     context = "\u2028 Ä\u00a0b \r\n c "
-    data = read(write([{"question": " ?\t", "context": context, "answers": ["b \r\n c "]}]))
-    assert (data.train.texts, answers_of(data.train)) == ([(" ?\t", context)], [(Answer("b \r\n c ", 4),)])
+    rows = [{"question": " ?\t", "context": context, "answers": ["b \r\n c "], "id": id} for id in (None, "x")]
+    path = write([*rows, row("blue")])
+    data = read(path)
+    assert data.train.texts[:2] == [(" ?\t", context)] * 2
+    assert answers_of(data.train) == [(Answer("b \r\n c ", 4),)] * 2 + [(BLUE,)]
+    assert data.train.ids == [id for id, _, _ in streamed(path)] == ["0", "x", "2"]
 
 
 def test_columns_and_quotes_as_asked(write):
@@ -236,20 +214,20 @@ def test_a_test_file_may_lack_answers(write):
 
 
 def test_questions_are_read_in_a_stream(write):
-    questions = iterate_questions(write(b'{"question": "?", "context": "x"}\nnot JSON\n'))
+    questions = iterate_questions(write('{"question": "?", "context": "x"}\nnot JSON\n', "train.jsonl"))
     assert next(questions) == ("0", "?", "x")
     assert "line 2: not a JSON object" in message_of(next, questions)
 
 
 def test_whole_contexts_are_set_aside(write):
     path = write([row("blue", id=id, context=f"{id % 20} {CONTEXT}") for id in range(60)])
-    data, again, other = (read_questions(path, None, None, dev_fraction=0.25, seed=seed) for seed in (3, 3, 4))
+    data, other = (read_questions(path, None, None, dev_fraction=0.25, seed=seed) for seed in (3, 4))
     train, dev = ({context for _, context in split.texts} for split in (data.train, data.dev[0]))
     assert (len(train), len(dev), train & dev) == (15, 5, set())
     assert sorted(map(int, data.train.ids + data.dev[0].ids)) == list(range(60))
     note = f"{path}: 5 of 20 contexts, with 15 of 60 questions, are set aside as the dev split (seed 3); "
     assert data.notes == (note + "give your own with --dev",)
-    assert (again.dev[0].ids == data.dev[0].ids, other.dev[0].ids == data.dev[0].ids) == (True, False)
+    assert other.dev[0].ids != data.dev[0].ids
     for fraction, num_dev in ((0.001, 1), (0.999, 19)):  # neither split is empty
         assert len(read_questions(path, None, None, dev_fraction=fraction).dev[0].ids) == 3 * num_dev
 
@@ -289,66 +267,54 @@ def test_a_file_whose_answers_are_not_in_its_contexts_is_refused(write):
     [
         (b'{"data": [', "not JSON: Expecting value: line 1 column 11 (char 10); get the file again"),
         (b'{"question": 1}\n5\n', "line 2: not a JSON object: 5"),
-        (
-            b'{"question": 1}\n{\n',
-            "line 2: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 "
-            "(char 1); get the file again",
-        ),
+        (b'{"question": 1}\n{"a\n', "line 2: not a JSON object: Unterminated string starting at"),
         ([["?", "x"]], f"neither a list of objects nor SQuAD's JSON, {EXPECTED}"),
         ({"questions": []}, f"no 'question' and no 'context'; there are: questions; choose with --text, or {NEST}"),
-        ({"data": {"x": []}}, f"data {NO_LIST}"),
-        ({"data": [{"paragraphs": {}}]}, f"data[0].paragraphs {NO_LIST}"),
         ({"data": [{"paragraphs": [{"qas": 5}]}]}, f"data[0].paragraphs[0].qas {NO_LIST}"),
         ({"data": []}, "no questions"),
+        (b'{"data": "\xff"}', "line 1: not UTF-8 at byte 10; convert the file to UTF-8"),
+        (b'{"data": "\\uD83D"}', "not JSON: 'utf-8' codec can't encode character"),
         (squad(asked("a"), context=" \n\u00a0"), "data[0].paragraphs[0].qas[0], id 'a': the context is empty"),
-        (squad({"question": 5}), "data[0].paragraphs[0].qas[0]: 'question' is 5, not text"),
         (squad({"id": 1}), "data[0].paragraphs[0].qas[0], id 1: no 'question'; there are: id; choose with --text"),
     ],
 )
 def test_json_unlike_squad(write, content, message):
     good, path = write([row("blue")]), write(content, "train.json")
-    assert message_of(read, good, path) == message_of(streamed, path) == f"{path}: {message}"
-
-
-@pytest.mark.parametrize("content", [b'{"data": "\xff"}', b'{"data": "\\uD83D"}'])
-def test_json_that_is_not_unicode(write, content):
-    path = write(content, "train.json")
-    assert message_of(read, path).startswith(f"{path}: not JSON: 'utf-8' codec can't")
-
-
-ANSWER_ERRORS = [
-    ([annotated("blue", "x")], "answer_start is 'x'; it must be an integer"),
-    ([annotated("blue", 11.5)], "answer_start is 11.5; it must be an integer"),
-    ([annotated("blue", True)], "answer_start is True; it must be an integer"),
-    ([{"answer_start": 1}], "the text of an answer is missing; it must be text"),
-    (5, "the text of an answer is 5; it must be text"),
-    ({"text": ["blue"], "answer_start": []}, "answer_start is []; it must be a list of 1, as text is"),
-    ({"text": ["blue"], "answer_start": 11}, "answer_start is 11; it must be a list of 1, as text is"),
-]
-
-
-@pytest.mark.parametrize(("answers", "message"), ANSWER_ERRORS)
-def test_answers_that_cannot_be_used(write, write_squad, tmp_path, answers, message):
-    write_squad(version="1.1")
-    path = write(squad(asked("a", BLUE), asked("b") | {"answers": answers}, version="1.1"), "dev.json")
-    assert message_of(read_squad, "squad1", tmp_path) == f"{path}: data[0].paragraphs[0].qas[1], id 'b': {message}"
-    good, path = write([row("blue")], "good.jsonl"), write([row("blue"), row(answers)])
-    assert message_of(read, path, good) == f"{path}: line 2: {message}"
+    found = message_of(read, good, path)
+    assert found.startswith(f"{path}: {message}") and message_of(streamed, path) == found
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": 5}, "line 2: 'question' is 5, not text"),
-        ({"context": None}, "line 2: 'context' is null, not text"),
-        ({"context": " ", "id": 3}, "line 2, id 3: the context is empty"),
-        ({"id": [1]}, "line 2: the id is [1]; it must be text or an integer"),
-        ({"id": 1}, "line 2, id 1: a second question with the id '1'; ids must be unique"),
+        ({"question": 5}, "'question' is 5, not text"),
+        ({"context": None}, "'context' is null, not text"),
+        ({"context": " ", "id": 3}, "the context is empty"),
+        ({"id": [1]}, "the id is [1]; it must be text or an integer"),
+        ({"id": "x"}, "a second question with the id 'x'; ids must be unique"),
+        ({"answers": [annotated("blue", "x")]}, "answer_start is 'x'; it must be an integer"),
+        ({"answers": [annotated("blue", 11.5)]}, "answer_start is 11.5; it must be an integer"),
+        ({"answers": [annotated("blue", True)]}, "answer_start is True; it must be an integer"),
+        ({"answers": [{"answer_start": 1}]}, "the text of an answer is missing; it must be text"),
+        ({"answers": 5}, "the text of an answer is 5; it must be text"),
+        ({"answers": {"text": ["blue"], "answer_start": []}}, "answer_start is []; it must be a list of 1, as text is"),
+        ({"answers": {"text": ["blue"], "answer_start": 11}}, "answer_start is 11; it must be a list of 1, as text is"),
+        ({"is_impossible": True}, "is_impossible is true, but there is the answer 'blue'; correct one of them"),
+        ({"is_impossible": "false", "answers": []}, "is_impossible is false, but there is no answer; correct one"),
+        ({"is_impossible": "maybe"}, "is_impossible is 'maybe'; it must be true or false"),
+        ({"answers": annotated("blue", 11) | {"answer_end": 19}}, f"{BLUE_ENDS} 19; correct its text or its end"),
+        ({"answers": annotated("blue", 11) | {"length": 2}}, f"{BLUE_ENDS} 13; correct its text or its end"),
     ],
 )
 def test_rows_that_cannot_be_used(write, change, message):
-    good, path = write([row("blue")], "good.jsonl"), write([row("blue", id="1"), row("blue") | change])
-    assert message_of(read, path, good) == message_of(streamed, path) == f"{path}: {message}"
+    good, path = write([row("blue")], "good.jsonl"), write([row("blue", id="x"), row("blue") | change])
+    found = message_of(read, path, good)
+    id = f", id {change['id']!r}" if isinstance(change.get("id"), int | str) else ""
+    assert found.startswith(f"{path}: line 2{id}: {message}")
+    if "answers" not in change and "is_impossible" not in change:
+        assert message_of(streamed, path) == found
+    data = read(path, good, skip_bad_rows=1)
+    assert data.train.ids == ["x"] and data.notes[0] == f"1 bad row is left out: {found}"
 
 
 def test_columns_that_are_missing(write):
@@ -478,29 +444,6 @@ def test_answers_elsewhere_than_at_their_offset(write, context, text, start, exp
     assert found == ([] if expected[1] < 0 else [(expected,)])
     assert len(data.notes) == 1 and "the first in question '30'" in data.notes[0]
     assert ("left out" if expected[1] < 0 else "taken where they are") in data.notes[0]
-
-
-CONTRADICTIONS = {
-    "is_impossible is true, but there is the answer 'blue'; correct one of them": {"is_impossible": True},
-    "is_impossible is false, but there is no answer; correct one of them": {"is_impossible": "false", "answers": []},
-    "is_impossible is 'maybe'; it must be true or false": {"is_impossible": "maybe"},
-    "the answer 'blue' at answer_start 11 does not end at 19; correct its text or its end": {
-        "answers": annotated("blue", 11) | {"answer_end": 19}
-    },
-    "the answer 'blue' at answer_start 11 does not end at 13; correct its text or its end": {
-        "answers": annotated("blue", 11) | {"length": 2}
-    },
-}
-
-
-def test_contradictions_are_reported_together(write):
-    good = write([row("blue")], "good.jsonl")
-    path = write([row("blue", id=0), *(row("blue", id=n) | each for n, each in enumerate(CONTRADICTIONS.values(), 1))])
-    message = message_of(read, path, good)
-    for number, each in enumerate(CONTRADICTIONS, 1):
-        assert f"{path}: line {number + 1}, id {number}: {each}" in message
-    data = read(path, good, skip_bad_rows=5)
-    assert data.train.ids == ["0"] and data.notes[0].startswith("5 bad rows are left out: ")
 
 
 def test_scores_by_characters_are_announced(write):

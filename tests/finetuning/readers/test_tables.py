@@ -3,7 +3,6 @@
 import csv
 import gzip
 import io
-import itertools
 import json
 import lzma
 import os
@@ -24,17 +23,6 @@ from electra_fast.finetuning.readers.tables import column_names, iterate_rows, l
 from electra_fast.finetuning.task_data import read_tasks
 
 TEXTS = ["plain", "a, b", 'say "hi"', "", "naïve \u2028 text", "last"]
-LABELS = ["0", "1", "1", "0", "1", "0"]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_file(name, content):
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    return write_file
 
 
 def message_of(call):
@@ -49,53 +37,33 @@ def rows_of(path, columns=(), **options):
     return list(iterate_rows(path, columns, **options))
 
 
-def write_table(path):
-    """The texts and labels above, in the format of the extension."""
-    rows = list(zip(TEXTS, LABELS, strict=True))
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": TEXTS, "label": LABELS, "other": [[1]] * len(TEXTS)}), path)
-    elif path.suffix == ".feather":
-        feather.write_feather(pa.table({"text": TEXTS, "label": LABELS}), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps([{"text": text, "label": label} for text, label in rows]))
-    elif path.suffix in (".jsonl", ".ndjson"):
-        path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
-    elif path.suffix == ".csv":
-        with path.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([("text", "label"), *rows])
+@pytest.mark.parametrize(
+    ("extension", "place"),
+    [("tsv", "line 4"), ("csv", "line 4"), ("jsonl", "line 3"), ("json", "record 3"), ("parquet", "row 3")]
+    + [("TSV", "line 4"), ("ndjson", "line 3"), ("feather", "row 3")],
+)
+def test_every_format_holds_the_same_table(write, tmp_path, extension, place):
+    rows, path = [{"text": text, "label": str(len(text))} for text in TEXTS], tmp_path / f"data.{extension}"
+    if extension == "feather":
+        feather.write_feather(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *rows]), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("extension", ["tsv", "csv", "jsonl", "ndjson", "json", "parquet", "feather", "TSV"])
-def test_every_format_holds_the_same_table(tmp_path, extension):
-    path = write_table(tmp_path / f"data.{extension}")
+        write(rows, f"a.{'jsonl' if extension == 'ndjson' else extension.lower()}").rename(path)
     table = read_table(path, ("label", "text"))
-    assert table.columns == {"label": LABELS, "text": TEXTS}
-    first = 2 if extension.lower() in ("tsv", "csv") else 1
-    assert table.lines == list(range(first, first + len(TEXTS)))
-    name = {"parquet": "row", "feather": "row", "json": "record"}.get(extension, "line")
-    assert table.place(2) == f"{path}: {name} {first + 2}"
-    assert set(column_names(path)) >= {"text", "label"}
+    assert table.columns == {"label": [row["label"] for row in rows], "text": TEXTS}
+    assert table.place(2) == f"{path}: {place}" and len(table.lines) == len(TEXTS)
+    assert column_names(path) == ("text", "label")
 
 
 def test_lines_of_a_text_file_are_rows(write):
-    path = write("data.txt", "one\n\n two\ttabs \r\n\n")
+    path = write("one\n\n two\ttabs \r\n\n", "data.txt")
     assert rows_of(path) == [(1, {"text": "one"}), (2, {"text": ""}), (3, {"text": " two\ttabs "}), (4, {"text": ""})]
     assert column_names(path) == ("text",)
-    assert "no column 'body'; there are: text" in message_of(lambda: rows_of(path, ["body"]))
-
-
-@pytest.mark.parametrize("extension", ["tsv", "csv"])
-def test_byte_order_mark_crlf_and_blank_end(write, extension):
-    content = "\ufefftext,label\r\nné,1\r\nb,2\r\n\r\n\n".replace(",", "\t" if extension == "tsv" else ",")
-    path = write(f"data.{extension}", content)
-    assert rows_of(path) == [(2, {"text": "né", "label": "1"}), (3, {"text": "b", "label": "2"})]
+    message = f"{path}: no column 'body'; there are: text; choose with --text"
+    assert message_of(lambda: rows_of(path, ["body"])) == message
 
 
 def test_quoted_cells_may_hold_anything(write):
-    path = write("data.csv", 'text,label\n"a, ""b""\nc",1\n"",2\nd,"3"\n')
+    path = write('text,label\n"a, ""b""\nc",1\n"",2\nd,"3"\n', "data.csv")
     assert [(line, *row.values()) for line, row in iterate_rows(path)] == [
         (2, 'a, "b"\nc', "1"),
         (4, "", "2"),
@@ -114,13 +82,13 @@ def test_quoted_cells_may_hold_anything(write):
 )
 def test_quoting_follows_the_extension_or_the_option(write, name, quoting, text):
     delimiter = "\t" if name.endswith("tsv") else ","
-    path = write(name, f'text{delimiter}label\n"a b"{delimiter}1\n')
+    path = write(f'text{delimiter}label\n"a b"{delimiter}1\n', name)
     assert rows_of(path, quoting=quoting) == [(2, {"text": text, "label": "1"})]
 
 
 def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
     limit, text = csv.field_size_limit(), "x" * 300_000
-    path = write("data.csv", "text\n" + f'"{text}"\n' * 3)
+    path = write("text\n" + f'"{text}"\n' * 3, "data.csv")
     rows = iterate_rows(path)
     assert next(rows)[1]["text"] == text
     assert csv.field_size_limit() == limit
@@ -128,67 +96,60 @@ def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
 
 
 def test_blank_lines_in_one_column_are_empty_texts(write):
-    assert rows_of(write("data.tsv", "text\na\n\nb\n\n")) == [(2, {"text": "a"}), (3, {"text": ""}), (4, {"text": "b"})]
+    assert rows_of(write("text\na\n\nb\n\n", "data.tsv")) == [(2, {"text": "a"}), (3, {"text": ""}), (4, {"text": "b"})]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "quoting", "message"),
+    ("name", "content", "message"),
     [
-        ("a.tsv", "", "auto", "empty; the first line has to name the columns"),
-        ("a.csv", "\ufeff", "auto", "empty; the first line"),
-        ("a.tsv", "text\tlabel\n\n", "auto", "no rows"),
-        ("a.txt", "", "auto", "no rows"),
-        ("a.jsonl", "\n", "auto", "no rows"),
-        ("a.json", "", "auto", "no rows"),
-        ("a.json", "[]", "auto", "no rows"),
-        ("a.json", '[{"a": 1},]', "auto", "not JSON: Expecting value: line 1 column 11"),
-        ("a.json", '[["x", 1]]', "auto", "record 1: not a JSON object: ['x', 1]"),
-        ("a.json", "3", "auto", "not a table but 3; it must be a list of objects"),
-        ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "auto", "has several lists of records, train, dev"),
-        ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "auto", "may hold rows or columns by name"),
-        ("a.tsv", "a\tb\ta\n1\t2\t3\n", "auto", "two columns are named 'a'; rename one"),
-        ("a.tsv", "a\tb\n1\t2\n1\n", "auto", "line 3: found 1 fields, expected 2 as in the header"),
-        ("a.csv", "a,b;c\n1,2;3\n", "auto", "line 1: comma or semicolon may separate the cells; choose with --delim"),
-        ("a.csv", "a;b\n1;2\n3\n", "auto", "line 3: found 1 fields, expected 2 as in the header; semicolons separate"),
-        ("a.csv", "a,b\n1\r2,3\n", "auto", "line 2: a carriage return within a cell; enclose the cell in quotes"),
-        ("a.csv", "PK\x03\x04", "auto", "not text but a spreadsheet or another zip archive; save it as CSV"),
+        ("a.tsv", "", "empty; the first line has to name the columns"),
+        ("a.txt", "", "no rows"),
+        ("a.json", "", "no rows"),
+        ("a.json", '[{"a": 1},]', "not JSON: Expecting value: line 1 column 11"),
+        ("a.json", '[["x", 1]]', "record 1: not a JSON object: ['x', 1]"),
+        ("a.json", "3", "not a table but 3; it must be a list of objects"),
+        ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "has several lists of records, train, dev"),
+        ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "may hold rows or columns by name"),
+        ("a.tsv", "a\tb\ta\n1\t2\t3\n", "two columns are named 'a'; rename one"),
+        ("a.tsv", "a\tb\n1\t2\n1\n", "line 3: found 1 fields, expected 2 as in the header"),
+        ("a.csv", "a,b;c\n1,2;3\n", "line 1: comma or semicolon may separate the cells; choose with --delim"),
+        ("a.csv", "a;b\n1;2\n3\n", "line 3: found 1 fields, expected 2 as in the header; semicolons separate"),
+        ("a.csv", "a,b\n1\r2,3\n", "line 2: a carriage return within a cell; enclose the cell in quotes"),
+        ("a.csv", "PK\x03\x04", "not text but a spreadsheet or another zip archive; save it as CSV"),
         (
             "a.tsv",
             'a\tb\n"1\t1"\t2\n',
-            "auto",
             "line 2: found 3 fields, expected 2 as in the header; if quotes enclose cells, add --quoting csv",
         ),
         (
             "a.csv",
             "a,b\n1,2,3\n",
-            "auto",
             "line 2: found 3 fields, expected 2 as in the header; enclose cells that contain the delimiter in quotes",
         ),
         (
             "a.csv",
             'a,b\n1,2\n"3\n4",5\n6,"7\n8,9\n',
-            "auto",
             "line 5: bad quote in the record that begins here (unexpected end of data); "
             "double the quotes within a quoted cell and close it, or add --quoting none if quotes are text",
         ),
-        ("a.csv", 'a,b\n1,2\n"x"y,5\n', "auto", "line 3: bad quote in the record that begins here"),
-        ("a.tsv", b"a\tb\nx\ty\nz\xff\t1\n", "auto", "line 3: not UTF-8 at byte 9; convert the file to UTF-8"),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "auto", "line 1: has NUL bytes, as UTF-16 without a byte order"),
-        ("a.tsv", "a\tb\n1\t2\n".encode("utf-16")[:-1], "auto", "line 2: not UTF-16-LE at byte 16; get the file again"),
-        ("a.tsv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "auto", "damaged gzip (Compressed file ended before"),
-        ("a.jsonl", '{"a": 1}\n[1]\n', "auto", "line 2: not a JSON object: [1]"),
-        ("a.jsonl", '[{"a": 1}]\n', "auto", "line 1: not a JSON object: [{'a': 1}]; a list, or an object of several"),
-        ("a.jsonl", '{"a": 1\n', "auto", "line 1: not a JSON object: Expecting ',' delimiter"),
-        ("a.jsonl", '{"a": "\\ud800"}\n', "auto", "line 1: not a JSON object: 'utf-8' codec can't encode"),
-        ("a.jsonl", "[" * 100_000, "auto", "line 1: not a JSON object: maximum recursion depth"),
-        ("a.parquet", b"PAR1 but nothing else", "auto", "cannot be read as Parquet ("),
-        ("a.xlsx", "x", "auto", "a spreadsheet; save it as CSV"),
-        ("a.doc", "x", "auto", "unknown extension; it can be .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"),
+        ("a.csv", 'a,b\n1,2\n"x"y,5\n', "line 3: bad quote in the record that begins here"),
+        ("a.tsv", b"a\tb\nx\ty\nz\xff\t1\n", "line 3: not UTF-8 at byte 9; convert the file to UTF-8"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "line 1: has NUL bytes, as UTF-16 without a byte order"),
+        ("a.tsv", "a\tb\n1\t2\n".encode("utf-16")[:-1], "line 2: not UTF-16-LE at byte 16; get the file again"),
+        ("a.tsv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "damaged gzip (Compressed file ended before"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "line 2: not a JSON object: [1]"),
+        ("a.jsonl", '[{"a": 1}]\n', "line 1: not a JSON object: [{'a': 1}]; a list, or an object of several"),
+        ("a.jsonl", '{"a": 1\n', "line 1: not a JSON object: Expecting ',' delimiter"),
+        ("a.jsonl", '{"a": "\\ud800"}\n', "line 1: not a JSON object: 'utf-8' codec can't encode"),
+        ("a.jsonl", "[" * 100_000, "line 1: not a JSON object: maximum recursion depth"),
+        ("a.parquet", b"PAR1 but nothing else", "cannot be read as Parquet ("),
+        ("a.xlsx", "x", "a spreadsheet; save it as CSV"),
+        ("a.doc", "x", "unknown extension; it can be .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"),
     ],
 )
-def test_damage_is_named_in_one_line(write, name, content, quoting, message):
-    path = write(name, content)
-    assert message_of(lambda: rows_of(path, quoting=quoting)).startswith(f"{path}: {message}")
+def test_damage_is_named_in_one_line(write, name, content, message):
+    path = write(content, name)
+    assert message_of(lambda: rows_of(path)).startswith(f"{path}: {message}")
 
 
 def test_arrow_offsets_that_point_beyond_the_text(write):
@@ -199,15 +160,14 @@ def test_arrow_offsets_that_point_beyond_the_text(write):
         file.write_batch(batch)
     offsets, far = (struct.pack("<3i", 0, 3, end) for end in (6, 1 << 30))
     assert offsets in sink.getvalue().to_pybytes()
-    path = write("a.arrow", sink.getvalue().to_pybytes().replace(offsets, far))
+    path = write(sink.getvalue().to_pybytes().replace(offsets, far), "a.arrow")
     assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as Arrow (Column 0: ")
 
 
-@pytest.mark.parametrize("name", ["a.feather", "a.parquet"])
-def test_a_column_whose_name_is_no_text(tmp_path, name):
-    path = write_table(tmp_path / name)
+def test_a_column_whose_name_is_no_text(write):
+    path = write([{"label": 1}], "a.parquet")
     path.write_bytes(path.read_bytes().replace(b"label", b"l\xeebel"))
-    assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as ")
+    assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as Parquet")
 
 
 def test_a_folder_and_a_missing_file(tmp_path):
@@ -219,14 +179,6 @@ def test_a_folder_and_a_missing_file(tmp_path):
     assert "quoting is 'double'" in message_of(lambda: rows_of(tmp_path / "none.tsv", quoting="double"))
 
 
-@pytest.mark.parametrize("name", ["data.tsv", "data.csv", "data.parquet"])
-def test_a_missing_column_is_named_with_those_there_are(tmp_path, name):
-    path = write_table(tmp_path / name)
-    there = "text, label, other" if name.endswith("parquet") else "text, label"
-    message = f"{path}: no column 'body'; there are: {there}; choose with --label"
-    assert message_of(lambda: rows_of(path, ["body"], flag="--label")) == message
-
-
 @pytest.mark.parametrize(
     ("name", "header", "hint"),
     [
@@ -235,39 +187,36 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path, name):
     ],
 )
 def test_a_missing_column_may_be_due_to_the_dialect(write, name, header, hint):
-    path = write(name, f"{header}\nx\n")
+    path = write(f"{header}\nx\n", name)
     there = ", ".join(header.split("|"))
     expected = f"{path}: no column 'text'; there are: {there} ({hint}); choose with --text"
     assert message_of(lambda: rows_of(path, ["text"], quoting=Dialect("none", "pipe"))) == expected
+
+
+def zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
 
 
 def random_cell(rng):
     return "".join(rng.choices("aé日,;|\t\"' \n😀", k=rng.randrange(8)))
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(("end", "delimiter"), [("\n", "|"), ("\r\n", ","), ("\r\n", "\t"), ("\r", ";")])
 def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter, encoding, end):
     rng = random.Random(f"{delimiter} {encoding} {end}")
     rows = [[random_cell(rng) for _ in range(3)] for _ in range(50)]
+    if end == "\r":
+        rows = [[cell.replace("\n", " ") for cell in row] for row in rows]
     text = io.StringIO(newline="")
     csv.writer(text, delimiter=delimiter, lineterminator=end).writerows([("text", "a b", "c"), *rows])
-    content = text.getvalue() if end != "\r" else text.getvalue().replace("\n", " ")
     for name, packed in {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}.items():
         path = tmp_path / f"data.csv{name}"
-        path.write_bytes(packed(content.encode(encoding)))
-        found = [list(row.values()) for _, row in iterate_rows(path)]
-        assert found == (rows if end != "\r" else [[cell.replace("\n", " ") for cell in row] for row in rows])
+        path.write_bytes(packed(text.getvalue().encode(encoding)))
+        assert [list(row.values()) for _, row in iterate_rows(path)] == rows
         notes = " ".join(layout_notes(path))
-        assert ("separate the cells" in notes, "read as UTF-" in notes) == (delimiter != ",", encoding[4:] in EXOTIC)
-
-
-EXOTIC = ("16", "32")
-
-
-def zstd(content):
-    return pa.compress(content, codec="zstd", asbytes=True)
+        is_named = encoding in ("utf-16", "utf-32")
+        assert ("separate the cells" in notes, "read as UTF-" in notes) == (delimiter != ",", is_named)
 
 
 @pytest.mark.parametrize(
@@ -292,22 +241,23 @@ def zstd(content):
     ],
 )
 def test_names_of_columns(write, name, header, quoting, expected):
-    assert column_names(write(name, header + "\n"), quoting=quoting) == tuple(expected)
+    assert column_names(write(header + "\n", name), quoting=quoting) == tuple(expected)
 
 
 def test_a_delimiter_is_for_every_file_of_a_task(write):
-    files = {name: write(f"{name}.csv", f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n") for name in ("train", "dev")}
+    files = {name: write(f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n", f"{name}.csv") for name in ("train", "dev")}
     (data,) = read_tasks("classification", None, files, {"text": "body,a", "delimiter": "semicolon"})
     assert data.train.texts == data.dev[0].texts == [("x,1",), ("y,2",)]
     assert data.text_columns == (("body,a",),)
-    write("dev.csv", "body;label\nx;p\ny;n\n")
+    write("body;label\nx;p\ny;n\n", "dev.csv")
     (data,) = read_tasks("classification", None, files | {"train": files["dev"]}, {"text": "body"})
     assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[0]
 
 
-@pytest.mark.parametrize("delimiter", ["ab", '"', "\n", "commas"])
-def test_a_delimiter_is_one_character(delimiter):
-    assert "it can be a character or one of comma, semicolon" in message_of(lambda: Dialect(delimiter=delimiter))
+def test_a_delimiter_is_one_character():
+    for delimiter in ("ab", '"', "\n"):
+        message = message_of(lambda each=delimiter: Dialect(delimiter=each))
+        assert "it can be a character or one of comma, semicolon" in message
 
 
 @pytest.mark.parametrize(
@@ -323,29 +273,29 @@ def test_a_delimiter_is_one_character(delimiter):
     ],
 )
 def test_json_of_every_usual_shape(write, content):
-    path = write("data.json", content if isinstance(content, str) else json.dumps(content, indent=1))
+    path = write(content if isinstance(content, str) else json.dumps(content, indent=1), "data.json")
     assert rows_of(path, ["a"]) == [(1, {"a": "x", "b": 1}), (2, {"a": "y", "b": None})]
 
 
 def test_blank_lines_between_rows_are_passed_over(write):
     found = [(3, {"a": "1", "b": "2"}), (6, {"a": "3", "b": "4"})]
-    assert rows_of(write("data.csv", "a,b\n\n1,2\n\n\n3,4\n\n")) == found
-    assert rows_of(write("data.tsv", "a\tb\n\n1\t2\n\n\n3\t4\n\n")) == found
-    lines = write("data.jsonl", '\n \n{"a": "1", "b": "2"}\n\r\n\n{"a": "3", "b": "4"}\n')
+    assert rows_of(write("a,b\n\n1,2\n\n\n3,4\n\n", "data.csv")) == found
+    assert rows_of(write("a\tb\n\n1\t2\n\n\n3\t4\n\n", "data.tsv")) == found
+    lines = write('\n \n{"a": "1", "b": "2"}\n\r\n\n{"a": "3", "b": "4"}\n', "data.jsonl")
     assert rows_of(lines) == found
 
 
 def test_bad_rows_are_named_all_at_once_or_left_out(write):
-    path = write("data.csv", 'a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n')
+    path = write('a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n', "data.csv")
     message = message_of(lambda: read_table(path, ["a"]))
     assert message.startswith("3 bad rows: ") and all(f"line {line}: " in message for line in (3, 4, 5))
     bad = BadRows(3)
     assert read_table(path, ["a"], bad_rows=bad).columns == {"a": ["1", "9"]}
     assert bad.number == 3 and "3 bad rows are left out" in bad.finish()[0]
-    lines = write("data.jsonl", '{"a": 1}\n[1]\n{"a"\n')
+    lines = write('{"a": 1}\n[1]\n{"a"\n', "data.jsonl")
     assert read_table(lines, ["a"], bad_rows=BadRows(2)).lines == [1]
-    assert message_of(lambda: column_names(write("bad.jsonl", "x\ny\n"))).startswith("2 bad rows: ")
-    swallowed = write("open.csv", 'a,b\n"1,2\n3,4\n')  # one bad row, or all the rest of the file
+    assert message_of(lambda: column_names(write("x\ny\n", "bad.jsonl"))).startswith("2 bad rows: ")
+    swallowed = write('a,b\n"1,2\n3,4\n', "open.csv")  # one bad row, or all the rest of the file
     assert "line 2: bad quote" in message_of(lambda: read_table(swallowed, ["a"], bad_rows=BadRows(9)))
 
 
@@ -353,7 +303,6 @@ def test_bad_rows_are_named_all_at_once_or_left_out(write):
     "content, format, expected",
     [
         (b"one\n{two}\n", "", [{"text": "one"}, {"text": "{two}"}]),
-        (b"[1] one\n", "", [{"text": "[1] one"}]),
         (b'\n{"a": 1}\n{"a": 2}\n', "", [{"a": 1}, {"a": 2}]),
         (b'[{"a": 1},\n{"a": 2}]', "", [{"a": 1}, {"a": 2}]),
         (b'{\n"data": [{"a": 1}]}', "", [{"a": 1}]),
@@ -397,7 +346,7 @@ def test_times_of_every_unit(tmp_path):
 
 
 def test_a_json_line_may_lack_what_is_not_used(write):
-    path = write("data.jsonl", '{"a": "x", "b": 1}\n{"c": null, "b": 2}\n')
+    path = write('{"a": "x", "b": 1}\n{"c": null, "b": 2}\n', "data.jsonl")
     assert column_names(path) == ("a", "b", "c")
     assert read_table(path, ("b",)).columns == {"b": [1, 2]}
     assert read_table(path, ("a",)).columns == {"a": ["x", None]}
@@ -409,14 +358,3 @@ def test_a_json_line_may_lack_what_is_not_used(write):
         "c": "'c' is null, not text",
     }.items():
         assert message_of(lambda c=column: text_of(path, line, other, c)) == f"{path}: line 2: {message}"
-
-
-def test_rows_come_before_the_damage_behind_them(write):
-    path = write("data.tsv", "a\tb\n" + "1\t2\n" * 3 + "broken\n")
-    assert len(list(itertools.islice(iterate_rows(path), 3))) == 3
-
-
-def test_a_cut_parquet_file_is_an_error(tmp_path):
-    path = write_table(tmp_path / "data.parquet")
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "cannot be read as Parquet" in message_of(lambda: column_names(path))

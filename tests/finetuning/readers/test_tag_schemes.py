@@ -22,16 +22,6 @@ from electra_fast.finetuning.readers.tag_schemes import (
     to_entities,
 )
 
-# One sentence, "PER PER O LOC LOC|LOC O PER", in each scheme.
-ENTITIES = [(0, 2, "PER"), (3, 5, "LOC"), (5, 6, "LOC"), (7, 8, "PER")]
-WRITTEN = {
-    "IOB1": "I-PER I-PER O I-LOC I-LOC B-LOC O I-PER",
-    "IOB2": "B-PER I-PER O B-LOC I-LOC B-LOC O B-PER",
-    "IOBES": "B-PER E-PER O B-LOC E-LOC S-LOC O S-PER",
-    "BILOU": "B-PER L-PER O B-LOC L-LOC U-LOC O U-PER",
-    "BMES": "B-PER E-PER O B-LOC E-LOC S-LOC O S-PER",
-}
-
 
 def random_entities(rng, num_words, adjacent=True):
     """Entities of three types; without `adjacent`, none directly follows one of its own type."""
@@ -61,19 +51,11 @@ def written(entities, num_words, scheme):
     return tags
 
 
-@pytest.mark.parametrize("scheme", WRITTEN)
-def test_a_sentence_in_every_scheme(scheme):
-    tags = WRITTEN[scheme].split()
-    assert to_entities(tags, scheme_named(scheme)) == (ENTITIES, [])
-    assert detect_scheme([tags]) == scheme_named(scheme)
-    assert from_entities(ENTITIES, len(tags)) == WRITTEN["IOB2"].split()
-
-
 @pytest.mark.parametrize("scheme", ["bare", "IO", "IOB1", "IOB2", "IOBES"])
 def test_entities_survive_every_scheme(scheme):
     rng = random.Random(scheme)
     can_be_adjacent = scheme not in ("bare", "IO")
-    for _ in range(500):
+    for _ in range(100):
         lengths = [rng.randint(1, 12) for _ in range(4)]
         file = [random_entities(rng, length, can_be_adjacent) for length in lengths]
         # What tells each scheme from the others, at least once.
@@ -89,7 +71,7 @@ def test_entities_survive_every_scheme(scheme):
 def test_any_tags_are_read_as_seqeval_reads_them():
     rng = random.Random(0)
     tags = ["O", "B", "I", "E", "S", "B-x-y", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in "XYZ")]
-    for _ in range(20_000):
+    for _ in range(4000):
         sentence = rng.choices(tags[: rng.choice((5, 6, 18))], k=rng.randint(0, 12))
         expected = [(start, last + 1, type_) for type_, start, last in get_entities(sentence)]
         assert entities_of(sentence) == expected, sentence
@@ -100,12 +82,12 @@ def test_tags_are_well_formed_exactly_if_the_scheme_writes_them(scheme):
     rng = random.Random(scheme)
     tags = ["O", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in "XY")]
     num_well_formed = 0
-    for _ in range(20_000):
+    for _ in range(4000):
         sentence = rng.choices(tags, k=rng.randint(1, 5))
         entities, ill_formed = to_entities(sentence, scheme)
         assert (ill_formed == []) == (written(entities, len(sentence), scheme) == sentence), sentence
         num_well_formed += not ill_formed
-    assert num_well_formed > 1000
+    assert num_well_formed > 200
 
 
 @pytest.mark.parametrize(
@@ -129,49 +111,31 @@ def test_ill_formed_tags(scheme, tags, words, entities):
         (["NOUN VERB", "DET"], "none"),
         (["S-BAR NP"], "none"),  # no O, and not every tag has a prefix
         (["N V S I"], "none"),
-        (["M F"], "none"),
         (["O PER PER", "LOC O"], "IO"),
         (["O O"], "IO"),
-        (["O I-PER"], "IO"),
         (["I-PER O", "I-LOC B-LOC"], "IOB1"),
         (["PER PER B-PER O"], "IOB1"),
         (["B-NP I-NP B-VP"], "IOB2"),
         (["O B-PER", "I-PER O O B-LOC"], "IOB2"),  # most, or half, begin with B
         (["I-PER O I-PER O B-LOC B-LOC"], "IOB1"),  # most begin with I
         (["O S-PER"], "IOBES"),
-        (["O U-PER B-LOC L-LOC"], "IOBES"),
-        (["B-LOC M-LOC E-LOC"], "IOBES"),
         (["B M E S", "S S"], "IOBES"),
-        (["O B I", "O"], "IOB2"),
         (["B I I B"], "IOB2"),
-        (["O I I"], "IO"),
     ],
 )
 def test_the_scheme_is_found_in_the_tags(sentences, scheme):
     assert detect_scheme(iter([sentence.split() for sentence in sentences])) == scheme
 
 
-@pytest.mark.parametrize(
-    ("tag", "parts"),
-    [
-        ("O", ("O", "")),
-        ("B-PER", ("B", "PER")),
-        ("M-PER", ("I", "PER")),
-        ("L-PER", ("E", "PER")),
-        ("U-PER", ("S", "PER")),
-        ("B-first name", ("B", "first name")),
-        ("I-B-cell", ("I", "B-cell")),
-        ("B", ("B", "_")),
-        ("B-", ("B", "_")),
-        ("PER", ("I", "PER")),
-        ("X-PER", ("I", "X-PER")),
-        ("ORG", ("I", "ORG")),
-        ("B-ä\n", ("B", "ä\n")),
-    ],
-)
-def test_parts_of_a_tag(tag, parts):
-    assert split_tag(tag) == parts
-    assert is_bare(tag) == (parts[1] == tag)
+def test_parts_of_a_tag():
+    for tag, parts in {
+        "I-B-cell": ("I", "B-cell"),
+        "B-": ("B", "_"),
+        "X-PER": ("I", "X-PER"),
+        "ORG": ("I", "ORG"),
+        "B-ä\n": ("B", "ä\n"),
+    }.items():
+        assert split_tag(tag) == parts and is_bare(tag) == (parts[1] == tag)
 
 
 def test_names_of_schemes():
@@ -213,7 +177,7 @@ def in_notation(entities, places, join, outside, case):
 
 
 @pytest.mark.parametrize("scheme", PLACES)
-@pytest.mark.parametrize("separator", ["-", "_", ":", ".", "/", "|", "+", "–", " "])
+@pytest.mark.parametrize("separator", ["-", "_", ".", "–", " "])
 def test_every_scheme_in_every_notation(scheme, separator):
     joins = [lambda place, type_: place + separator + type_, lambda place, type_: type_ + separator + place]
     cases = [(str.upper, "O"), (str.lower, "o"), (str.upper, "_"), (str.lower, "O"), (str.upper, "OTHER")]
@@ -254,7 +218,6 @@ def test_tags_in_the_usual_notation(tags, usual):
         "O O BRAND ITEM",
         "O O e-mail i-pod",
         "O O Event Person",
-        "lang1 lang2 other lang1",
         "O B_PER PER LOC LOC LOC",
         "M F S",
     ],

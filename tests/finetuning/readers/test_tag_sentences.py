@@ -1,4 +1,4 @@
-"""Sentences from columns, lists of words and spans, the words of texts, and where a file cannot be used."""
+"""Sentences from lists of words and from spans, the words of texts, and what rows cannot be used."""
 
 import json
 
@@ -8,36 +8,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.tag_columns import column_sentences
+from electra_fast.finetuning.readers.rows import BadRows
 from electra_fast.finetuning.readers.tag_sentences import row_sentences
 from electra_fast.finetuning.readers.words import words_of_text
 
 TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
 TAGS = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-LOC", "I-LOC", "O"]]
-SPANS = [[(0, 12, "PER"), (17, 24, "PER")], [(3, 11, "LOC")]]
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_file(content, name="train.conll"):
-        path = tmp_path / name
-        if path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in content))
-        elif path.suffix == ".parquet":
-            pq.write_table(pa.Table.from_pylist(content), path)
-        else:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    return write_file
+def sentences_of(path, *args, notes=None, **options):
+    bad = BadRows()
+    found = row_sentences(path, *args, bad=bad, notes=[] if notes is None else notes, **options)
+    bad.finish()
+    return found
 
 
-def read(path, text=(), label=(), labels=(), **options):
+def read(path, *args, **options):
     """The words and the tags of each sentence."""
-    if path.suffix in (".jsonl", ".parquet"):
-        sentences = list(row_sentences(path, text, label, labels, **options))
-    else:
-        sentences = list(column_sentences(path, text, label, **options))
+    sentences = sentences_of(path, *args, **options)
     assert [sentence.row for sentence in sentences] == list(range(len(sentences)))
     words = [[sentence.text[a:b] for a, b in sentence.words] for sentence in sentences]
     return words, [sentence.tags for sentence in sentences]
@@ -48,10 +36,6 @@ def message_of(path, *args, **options):
         read(path, *args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value).removeprefix(f"{path}: ")
-
-
-def span_row(*spans, text="Ada Lovelace met Babbage"):
-    return [{"text": text, "spans": list(spans)}]
 
 
 @pytest.mark.parametrize(
@@ -89,71 +73,8 @@ def test_words_hold_every_character_but_space():
         assert inside.tolist() == [not character.isspace() for character in text]
 
 
-def test_what_columns_may_hold(write):
-    lines = ["\ufeff-DOCSTART- -X- O O", "", "#tag x O", "a\u00a0b\u3000 y B-X", " ", "-DOCSTART- -X- O", "(\rx z I-X"]
-    path = write("\r\n".join([*lines, "", "", ""]))
-    assert read(path) == ([["#tag", "a\u00a0b\u3000"], ["(\rx"]], [["O", "B-X"], ["I-X"]])
-    assert [sentence.lines for sentence in column_sentences(path)] == [[3, 4], [7]]
-    path = write("New York\tB-X\nis \t O\n\t\nx\tO")
-    assert read(path) == ([["New York", "is"], ["x"]], [["B-X", "O"], ["O"]])
-
-
-def test_conllu(write):
-    lines = ["1-2 vámonos _ _", "1 vamos ir VERB", "2 nos yo PRON", "2.1 x x X", "3 no no ADV"]
-    sentence = "\n".join(["# text = vámonos no", *(line.replace(" ", "\t") for line in lines), ""])
-    path = write(sentence + "\n" + sentence, "train.conllu")
-    assert read(path) == ([["vamos", "nos", "no"]] * 2, [["VERB", "PRON", "ADV"]] * 2)
-    assert read(path, ("2",), ("-3",)) == ([["ir", "yo", "no"]] * 2, [["vamos", "nos", "no"]] * 2)
-
-
-def test_chosen_columns(write):
-    path = write("1 B-X a\n2 O b\n")
-    assert read(path, ("-1",), ("1",)) == ([["a", "b"]], [["B-X", "O"]])
-    assert read(path, ("1",), None) == ([["B-X", "O"]], [None])
-
-
-@pytest.mark.parametrize("label", ["-1", "1", "3"])
-def test_test_files_may_lack_the_column_of_tags(write, label):
-    assert read(write("a\nb\n\nc d\n"), (), (label,), is_test=True) == ([["a", "b"], ["c"]], [None, None])
-    assert message_of(write("a O b O\n\nb\n"), (), (label,), is_test=True).startswith("line 3: 1 column separated")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("a O\nb B-X\nc\n", "line 3: 1 columns, but line 1 of the sentence has 2; every word needs a tag"),
-        (
-            "a O\n\nb\n",
-            "line 3: 1 column separated by tabs or spaces, but words are expected in column 0 and tags in column -1; "
-            "choose with --text and --label",
-        ),
-        ("a\tO\n\tO\n", "line 2: word 2 is empty; remove it and its tag"),
-        (b"a O\nb \xff\n", "line 2: not UTF-8 at byte 6; convert the file to UTF-8"),
-    ],
-)
-def test_columns_that_cannot_be_used(write, content, message):
-    assert message_of(write(content)).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("text", "label", "message"),
-    [
-        (("word",), (), "--text is 'word'; the columns of this format are numbered from 0, and from the end with -1"),
-        ((), ("tag",), "--label is 'tag'; the columns of this format"),
-        (("0", "1"), (), "--text names 2 columns (0, 1); tagging reads one"),
-        (("2",), (), "line 1: 2 columns separated by tabs or spaces, but words are expected in column 2 and tags in "),
-        ((), ("-3",), "line 1: 2 columns separated by tabs or spaces, but words are expected in column 0 and tags in "),
-        ((), ("0",), "line 1: 2 columns separated by tabs or spaces, but words are expected in column 0 and tags in "),
-        (("2",), None, "line 1: 2 columns separated by tabs or spaces, but words are expected in column 2; choose"),
-    ],
-)
-def test_column_numbers_that_cannot_be_used(write, text, label, message):
-    assert message_of(write("a O\nb B-X\n"), text, label).startswith(message)
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("words", ["tokens", "words"])
-@pytest.mark.parametrize("name", ["tags", "ner_tags", "labels", "pos_tags"])
+@pytest.mark.parametrize(("words", "name"), [("tokens", "tags"), ("words", "ner_tags"), ("tokens", "labels")])
 def test_lists_of_words(write, suffix, words, name):
     path = write([{words: own, name: tags} for own, tags in zip(TOKENS, TAGS, strict=True)], f"train{suffix}")
     assert read(path) == (TOKENS, TAGS)
@@ -162,8 +83,8 @@ def test_lists_of_words(write, suffix, words, name):
 
 def test_lists_of_words_come_before_texts(write):
     row = {"text": "Ada Lovelace", "tokens": ["Ada", "Lovelace"], "entities": [[0, 3, "PER"]], "label": 1}
-    assert read(write([row], "train.jsonl")) == ([["Ada", "Lovelace"]], [["B-PER", "O"]])  # there are no tags
-    path = write([row | {"tags": ["O", "B-X"], "own": [[4, 12, "Y"]]}], "train.jsonl")
+    assert read(write([row])) == ([["Ada", "Lovelace"]], [["B-PER", "O"]])  # there are no tags
+    path = write([row | {"tags": ["O", "B-X"], "own": [[4, 12, "Y"]]}])
     assert read(path)[1] == read(path, (), ("tags",))[1] == [["O", "B-X"]]
     assert read(path, ("text",), ("own",))[1] == [["O", "B-Y"]]
 
@@ -185,7 +106,7 @@ def test_lists_of_words_come_before_texts(write):
     ],
 )
 def test_rows_that_cannot_be_used(write, row, message):
-    assert message_of(write([row], "train.jsonl")).startswith(message)
+    assert message_of(write([row])).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +119,7 @@ def test_rows_that_cannot_be_used(write, row, message):
     ],
 )
 def test_chosen_columns_of_rows_that_cannot_be_used(write, text, label, message):
-    assert message_of(write([{"tokens": ["a"], "tags": ["O"]}], "train.jsonl"), text, label) == message
+    assert message_of(write([{"tokens": ["a"], "tags": ["O"]}]), text, label) == message
 
 
 def test_tags_that_are_numbers(write):
@@ -207,50 +128,103 @@ def test_tags_that_are_numbers(write):
     assert message_of(path, labels=("O",)) == "row 1: the tag is the number 1, but --labels names 0 to 0"
 
 
-@pytest.mark.parametrize("name", ["spans", "entities", "labels", "label"])
-@pytest.mark.parametrize(
-    "form",
-    [
-        list,
-        lambda span: dict(zip(("start", "end", "label"), span, strict=True)),
-        lambda span: dict(zip(("start", "end", "type"), span, strict=True)) | {"label": None},
-        lambda span: dict(zip(("start", "end", "tag"), span, strict=True)),
-    ],
-)
-def test_spans(write, name, form):
-    texts = [" ".join(tokens) for tokens in TOKENS]
-    content = [
-        {"text": text, name: [form(span) for span in reversed(spans)]} for text, spans in zip(texts, SPANS, strict=True)
-    ]
-    assert read(write(content, "train.jsonl")) == (TOKENS, TAGS)
-    if form is not list:
-        assert read(write(content, "train.parquet")) == (TOKENS, TAGS)
+def test_spans_and_names_of_tags_in_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    entities = {"start": [0, 8], "end": [3, 11], "label": ["X", "Y"]}  # as `datasets` stores a list of objects
+    pq.write_table(pa.Table.from_pylist([{"text": "Ann met Bob", "entities": entities}]), path)
+    assert read(path)[1] == [["B-X", "O", "B-Y"]]
+    feature = {"feature": {"names": ["O", "B-X"], "_type": "ClassLabel"}, "_type": "Sequence"}
+    metadata = {"huggingface": json.dumps({"info": {"features": {"ner_tags": feature}}})}
+    table = pa.Table.from_pylist([{"tokens": ["a", "b"], "ner_tags": [1, 0]}]).replace_schema_metadata(metadata)
+    pq.write_table(table, path)
+    assert read(path)[1] == [["B-X", "O"]]
 
 
 @pytest.mark.parametrize(
-    ("text", "start", "end", "tags"),
+    "span",
     [
-        ("👩‍👩‍👧 loves Ada 👍🏽", 12, 15, ["O", "O", "B-X", "O"]),  # code points, not UTF-16
-        ("🇩🇪🇫🇷 Ada", 2, 4, ["O", "B-X", "O"]),
-        ("גר שָׁלוֹם בחיפה", 3, 10, ["O", "B-X", "O"]),
-        ("e\u0301te\u0301 nai\u0308ve", 6, 12, ["O", "B-X"]),
-        ("我住在北京市。", 3, 6, ["O", "O", "O", "B-X", "I-X", "I-X", "O"]),
-        ("東京タワーで", 2, 5, ["O", "O", "B-X", "I-X", "I-X", "O"]),
-        ("ไปหาแอนที่", 4, 7, ["O", "O", "O", "O", "B-X", "I-X", "I-X", "O"]),
+        [4, 7, "X"],
+        {"start_offset": 4, "end_offset": 7, "label": "X", "id": 1},
+        {"startOffset": 4, "endOffset": 7, "label": "X"},
+        {"start": 4, "end": 7, "labels": ["X"], "text": "met"},
+        {"offset": 4, "length": 3, "category": "X", "surface": "met"},
+        {"start": "4", "end": "7", "entity": "X", "value": "met"},
+        {"start": 4.0, "end": 7.0, "tag": "X", "label": None},
+        {"start": 4, "end": 7, "token_start": 1, "token_end": 1, "label": "X"},
+        {"begin": 4, "end": 7, "type": "X"},
+        {"start": 4, "end": 7, "hypertextlabels": ["X"]},
     ],
 )
-def test_spans_in_many_scripts(write, text, start, end, tags):
-    (sentence,) = row_sentences(write(span_row([start, end, "X"], text=text), "train.jsonl"), (), (), ())
-    assert (sentence.tags, sentence.num_cuts, sentence.has_spans) == (tags, 0, True)
-    inside = sentence.words[[tag != "O" for tag in tags]]
-    assert (inside[0, 0], inside[-1, 1]) == (start, end)
+@pytest.mark.parametrize("column", ["spans", "entities", "label"])
+def test_fields_of_many_tools(write, span, column):
+    path = write([{"text": "Ann met Bob", "tokens": ["Ann", "met", "Bob"], column: [[8, 11, "Y"], span, span]}])
+    notes = []
+    assert read(path, ("text",), notes=notes)[1] == [["O", "B-X", "B-Y"]]
+    assert notes == [f"{path}: 1 spans that repeat another one are left out"]
+
+
+UNITS = {
+    "Unicode code points": len,
+    "UTF-16 units": lambda text: len(text.encode("utf-16-le")) // 2,
+    "UTF-8 bytes": lambda text: len(text.encode()),
+}
+# Texts with the first and past-the-last characters of their spans.
+PLACES = {
+    "😀 Änne met Bob in Rom": [(2, 6), (11, 14), (18, 21)],
+    "Ärger, sagt Änne 𠮷野": [(12, 16), (17, 19)],
+    "Eve saw Rom": [(0, 3), (8, 11)],
+}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(("first", "inclusive"), [(0, False), (0, True), (1, True)])
+@pytest.mark.parametrize("has_texts", [True, False])
+def test_every_convention_is_recognized(write, unit, first, inclusive, has_texts):
+    rows = []
+    for text, places in PLACES.items():
+        spans = []
+        for start, end in places:
+            numbers = {"start": UNITS[unit](text[:start]) + first, "end": UNITS[unit](text[:end]) + first - inclusive}
+            spans.append(numbers | {"label": "X"} | ({"text": text[start:end]} if has_texts else {}))
+        rows.append({"text": text, "spans": spans})
+    notes, path = [], write(rows)
+    words, tags = read(path, notes=notes)
+    assert words[1] == ["Ärger", ",", "sagt", "Änne", "𠮷", "野"]
+    assert tags == [["O", "B-X", "O", "B-X", "O", "B-X"], ["O", "O", "O", "B-X", "B-X", "I-X"], ["B-X", "O", "B-X"]]
+    end = "inclusive" if inclusive else "exclusive"
+    counted = f"spans count {unit} from {first}, the end {end}, as the text shows; they are converted"
+    is_usual = (unit, first, inclusive) == ("Unicode code points", 0, False)
+    assert notes == ([] if is_usual else [f"{path}: {counted}"])
+
+
+def test_spans_of_parts_of_words_stay_in_code_points(write):
+    """Endings, as in Hungarian, are no sign of another convention; nor is a single span that does not fit."""
+    rows = [{"text": "Pestet 😀 láttam", "spans": [[0, 4, "LOC"]]}] * 9 + [{"text": "Pest", "spans": [[0, 4, "LOC"]]}]
+    assert [tags[0] for tags in read(write(rows))[1]] == ["B-LOC"] * 10
+    rows = [{"text": "a 😀 Ann", "spans": [[4, 7, "X"]]}, {"text": "Ann", "spans": [[0, 9, "X"]]}]
+    expected = "line 2: the span 0 to 9 is empty or outside the text of 3 characters; count"
+    assert message_of(write(rows)).startswith(expected)
+
+
+def test_spans_of_words(write):
+    """As in SpERT; the end is inclusive if a span of one word begins where it ends."""
+    exclusive = [{"start": 0, "end": 2, "type": "X"}, {"start": 3, "end": 4, "type": "X"}]
+    inclusive = [{"start": 0, "end": 1, "type": "X"}, {"start": 3, "end": 3, "type": "X"}]
+    for spans in (exclusive, inclusive):
+        path = write([{"tokens": TOKENS[0], "entities": spans}, {"tokens": ["so"], "entities": []}])
+        assert read(path)[1] == [["B-X", "I-X", "O", "B-X"], ["O"]]
 
 
 def test_ends_of_spans_within_words_are_counted(write):
-    rows = [*span_row([1, 5, "A"], [5, 10, "B"], [17, 23, "A"], [23, 24, "B"]), *span_row([0, 1, "A"], [2, 12, "B"])]
-    first, second = row_sentences(write(rows, "train.jsonl"), (), (), ())
+    text = " ".join(TOKENS[0])
+    spans = [[[1, 5, "A"], [5, 10, "B"], [17, 23, "A"], [23, 24, "B"]], [[0, 1, "A"], [2, 12, "B"]]]
+    first, second = sentences_of(write([{"text": text, "spans": own} for own in spans]))
     assert (first.tags, first.num_cuts) == (["B-A", "I-A", "O", "B-A"], 6)
     assert (second.tags, second.num_cuts) == (["B-A", "B-B", "O", "O"], 2)
+
+
+TOKEN_SPAN = {"start": 0, "end": 3, "label": "X"}
+FORM = 'like {"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'
 
 
 @pytest.mark.parametrize(
@@ -261,12 +235,26 @@ def test_ends_of_spans_within_words_are_counted(write):
         ([[3, 3, "X"]], "the span 3 to 3 is empty or outside"),
         ([[4, 12, "X"], [0, 5, "Y"]], "the spans 0 to 5 and 4 to 12 overlap; keep one of them"),
         ([[3, 4, "X"]], "the span 3 to 4 has no word in it; remove it"),
-        ([[0, 3]], 'the span [0, 3] is not like {"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'),
+        ([[0, 3]], f"the span [0, 3] is not {FORM}"),
         ([["a", 3, "X"]], "the span ['a', 3, 'X'] is not like"),
         ([[0, 3, ""]], "the span [0, 3, ''] is not like"),
-        ([{"start": 0, "label": "X"}], "the span {'start': 0, 'label': 'X'} is not like"),
+        ([{"start": 0.5, "end": 3, "label": "X"}], "the span {'start': 0.5, 'end': 3, 'label': 'X'} is not like"),
         (["B-PER"], "the span 'B-PER' is not like"),
+        (
+            [{"start": 13, "end": 16, "text": "Ada", "label": "X"}],
+            "the span 13 to 16 is 'met', but its own text is 'Ada'",
+        ),
+        ([{"start": 0, "length": 3, "end": 8, "label": "X"}], "the span 0 to 8 has the length 3; correct one of them"),
+        (
+            [TOKEN_SPAN | {"token_start": 1, "token_end": 1}],
+            "the span 0 to 3 is 'Ada', but its tokens 1 to 1 are 'Love",
+        ),
+        ([TOKEN_SPAN | {"token_start": 0, "token_end": 9}], "the span 0 to 3 is 'Ada', but its tokens 0 to 9 are ''"),
+        ([{"start": 0, "end": 3, "labels": ["A", "B"]}], "the span {'start': 0, 'end': 3, 'labels': ['A', '… has 2"),
     ],
 )
 def test_spans_that_cannot_be_used(write, spans, message):
-    assert message_of(write(span_row(*spans), "train.jsonl")).startswith(f"line 1: {message}")
+    tokens = [{"text": word} for word in TOKENS[0]]
+    good = {"start": 0, "end": 3, "text": "ADA ", "label": "X"}  # case and spaces may differ
+    rows = [{"text": " ".join(TOKENS[0]), "tokens": tokens, "spans": own} for own in ([good], spans)]
+    assert message_of(write(rows), ("text",)).startswith(f"line 2: {message}")

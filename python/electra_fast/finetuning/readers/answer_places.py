@@ -16,7 +16,6 @@ from electra_fast.finetuning.readers.annotations import code_point
 from electra_fast.finetuning.task import Answer
 
 CHARACTERS = "characters"
-Span = tuple[int, int]
 
 
 class Annotation(NamedTuple):
@@ -103,7 +102,7 @@ _UNITS: dict[str, Callable[[str, int], int | None]] = {
 }
 
 
-def _occurrences(context: str, text: str) -> list[Span]:
+def _occurrences(context: str, text: str) -> list[tuple[int, int]]:
     """Returns all occurrences of a text; if there are none as written, those that are equal when folded."""
     found = [match.span() for match in re.finditer(re.escape(text), context)]
     folded = _fold(text)

@@ -72,6 +72,7 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
         notes.append(f"{file.path}: {hint}")
     is_quoted = dialect.quoting == "csv" or (dialect.quoting == "auto" and (format, delimiter) != (".tsv", "\t"))
     numbered = itertools.chain([(line, first)], lines)
+    records: Iterator[tuple[int, _Cells]]
     records = _quoted_cells(file.path, numbered, delimiter) if is_quoted else plain_cells(numbered, delimiter)
     _, header = next(records)
     if isinstance(header, InputError):
@@ -80,7 +81,9 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
     while header.count("") > 1 and not header[-1]:  # appended by a spreadsheet; their cells must be empty
         header.pop()
     names = reject_duplicates(file.path, header)
-    return names, lambda _: _delimited_rows(file.path, names, _cleaned(file.path, names, records), is_quoted, hint)
+    # In a single column, blank lines are empty texts unless they come last.
+    records = without_blank_end(records) if len(names) == 1 else (record for record in records if record[1])
+    return names, lambda _: _delimited_rows(file.path, names, records, is_quoted, hint)
 
 
 def _shown_delimiter(path: Path, header: str, own: str) -> str:
@@ -97,19 +100,8 @@ def _shown_delimiter(path: Path, header: str, own: str) -> str:
     return best[0]
 
 
-def _cleaned(path: Path, names: Sequence[str], records: Iterator[tuple[int, _Cells]]) -> Iterator[tuple[int, _Cells]]:
-    """Drops blank lines; in a single column, they are empty texts unless they come last."""
-    if len(names) == 1:
-        return without_blank_end(records)
-    return ((line, cells) for line, cells in records if cells)
-
-
 def _delimited_rows(
-    path: Path,
-    names: tuple[str, ...],
-    records: Iterator[tuple[int, _Cells]],
-    is_quoted: bool,
-    hint: str,
+    path: Path, names: tuple[str, ...], records: Iterator[tuple[int, _Cells]], is_quoted: bool, hint: str
 ) -> Iterator[Record]:
     for line, cells in records:
         if isinstance(cells, InputError):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,26 +48,23 @@ MAX_SPARSE_CLASSES = 1000
 Columns = tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _File:
-    """A file's text and label columns; `label` is empty if a test file has no labels."""
+    """A file's columns and usable rows: their numbers, texts, and labels, None for no label."""
 
     name: str
     table: Table
     text: Columns
     label: Columns
-    notes: tuple[str, ...]
+    """Empty if a test file has no labels."""
+    notes: list[str]
+    rows: list[int] = field(default_factory=list)
+    texts: list[tuple[str, ...]] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Examples:
-    """The usable rows of a file: their numbers, texts, and labels, None for no label."""
-
-    file: _File
-    rows: list[int]
-    texts: list[tuple[str, ...]]
-    labels: list[Any]
-    notes: tuple[str, ...]
+    @property
+    def path(self) -> Path:
+        return self.table.path
 
 
 def read(
@@ -132,23 +129,27 @@ def read(
     reader: LabelReader | None = None
     if kind == "classification":
         reader = LabelReader(files["train"].table, files["train"].label, labels, label_separator, mapping)
-    examples = {name: _examples(file, reader or _number, bad) for name, file in files.items()}
-    notes, hint = [note for each in examples.values() for note in each.notes], ""
+    for file in files.values():
+        _read_rows(file, reader or _number, bad)
+    notes, hint = [note for file in files.values() for note in file.notes], ""
     try:
-        _check_labelled(examples)
+        _check_labelled(files)
         if reader:
-            task, targets, hint = _classification(examples, reader, labels, bad)
-            notes += _doubts(examples["train"])
+            task, targets, hint = _classification(files, reader, labels, bad)
+            notes += _doubts(files["train"])
         else:
             task = Task(name=kind, kind=kind, metric="spearman")
-            targets = {name: _values(each) for name, each in examples.items()}
+            targets = {name: _values(file) for name, file in files.items()}
     except InputError:
         bad.finish()  # bad rows may be the reason
         raise
     notes += bad.finish(hint)
-    _check_labelled(examples)  # of those that are left
+    _check_labelled(files)  # of those that are left
 
-    splits = {name: _split(each, targets[name]) for name, each in examples.items()}
+    splits = {
+        name: Split(name=name, path=file.path, texts=file.texts, targets=targets[name], ids=list(map(str, file.rows)))
+        for name, file in files.items()
+    }
     if dev is None:
         whole = splits["train"]
         chosen = _validation_rows(whole, task, dev_fraction, seed)
@@ -190,7 +191,7 @@ def _read_files(
             raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
         verdicts = verdict_columns(available[name], texts + labels)
         table = read_table(path, texts + labels + verdicts, quoting=quoting, bad_rows=bad)
-        files[name] = _File(name=name, table=table, text=texts, label=labels, notes=tuple(notes))
+        files[name] = _File(name=name, table=table, text=texts, label=labels, notes=notes)
     return files
 
 
@@ -241,59 +242,48 @@ def _check_options(
         raise InputError("with several label columns, their names are the labels: leave --labels and the separator out")
 
 
-def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad: BadRows) -> _Examples:
+def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad: BadRows) -> None:
     """Reads the rows of a file; leaves those without a label out, except in a test file."""
-    rows: list[int] = []
-    texts, labels, signs, unlabelled = list[tuple[str, ...]](), list[Any](), Counter[str](), list[int]()
-    columns, num_rows = file.table.columns, len(file.table.lines)
-    cells = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    rejected = rejected_rows(list(cells), file.text + file.label, is_test=file.name == "test")
-    for row in [row for row in range(num_rows) if row not in rejected]:
+    table, signs, unlabelled = file.table, Counter[str](), list[int]()
+    cells = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
+    rejected = rejected_rows(cells, file.text + file.label, is_test=file.name == "test")
+    for row, values in enumerate(cells):
+        if row in rejected:
+            continue
         with bad.collect():
             label = None
             if file.label:
                 try:
-                    label = read_cells([file.table.columns[name][row] for name in file.label], file.table.place(row))
+                    label = read_cells([values[name] for name in file.label], table.place(row))
                 except NoLabel as sign:
                     signs[str(sign)] += 1
                     unlabelled.append(row)
             if label is None and file.name != "test":
                 continue
-            texts.append(_texts(file, row))
-            rows.append(row)
-            labels.append(label)
-    if file.name == "test" and all(label in (None, -1) for label in labels):  # hidden
-        file, unlabelled = dataclasses.replace(file, label=()), []
-    notes = [*file.notes, *rejected_note(file.table.path, len(rejected), num_rows)]
-    notes += [*_unlabelled_note(file, signs, unlabelled, labels), *_empty_texts(file, rows, texts)]
-    return _Examples(file=file, rows=rows, texts=texts, labels=labels, notes=tuple(notes))
+            file.texts.append(tuple(text_of(table.path, table.lines[row], values, name) for name in file.text))
+            file.rows.append(row)
+            file.labels.append(label)
+    if file.name == "test" and all(label in (None, -1) for label in file.labels):  # hidden
+        file.label, unlabelled = (), []
+    file.notes += rejected_note(file.path, len(rejected), len(cells))
+    file.notes += [*_unlabelled_note(file, signs, unlabelled), *_empty_texts(file)]
 
 
-def _check_labelled(examples: Mapping[str, _Examples]) -> None:
-    for name, each in examples.items():
-        if not each.rows:
+def _check_labelled(files: Mapping[str, _File]) -> None:
+    for name, file in files.items():
+        if not file.rows:
             flag = "--label" if name == "train" else f"--{name}-label"
-            raise InputError(
-                f"{each.file.table.path}: no example has a label that can be used; choose the column with {flag}"
-            )
+            raise InputError(f"{file.path}: no example has a label that can be used; choose the column with {flag}")
 
 
-def _texts(file: _File, row: int) -> tuple[str, ...]:
-    texts = tuple(file.table.columns[name][row] for name in file.text)
-    if not all(isinstance(text, str) for text in texts):
-        for name, text in zip(file.text, texts, strict=True):
-            text_of(file.table.path, file.table.lines[row], {name: text}, name)  # raises
-    return texts
-
-
-def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int], labels: Sequence[Any]) -> Iterator[str]:
+def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int]) -> Iterator[str]:
     if not unlabelled:
         return
     what = "predicted and not scored" if file.name == "test" else "left out"
-    first = file.table.place(unlabelled[0]).removeprefix(f"{file.table.path}: ")
-    remedy = _how_to_keep(signs, labels) if file.name == "train" and len(file.label) == 1 else ""
+    first = file.table.place(unlabelled[0]).removeprefix(f"{file.path}: ")
+    remedy = _how_to_keep(signs, file.labels) if file.name == "train" and len(file.label) == 1 else ""
     yield (
-        f"{file.table.path}: {len(unlabelled):,} of {len(file.table.lines):,} examples have no label "
+        f"{file.path}: {len(unlabelled):,} of {len(file.table.lines):,} examples have no label "
         f"({left_out(signs)}; the first in {first}): {what}{remedy}"
     )
 
@@ -310,25 +300,20 @@ def _how_to_keep(signs: Counter[str], labels: Sequence[Any]) -> str:
     return f"; if {sign} is a class, add --labels={','.join(classes)}"
 
 
-def _empty_texts(file: _File, rows: list[int], texts: list[tuple[str, ...]]) -> tuple[str, ...]:
+def _empty_texts(file: _File) -> tuple[str, ...]:
     """Returns a note about examples without text, which are kept; raises InputError if there are no others."""
-    empty = [row for row, parts in zip(rows, texts, strict=True) if not any(part.strip() for part in parts)]
-    if empty and len(empty) == len(texts):
+    empty = [row for row, parts in zip(file.rows, file.texts, strict=True) if not any(part.strip() for part in parts)]
+    if empty and len(empty) == len(file.texts):
         columns = " and ".join(map(repr, file.text))
-        raise InputError(f"{file.table.path}: every text is empty in {columns}; choose with --text")
+        raise InputError(f"{file.path}: every text is empty in {columns}; choose with --text")
     return (f"{file.table.place(empty[0])}: the first of {len(empty):,} examples with empty text",) if empty else ()
 
 
-def _split(examples: _Examples, targets: NDArray[Any] | None) -> Split:
-    path, ids = examples.file.table.path, list(map(str, examples.rows))
-    return Split(name=examples.file.name, path=path, texts=examples.texts, targets=targets, ids=ids)
-
-
 def _classification(
-    examples: Mapping[str, _Examples], reader: LabelReader, given: tuple[str, ...], bad: BadRows
+    files: Mapping[str, _File], reader: LabelReader, given: tuple[str, ...], bad: BadRows
 ) -> tuple[Task, dict[str, NDArray[Any] | None], str]:
     """Returns the task, the targets of the splits, and a hint about unknown labels."""
-    train = examples["train"]
+    train = files["train"]
     found = {name for names in train.labels for name in names}
     _check_found(train, found, reader)
     classes = reader.flags or given or _classes(train, found, reader.is_multi_label)
@@ -343,26 +328,26 @@ def _classification(
     if len(ids) < len(classes):
         raise InputError(f"--labels names a label twice: {', '.join(classes)}")
     unknown: list[str] = []
-    for each in examples.values():
+    for each in files.values():
         _drop_unknown(each, ids, unknown, bad)
-    known = "--labels names" if given else f"{train.file.table.path} has"
+    known = "--labels names" if given else f"{train.path} has"
     hint = f"; {known}: {listed(classes)}{near_label(unknown[0], classes)}" if unknown else ""
-    return task, {name: _class_targets(each, ids, reader.is_multi_label) for name, each in examples.items()}, hint
+    return task, {name: _class_targets(each, ids, reader.is_multi_label) for name, each in files.items()}, hint
 
 
-def _check_found(train: _Examples, found: set[str], reader: LabelReader) -> None:
+def _check_found(train: _File, found: set[str], reader: LabelReader) -> None:
     """Raises InputError if there is nothing to learn."""
     if len(found) < (1 if reader.is_multi_label else 2):
         rest = next((note for note in train.notes if "no label" in note), "")
         raise InputError(
-            f"{train.file.table.path}: {listed(found) or 'no label'} in every example; there is nothing to learn"
+            f"{train.path}: {listed(found) or 'no label'} in every example; there is nothing to learn"
             f"{f' ({rest})' if rest else ''}"
         )
 
 
-def _classes(train: _Examples, found: set[str], is_multi_label: bool) -> tuple[str, ...]:
+def _classes(train: _File, found: set[str], is_multi_label: bool) -> tuple[str, ...]:
     """Returns the labels that occur, sorted; raises InputError if they look like numbers to predict or like ids."""
-    table = train.file.table
+    table = train.table
     if not is_multi_label and all(map(is_number, found)) and not all(map(INTEGER.fullmatch, found)):
         names = zip(train.rows, train.labels, strict=True)
         row, name = next((row, name) for row, (name,) in names if not INTEGER.fullmatch(name))
@@ -383,45 +368,44 @@ def _sorted(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (int(name) if are_integers else 0, name)))
 
 
-def _drop_unknown(examples: _Examples, ids: Mapping[str, int], unknown: list[str], bad: BadRows) -> None:
+def _drop_unknown(file: _File, ids: Mapping[str, int], unknown: list[str], bad: BadRows) -> None:
     """Leaves out, as bad rows, examples with unknown labels."""
-    kept: list[int] = []
-    for number, names in enumerate(examples.labels):
-        with bad.collect():
-            for name in names or ():
-                if name not in ids:
-                    unknown.append(name)
-                    raise InputError(f"{examples.file.table.place(examples.rows[number])}: unknown label {name!r}")
-            kept.append(number)
-    if len(kept) < len(examples.labels):
-        examples.rows[:] = [examples.rows[number] for number in kept]
-        examples.texts[:] = [examples.texts[number] for number in kept]
-        examples.labels[:] = [examples.labels[number] for number in kept]
+
+    def check(number: int) -> None:
+        for name in file.labels[number] or ():
+            if name not in ids:
+                unknown.append(name)
+                raise InputError(f"{file.table.place(file.rows[number])}: unknown label {name!r}")
+
+    kept = bad.passing(range(len(file.labels)), check)
+    file.rows = [file.rows[number] for number in kept]
+    file.texts = [file.texts[number] for number in kept]
+    file.labels = [file.labels[number] for number in kept]
 
 
-def _class_targets(examples: _Examples, ids: Mapping[str, int], is_multi_label: bool) -> NDArray[Any] | None:
+def _class_targets(file: _File, ids: Mapping[str, int], is_multi_label: bool) -> NDArray[Any] | None:
     """Returns class ids, int64 [n]; for a multi-label task 0 and 1, float32 [n, labels]."""
-    if not examples.file.label:
+    if not file.label:
         return None
     if not is_multi_label:
-        return np.array([NO_CLASS if names is None else ids[names[0]] for names in examples.labels], dtype=np.int64)
-    targets = np.zeros((len(examples.labels), len(ids)), dtype=np.float32)
-    for row, names in enumerate(examples.labels):
+        return np.array([NO_CLASS if names is None else ids[names[0]] for names in file.labels], dtype=np.int64)
+    targets = np.zeros((len(file.labels), len(ids)), dtype=np.float32)
+    for row, names in enumerate(file.labels):
         targets[row, [ids[name] for name in names or ()]] = 1
         if names is None:
             targets[row] = np.nan
     return targets
 
 
-def _doubts(train: _Examples) -> Iterator[str]:
+def _doubts(train: _File) -> Iterator[str]:
     counts = Counter(name for names in train.labels for name in set(names))
-    yield from (f"{train.file.table.path}: {doubt}" for doubt in doubts(counts))
+    yield from (f"{train.path}: {doubt}" for doubt in doubts(counts))
 
 
-def _values(examples: _Examples) -> NDArray[np.float64] | None:
-    if not examples.file.label:
+def _values(file: _File) -> NDArray[np.float64] | None:
+    if not file.label:
         return None
-    return np.array([math.nan if label is None else label for label in examples.labels], dtype=np.float64)
+    return np.array([math.nan if label is None else label for label in file.labels], dtype=np.float64)
 
 
 def _number(cells: Sequence[Any], place: str) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,10 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.readers.answer_places import Annotation
-from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, literal, place, there_are
-from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows
+from electra_fast.finetuning.readers.rows import (
+    BadRows,
+    abbreviated,
+    check_columns,
+    checked_text,
+    extension,
+    first_of,
+    literal,
+    place,
+    there_are,
+)
+from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows, json_rows, parse_text
+from electra_fast.finetuning.readers.text_files import TextFile
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
@@ -91,17 +99,18 @@ def check_answer_column(path: Path, columns: Columns, quoting: Quoting) -> None:
 
 def is_json(path: Path) -> bool:
     """Returns whether a file is JSON, which is read as a whole."""
-    return path.name.lower().endswith((".json", ".json.gz", ".jsonl.gz"))
+    return extension(path) == ".json"
 
 
 def json_objects(path: Path) -> list[JsonObject]:
     """Returns the objects of a file: one, a list, or one per line."""
-    text = _decoded(path)
+    with TextFile(path) as file:
+        text = "".join(file.lines())
     try:
-        content = _parsed(text)
+        content = parse_text(text)
     except (ValueError, RecursionError) as error:
         if "Extra data" in str(error):
-            return _json_lines(path, text)
+            return list(_objects_in_lines(path, text))
         raise InputError(f"{path}: not JSON: {error}; get the file again") from None
     is_list = isinstance(content, list)
     found = [
@@ -113,37 +122,11 @@ def json_objects(path: Path) -> list[JsonObject]:
     return found
 
 
-def _decoded(path: Path) -> str:
-    """Decodes JSON in UTF-8, UTF-16 or UTF-32, compressed by gzip or not."""
-    try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix.lower() == ".gz" else raw
-        return raw.decode(json.detect_encoding(raw))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: not JSON: {error}; get the file again") from None
-
-
-def _parsed(text: str) -> Any:
-    value = parse_json(text)
-    if "\\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
-    return value
-
-
-def _json_lines(path: Path, text: str) -> list[JsonObject]:
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            value = _parsed(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: line {number}: not JSON: {error}; get the file again") from None
-        if line.strip() and not isinstance(value, dict):
-            raise InputError(f"{path}: line {number}: not a JSON object: {abbreviated(value)}")
-        if value is not None:
-            found.append((f"{path}: line {number}", "", value))
-    return found
+def _objects_in_lines(path: Path, text: str) -> Iterator[JsonObject]:
+    for line, row in json_rows(path, enumerate(text.split("\n"), 1)):
+        if isinstance(row, InputError):
+            raise row
+        yield f"{path}: line {line}", "", row
 
 
 def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[Entry]:
@@ -153,7 +136,7 @@ def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[En
 
 
 def _walk(prefix: str, where: str, item: Fields, columns: Columns, context: Any = None) -> Iterator[Entry]:
-    context = _first(item, columns.context, context)
+    context = first_of(item, columns.context, context)
     is_question = not set(columns.question).isdisjoint(item)
     key = next((name for name in NESTED if name in item and not is_question), None)
     if key is None:
@@ -165,10 +148,6 @@ def _walk(prefix: str, where: str, item: Fields, columns: Columns, context: Any 
         raise InputError(f"{prefix}: {where} is not a list of objects as in SQuAD's JSON, {EXPECTED}")
     for number, child in enumerate(item[key]):
         yield from _walk(prefix, f"{where}[{number}]", child, columns, context)
-
-
-def _first(item: Fields, names: Iterable[str], default: Any = None) -> Any:
-    return next((item[name] for name in names if item.get(name) is not None), default)
 
 
 def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
@@ -193,7 +172,7 @@ def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
 def question_of(entry: Entry, columns: Columns) -> Question:
     """Returns a question with its texts checked; raises InputError with the place and the remedy."""
     where, context, fields = entry
-    id = _first(fields, ID_COLUMNS)
+    id = first_of(fields, ID_COLUMNS)
     if id is not None:
         if not isinstance(id, str | int):
             raise InputError(f"{where}: the id is {abbreviated(id)}; it must be text or an integer")
@@ -201,7 +180,7 @@ def question_of(entry: Entry, columns: Columns) -> Question:
     if context is None and set(columns.question).isdisjoint(fields):
         names = f"no {columns.question[0]!r} and no {columns.context[0]!r}; {there_are(fields)}"
         raise InputError(f"{where}: {names}; choose with --text, or nest them as SQuAD does: {EXPECTED}")
-    question = _text(where, fields, columns.question, _first(fields, columns.question))
+    question = _text(where, fields, columns.question, first_of(fields, columns.question))
     context = _text(where, fields, columns.context, context)
     if not context.strip():
         raise InputError(f"{where}: the context is empty")
@@ -209,20 +188,14 @@ def question_of(entry: Entry, columns: Columns) -> Question:
 
 
 def _text(where: str, fields: Fields, names: tuple[str, ...], value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    name = next((name for name in names if name in fields), None)
-    if name is None and value is None:
-        raise InputError(f"{where}: no {names[0]!r}; {there_are(fields)}; choose with --text")
-    found = "null" if value is None else abbreviated(value)
-    raise InputError(f"{where}: {name or names[0]!r} is {found}, not text")
+    return checked_text(where, fields, next((name for name in names if name in fields), names[0]), value)
 
 
 def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ...]:
     """Returns the answers except empty ones; raises InputError if they contradict `is_impossible`."""
     where, fields = question.place, question.fields
     is_detected = columns.answers == ANSWER_COLUMNS and DETECTED in fields
-    value = fields[DETECTED] if is_detected else _first(fields, columns.answers)
+    value = fields[DETECTED] if is_detected else first_of(fields, columns.answers)
     items = list(_items(where, _structure(value)))
     if not isinstance(value, dict | list) and len(items) == 1:
         items = [{name: fields.get(name) for name in OFFSET_COLUMNS} | items[0]]
@@ -281,7 +254,7 @@ def _annotation(where: str, item: Fields) -> Annotation:
         raise InputError(f"{where}: the text of an answer is {found}; it must be text")
     item = _first_span(item.get("char_spans")) or item
     start, end, length = (
-        _integer(where, names[0], _first(item, names))
+        _integer(where, names[0], first_of(item, names))
         for names in (("answer_start", "start"), ("answer_end", "end"), ("answer_length", "length"))
     )
     if end is None and start is not None and length is not None:

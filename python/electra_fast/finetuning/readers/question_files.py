@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.answer_places import CHARACTERS, Annotation, offset_unit, place_answer
@@ -204,20 +203,14 @@ def _split(
         bad.finish()
         raise InputError(f"{path}: no question has an answer")
     texts: list[tuple[str, ...]] = [(questions[id][0].question, questions[id][0].context) for id in answers]
-    targets = _array(list(answers.values())) if any(answers.values()) else None
+    targets = None
+    if any(answers.values()):
+        targets = np.fromiter(answers.values(), dtype=object, count=len(answers))
     return Split(name=name, path=path, texts=texts, targets=targets, ids=list(answers))
 
 
-def _array(answers: Sequence[tuple[Answer, ...]]) -> NDArray[Any]:
-    return np.fromiter(answers, dtype=object, count=len(answers))
-
-
 def _placed(
-    path: Path,
-    questions: Mapping[str, _Annotated],
-    bad: BadRows,
-    notes: list[str],
-    has_unanswerable: bool,
+    path: Path, questions: Mapping[str, _Annotated], bad: BadRows, notes: list[str], has_unanswerable: bool
 ) -> dict[str, tuple[Answer, ...]]:
     """Returns the answers by id at the places of their texts, -1 for none; leaves bad questions out."""
     unit = offset_unit((question.context, each) for question, own in questions.values() for each in own)

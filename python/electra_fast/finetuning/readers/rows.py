@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.delimited import DELIMITERS
 from electra_fast.finetuning.readers.text_files import STANDARD_INPUT
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 MAX_SHOWN = 20
 _ALIASES = {".ndjson": ".jsonl", ".tab": ".tsv", ".feather": ".arrow"}
@@ -42,6 +43,15 @@ class BadRows:
             self.number += 1
             if self.number <= MAX_SHOWN:
                 self._shown.append(str(error))
+
+    def passing(self, items: Iterable[T], check: Callable[[T], None]) -> list[T]:
+        """Returns the items that pass a check; collects the others' errors."""
+        kept = []
+        for item in items:
+            with self.collect():
+                check(item)
+                kept.append(item)
+        return kept
 
     def finish(self, hint: str = "") -> tuple[str, ...]:
         """Returns notes on what was left out; raises InputError with every bad row's line if there are too many.
@@ -96,14 +106,24 @@ def there_are(names: Iterable[str]) -> str:
     return listed
 
 
-def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text") -> str:
+def text_of(path: Path, line: int, row: Row, column: str) -> str:
     """Returns the text in a column of a row; raises InputError naming the line if it is missing, null or not text."""
     value = row.get(column)
+    return value if isinstance(value, str) else checked_text(place(path, line), row, column, value)
+
+
+def checked_text(where: str, row: Mapping[str, Any], column: str, value: Any) -> str:
+    """Returns a value of a row, or of what the row lies in; raises InputError if it is missing, null or not text."""
     if isinstance(value, str):
         return value
-    if column not in row:
-        raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with {flag}")
-    raise InputError(f"{place(path, line)}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
+    if value is None and column not in row:
+        raise InputError(f"{where}: no {column!r}; {there_are(row)}; choose with --text")
+    raise InputError(f"{where}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
+
+
+def first_of(fields: Mapping[str, Any], names: Iterable[str], default: Any = None) -> Any:
+    """Returns the value of the first name that is not null."""
+    return next((fields[name] for name in names if fields.get(name) is not None), default)
 
 
 def literal(text: str) -> Any:

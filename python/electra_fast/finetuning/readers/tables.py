@@ -74,12 +74,10 @@ class OpenTable:
     columns: tuple[str, ...] | None
     """Names of the columns; None for .jsonl, in which each row has its own."""
 
-    def rows(
-        self, columns: Sequence[str] = (), *, flag: str = "--text", bad_rows: BadRows | None = None
-    ) -> Iterator[tuple[int, Row]]:
+    def rows(self, columns: Sequence[str] = (), *, bad_rows: BadRows | None = None) -> Iterator[tuple[int, Row]]:
         """Yields the rows as `iterate_rows` does."""
         if self.columns:
-            check_columns(self.path, self.columns, columns, flag)
+            check_columns(self.path, self.columns, columns, "--text")
         is_empty = True
         for line, row in self._read(columns):
             is_empty = False
@@ -127,18 +125,13 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
 
 
 def read_table(
-    path: Path,
-    columns: Sequence[str],
-    *,
-    quoting: Quoting = "auto",
-    flag: str = "--text",
-    bad_rows: BadRows | None = None,
+    path: Path, columns: Sequence[str], *, quoting: Quoting = "auto", bad_rows: BadRows | None = None
 ) -> Table:
     """Reads the given columns; a key that a row of JSON lacks is None. Raises as `iterate_rows` does."""
     lines: list[int] = []
     values: dict[str, list[Any]] = {name: [] for name in columns}
     bad = bad_rows or BadRows()
-    for line, row in iterate_rows(path, columns, quoting=quoting, flag=flag, bad_rows=bad):
+    for line, row in iterate_rows(path, columns, quoting=quoting, bad_rows=bad):
         lines.append(line)
         for name, column in values.items():
             column.append(row.get(name))
@@ -148,12 +141,7 @@ def read_table(
 
 
 def iterate_rows(
-    path: Path,
-    columns: Sequence[str] = (),
-    *,
-    quoting: Quoting = "auto",
-    flag: str = "--text",
-    bad_rows: BadRows | None = None,
+    path: Path, columns: Sequence[str] = (), *, quoting: Quoting = "auto", bad_rows: BadRows | None = None
 ) -> Iterator[tuple[int, Row]]:
     """Yields the line number and a dictionary of each row, in order; only .json files are held in memory.
 
@@ -164,7 +152,6 @@ def iterate_rows(
         path: The file; its extension is its format.
         columns: Names that the header must have, and the only ones read of a Parquet file; empty for all.
         quoting: Whether quotes enclose cells of .tsv and .csv files, or a `Dialect`.
-        flag: The option that chose the columns, for messages.
         bad_rows: Collects bad rows; by default the first of them is raised.
 
     Raises:
@@ -172,7 +159,7 @@ def iterate_rows(
         InputError: The file has no rows or cannot be read, with the line and the remedy.
     """
     with open_table(path, quoting=quoting) as table:
-        yield from table.rows(columns, flag=flag, bad_rows=bad_rows)
+        yield from table.rows(columns, bad_rows=bad_rows)
 
 
 def column_names(path: Path, *, quoting: Quoting = "auto") -> tuple[str, ...]:
@@ -200,13 +187,22 @@ def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
         return tuple(table.notes)
 
 
-def class_names(path: Path) -> dict[str, Sequence[str]]:
-    """Returns the names of labels, by column, that `datasets` of Hugging Face stores in a Parquet file's metadata."""
+def class_names(path: Path) -> dict[str, tuple[str, ...]]:
+    """Returns the names of numbers, by column, that `datasets` of Hugging Face stores in a Parquet file's metadata."""
     metadata = pyarrow.parquet.read_schema(path).metadata or {}
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # of another program
         features = parse_json(metadata[b"huggingface"])["info"]["features"]
-        return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+        return {column: names for column, feature in features.items() if (names := _names_in(feature))}
     return {}
+
+
+def _names_in(feature: Any) -> tuple[str, ...]:
+    """Returns the names of a ClassLabel or of lists of it."""
+    while isinstance(feature, (dict, list)) and feature:
+        if isinstance(feature, dict) and "names" in feature:
+            return tuple(map(str, feature["names"])) if isinstance(feature["names"], list) else ()
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature")
+    return ()
 
 
 def iterate_cells(path: Path, delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
@@ -233,10 +229,11 @@ def _text(file: TextFile) -> Loaded:
 
 
 def _json_lines(file: TextFile) -> Loaded:
-    return None, lambda _: _json_rows(file.path, enumerate(file.lines(), 1))
+    return None, lambda _: json_rows(file.path, enumerate(file.lines(), 1))
 
 
-def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+def json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+    """Yields the object in each line that is not blank, or its error."""
     for line, text in lines:
         if text.strip():
             try:
@@ -249,7 +246,7 @@ def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]
 
 def _parse_object(text: str) -> Row:
     try:
-        row = _parse(text)
+        row = parse_text(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not a JSON object: {error}") from None
     if not isinstance(row, dict):
@@ -257,7 +254,7 @@ def _parse_object(text: str) -> Row:
     return row
 
 
-def _parse(text: str) -> Any:
+def parse_text(text: str) -> Any:
     """Parses JSON; raises ValueError also for half of a surrogate pair, which is not text."""
     content = json.loads(text)
     if "\\u" in text:
@@ -269,13 +266,13 @@ def _json(file: TextFile) -> Loaded:
     """Reads a whole file: JSON, or an object per line."""
     path, text = file.path, "".join(file.lines())
     try:
-        records = _records(path, _parse(text) if text.strip() else [])
+        records = _records(path, parse_text(text) if text.strip() else [])
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
         if "Extra data" not in str(error):
             raise InputError(f"{path}: not JSON: {error}; correct it there") from None
-        records = [row for _, row in _json_rows(path, enumerate(text.split("\n"), 1))]
+        records = [row for _, row in json_rows(path, enumerate(text.split("\n"), 1))]
     names = dict.fromkeys(name for row in records if not isinstance(row, InputError) for name in row)
     return tuple(names), lambda _: enumerate(records, 1)
 
@@ -314,13 +311,9 @@ def _records_of_object(path: Path, content: Row) -> list[Any]:
     raise InputError(f"{path}: may hold rows or columns by name; write a list of objects, as orient='records' does")
 
 
-def _open_parquet(file: TextFile) -> Any:
-    return pyarrow.parquet.ParquetFile(file.path if file.has_own_bytes else io.BytesIO(file.content()))
-
-
 def _parquet(file: TextFile) -> Loaded:
     with _damage(file.path, "Parquet"):
-        source = _open_parquet(file)
+        source = pyarrow.parquet.ParquetFile(file.path if file.has_own_bytes else io.BytesIO(file.content()))
         columns = source.schema_arrow.names
     names = reject_duplicates(file.path, columns)
 

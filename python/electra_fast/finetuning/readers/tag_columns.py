@@ -180,7 +180,7 @@ def _named_blocks(
 def _blocks(path: Path) -> Iterator[_Block]:
     block: _Block = []
     for number, (text,) in iterate_cells(path, "\n"):
-        cells = [*map(_without_spaces, text.split("\t"))] if "\t" in text else [*filter(None, text.split(" "))]
+        cells = [cell.strip(" ") for cell in text.split("\t")] if "\t" in text else [*filter(None, text.split(" "))]
         if any(cells) and not text.startswith("-DOCSTART-"):
             block.append(_Line(number, text, cells))
         elif block:
@@ -188,10 +188,6 @@ def _blocks(path: Path) -> Iterator[_Block]:
             block = []
     if block:
         yield block
-
-
-def _without_spaces(cell: str) -> str:
-    return cell.strip(" ")
 
 
 def _table_blocks(path: Path, quoting: Quoting, bad: BadRows | None) -> Iterator[_Block]:

@@ -130,11 +130,6 @@ def iterate_tagging(
     Files are read as for training, except that a .txt file has a text per line, and a .tsv or .csv file a column of
     texts, unless they look like columns of words and tags.
 
-    Args:
-        path: The file.
-        text: The column of the words or texts; by default as for training.
-        quoting: As in `tables.iterate_rows`.
-
     Raises as `read_tagging` does.
     """
     if are_columns(path, text, quoting):
@@ -200,11 +195,7 @@ def _has_rows(path: Path, label: Sequence[str], quoting: tables.Quoting) -> bool
 
 def _checked(sentences: Sequence[Sentence], check: Callable[[Sentence], None], bad: BadRows) -> list[Sentence]:
     """Returns the sentences that pass a check; collects what it raises."""
-    kept = []
-    for sentence in sentences:
-        with bad.collect():
-            check(sentence)
-            kept.append(sentence)
+    kept = bad.passing(sentences, check)
     if sentences and not kept:
         bad.allowed = 0  # nothing would be left
         bad.finish()

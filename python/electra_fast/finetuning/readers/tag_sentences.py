@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,13 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet
-
 from electra_fast.errors import InputError
-from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.readers.annotations import flat_row, rejected_note, rejected_rows
-from electra_fast.finetuning.readers.rows import BadRows, Row, abbreviated, check_columns, place, text_of, there_are
-from electra_fast.finetuning.readers.tables import Quoting, iterate_rows
+from electra_fast.finetuning.readers.rows import (
+    BadRows,
+    Row,
+    abbreviated,
+    check_columns,
+    literal,
+    place,
+    text_of,
+    there_are,
+)
+from electra_fast.finetuning.readers.tables import Quoting, class_names, iterate_rows
 from electra_fast.finetuning.readers.tag_spans import (
     Convention,
     SpannedText,
@@ -83,33 +87,23 @@ def row_sentences(
     *,
     is_test: bool = False,
     quoting: Quoting = "auto",
-    bad: BadRows | None = None,
-    notes: list[str] | None = None,
+    bad: BadRows,
+    notes: list[str],
 ) -> list[Sentence]:
     """Reads the sentences of a .jsonl, .json or .parquet file, except those that an annotator rejected.
 
-    Args:
-        path: The file.
-        text: The column of the lists of words or of the texts; empty for a usual one.
-        label: The column of the lists of tags or of the spans; empty for a usual one.
-        labels: The names of tags that are numbers; empty for those that a Parquet file of `datasets` has.
-        is_test: Whether the file may lack the column of the tags or spans.
-        quoting: As in `tables.iterate_rows`.
-        bad: Collects bad rows; by default the first one is raised.
-        notes: Receives lines on what was left out or converted.
-
-    Raises InputError naming the line that cannot be used.
+    Arguments are those of `read_tagging`. `is_test` says that the file may lack the column of tags or spans, `notes`
+    receives lines on what was left out or converted. Raises InputError naming the line that cannot be used.
     """
-    collect: Any = contextlib.nullcontext if bad is None else bad.collect
-    notes = [] if notes is None else notes
     rows: list[tuple[int, Row]] = []
     for line, row in iterate_rows(path, quoting=quoting, bad_rows=bad):
-        with collect():
+        with bad.collect():
             rows.append((line, flat_row(place(path, line), row)))
-    if bad is not None and not rows:
+    if not rows:
         bad.finish()
     chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
-    labels = labels or _class_names(path, chosen[1])
+    if not labels and path.suffix.lower() == ".parquet":
+        labels = class_names(path).get(chosen[1], ())
     _check_numbers(path, rows, chosen, labels)
     has_spans = any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(chosen[1])))
     rejected = rejected_rows([row for _, row in rows], chosen, is_test=is_test)
@@ -118,9 +112,9 @@ def row_sentences(
     for number, (line, row) in enumerate(rows):
         if number in rejected:
             continue
-        with collect():
+        with bad.collect():
             found.append(_read_row(path, number, line, row, chosen, labels, has_spans))
-    return list(_with_tags(path, found, collect, notes))
+    return list(_with_tags(path, found, bad, notes))
 
 
 class _Row(NamedTuple):
@@ -159,10 +153,8 @@ def _listed(value: Any) -> Any:
     """Returns the words of a text, or the list that it spells."""
     if not isinstance(value, str):
         return value
-    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        if isinstance(found := ast.literal_eval(value) if value.startswith("[") else value.split(), list):
-            return found
-    return value.split()
+    found = literal(value) if value.startswith("[") else None
+    return found if isinstance(found, list) else value.split()
 
 
 def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[str], str, Words]:
@@ -182,7 +174,7 @@ def _token_texts(tokens: Sequence[Any]) -> list[Any]:
     return [token["text"] if isinstance(token, dict) and "text" in token else token for token in tokens]
 
 
-def _with_tags(path: Path, rows: Sequence[_Row], collect: Any, notes: list[str]) -> Iterator[Sentence]:
+def _with_tags(path: Path, rows: Sequence[_Row], bad: BadRows, notes: list[str]) -> Iterator[Sentence]:
     """Yields the sentences, with tags in place of their spans."""
     convention = find_convention([row.spanned for row in rows if row.spanned])
     num_repeated = 0
@@ -190,7 +182,7 @@ def _with_tags(path: Path, rows: Sequence[_Row], collect: Any, notes: list[str])
         if spanned is None:
             yield sentence
             continue
-        with collect():
+        with bad.collect():
             spans, repeated = placed_spans(sentence.place(), spanned, convention)
             tags, num_cuts = tags_of_spans(sentence.place(), spanned, spans)
             num_repeated += repeated
@@ -202,21 +194,6 @@ def _with_tags(path: Path, rows: Sequence[_Row], collect: Any, notes: list[str])
         notes.append(f"{path}: spans count {counted}, as the text shows; they are converted")
     if num_repeated:
         notes.append(f"{path}: {num_repeated:,} spans that repeat another one are left out")
-
-
-def _class_names(path: Path, column: str) -> tuple[str, ...]:
-    """Returns the names of a column's numbers, as `datasets` stores them in Parquet files; empty if there are none."""
-    if path.suffix.lower() != ".parquet":
-        return ()
-    stored = (pyarrow.parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
-    feature: Any = None
-    with contextlib.suppress(ValueError, AttributeError):  # other programs may write something else there
-        feature = parse_json(stored).get("info", {}).get("features", {}).get(column)
-    while isinstance(feature, (dict, list)) and feature:
-        if isinstance(feature, dict) and "names" in feature:
-            return tuple(map(str, feature["names"])) if isinstance(feature["names"], list) else ()
-        feature = feature[0] if isinstance(feature, list) else feature.get("feature")
-    return ()
 
 
 def row_columns(

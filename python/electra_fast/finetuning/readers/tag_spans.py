@@ -16,7 +16,7 @@ import numpy as np
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.annotations import code_point
-from electra_fast.finetuning.readers.rows import abbreviated
+from electra_fast.finetuning.readers.rows import abbreviated, first_of
 from electra_fast.finetuning.readers.tag_schemes import Entity, from_entities
 from electra_fast.finetuning.readers.words import Words
 
@@ -149,7 +149,7 @@ def _read_span(where: str, item: Any) -> Span:
         fields = dict(zip(("start", "end", "label"), item, strict=False)) if len(item) == 3 else {}
     if not isinstance(fields, dict):
         raise InputError(f"{where}: the span {abbreviated(item)} is not like {EXPECTED_SPAN}")
-    start, end, length = (_whole(_first(fields, names)) for names in (_STARTS, _ENDS, ("length",)))
+    start, end, length = (_whole(first_of(fields, names)) for names in (_STARTS, _ENDS, ("length",)))
     if end is None and start is not None and length is not None:
         end = start + length
     if start is None or end is None or not (label := _label(where, item, fields)):
@@ -160,10 +160,6 @@ def _read_span(where: str, item: Any) -> Span:
     first, last = (_whole(fields.get(name)) for name in ("token_start", "token_end"))
     tokens = None if first is None or last is None else (first, last)
     return Span(start=start, end=end, label=label, text=text, tokens=tokens)
-
-
-def _first(fields: dict[str, Any], names: Iterable[str]) -> Any:
-    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def _whole(value: Any) -> int | None:

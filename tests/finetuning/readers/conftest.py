@@ -1,0 +1,38 @@
+"""The fixture that writes the files of these tests."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A function that writes text, bytes, or rows in the format of the name's extension."""
+
+    def write_file(content: Any, name: str = "") -> Path:
+        is_raw = isinstance(content, str | bytes)
+        path = tmp_path / (name or ("train.conll" if is_raw else "train.jsonl"))
+        path.parent.mkdir(exist_ok=True)
+        if is_raw:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        elif path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(content), path)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(content))
+        elif path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        else:
+            plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, list(content[0]), **({} if path.suffix == ".csv" else plain))
+                writer.writeheader()
+                writer.writerows(content)
+        return path
+
+    return write_file
