@@ -256,7 +256,6 @@ COMPLAINTS = {
     "http://127.0.0.1:1/x": "the request was repeated for",
     "gs://bucket/x": "no credentials were found; set GOOGLE_APPLICATION_CREDENTIALS",
     "az://container/x": "no credentials were found; set AZURE_STORAGE_ACCOUNT_NAME",
-    "ftp://host/x": "ftp://host/x: unknown kind of URL; s3://, gs://, az:// and http",
 }
 
 
@@ -265,6 +264,11 @@ def test_a_bad_url_is_one_line(url: str, tmp_path: Path) -> None:
     done = run("inspect", url)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert COMPLAINTS[url] in done.stderr
+
+
+def test_an_unknown_scheme_is_named() -> None:
+    with pytest.raises(InputError, match="ftp://host/x: unknown kind of URL; s3://, gs://, az:// and http"):
+        ef.Corpus("ftp://host/x")
 
 
 def test_missing_credentials_are_one_line(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_stopped_between_rows_it_ends_with_the_same_table(whole, corpus, glue_fo
     runs = tmp_path / "out" / "runs"
     command = [sys.executable, "-m", "electra_fast", *words, "--workers", "1"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    wait_for(lambda: list(runs.glob(f"*/{EVALUATION}")) or process.poll() is not None)
+    wait_for(lambda: list(runs.glob(f"*/{EVALUATION}")) or process.poll() is not None, seconds=300)
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
     assert 0 < len(list(runs.glob(f"*/{EVALUATION}"))) < 3
