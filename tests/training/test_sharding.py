@@ -43,7 +43,8 @@ def test_a_sharded_model_trains_as_a_whole_one(
     server.run(world_size, validation_corpus, tmp_path / "run", recipe=recipe, **changes, **SHARDED)
     assert_close_runs(tmp_path / "run", tmp_path / "whole")
     (found,), (expected,) = (lines(tmp_path / name, "evaluations.jsonl") for name in ("run", "whole"))
-    assert found == pytest.approx(expected, rel=1e-4)
+    expected = {name: value for name, value in expected.items() if value is not None}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_sharded_run_resumes_on_any_number_of_ranks(server, validation_corpus, tmp_path):
