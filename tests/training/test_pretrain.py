@@ -109,7 +109,7 @@ def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpu
 
 
 def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("electra_fast.training.step.choose_num_processes", lambda *_: 2)
+    monkeypatch.setattr("electra_fast.training.parallel_step.choose_num_processes", lambda *_: 2)
     size = Corpus(validation_corpus).vocab_size + 6
     few = {"model.vocab_size": str(size), "train.steps": "2", "train.eval_every": "0"}
     pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "run")

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from test_electra import COMPUTE, make_config
 from torch import nn
+from variants import VARIANTS
 
 from electra_fast.config.config import OptimizerConfig
+from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
+from electra_fast.training.parallel_step import create_step
 from electra_fast.training.spikes import SIGMAS, WINDOW, SpikeGuard, split_state
 
 CPU = torch.device("cpu")
@@ -57,6 +61,16 @@ def test_nothing_is_compared_before_there_are_128():
     guard = SpikeGuard(CPU)
     judged(guard, values(WINDOW))
     assert judged(guard, [torch.tensor([1e9, 5.0])]) == [True]
+
+
+def test_another_stage_is_not_compared():
+    """Its loss is another one; its first steps are no spikes."""
+    config = make_config(**VARIANTS["two-stage"] | {"train.skip_spikes": "3"})
+    model = Electra(config)
+    step = create_step(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE)
+    judged(step.spikes, values(WINDOW))
+    step._enter_stage(config.train.steps // 2)
+    assert judged(step.spikes, [torch.tensor([1e9, 5.0])]) == [False]
 
 
 def test_rows_of_skipped_steps_are_counted():
