@@ -20,7 +20,6 @@ from lib.results import Results, listed, parse_arguments, reason
 from lib.workload import loader, make_corpus, new_step, shape
 
 from electra_fast.model.compute import ComputeConfig, choose_compute
-from electra_fast.ops import dispatch
 from electra_fast.ops import operations as ops
 
 PARTS = ("samples", "eager", "graph", "compile")

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from electra_fast.model import attention, sublayers
-from electra_fast.ops import dispatch
 from electra_fast.ops import operations as ops
 
 VOCAB_SIZE = 30_522

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from electra_fast.training.parallel_step import create_step
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig, choose_compute
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.parallel_step import create_step
 from electra_fast.training.step import TrainStep
 
 VOCAB_SIZE = 30_522

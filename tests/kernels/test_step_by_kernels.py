@@ -3,13 +3,13 @@
 import pytest
 import torch
 from comparison import DEVICE
-from electra_fast.training.parallel_step import create_step
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.ops import operations as ops
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.parallel_step import create_step
 
 
 def trained(corpus, config, attention="sdpa"):

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from electra_fast.training.parallel_step import create_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from variants import DIFFERENT, VARIANTS
 
@@ -16,6 +15,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
+from electra_fast.training.parallel_step import create_step
 from electra_fast.training.step import GRAD_NORM, SKIPPED, choose_execution
 from electra_fast.training.timing import StepTimer
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import test_objectives
 import torch
-from electra_fast.training.parallel_step import PretrainingWork, create_step
 from tiny_run import STEPS, assert_same_run, command, tiny_config, truncate
 
 import electra_fast as ef
@@ -29,6 +28,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.optimizers import muon
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training import step_processes
+from electra_fast.training.parallel_step import PretrainingWork, create_step
 from electra_fast.training.step import Backward
 from electra_fast.training.step_processes import choose_num_processes
 
