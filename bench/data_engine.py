@@ -128,7 +128,7 @@ def compare_ids(ways: dict[str, Any], part: list[str], results: Results) -> int:
 
 def ours_encode(vocab: Path) -> Any:
     """Ours; output: numpy arrays."""
-    return Tokenizer(vocab, lowercase=True).encode_batch, lambda found: found
+    return Tokenizer(vocab, lowercase=True, strip_accents=True).encode_batch, lambda found: found
 
 
 def hf_tokenizer(vocab: Path) -> Any:
@@ -350,7 +350,7 @@ def trained_vocab(text: Path, path: Path) -> Path:
     """A vocabulary of 16,000 entries trained on the start of the text."""
     sample = path.with_suffix(".sample.txt")
     sample.write_text(text.read_text(encoding="utf-8")[:3_000_000], encoding="utf-8")
-    electra_fast.train_vocab([sample], out=path, size=16_000, progress=False)
+    electra_fast.train_vocab([sample], out=path, size=16_000, strip_accents=True, progress=False)
     return path
 
 

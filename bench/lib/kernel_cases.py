@@ -34,10 +34,9 @@ class Setting:
         """The shapes to time, or the one for a rehearsal."""
         return [tiny] if self.quick else real
 
-    def normal(self, *shape: int, gradient: bool = True, dtype: torch.dtype | None = None) -> Tensor:
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Standard normal numbers, by default in the activations' dtype."""
-        x = torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype or self.dtype)
-        return x.requires_grad_(gradient)
+        return torch.randn(shape, device=self.device).to(dtype or self.dtype).requires_grad_()
 
     def weight(self, *shape: int) -> Tensor:
         """A parameter: fp32, scaled by 1 / sqrt(last dimension)."""

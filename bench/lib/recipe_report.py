@@ -30,11 +30,6 @@ class Point:
         """Mean over the seeds; NaN without any."""
         return statistics.mean(map(measure, self.results)) if self.results else math.nan
 
-    @property
-    def finished(self) -> Point:
-        """Without the runs that diverged."""
-        return Point(self.setting, self.budget, [each for each in self.results if "failed" not in each])
-
 
 def auc(result: Result, corruptor: str = CRITERION) -> float:
     """AUC of a run: 0.5 if it diverged, NaN without a discriminator."""

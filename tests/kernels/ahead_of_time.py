@@ -48,8 +48,10 @@ class MachineCode:
         assert (self.shared_bytes + RESERVED_BYTES) * programs_per_sm <= SHARED_BYTES[self.capability], self
 
 
-def compile_launches(call: Callable[[], Any], capability: int = 90) -> dict[str, MachineCode]:
-    """The code for sm_<capability> of every kernel that a call launches, by the kernel's name; runs none of them."""
+def compile_launches(
+    call: Callable[[], Any], capability: int = 90, only: tuple[str, ...] = ()
+) -> dict[str, MachineCode]:
+    """The code for sm_<capability> of the kernels that a call launches, all or `only` some; runs none of them."""
     import pytest
 
     from electra_fast.kernels.corrupt import _corrupt_kernel
@@ -57,7 +59,8 @@ def compile_launches(call: Callable[[], Any], capability: int = 90) -> dict[str,
     requests = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        requests.append((*_specialization(kernel, args, options), capability))
+        if not only or kernel.fn.__name__ in only:
+            requests.append((*_specialization(kernel, args, options), capability))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(_corrupt_kernel), "run", record)
