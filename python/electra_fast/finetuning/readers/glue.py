@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +45,10 @@ class GlueTask:
     """Official name of the folder and of the submission."""
     texts: tuple[tuple[str, ...], ...]
     """Text columns: the official ones, then those of Hugging Face's exports."""
-    columns: tuple[str, ...]
-    """Official columns of the training file."""
-    test_columns: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    """Official columns of the training file; empty for an index, the texts and the label."""
+    test_columns: tuple[str, ...] = ()
+    """Empty for an index and the texts."""
     dev_columns: tuple[str, ...] = ()
     """Empty if they are those of the training file."""
     words: tuple[str, ...] = ()
@@ -77,7 +78,6 @@ TASKS: dict[str, GlueTask] = {
         metric="matthews",
         texts=(("sentence",),),
         columns=("source", "label", "star", "sentence"),
-        test_columns=("index", "sentence"),
         words=("unacceptable", "acceptable"),
     ),
     "sst2": _classification(
@@ -85,7 +85,6 @@ TASKS: dict[str, GlueTask] = {
         "SST-2",
         texts=(("sentence",),),
         columns=("sentence", "label"),
-        test_columns=("index", "sentence"),
         words=("negative", "positive"),
         aliases=("sst",),
     ),
@@ -123,30 +122,9 @@ TASKS: dict[str, GlueTask] = {
         test_columns=_MNLI,
         variants=("_matched", "_mismatched"),
     ),
-    "qnli": _classification(
-        "qnli",
-        "QNLI",
-        labels=ENTAILMENT,
-        texts=(("question", "sentence"),),
-        columns=("index", "question", "sentence", "label"),
-        test_columns=("index", "question", "sentence"),
-    ),
-    "rte": _classification(
-        "rte",
-        "RTE",
-        labels=ENTAILMENT,
-        texts=(SENTENCE_PAIR,),
-        columns=("index", *SENTENCE_PAIR, "label"),
-        test_columns=("index", *SENTENCE_PAIR),
-    ),
-    "wnli": _classification(
-        "wnli",
-        "WNLI",
-        texts=(SENTENCE_PAIR,),
-        columns=("index", *SENTENCE_PAIR, "label"),
-        test_columns=("index", *SENTENCE_PAIR),
-        words=("not_entailment", "entailment"),
-    ),
+    "qnli": _classification("qnli", "QNLI", ENTAILMENT, texts=(("question", "sentence"),)),
+    "rte": _classification("rte", "RTE", ENTAILMENT, texts=(SENTENCE_PAIR,)),
+    "wnli": _classification("wnli", "WNLI", texts=(SENTENCE_PAIR,), words=("not_entailment", "entailment")),
 }
 
 
@@ -264,8 +242,7 @@ def _numbered(split: Split) -> Split:
     return dataclasses.replace(split, ids=[str(row) for row in range(len(split.ids))])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
+class _Columns(NamedTuple):
     """Positions in a file's lines."""
 
     num_fields: int
@@ -351,23 +328,18 @@ def _open(
         raise InputError(f"{path}: no label column; there are: {', '.join(names)}")
     ids = id_columns or tuple(column for column in ID_COLUMNS if column in names)[:1]
     positions = {column: position for position, column in enumerate(names)}
-    return (
-        _Columns(
-            num_fields=len(names),
-            texts=tuple(positions[column] for column in texts),
-            label=label,
-            ids=tuple(positions[column] for column in ids),
-        ),
-        records,
-    )
+    text_positions, id_positions = (tuple(positions[column] for column in columns) for columns in (texts, ids))
+    return _Columns(len(names), text_positions, label, id_positions), records
 
 
 def _official_columns(glue: GlueTask, name: str) -> tuple[str, ...]:
+    usual = ("index", *glue.texts[0])
     if name == "diagnostic":
-        return ("index", *SENTENCE_PAIR)
+        return usual
     if _is_test(name):
-        return glue.test_columns
-    return glue.dev_columns or glue.columns if name != "train" else glue.columns
+        return glue.test_columns or usual
+    columns = glue.columns or (*usual, "label")
+    return glue.dev_columns or columns if name != "train" else columns
 
 
 def _problem(cells: list[str], columns: _Columns, name: str) -> str | None:
