@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
+from electra_fast.finetuning.readers.labels import is_number
 from electra_fast.finetuning.readers.rows import abbreviated, place, there_are
 from electra_fast.finetuning.readers.tables import class_names, iterate_cells, open_table
 from electra_fast.finetuning.task import Split, Task, TaskData, select
@@ -363,8 +364,8 @@ def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[st
 
 def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) -> NDArray[Any]:
     if not glue.task.labels:
-        values = np.array([_similarity(label) for label in labels])
-        wrong, allowed = np.isnan(values), f"a number from 0 to {MAX_SIMILARITY:g}"
+        values = np.array([float(label) if is_number(label) else math.nan for label in labels])
+        wrong, allowed = ~((values >= 0) & (values <= MAX_SIMILARITY)), f"a number from 0 to {MAX_SIMILARITY:g}"
     else:
         digits = tuple(map(str, range(len(glue.task.labels))))
         names = [*dict.fromkeys((*glue.task.labels, *glue.words, *digits))]
@@ -376,15 +377,6 @@ def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) 
         row = int(wrong.argmax())
         raise InputError(f"{place(*places[row])}: the label is {abbreviated(labels[row])}; it can be {allowed}")
     return values
-
-
-def _similarity(label: str) -> float:
-    """Returns a number from 0 to 5, else NaN."""
-    try:
-        value = float(label)
-    except ValueError:
-        return math.nan
-    return value if 0 <= value <= MAX_SIMILARITY else math.nan
 
 
 def _decided(split: Split, notes: list[str]) -> Split:
