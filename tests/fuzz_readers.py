@@ -92,8 +92,7 @@ def make_targets(root: Path) -> Iterator[Target]:
     yield Target("corpus, inspect", corpus, ("inspect", "{folder}"), specials=True)
     yield Target("corpus, verify", corpus, ("verify", "{folder}"), specials=True)
     settings = TINY | {"train.steps": "3", "train.checkpoint_every": "1", "data.sequence_length": "16"}
-    train = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    pretrain = ("pretrain", "--preset", "tiny", *train)
+    pretrain = ("pretrain", "--preset", "tiny", *tiny_reading.flags(settings))
     yield Target("corpus, pretrain", corpus, (*pretrain, "--data", "{folder}", "--out", "{out}"), specials=True)
 
     run = root / "run"

@@ -123,8 +123,9 @@ def test_missing_columns_are_named_with_those_there_are(write):
 
 def test_what_dev_or_test_lack(write, tmp_path):
     train = write(labelled("a", "b"))
-    unlabelled, other = write([{"text": "x"}], "dev.jsonl"), write([{"body": "x"}], "test.jsonl")
-    assert message_of(train, unlabelled) == f"{unlabelled}: no column 'label'; there are: text; choose with --dev-label"
+    scored, other = write([{"text": "x", "score": "a"}], "dev.jsonl"), write([{"body": "x"}], "test.jsonl")
+    message = f"{scored}: no column 'label'; there are: text, score; choose with --dev-label"
+    assert message_of(train, scored) == message
     message = f"{other}: no column 'text'; there are: body; choose with --test-text"
     assert message_of(train, train, other) == message
     with pytest.raises(FileNotFoundError, match=r"none\.tsv: no such file$"):
@@ -140,7 +141,7 @@ def test_what_dev_or_test_lack(write, tmp_path):
         ([1.0, 0, "1", None], ("0", "1")),
         (["01", "1"], ("01", "1")),
         (["True", "FALSE", True], ("false", "true")),
-        (["1.0", "v2"], ("1.0", "v2")),
+        (["1.0", 2.0, "v2"], ("1.0", "2", "v2")),
         ([" x ", "x", "y"], ("x", "y")),
     ],
 )
@@ -285,7 +286,8 @@ def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
     data = read(train, dev, skip_bad_rows=3)
     assert (data.train.ids, data.dev[0].ids) == (["0", "1"], ["0", "2"])
     assert data.notes[0].startswith("3 bad rows are left out: ")
-    assert message_of(write(labelled({}, {}), "all.jsonl")).startswith("2 bad rows: ")
+    message = message_of(write(labelled(*[{}] * 25), "all.jsonl"))
+    assert message.startswith("25 bad rows: ") and message.endswith("; and 5 more (--skip-bad-rows leaves rows out)")
     unknown = write(labelled("c"), "unknown.jsonl")
     assert "no example has a label that can be used" in message_of(train, unknown, skip_bad_rows=4)
 

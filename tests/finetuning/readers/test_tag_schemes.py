@@ -23,19 +23,6 @@ from electra_fast.finetuning.readers.tag_schemes import (
 )
 
 
-def random_entities(rng, num_words, adjacent=True):
-    """Entities of three types; without `adjacent`, none directly follows one of its own type."""
-    entities, word = [], 0
-    while word < num_words:
-        end = rng.randint(word + 1, num_words)
-        if rng.random() < 0.6:
-            follows = entities and entities[-1][1] == word
-            types = [type_ for type_ in "XYZ" if adjacent or not (follows and entities[-1][2] == type_)]
-            entities.append((word, end, rng.choice(types)))
-        word = end
-    return entities
-
-
 def written(entities, num_words, scheme):
     """Tags of a scheme, made independently of the module."""
     tags, before = ["O"] * num_words, (0, 0, "")
@@ -46,26 +33,9 @@ def written(entities, num_words, scheme):
             prefix = "B" if is_first and (scheme == "IOB2" or (scheme == "IOB1" and follows)) else "I"
             if scheme == "IOBES":
                 prefix = {(True, True): "S", (True, False): "B", (False, True): "E"}.get((is_first, is_last), "I")
-            tags[word] = type_ if scheme == "bare" else f"{prefix}-{type_}"
+            tags[word] = f"{prefix}-{type_}"
         before = (start, end, type_)
     return tags
-
-
-@pytest.mark.parametrize("scheme", ["bare", "IO", "IOB1", "IOB2", "IOBES"])
-def test_entities_survive_every_scheme(scheme):
-    rng = random.Random(scheme)
-    can_be_adjacent = scheme not in ("bare", "IO")
-    for _ in range(100):
-        lengths = [rng.randint(1, 12) for _ in range(4)]
-        file = [random_entities(rng, length, can_be_adjacent) for length in lengths]
-        # What tells each scheme from the others, at least once.
-        lengths, file = [*lengths, 12], [*file, [(0, 1, "X"), (1, 3, "X" if can_be_adjacent else "Y")]]
-        sentences = [written(*each, scheme) for each in zip(file, lengths, strict=True)]
-        detected = detect_scheme(sentences)
-        assert detected == ("IO" if scheme == "bare" else scheme)
-        for entities, tags in zip(file, sentences, strict=True):
-            assert to_entities(tags, detected) == (entities, [])
-            assert entities_of(from_entities(entities, len(tags))) == entities
 
 
 def test_any_tags_are_read_as_seqeval_reads_them():
@@ -74,7 +44,7 @@ def test_any_tags_are_read_as_seqeval_reads_them():
     for _ in range(4000):
         sentence = rng.choices(tags[: rng.choice((5, 6, 18))], k=rng.randint(0, 12))
         expected = [(start, last + 1, type_) for type_, start, last in get_entities(sentence)]
-        assert entities_of(sentence) == expected, sentence
+        assert entities_of(sentence) == entities_of(from_entities(expected, len(sentence))) == expected, sentence
 
 
 @pytest.mark.parametrize("scheme", ["IO", "IOB1", "IOB2", "IOBES"])

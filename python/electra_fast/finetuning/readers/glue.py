@@ -14,13 +14,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
+from electra_fast.finetuning.readers.labels import is_number
 from electra_fast.finetuning.readers.rows import abbreviated, place, there_are
 from electra_fast.finetuning.readers.tables import class_names, iterate_cells, open_table
 from electra_fast.finetuning.task import Split, Task, TaskData, select
@@ -45,9 +46,10 @@ class GlueTask:
     """Official name of the folder and of the submission."""
     texts: tuple[tuple[str, ...], ...]
     """Text columns: the official ones, then those of Hugging Face's exports."""
-    columns: tuple[str, ...]
-    """Official columns of the training file."""
-    test_columns: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    """Official columns of the training file; empty for an index, the texts and the label."""
+    test_columns: tuple[str, ...] = ()
+    """Empty for an index and the texts."""
     dev_columns: tuple[str, ...] = ()
     """Empty if they are those of the training file."""
     words: tuple[str, ...] = ()
@@ -77,7 +79,6 @@ TASKS: dict[str, GlueTask] = {
         metric="matthews",
         texts=(("sentence",),),
         columns=("source", "label", "star", "sentence"),
-        test_columns=("index", "sentence"),
         words=("unacceptable", "acceptable"),
     ),
     "sst2": _classification(
@@ -85,7 +86,6 @@ TASKS: dict[str, GlueTask] = {
         "SST-2",
         texts=(("sentence",),),
         columns=("sentence", "label"),
-        test_columns=("index", "sentence"),
         words=("negative", "positive"),
         aliases=("sst",),
     ),
@@ -123,30 +123,9 @@ TASKS: dict[str, GlueTask] = {
         test_columns=_MNLI,
         variants=("_matched", "_mismatched"),
     ),
-    "qnli": _classification(
-        "qnli",
-        "QNLI",
-        labels=ENTAILMENT,
-        texts=(("question", "sentence"),),
-        columns=("index", "question", "sentence", "label"),
-        test_columns=("index", "question", "sentence"),
-    ),
-    "rte": _classification(
-        "rte",
-        "RTE",
-        labels=ENTAILMENT,
-        texts=(SENTENCE_PAIR,),
-        columns=("index", *SENTENCE_PAIR, "label"),
-        test_columns=("index", *SENTENCE_PAIR),
-    ),
-    "wnli": _classification(
-        "wnli",
-        "WNLI",
-        texts=(SENTENCE_PAIR,),
-        columns=("index", *SENTENCE_PAIR, "label"),
-        test_columns=("index", *SENTENCE_PAIR),
-        words=("not_entailment", "entailment"),
-    ),
+    "qnli": _classification("qnli", "QNLI", ENTAILMENT, texts=(("question", "sentence"),)),
+    "rte": _classification("rte", "RTE", ENTAILMENT, texts=(SENTENCE_PAIR,)),
+    "wnli": _classification("wnli", "WNLI", texts=(SENTENCE_PAIR,), words=("not_entailment", "entailment")),
 }
 
 
@@ -264,8 +243,7 @@ def _numbered(split: Split) -> Split:
     return dataclasses.replace(split, ids=[str(row) for row in range(len(split.ids))])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
+class _Columns(NamedTuple):
     """Positions in a file's lines."""
 
     num_fields: int
@@ -351,23 +329,18 @@ def _open(
         raise InputError(f"{path}: no label column; there are: {', '.join(names)}")
     ids = id_columns or tuple(column for column in ID_COLUMNS if column in names)[:1]
     positions = {column: position for position, column in enumerate(names)}
-    return (
-        _Columns(
-            num_fields=len(names),
-            texts=tuple(positions[column] for column in texts),
-            label=label,
-            ids=tuple(positions[column] for column in ids),
-        ),
-        records,
-    )
+    text_positions, id_positions = (tuple(positions[column] for column in columns) for columns in (texts, ids))
+    return _Columns(len(names), text_positions, label, id_positions), records
 
 
 def _official_columns(glue: GlueTask, name: str) -> tuple[str, ...]:
+    usual = ("index", *glue.texts[0])
     if name == "diagnostic":
-        return ("index", *SENTENCE_PAIR)
+        return usual
     if _is_test(name):
-        return glue.test_columns
-    return glue.dev_columns or glue.columns if name != "train" else glue.columns
+        return glue.test_columns or usual
+    columns = glue.columns or (*usual, "label")
+    return glue.dev_columns or columns if name != "train" else columns
 
 
 def _problem(cells: list[str], columns: _Columns, name: str) -> str | None:
@@ -391,8 +364,8 @@ def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[st
 
 def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) -> NDArray[Any]:
     if not glue.task.labels:
-        values = np.array([_similarity(label) for label in labels])
-        wrong, allowed = np.isnan(values), f"a number from 0 to {MAX_SIMILARITY:g}"
+        values = np.array([float(label) if is_number(label) else math.nan for label in labels])
+        wrong, allowed = ~((values >= 0) & (values <= MAX_SIMILARITY)), f"a number from 0 to {MAX_SIMILARITY:g}"
     else:
         digits = tuple(map(str, range(len(glue.task.labels))))
         names = [*dict.fromkeys((*glue.task.labels, *glue.words, *digits))]
@@ -404,15 +377,6 @@ def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) 
         row = int(wrong.argmax())
         raise InputError(f"{place(*places[row])}: the label is {abbreviated(labels[row])}; it can be {allowed}")
     return values
-
-
-def _similarity(label: str) -> float:
-    """Returns a number from 0 to 5, else NaN."""
-    try:
-        value = float(label)
-    except ValueError:
-        return math.nan
-    return value if 0 <= value <= MAX_SIMILARITY else math.nan
 
 
 def _decided(split: Split, notes: list[str]) -> Split:

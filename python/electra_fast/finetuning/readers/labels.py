@@ -166,7 +166,11 @@ def left_out(signs: Mapping[str, int]) -> str:
 
 def listed(labels: Iterable[str]) -> str:
     """Lists labels for messages, truncated."""
-    names = [repr(label) for label in labels]
+    return truncated([repr(label) for label in labels])
+
+
+def truncated(names: Sequence[str]) -> str:
+    """Lists the first names, and says how many more there are."""
     more = f" and {len(names) - MAX_NAMED_LABELS:,} more" if len(names) > MAX_NAMED_LABELS else ""
     return ", ".join(names[:MAX_NAMED_LABELS]) + more
 

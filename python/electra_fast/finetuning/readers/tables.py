@@ -314,14 +314,10 @@ def _records_of_object(path: Path, content: Row) -> list[Any]:
 def _parquet(file: TextFile) -> Loaded:
     with _damage(file.path, "Parquet"):
         source = pyarrow.parquet.ParquetFile(file.path if file.has_own_bytes else io.BytesIO(file.content()))
-        columns = source.schema_arrow.names
-    names = reject_duplicates(file.path, columns)
-
-    def read(columns: Sequence[str]) -> Iterator[Record]:
-        with _damage(file.path, "Parquet"):
-            yield from _arrow_rows(source.iter_batches(BATCH_ROWS, columns=list(columns) or None))
-
-    return names, read
+        names = source.schema_arrow.names
+    return _batches(
+        file.path, "Parquet", names, lambda columns: source.iter_batches(BATCH_ROWS, columns=columns or None)
+    )
 
 
 def _arrow(file: TextFile) -> Loaded:
@@ -334,18 +330,17 @@ def _arrow(file: TextFile) -> Loaded:
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = iter(reader)
-        columns = reader.schema.names
-    names = reject_duplicates(file.path, columns)
+        names = reader.schema.names
+    return _batches(file.path, "Arrow", names, lambda columns: (batch.select(columns or names) for batch in batches))
 
+
+def _batches(path: Path, format: str, names: list[str], batches: Callable[[list[str]], Iterable[Any]]) -> Loaded:
     def read(columns: Sequence[str]) -> Iterator[Record]:
-        with _damage(file.path, "Arrow"):
-            yield from _arrow_rows(batch.select(list(columns) or list(names)) for batch in batches)
+        with _damage(path, format):
+            rows = (_to_microseconds(batch).to_pylist() for batch in batches(list(columns)))
+            yield from enumerate(itertools.chain.from_iterable(rows), 1)
 
-    return names, read
-
-
-def _arrow_rows(batches: Iterable[Any]) -> Iterator[Record]:
-    return enumerate(itertools.chain.from_iterable(_to_microseconds(batch).to_pylist() for batch in batches), 1)
+    return reject_duplicates(path, names), read
 
 
 def _to_microseconds(batch: Any) -> Any:

@@ -283,7 +283,7 @@ def _column(
     path: Path, chosen: Sequence[str], names: Sequence[str], usual: Sequence[str], number: int, flag: str
 ) -> int:
     """Returns the number of a column chosen by name or number; else that of a usual name, or the given one."""
-    check_single(chosen or ("",), flag)
+    check_single(chosen, flag)
     lower = [name.lower() for name in names]
     if not chosen:
         found = next((lower.index(name) for name in usual if name in lower), None)

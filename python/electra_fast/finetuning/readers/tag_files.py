@@ -18,7 +18,7 @@ import numpy as np
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import tables
 from electra_fast.finetuning.readers.annotations import flat_row
-from electra_fast.finetuning.readers.labels import MAX_NAMED_LABELS, listed
+from electra_fast.finetuning.readers.labels import listed, truncated
 from electra_fast.finetuning.readers.rows import BadRows, place
 from electra_fast.finetuning.readers.tag_columns import COLUMN_FORMATS, TEXT_FORMATS, are_columns, column_sentences
 from electra_fast.finetuning.readers.tag_schemes import (
@@ -372,13 +372,12 @@ def _class_sizes(task: Task, train: Split, dev: Split) -> Iterator[str]:
     numbers = [number for number, label in enumerate(task.labels) if task.scheme == "none" or label[:1] == "B"]
     names = {number: task.labels[number][0 if task.scheme == "none" else 2 :] for number in numbers}
     numbers.sort(key=lambda number: -sizes[0][number])
-    shown = [f"{names[number]} {sizes[0][number]:,}/{sizes[1][number]:,}" for number in numbers[:MAX_NAMED_LABELS]]
-    more = f" and {len(numbers) - len(shown):,} more" if len(numbers) > len(shown) else ""
+    shown = [f"{names[number]} {sizes[0][number]:,}/{sizes[1][number]:,}" for number in numbers]
     kind = "words by tag" if task.scheme == "none" else "entities by type"
-    yield f"{kind} to train/validate on: {', '.join(shown)}{more}"
+    yield f"{kind} to train/validate on: {truncated(shown)}"
     lacking = [names[number] for number in numbers if sizes[0][number] and not sizes[1][number]]
     if lacking:
-        yield f"{dev.path}: none to validate {', '.join(lacking[:MAX_NAMED_LABELS])} on, so the score leaves them out"
+        yield f"{dev.path}: none to validate {truncated(lacking)} on, so the score leaves them out"
     alike = itertools.groupby(sorted(names.values(), key=_folded), key=_folded)
     for group in (list(each) for _, each in alike):
         if len(group) > 1:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.annotations import flat_row, rejected_note, rejected_rows
@@ -61,6 +61,8 @@ class Sentence:
     """The tags were made from spans, in IOB2."""
     num_cuts: int = 0
     """Number of spans' ends within a word."""
+    spanned: SpannedText | None = None
+    """Spans that are not yet tags."""
 
     def place(self, word: int = 0) -> str:
         """Returns the place of a word, for messages."""
@@ -108,7 +110,7 @@ def row_sentences(
     has_spans = any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(chosen[1])))
     rejected = rejected_rows([row for _, row in rows], chosen, is_test=is_test)
     notes += rejected_note(path, len(rejected), len(rows))
-    found: list[_Row] = []
+    found: list[Sentence] = []
     for number, (line, row) in enumerate(rows):
         if number in rejected:
             continue
@@ -117,20 +119,13 @@ def row_sentences(
     return list(_with_tags(path, found, bad, notes))
 
 
-class _Row(NamedTuple):
-    """A row of a file; its spans, if any, are not yet tags."""
-
-    sentence: Sentence
-    spanned: SpannedText | None
-
-
 def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
 def _read_row(
     path: Path, number: int, line: int, row: Row, chosen: tuple[str, str], labels: Sequence[str], has_spans: bool
-) -> _Row:
+) -> Sentence:
     """Reads a row. If some row of the file `has_spans`, an empty list means no spans rather than no tags."""
     where, target = place(path, line), row.get(chosen[1])
     if target is None and row.get("answer") == "accept":
@@ -144,9 +139,9 @@ def _read_row(
         path=path, lines=[line], row=number, text=text, words=words, tags=tags, has_spans=is_text or has_spans
     )
     if target is None or not sentence.has_spans:
-        return _Row(sentence, None)
+        return sentence
     tokens = _token_texts(_items(row.get("tokens"))) if is_text else ()
-    return _Row(sentence, SpannedText(content, words, read_spans(where, target), tokens))
+    return dataclasses.replace(sentence, spanned=SpannedText(content, words, read_spans(where, target), tokens))
 
 
 def _listed(value: Any) -> Any:
@@ -174,23 +169,24 @@ def _token_texts(tokens: Sequence[Any]) -> list[Any]:
     return [token["text"] if isinstance(token, dict) and "text" in token else token for token in tokens]
 
 
-def _with_tags(path: Path, rows: Sequence[_Row], bad: BadRows, notes: list[str]) -> Iterator[Sentence]:
+def _with_tags(path: Path, sentences: Sequence[Sentence], bad: BadRows, notes: list[str]) -> Iterator[Sentence]:
     """Yields the sentences, with tags in place of their spans."""
-    convention = find_convention([row.spanned for row in rows if row.spanned])
+    spanned = [sentence.spanned for sentence in sentences if sentence.spanned]
+    convention = find_convention(spanned)
     num_repeated = 0
-    for sentence, spanned in rows:
-        if spanned is None:
+    for sentence in sentences:
+        if sentence.spanned is None:
             yield sentence
             continue
         with bad.collect():
-            spans, repeated = placed_spans(sentence.place(), spanned, convention)
-            tags, num_cuts = tags_of_spans(sentence.place(), spanned, spans)
+            spans, repeated = placed_spans(sentence.place(), sentence.spanned, convention)
+            tags, num_cuts = tags_of_spans(sentence.place(), sentence.spanned, spans)
             num_repeated += repeated
-            sentence = dataclasses.replace(sentence, tags=tags, num_cuts=num_cuts)
+            sentence = dataclasses.replace(sentence, tags=tags, num_cuts=num_cuts, spanned=None)
         if sentence.tags is not None:
             yield sentence
     if convention != Convention():
-        counted = convention.described(next(row.spanned.text for row in rows if row.spanned))
+        counted = convention.described(spanned[0].text)
         notes.append(f"{path}: spans count {counted}, as the text shows; they are converted")
     if num_repeated:
         notes.append(f"{path}: {num_repeated:,} spans that repeat another one are left out")
