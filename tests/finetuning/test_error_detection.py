@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
+from squad_reference import chunk_of_most_context, chunk_spans
 from tiny_run import tiny_config
 
 from electra_fast import checkpoint
@@ -67,20 +68,13 @@ class Reference:
 
     def words(self, text: str, length: int) -> list[float]:
         """That any of a word's pieces is replaced, each in the chunk with most context around it."""
-        encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
-        room, found = length - 2, {}
-        starts = [0]
-        while starts[-1] + room < len(encoding.ids):
-            starts.append(starts[-1] + room // 2)
-        for start in starts:
-            chunk = encoding.ids[start : start + room]
-            for place, probability in enumerate(self.pieces(chunk) if chunk else []):
-                context = min(place, len(chunk) - 1 - place) + 0.01 * len(chunk)
-                if context > found.get(start + place, (-1.0, 0.0))[0]:
-                    found[start + place] = (context, probability)
+        encoding, room = self.tokenizer(text, add_special_tokens=False).encodings[0], length - 2
+        spans = chunk_spans(len(encoding.ids), room, room // 2)
+        chunks = [self.pieces(encoding.ids[start : start + length]) for start, length in spans]
         by_word: dict[int, float] = {}
         for piece, word in enumerate(encoding.word_ids):
-            by_word[word] = 1 - (1 - by_word.get(word, 0.0)) * (1 - found[piece][1])
+            chunk = chunk_of_most_context(spans, piece)
+            by_word[word] = 1 - (1 - by_word.get(word, 0.0)) * (1 - chunks[chunk][piece - spans[chunk][0]])
         return list(by_word.values())
 
 

@@ -71,10 +71,7 @@ def test_each_seed_leaves_a_model_and_predictions(finetuned, glue_folder):
             targets = [data.task.labels[i] for i in data.dev[0].targets]
             accuracy = np.mean([a == b for a, b in zip(predicted, targets, strict=True)])
             assert accuracy == pytest.approx(run["accuracy"])
-    assert (
-        model_bytes(out)[("sst2", "seed-0", "model", "model.safetensors")]
-        != model_bytes(out)[("sst2", "seed-1", "model", "model.safetensors")]
-    )
+    assert len(set(model_bytes(out).values())) == 4
 
 
 def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_folder, tmp_path):
@@ -135,7 +132,7 @@ def killed_at_file(monkeypatch, number):
         yield
 
 
-@pytest.mark.parametrize("call", range(4, 9, 2))
+@pytest.mark.parametrize("call", [4, 6])
 def test_a_kill_while_scoring_again_leaves_no_stale_scores(
     finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch, call
 ):
@@ -156,20 +153,18 @@ def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, enc
 
     def is_resumable():
         """One seed is unfinished, and has taken some steps."""
-        states = [json.loads(path.read_text()) for path in resumed.glob("*/seed-*/checkpoints/step-*/state.json")]
-        unfinished = {path.parents[2] for path in resumed.glob("*/seed-*/checkpoints/step-*/state.json")}
-        return len(unfinished) == 1 and max(state["step"] for state in states) > 0
+        states = list(resumed.glob("*/seed-*/checkpoints/step-*/state.json"))
+        steps = [json.loads(path.read_text())["step"] for path in states]
+        return len({path.parents[2] for path in states}) == 1 and max(steps) > 0
 
     start = command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"})
     server.kill_until_done(start, tmp_path / "said.txt", is_resumable)
     assert model_bytes(resumed) == model_bytes(out)
     assert without_times(json.loads((resumed / "results.json").read_text())) == without_times(results)
     for path in out.glob("*/seed-*/metrics.jsonl"):
-        records = [
-            [json.loads(line) for line in (folder / path.relative_to(out)).read_text().splitlines()]
-            for folder in (out, resumed)
-        ]
-        assert without_times(records[0]) == without_times(records[1])
+        logs = (path, resumed / path.relative_to(out))
+        before, after = ([json.loads(line) for line in log.read_text().splitlines()] for log in logs)
+        assert without_times(before) == without_times(after)
 
 
 @pytest.mark.parametrize("call", [1, 2, 4])

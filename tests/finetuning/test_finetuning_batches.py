@@ -137,15 +137,18 @@ def test_packed_batches_hold_every_token_once(parts, count):
 @pytest.mark.parametrize("per_token", [False, True])
 def test_targets_and_weights_follow_their_examples_into_each_part(per_token):
     encoded, chosen = random_examples(20), np.random.default_rng(1).permutation(20)[:8]
-    targets = np.arange(1, 1 + (len(encoded.ids) if per_token else 20))
-    training_set = TrainingSet(encoded, targets, (targets % 3).astype(float), per_token)
-    parts = training_set.batch(pack(encoded, chosen, 2), chosen, "mean", 0).parts
-    for part in parts:
-        expected = part.packed.columns[0] if per_token else chosen[part.packed.examples] + 1
-        is_real = expected > 0
-        assert (part.targets[is_real] == expected[is_real]).all() and not part.weights[~is_real].any()
-        assert len(set((part.weights[expected % 3 > 0] / (expected % 3)[expected % 3 > 0]).tolist())) == 1
-    assert sum(part.weights.sum() for part in parts) == pytest.approx(1)
+    targets = np.arange(len(encoded.ids) if per_token else 20)
+    training_set = TrainingSet(encoded, targets, 1.0 + targets % 3, per_token)
+    for packed in (pack(encoded, chosen, 2), [pack_static(encoded, chosen, 64, 16)]):
+        parts = training_set.batch(packed, chosen, "mean", 0).parts
+        for part in parts:
+            places = part.packed.sources if per_token else part.packed.examples
+            is_real = places >= 0
+            expected = places[is_real] if per_token else chosen[places[is_real]]
+            assert (part.targets[is_real] == expected).all() and not part.weights[~is_real].any()
+            scales = part.weights[is_real] / (1 + expected % 3)
+            np.testing.assert_allclose(scales, scales[0], rtol=1e-6)
+        assert sum(part.weights.sum() for part in parts) == pytest.approx(1)
 
 
 def test_packing_wastes_little():

@@ -106,11 +106,7 @@ class TestFinetuning:
         monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
         assert finetune(tmp_path, seeds=2) == {"device": "cpu", "precision": "fp32", "matmul": "default"}
 
-    def test_onednn_where_there_is_none_is_refused(self, finetune, tmp_path):
-        with pytest.raises(ValueError, match='matmul = "onednn" needs a processor with AVX-512'):
-            finetune(tmp_path, **{"finetune.matmul": "onednn"})
-
-    @pytest.mark.parametrize(("task", "head"), [("stsb", "hf"), ("squad2", "google"), ("tagging", "hf")])
+    @pytest.mark.parametrize(("task", "head"), [("stsb", "hf"), ("squad2", "google")])
     def test_the_real_measurement(self, job_of, bf16_cpu, task, head):
         before, threads = torch.get_rng_state(), torch.get_num_threads()
         job = job_of(task, **AUTO, **{"finetune.head": head})

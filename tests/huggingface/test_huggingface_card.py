@@ -127,15 +127,3 @@ def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: P
     export(tmp_path / "again", tmp_path / "more")
     text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
     assert "continued from an imported model" in text and "3 of 3 steps" in text and REMARK in text
-
-
-def test_a_damaged_record_of_token_types_is_named(tmp_path: Path, tiny_corpus: Path) -> None:
-    trained(tmp_path / "run", tiny_corpus, "google", "google")
-    export(tmp_path / "run", tmp_path / "out")
-    path = tmp_path / "out" / "discriminator" / "config.json"
-    table = json.loads(path.read_text(encoding="utf-8")) | {"electra_fast_token_type_1_trained": "yes"}
-    path.write_text(json.dumps(table), encoding="utf-8")
-    with pytest.raises(
-        ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes' must be true or false"
-    ):
-        import_folder(tmp_path / "out", tmp_path / "again")

@@ -96,8 +96,8 @@ class PackedBatch:
 def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1, *, are_alike: bool = False) -> list[PackedBatch]:
     """Packs examples into `num_parts` batches of about equally many tokens, each in rows of about equal length.
 
-    If there are fewer examples than parts, each is a part of its own. Long examples that `are_alike`, of about the
-    same length, get rows of their own.
+    If there are fewer examples than parts, each example is one part. With `are_alike`, examples have about the same
+    length, and each long one gets its own row.
     """
     lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
     if not num_parts:

@@ -17,64 +17,66 @@ DEFAULT_RECIPE = "fast"
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSection(Section):
-    """`[finetune]`: all that the result depends on besides the data, the encoder and the seed."""
+    """`[finetune]`: everything that determines the result besides the data, the encoder and the seed."""
 
-    learning_rate: float = config_key(3e-4, "peak learning rate, of the head", low=0, open_low=True)
-    layer_decay: float = config_key(0.9, "factor of the learning rate per layer below the head", low=0, high=1)
+    learning_rate: float = config_key(3e-4, "peak learning rate of the head", low=0, open_low=True)
+    layer_decay: float = config_key(0.9, "factor on the learning rate per layer below the head", low=0, high=1)
     layer_decay_form: Literal["paper", "google"] = config_key(
-        "paper", "top layer at layer_decay, or as in the published code at its square"
+        "paper", "factor of the top layer: layer_decay, or its square as in the published code (google)"
     )
     epochs: float = config_key(3.0, "passes over the training data", low=0, high=1_000, open_low=True)
     batch_size: int = config_key(32, "examples per step", low=1, high=65_536)
     schedule: Literal["linear", "product"] = config_key(
         "linear", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
     )
-    warmup_fraction: float = config_key(0.1, "share of the steps with a rising learning rate", low=0, high=1)
-    weight_decay: float = config_key(0.01, "decoupled decay of all but norms and biases", low=0)
-    clip_norm: float = config_key(1.0, "largest global gradient norm; 0: no clipping", low=0)
-    bias_correction: bool = config_key(True, "Adam's bias correction")
-    beta1: float = config_key(0.9, "decay of the first moment", low=0, high=0.999999)
-    beta2: float = config_key(0.999, "decay of the second moment", low=0, high=0.999999)
+    warmup_fraction: float = config_key(0.1, "fraction of the steps used for warmup", low=0, high=1)
+    weight_decay: float = config_key(0.01, "decoupled weight decay, except on norms and biases", low=0)
+    clip_norm: float = config_key(1.0, "maximum global gradient norm; 0: no clipping", low=0)
+    bias_correction: bool = config_key(True, "correct the bias of Adam's moments")
+    beta1: float = config_key(0.9, "decay of Adam's first moment", low=0, high=0.999999)
+    beta2: float = config_key(0.999, "decay of Adam's second moment", low=0, high=0.999999)
     epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
-    loss_reduction: Literal["mean", "sum"] = config_key("mean", "over the examples of a batch")
-    sequence_length: int = config_key(128, "longest example in tokens, [CLS] and [SEP] included", low=8, high=32768)
+    loss_reduction: Literal["mean", "sum"] = config_key("mean", "how the losses in a batch are combined")
+    sequence_length: int = config_key(128, "maximum tokens per example, including [CLS] and [SEP]", low=8, high=32768)
     dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
     attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
     head: Literal["hf", "google"] = config_key(
         "hf",
-        "as in transformers' class for the task, or as in the published code: one layer on [CLS] or on tokens; "
-        "for questions an end that depends on the start, and a classifier of unanswerable ones",
+        "hf: the head of the transformers class for the task; google: that of the published code, a linear layer, or "
+        "for questions an end that depends on the start and a classifier of unanswerable questions",
     )
     head_dropout: float = config_key(0.1, "dropout in the head", low=0, high=0.99)
     order: Literal["shuffle", "buffer"] = config_key(
-        "shuffle", "a new order in every epoch, or one order through a shuffle buffer of 100 as in the published code"
+        "shuffle", "shuffle: a new order each epoch; buffer: one order through a shuffle buffer of 100 (published code)"
     )
     both_orders: bool = config_key(False, "train on each pair of texts in both orders")
-    class_weights: str = config_key("none", "of the loss: none, balanced, or LABEL=WEIGHT,...")
+    class_weights: str = config_key("none", "class weights in the loss: none, balanced, or LABEL=WEIGHT,...")
     doc_stride: int = config_key(
-        128, "tokens from one chunk of a long text to the next (question answering, tagging)", low=1, high=32768
+        128, "tokens between the starts of the chunks of a long text (question answering, tagging)", low=1, high=32768
     )
-    max_query_length: int = config_key(64, "longest question in tokens", low=1, high=32768)
-    max_answer_length: int = config_key(30, "longest answer in tokens", low=1, high=32768)
-    n_best_size: int = config_key(20, "answers that are kept per question", low=1, high=1000)
-    beam_size: int = config_key(20, "starts of an answer, and ends for each, that are considered", low=1, high=1000)
-    answerable_weight: float = config_key(0.5, 'weight of the classifier of unanswerable ones (head "google")', low=0)
+    max_query_length: int = config_key(64, "maximum tokens of a question", low=1, high=32768)
+    max_answer_length: int = config_key(30, "maximum tokens of an answer", low=1, high=32768)
+    n_best_size: int = config_key(20, "answers kept per question", low=1, high=1000)
+    beam_size: int = config_key(20, "answer starts considered, and ends per start", low=1, high=1000)
+    answerable_weight: float = config_key(
+        0.5, "weight of the loss of the classifier of unanswerable questions (head google)", low=0
+    )
     precision: Literal["auto", "fp32", "bf16"] = config_key(
-        "auto", "dtype of activations; auto: bf16 on CUDA, on a CPU the one that a short measurement finds faster"
+        "auto", "dtype of activations; auto: bf16 on CUDA, the faster of the two on a CPU, by a short measurement"
     )
     matmul: Literal["auto", "default", "onednn"] = config_key(
-        "auto", "library of fp32 products on a CPU: torch's default or oneDNN; auto: the faster in a short measurement"
+        "auto", "library for fp32 matrix products on a CPU; auto: the faster, by a short measurement"
     )
     attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
     )
     execution: Literal["auto", "eager", "graph"] = config_key(
-        "auto", "how a step runs: eager, or graph (captured once per batch shape, CUDA only); auto: graph on CUDA"
+        "auto", "eager, or graph: CUDA graphs, one per batch shape; auto: graph on CUDA"
     )
     checkpoint_seconds: float = config_key(60.0, "seconds between checkpoints, from which a killed run resumes", low=0)
 
     def num_warmup_steps(self, num_steps: int) -> float:
-        """Returns the warmup steps of `num_steps`; the published code, whose schedule is `product`, does not round."""
+        """Returns the number of warmup steps; not rounded in the schedule `product`, as in the published code."""
         steps = self.warmup_fraction * num_steps
         return steps if self.schedule == "product" else int(steps)
 
@@ -94,7 +96,7 @@ class FinetuneSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuningConfig(Configuration):
-    """The whole configuration: its only section."""
+    """The configuration of fine-tuning."""
 
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
 
@@ -120,7 +122,7 @@ _GOOGLE: dict[str, Scalar] = {
     "order": "buffer",
 }
 RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": {}}
-# Tasks whose small training sets the paper and its code read ten times; tasks whose pairs have no order.
+# Tasks with small training sets, trained for 10 epochs in the paper and its code; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
@@ -135,8 +137,8 @@ def recipe_config(
 ) -> FinetuningConfig:
     """Returns a recipe (`paper`, `google`, `fast`) for a task and an encoder of this shape.
 
-    `type_defaults` are those of the task's type, and `overrides` keys of the command line. Raises InputError for an
-    unknown recipe, key or value.
+    `type_defaults` are the defaults of the task type, `overrides` the keys given on the command line. Raises InputError
+    for an unknown recipe, key or value.
     """
     if recipe not in RECIPES:
         raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
@@ -149,7 +151,7 @@ def recipe_config(
 def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
     """Returns learning rate and layer decay by the encoder's size; `fast` also takes the encoder's dropout.
 
-    `fast` differs from the paper where measurements did (bench/LOG.md), on five tasks with a small encoder.
+    `fast` differs from the paper where another value measured better on five tasks with a small encoder (bench/LOG.md).
     """
     is_large, is_small = shape.num_layers >= 24, shape.hidden_size <= 256
     rate = 5e-5 if is_large else 3e-4 if is_small and recipe != "google" else 1e-4
@@ -167,7 +169,7 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
 
 
 def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -> dict[str, float]:
-    """Returns each parameter's factor of the learning rate: layer_decay to the power of its distance to the head.
+    """Returns each parameter's factor on the learning rate: layer_decay to the power of its distance from the head.
 
     The published code gives embeddings and their projection depth 0, layer i (0-based) depth i + 1, and the head depth
     n + 2 with n the number of layers, so that the exponent n + 2 - depth is 2 in the top layer and n + 2 in the

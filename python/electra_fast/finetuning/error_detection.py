@@ -47,7 +47,7 @@ class ReplacedTokenDetector(EncoderWithHead):
 
 
 class ErrorDetector(ExampleReader):
-    """Gives each word of a text the probability that it does not belong there.
+    """Predicts for each word of a text the probability that it does not belong there.
 
     Args:
         model: A pre-trained model that has a discriminator.

@@ -22,7 +22,7 @@ from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts, scores_of
-from electra_fast.finetuning.training.seed_run import OLD_CHECKPOINT, SeedRun, outdated_splits, rescore
+from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, rescore
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
@@ -59,7 +59,7 @@ def finetune(
 
     Args:
         task: A GLUE task (`cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte`, `wnli`), several of them,
-            `glue` for all that `data` has, `squad1`, `squad2`, or on own data `classification`, `regression`, `tagging`
+            `glue` for all those in `data`, `squad1`, `squad2`, or on own data `classification`, `regression`, `tagging`
             or `question-answering`.
         model: A run, a checkpoint or a Hugging Face folder.
         out: Output folder.
@@ -123,14 +123,13 @@ def _visible(folder: Path) -> list[str]:
 
 
 def _check_folder(job: Job) -> None:
-    """Writes what decides the results; raises InputError if the folder holds results made otherwise."""
+    """Writes what the results depend on; raises InputError if the folder has results of other settings or data."""
     path, now = job.folder / IDENTITY, json.loads(json.dumps(job.identity()))
     for folder in job.folder.glob("seed-*"):
         recover_all(folder)
     if not path.exists() and job.folder.exists() and _visible(job.folder):
         raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
     made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoints/step-*")]
-    made += job.folder.glob(f"seed-*/{OLD_CHECKPOINT}")
     if made and (found := first_difference(read_object(path) | {"hardware": None}, now | {"hardware": None})):
         raise InputError(f"{job.folder}: {found}; give the same to resume, or another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +179,7 @@ def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: Finetuning
     if outdated or result.get("splits", {}).keys() != job.predicted.keys():
         result = rescore(job, folder, result, outdated, stop)
         names = " and ".join(each.name for each in outdated)
-        what = f"{names} predicted and scored again, as the data changed" if names else "without splits that are gone"
+        what = f"{names} predicted and scored again, as the data changed" if names else "removed splits are dropped"
         kept = f"the model is {kept}; {what}"
     progress.say(f"{_run_text(job, result)}, {kept}")
     return result

@@ -21,7 +21,7 @@ from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision, 
 from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, times_text
 
-# Tokens per batch; on a CPU as many as the caches hold.
+# Tokens per batch; on a CPU, as many as fit in the caches.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
 # Size of a measurement.
 _SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
@@ -36,7 +36,7 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
         return resolve_compute(shape, device, name, matmul, AUTO)
 
     if chosen == AUTO:
-        encoded = _made_up(shape)
+        encoded = _random_examples(shape)
 
         def run(name: str) -> None:
             collections.deque(_batches(model, encoded, compute_in(name)), maxlen=0)
@@ -47,7 +47,7 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
     return compute_in(chosen), note
 
 
-def _made_up(shape: ModelConfig) -> EncodedExamples:
+def _random_examples(shape: ModelConfig) -> EncodedExamples:
     """Returns a few rows of random tokens."""
     length = min(_SAMPLE_LENGTH, shape.max_positions)
     ids = np.random.default_rng(0).integers(shape.vocab_size, size=_SAMPLE_ROWS * length, dtype=np.int32)

@@ -1,6 +1,6 @@
 """The networks that are fine-tuned: a pre-trained encoder with a head, what they read, and what they predict.
 
-Each task type has a network of its own, a `TaskModel`.
+Each task type has its own network, a `TaskModel`.
 
 Shapes: R rows, L row length, T = R * L tokens of the flat buffer, n examples, S segments, D hidden, C outputs of the
 head (classes; 1 for a value).

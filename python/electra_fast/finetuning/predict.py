@@ -53,12 +53,8 @@ class FinetunedModel:
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns = finetuned.text_columns
-        self._tokenizer, self.task_type, self._settings = (
-            tokenizer,
-            TASK_TYPES[finetuned.kind],
-            dict(finetuned.settings),
-        )
-        self._settings.pop("n_best", None)  # chosen at each prediction
+        self._tokenizer, self.task_type = tokenizer, TASK_TYPES[finetuned.kind]
+        self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
         self._task = Task(
             name=finetuned.kind,
             kind=finetuned.kind,
@@ -86,7 +82,7 @@ class FinetunedModel:
         "start", "end", "score", "null_odds"}`; `answer` is empty where `null_odds` exceed `null_threshold`.
 
         Args:
-            examples: What to predict.
+            examples: The examples.
             settings: For question answering: `n_best` answers to list, `null_threshold` in place of the model's own.
         """
         check_settings(settings, self.task_type.prediction_settings, self.kind)

@@ -43,7 +43,7 @@ class Task:
     """Regression: the model is trained on (value - shift) / scale."""
     scale: float = 1.0
     scheme: str = "none"
-    """Tagging: `IOB2` where tags delimit entities (whatever the file's own scheme), `none` where each is a label."""
+    """Tagging: `IOB2` where tags delimit entities (in any scheme in the file), `none` where each is a label."""
     has_unanswerable: bool = False
     """Question answering: a question may have no answer in its context."""
 

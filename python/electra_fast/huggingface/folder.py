@@ -199,7 +199,7 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
         configs = [own_config(folder.config_file, folder.table) for folder in folders.values()]
         joint = None
         if all(config is not None and config.model.tying != "none" for config in configs):
-            joint = weights.factored(_products(*folders.values()), _shapes(*folders.values()))
+            joint = weights.factored(_products(*folders.values()), {role: each.shape for role, each in folders.items()})
         shared = joint is not None
         state = _factored_separately(folders) if joint is None else joint
     if len(folders) == 1:
@@ -235,17 +235,13 @@ def _products(*folders: _Folder) -> State:
     return tables
 
 
-def _shapes(*folders: _Folder) -> dict[str, ModelConfig]:
-    return {folder.role: folder.shape for folder in folders}
-
-
 def _factored_separately(folders: Mapping[str, _Folder]) -> State:
     """Factors each role's tables separately, if a projection was multiplied in."""
     state: State = {}
-    for folder in folders.values():
+    for role, folder in folders.items():
         if not weights.is_multiplied(folder.shape):
             continue
-        factors = weights.factored(_products(folder), _shapes(folder))
+        factors = weights.factored(_products(folder), {role: folder.shape})
         if factors is None:
             raise InputError(
                 f"{folder.weights_file}: the embedding table is no longer the product of one of width "

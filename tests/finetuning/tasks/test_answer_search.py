@@ -15,21 +15,15 @@ def features_of(tokenizer, *texts, length=64, stride=8):
     return question_features(tokenizer, texts, sequence_length=length, doc_stride=stride, max_query_length=query)
 
 
-def scores_of(chunks, null=0.0):
-    """`SpanScores` of one question from (start, end, score) by chunk; all scores are of ends."""
-    most = max(len(each) for each in chunks)
-    table = np.zeros((len(chunks), most, 3))  # what is not given starts at [CLS], which is no answer
-    for row, each in zip(table, chunks, strict=True):
-        row[: len(each)] = each
-    index, scores = table.astype(np.int64), table[..., 2].astype(np.float32)
-    nulls = np.full(len(chunks), null, np.float32)
-    return SpanScores(index[..., 0], np.zeros_like(scores), index[..., 1, None], scores[..., None], nulls)
-
-
-def answers(tokenizer, context, *chunks, length=64, stride=8, **options):
-    features = features_of(tokenizer, ("who", context), length=length, stride=stride)
-    assert len(features.question) == len(chunks)
-    [(found, _)] = search(features, [("who", context)], scores_of(chunks), **options)
+def answers(tokenizer, context, spans):
+    """The answers among candidates (start, end, score) in a context of one chunk."""
+    texts = [("who", context)]
+    features = features_of(tokenizer, *texts)
+    start, end, score = np.array(spans, float).T[:, None]
+    places, ends = start.astype(np.int64), end.astype(np.int64)[..., None]
+    [(found, _)] = search(
+        features, texts, SpanScores(places, np.zeros_like(score), ends, score[..., None], np.zeros(1))
+    )
     return found
 
 
@@ -84,25 +78,6 @@ def test_generated_questions_as_published(tokenizer, n_best, longest, width):
     assert full > 5 and empty < 10
 
 
-def test_which_candidates_are_answers(uncased):
-    context = "the river in the river bank of the north river in north berlin"
-    # Chunks begin at pieces 0, 2, 4 and 6, which are at 3 in the input; pieces have most context in the chunks
-    # 0 0 0 0 0 1 1 2 2 3 3 3 3. The last [SEP] is at 11, 11, 11 and 10.
-    found = answers(
-        uncased,
-        context,
-        [(0, 5, 9), (1, 5, 9), (2, 5, 9), (3, 11, 9), (3, 10, 7), (8, 8, 9)],
-        [(6, 7, 6), (6, 10, 5), (7, 10, 4), (6, 5, 9), (6, 11, 9), (5, 6, 9)],
-        [(10, 10, 9), (6, 0, 9), (6, 2, 9), (11, 11, 9)],
-        [(9, 9, 3), (6, 10, 9), (10, 10, 9), (-1, 3, 9), (90, 95, 9)],
-        length=12,
-        stride=2,
-    )
-    pieces = context.split()
-    expected = [(0, 8, 7), (5, 7, 6), (5, 10, 5), (6, 10, 4), (12, 13, 3)]
-    assert [(each.text, each.score) for each in found] == [(" ".join(pieces[a:b]), score) for a, b, score in expected]
-
-
 def test_a_text_comes_once_with_its_best_score(uncased):
     found = answers(uncased, "the north, the  north", [(3, 4, 1), (6, 7, 3), (6, 6, 2), (3, 3, 1)])
     assert [(each.text, each.score) for each in found] == [("the  north", 3), ("the", 2)]  # whitespace does not count
@@ -110,14 +85,6 @@ def test_a_text_comes_once_with_its_best_score(uncased):
 
 def test_without_a_candidate_the_answer_is_empty(uncased):
     assert answers(uncased, "the north", [(0, 0, 5)]) == [FoundAnswer("", 0, 0, 0.0, 1.0)]
-
-
-def test_the_null_score_is_the_smallest_of_the_chunks(uncased):
-    texts = [("who", "the"), ("who", "the river in the river bank of the north river"), ("who", "the")]
-    features = features_of(uncased, *texts, length=12)
-    assert features.question.tolist() == [0, 1, 1, 2]
-    spans = scores_of([[(3, 3, 1)]] * 4, null=np.array([-5, 1, 0.5, -7]))
-    assert [least for _, least in search(features, texts, spans)] == [-5, 0.5, -7]
 
 
 @pytest.mark.parametrize(

@@ -107,27 +107,6 @@ def test_a_context_needs_room(tokenizer):
         features_of(tokenizer, ("who", "the"), length=64, query=64)
 
 
-@pytest.mark.parametrize(
-    "context, start, text, pieces",
-    [
-        ("He was born (1895-1943).", 13, "1895", "18 ##95"),  # within "(1895-1943)."
-        ("the unbelievable north", 6, "believ", "##bel ##iev"),
-        ("the unbelievable north", 7, "e", "##bel"),
-        ("the Café, north", 4, "Cafe", "cafe"),
-        ("in the north", 2, " the ", "the"),
-        ("in the \u200b north", 7, "\u200b", ""),  # a word without pieces
-    ],
-)
-def test_targets_of_an_answer(tokenizer, context, start, text, pieces):
-    features = features_of(tokenizer, ("who", context))
-    [(first, last, impossible)] = training_targets(tokenizer, features, [(Answer(text, start), Answer("no", 0))])
-    found = inputs(tokenizer, features)[0].split()[first : last + 1]
-    assert (" ".join(found), impossible) == (pieces or "[CLS]", 0)
-    if pieces:
-        offsets = features.contexts[0].offsets - [start, start]
-        assert offsets[first - 3, 1] > 0 and offsets[last - 3, 0] < len(text)
-
-
 # Sentences with parts that are answers: in words, across words, doubled, of characters that normalization changes.
 SENTENCES = {
     "2009年に東京へ移り、2009年の秋に最初の個展を開いた。ﾃﾚﾋﾞで㍿が話す。": ["2009年の秋", "2009年", "東京", "ﾚﾋﾞ", "㍿"],

@@ -82,7 +82,7 @@ def _mean_at(
     threshold: float,
     ids: Sequence[str],
 ) -> float:
-    """Returns the mean score if questions of higher odds are left unanswered."""
+    """Returns the mean score if questions with odds above the threshold are left unanswered."""
     return _mean([raw[id] if null_odds[id] <= threshold else float(not answers[id]) for id in ids])
 
 

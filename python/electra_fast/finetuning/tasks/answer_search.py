@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,23 +19,22 @@ from electra_fast.finetuning.encoding import Ints, max_context
 from electra_fast.finetuning.tasks.question_features import Context, QuestionFeatures, stripped_span
 
 
-@dataclass(frozen=True)
-class SpanScores:
-    """A model's scores in each chunk; indices are positions in its input.
+class SpanScores(NamedTuple):
+    """A model's scores of the best spans in each chunk: tensors of a batch, or arrays of all chunks.
 
-    Args:
-        start_index: Candidates for the first piece of an answer, int64 [chunks, K].
-        start_score: float32 [chunks, K].
-        end_index: For each start, candidates for the last piece, int64 [chunks, K, K2].
-        end_score: float32 [chunks, K, K2].
-        null_score: Score of no answer, float32 [chunks].
+    Indices are positions in the chunk's input. A span's score is the sum of its start's and its end's.
     """
 
-    start_index: Ints
-    start_score: Ints
-    end_index: Ints
-    end_score: Ints
-    null_score: Ints
+    start_index: Any
+    """Candidates for the first piece of an answer, int64 [chunks, K]."""
+    start_score: Any
+    """float32 [chunks, K]."""
+    end_index: Any
+    """For each start, candidates for the last piece, int64 [chunks, K, K2]."""
+    end_score: Any
+    """float32 [chunks, K, K2]."""
+    null_score: Any
+    """Score of no answer, float32 [chunks]."""
 
 
 @dataclass(frozen=True)

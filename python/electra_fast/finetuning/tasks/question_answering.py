@@ -233,8 +233,8 @@ class QuestionAnswering(TaskType):
     def raw_usage(self) -> str:
         """Returns what the published head computes."""
         return (
-            ". The head is the published code's: the end of an answer depends on its start, and a classifier tells "
-            "questions without an answer."
+            ". The head is the published code's: the end of an answer depends on its start, and a classifier detects "
+            "unanswerable questions."
         )
 
 
@@ -251,7 +251,7 @@ def _answer_lengths(questions: QuestionFeatures, targets: Ints, config: Finetune
     if num_nowhere := int((has_answer & (lengths == 0)).sum()):
         yield (
             f"in no chunk of finetune.sequence_length = {config.sequence_length} tokens as a whole, so not trained: "
-            f"the answers to {num_nowhere:,} training questions; a lower finetune.doc_stride has more of them"
+            f"the answers to {num_nowhere:,} training questions; a lower finetune.doc_stride keeps more of them whole"
         )
 
 

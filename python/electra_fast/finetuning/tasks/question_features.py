@@ -18,7 +18,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.encoding import EncodedExamples, Ints, chunk_spans
 from electra_fast.finetuning.task import Answer
 
-# Fewest tokens of the context in a full chunk, however long the question.
+# Minimum tokens of context in a full chunk, even after the longest question.
 _LEAST_ROOM = 8
 # Contexts that are tokenized together.
 _BATCH = 1024
@@ -72,10 +72,10 @@ def question_features(
     max_query_length: int,
     names: Sequence[str] = (),
 ) -> QuestionFeatures:
-    """Tokenizes pairs of a question and its context. Messages call questions by `names`.
+    """Tokenizes pairs of a question and its context; `names` identify questions in error messages.
 
-    The first `max_query_length` tokens of a question are read. The context's chunks fill `sequence_length`; each begins
-    `doc_stride` tokens after the one before it.
+    Questions are truncated to `max_query_length` tokens. Contexts are split into chunks that fill `sequence_length`;
+    each starts `doc_stride` tokens after the previous one.
 
     Raises:
         InputError: A context has no tokens, or the configuration leaves no room for it.

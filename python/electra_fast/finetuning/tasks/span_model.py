@@ -8,14 +8,13 @@ example, D hidden, K start candidates, each with K end candidates.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
+from electra_fast.finetuning.tasks.answer_search import SpanScores
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Linear
 from electra_fast.ops import operations as ops
@@ -31,19 +30,6 @@ JOINT_HEAD = {
     for part in ("weight", "bias")
 }
 """The names of its parameters in a folder: our own."""
-
-
-class SpanCandidates(NamedTuple):
-    """The best spans of each example: starts [n, K], ends [n, K, K], and the score of there being no answer [n].
-
-    Indices are positions in the example's input. A span's score is the sum of its start's and its end's.
-    """
-
-    start_index: Tensor
-    start_score: Tensor
-    end_index: Tensor
-    end_score: Tensor
-    null_score: Tensor
 
 
 def _allowed(inputs: Inputs) -> Tensor:
@@ -74,14 +60,14 @@ class TwoLogitReader(TaskModel):
         )
         return (start + end) / 2
 
-    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanCandidates:
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanScores:
         """Returns the best starts and, the same for all of them, the best ends."""
         disallowed_T = _DISALLOWED * (1 - _allowed(inputs))
         logits = self.outputs(inputs, compute).unbind(1)
         start_nW, end_nW = (inputs.by_example(each + disallowed_T, _NOTHING, self.beam_size) for each in logits)
         starts, ends = (grid.topk(self.beam_size) for grid in (start_nW, end_nW))
         every = (-1, self.beam_size, -1)
-        return SpanCandidates(
+        return SpanScores(
             *(starts.indices, starts.values),
             *(ends.indices[:, None].expand(every), ends.values[:, None].expand(every)),
             start_nW[:, 0] + end_nW[:, 0],
@@ -131,7 +117,7 @@ class JointReader(TaskModel):
         unanswerable = F.binary_cross_entropy_with_logits(answerable_n, unanswerable_n.float(), reduction="none")
         return spans_n / 2 + self.answerable_weight * unanswerable
 
-    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanCandidates:
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanScores:
         """Returns log-probabilities of the best starts and of the best ends of each, and the classifier's logit."""
         x_TD = self.hidden_states(inputs, compute).float()
         start_nW = self._start_logits(x_TD, inputs)
@@ -141,7 +127,7 @@ class JointReader(TaskModel):
             self._end_logits(x_TD, inner_TI, start_n, inputs).log_softmax(1).topk(self.beam_size)
             for start_n in starts.indices.unbind(1)
         ]
-        return SpanCandidates(
+        return SpanScores(
             *(starts.indices, starts.values),
             torch.stack([each.indices for each in ends], 1),
             torch.stack([each.values for each in ends], 1),

@@ -88,27 +88,6 @@ class TagFeatures(Features):
         return np.split(values, self.ends[:-1])
 
 
-def tag_features(
-    tokenizer: Tokenizer, texts: Sequence[str], words: Sequence[Ints], sequence_length: int, doc_stride: int
-) -> TagFeatures:
-    """Splits texts into chunks `[CLS] tokens [SEP]` of at most `sequence_length`, and finds the words' tokens.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: The texts.
-        words: First and past-the-last characters of each text's words, [words, 2].
-        sequence_length: Longest chunk.
-        doc_stride: Tokens from the start of one chunk to that of the next.
-    """
-    pieces = tokenizer.encode_with_offsets(texts)
-    encoded, places = text_chunks(pieces, tokenizer.special_tokens, sequence_length - 2, doc_stride)
-    found = [
-        np.append(place, -1)[_first_pieces(own, spans)] for own, place, spans in zip(pieces, places, words, strict=True)
-    ]
-    ends = np.cumsum([len(each) for each in words])
-    return TagFeatures(encoded, np.concatenate([np.zeros(0, np.int64), *found]), ends)
-
-
 def _first_pieces(pieces: Pieces, words: Ints) -> Ints:
     """Returns the index of the first token that overlaps each word; -1 for none."""
     if not len(pieces.ids):
@@ -137,10 +116,15 @@ class Tagging(TaskType):
         return path.suffix.lower() == ".csv"
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> TagFeatures:
-        """Tokenizes a split."""
+        """Splits texts into chunks `[CLS] tokens [SEP]` of at most `sequence_length`, and finds the words' tokens."""
         assert split.words is not None
-        texts = [text for (text,) in split.texts]
-        return tag_features(tokenizer, texts, split.words, config.sequence_length, config.doc_stride)
+        pieces = tokenizer.encode_with_offsets([text for (text,) in split.texts])
+        room = config.sequence_length - 2
+        encoded, by_piece = text_chunks(pieces, tokenizer.special_tokens, room, config.doc_stride)
+        found = [np.zeros(0, np.int64)]
+        for own, indices, words in zip(pieces, by_piece, split.words, strict=True):
+            found.append(np.append(indices, -1)[_first_pieces(own, words)])
+        return TagFeatures(encoded, np.concatenate(found), np.cumsum([len(words) for words in split.words]))
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Returns all chunks, with a target at the first token of each word."""
@@ -272,10 +256,7 @@ def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[
     Entities have `precision`, `recall` and `f1` over all of them, `accuracy` over words, and `f1_TYPE` for each type in
     the targets; 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
 
-    Args:
-        task: The task, whose `labels` name the tags.
-        targets: Tag ids of each sentence, [words].
-        predicted: Predicted tag ids of each sentence.
+    `targets` and `predicted` are the tag ids of each sentence, [words].
     """
     truth, outputs = np.concatenate(targets), np.concatenate(predicted)
     accuracy = {"accuracy": float((truth == outputs).mean())}
@@ -310,16 +291,9 @@ def _precision_recall_f1(wanted: Found, found: Found) -> tuple[float, float, flo
 def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Sequence[str], scheme: str) -> Prediction:
     """Returns the tags of a text's words, and its spans: entities, or if tags are plain labels, all words.
 
-    Args:
-        text: The text.
-        words: First and past-the-last characters of its words, int64 [words, 2].
-        logits: Logits of the tags, float [words, C].
-        labels: The tags' names.
-        scheme: `Task.scheme`.
-
-    Returns:
-        `{"words": [...], "tags": [...], "spans": [{"start", "end", "text", "label", "score"}, ...]}`; a span's score is
-        the mean probability of its words' tags.
+    `words` are the first and past-the-last characters of the words, int64 [words, 2], `logits` those of the tags, float
+    [words, C]. Returns `{"words": [...], "tags": [...], "spans": [{"start", "end", "text", "label", "score"}, ...]}`; a
+    span's score is the mean probability of its words' tags.
     """
     probabilities = softmax(logits.astype(np.float64))
     chosen = probabilities.argmax(1)

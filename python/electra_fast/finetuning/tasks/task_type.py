@@ -1,4 +1,4 @@
-"""The contract of a task type: all that training, prediction and the folder of a model need to know about it.
+"""The contract of a task type: everything that training, prediction and model folders need to know about it.
 
 `classification`, `tagging` and `question_answering` implement it, and `tasks.TASK_TYPES` names the implementations.
 Other modules ask the task type and never compare its name.
@@ -91,7 +91,7 @@ class TaskType(ExampleReader):
 
     @abstractmethod
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
-        """Yields lines about the training examples that the user should see before training."""
+        """Yields lines about the training examples, to show before training."""
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
         """Returns the number of examples per class; empty if there are no classes or no labels."""

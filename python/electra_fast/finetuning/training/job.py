@@ -36,7 +36,7 @@ from electra_fast.training.step_processes import max_processes
 
 # Keys that may change between sessions: they affect at most a result's rounding.
 FREE_KEYS = {"checkpoint_seconds", "matmul"}
-# File in the folder of a task: all that decides its results.
+# File in a task's folder that records everything its results depend on.
 IDENTITY = "task.json"
 MAX_NAMED_CLASSES = 20
 # Longest pass that is timed to choose the precision: half a second with an encoder of base size.
@@ -104,7 +104,7 @@ class Job:
         return batches.pack(self.examples, chosen, self.num_processes)
 
     def identity(self) -> dict[str, Any]:
-        """Returns all that decides a seed's model but rounding and hardware; a run resumes only if it is unchanged."""
+        """Returns what a seed's model depends on, except for rounding and hardware; resuming requires it unchanged."""
         settings = dataclasses.asdict(self.config)
         return {
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
@@ -146,7 +146,7 @@ class Job:
         return found
 
     def describe(self) -> Iterator[str]:
-        """Yields lines about the data that the user should see before training."""
+        """Yields lines about the data, to show before training."""
         yield from self.data.notes
         for note in self.notes:
             yield f"{self.task.name}: {note}"

@@ -12,8 +12,9 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,25 +24,25 @@ from safetensors import SafetensorError
 from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, Interrupted
 from electra_fast.files import checkpoint_folder
-from electra_fast.files.atomic_files import recover_all, remove, replace_folder
+from electra_fast.files.atomic_files import remove, replace_folder
 from electra_fast.files.json_files import JsonLines, read_object, record_of, write_object
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
+from electra_fast.finetuning.model_folder import RAW_CLASSES, SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
 from electra_fast.finetuning.task import Split
-from electra_fast.finetuning.training.card import write_model_card
 from electra_fast.finetuning.training.job import Job
-from electra_fast.finetuning.training.results import result_of, write_result
+from electra_fast.finetuning.training.results import result_of, score_texts, write_result
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
+from electra_fast.huggingface.weights import num_parameters
 from electra_fast.interruption import StopRequest
+from electra_fast.messages import printable
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import FinetuningProgress
 
-# The only checkpoint of a seed, in versions that wrote no checksums.
-OLD_CHECKPOINT = "checkpoint"
 # Lines of metrics.jsonl.
 _NUM_LOGS = 100
+_PREDICT = "`electra-fast predict path/to/this/folder FILE`"
 
 
 @dataclass
@@ -94,7 +95,6 @@ class SeedRun:
         self.job, self.seed, self.step, self.model = job, seed, step, step.model
         self.folder = job.folder / f"seed-{seed}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        recover_all(self.folder)
         self.order = batches.training_order(job.config, len(job.examples), seed)
         self.model.load_encoder(job.encoder.state)
         self.model.initialize_head(seed)
@@ -105,11 +105,6 @@ class SeedRun:
         checkpoint_folder.remove_unfinished(self.folder)
         if checkpoint_folder.steps(self.folder):
             self._restore()
-        elif (self.folder / OLD_CHECKPOINT).is_dir():
-            # If a bit of it were damaged, resuming would silently give another model; a seed is soon trained again.
-            self.warnings.append(
-                f"{self.folder / OLD_CHECKPOINT}: of an earlier version, without checksums; this seed starts again"
-            )
 
     def train(self, stop: StopRequest, progress: FinetuningProgress) -> bool:
         """Takes the remaining steps, or those until a stop; returns whether all are taken."""
@@ -210,8 +205,7 @@ class SeedRun:
         result = result_of(self.seed, scored, warning, round(self.state.seconds + time.monotonic() - started, 3))
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
         write_result(self.folder, result)
-        for name in ("checkpoints", OLD_CHECKPOINT):
-            remove(self.folder / name)
+        remove(self.folder / "checkpoints")
         return result
 
     def interruption(self, stop: StopRequest) -> Interrupted:
@@ -237,7 +231,7 @@ class SeedRun:
             settings=job.task_type.settings(job.config, job.task, result),
         )
         name = write_finetuned(folder, finetuned, special_ids(folder), job.config.head_dropout)
-        write_model_card(folder, job, name, result)
+        _write_card(folder, job, name, result)
 
     def _replace(self, folder: Path, write: Callable[[Path], None]) -> None:
         try:
@@ -271,7 +265,7 @@ def rescore(
 
     def check_stop() -> None:
         if stop:
-            raise Interrupted(stop.signal, f"interrupted; {folder}: scored anew when run again")
+            raise Interrupted(stop.signal, f"interrupted; {folder}: run again to finish scoring")
 
     warning = result.get("warning")
     if outdated:
@@ -300,4 +294,49 @@ def _copy_model(job: Job, source: Path, target: Path, result: dict[str, Any]) ->
     if SETTINGS_KEY in table:
         table[SETTINGS_KEY] |= job.task_type.settings(job.config, job.task, result)
         write_object(target / "config.json", table)
-    write_model_card(target, job, table["architectures"][0], result)
+    _write_card(target, job, table["architectures"][0], result)
+
+
+def _write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) -> None:
+    """Writes README.md, with Hugging Face's front matter."""
+    task, task_type, architecture = job.task, job.task_type, job.work.shape.architecture
+    family = "electra" if architecture == "bert" else "modernbert"
+    is_raw = class_name == RAW_CLASSES[architecture]
+    summary = printable(task_type.summary(task, len(job.data.train.texts[0])))
+    pipeline = f"pipeline_tag: {task_type.pipeline}"
+    sections = (
+        "\n".join(("---", "library_name: transformers", pipeline, "tags:", f"- {family}", "---")),
+        f"# {task.name}\n\n{summary} Class in `transformers`: `{class_name}`.",
+        "## Scores\n\n" + "\n".join(_card_scores(job, result)),
+        "## Training\n\n" + "\n".join(_card_training(folder, job, result)),
+        "## Use\n\n" + (_raw_usage(job, class_name) if is_raw else task_type.usage(task, class_name, _PREDICT)),
+        task_type.converted_head_note if job.config.head == "google" and not is_raw else "",
+    )
+    (folder / "README.md").write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+
+
+def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
+    yield from (f"- {printable(text)}" for text in score_texts(result, job.majority))
+    unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
+    yield f"\nOn the validation examples, after the last step{unit}."
+
+
+def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[str]:
+    config = job.config
+    encoder, whole = num_parameters(folder / "model.safetensors")
+    yield f"- {encoder:,} parameters in `AutoModel`, {whole:,} with the head"
+    examples = f"{len(job.data.train.texts):,} examples"
+    yield f"- {examples}, {config.epochs:g} epochs, {job.num_steps:,} steps of {config.batch_size}"
+    yield (
+        f"- AdamW, peak learning rate {config.learning_rate:g} ({config.schedule}), layer decay "
+        f"{config.layer_decay:g} ({config.layer_decay_form}), weight decay {config.weight_decay:g}"
+    )
+    yield f"- at most {config.sequence_length} tokens, dropout {config.dropout:g}, seed {result['seed']}"
+    yield f"- encoder with content hash `{job.encoder.content_hash[:16]}`, electra-fast {version('electra-fast')}"
+
+
+def _raw_usage(job: Job, class_name: str) -> str:
+    return (
+        f"`transformers` has no class for the head: this folder holds the encoder as `{class_name}` and the head's "
+        f"tensors beside it. {_PREDICT} reads both{job.task_type.raw_usage()}"
+    )

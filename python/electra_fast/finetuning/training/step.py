@@ -40,7 +40,7 @@ class TrainingInputs:
         return cls(Inputs.of(batch.packed, device), *(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def copy_(self, other: Self) -> None:
-        """Takes the values of a batch of the same shape; the tensors stay where they are."""
+        """Copies the values of a batch of the same shape into these tensors."""
         for own, new in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(new)
 
@@ -49,12 +49,12 @@ class TrainingInputs:
 
 
 class TaskBackward(GradientComputation):
-    """The gradients of a step's examples, or of one process' part of them.
+    """Computes the gradients of a step's examples, or of one process' share of them.
 
     Args:
         model: On its device, in training mode.
         compute: Attention backend and activation dtype.
-        rank: Which process this is.
+        rank: The process' number.
     """
 
     model: TaskModel
@@ -66,7 +66,7 @@ class TaskBackward(GradientComputation):
         self.batch: TrainingInputs | None = None
 
     def load(self, batch: StepBatch, step: int) -> None:
-        """Takes this process' part, which a small batch may not have."""
+        """Copies this process' share to the device; a small batch may have none."""
         self.batch = None
         if self._rank < len(batch.parts):
             self.batch = TrainingInputs.of(batch.parts[self._rank], batch.seed, step, self._device)
@@ -89,7 +89,7 @@ class TaskBackward(GradientComputation):
 
 @dataclass(frozen=True)
 class FinetuningWork(Work):
-    """The steps of one fine-tuning: all that decides them but the values of the parameters."""
+    """Everything that determines the steps of a fine-tuning except the values of the parameters."""
 
     shape: ModelConfig
     config: FinetuneSection
@@ -98,35 +98,35 @@ class FinetuningWork(Work):
     compute: ComputeConfig
 
     def computing(self, **changes: Any) -> FinetuningWork:
-        """The same steps, computed otherwise: other `ComputeConfig` fields."""
+        """Returns the same work with other fields of `ComputeConfig`."""
         return replace(self, compute=replace(self.compute, **changes))
 
     def model(self) -> TaskModel:
-        """A model with parameters of any value, in training mode."""
+        """Returns a model with arbitrary parameters, in training mode."""
         return TASK_TYPES[self.kind].model(self.shape, self.config, self.num_outputs).train()
 
     def captures(self, device: torch.device) -> bool:
-        """Whether the steps are CUDA graphs."""
+        """Returns whether steps run as CUDA graphs."""
         return device.type == "cuda" and self.config.execution != "eager"
 
     def optimizer(self, model: TaskModel) -> Optimizer:
-        """AdamW with the learning rates of the layers."""
+        """Returns AdamW with a learning rate per layer."""
         names = [name for name, _ in model.named_parameters()]
         factors = lr_factors(names, self.shape.num_layers, self.config)
         return Optimizer(model.named_parameters(), self.config.optimizer(), factors)
 
     def build_worker(self, rank: int, num_processes: int) -> tuple[TaskBackward, Optimizer]:
-        """The gradients of the process' part."""
+        """Returns the computation of a process' share of the gradients, and its optimizer."""
         model = self.model()
         return TaskBackward(model, self.compute, rank), self.optimizer(model)
 
 
 class FinetuneStep:
-    """Trains a model on one batch per call; each shape of a batch has a CUDA graph of its own.
+    """Trains a model on one batch per call; each batch shape has its own CUDA graph.
 
     Args:
         model: On its device, in training mode.
-        work: The steps of which it is a model.
+        work: The work that the model belongs to.
         num_processes: On a CPU, processes that share each batch.
     """
 
@@ -144,7 +144,7 @@ class FinetuneStep:
         self._static_batches: dict[torch.Size, TrainingInputs] = {}
 
     def __call__(self, batch: StepBatch, step: int, lr_scale: float) -> tuple[Tensor, Tensor]:
-        """Takes the step with this number (0-based), at a fraction of the peak rate; returns loss and gradient norm."""
+        """Takes step number `step` (from 0) at `lr_scale` times the peak rate; returns loss and gradient norm."""
         if self._processes is not None:
             self._processes.start(batch, step, lr_scale)
         self._backward.load(batch, step)
@@ -156,7 +156,7 @@ class FinetuneStep:
         return loss, norm
 
     def _use_static_batch(self) -> torch.Size | None:
-        """Copies the batch to where the graph of its shape reads it; returns the shape."""
+        """Copies the batch into the static batch of its graph; returns its shape, the graph's key."""
         batch = self._backward.batch
         if not self._graphs.captures_graphs or batch is None:
             return None
@@ -168,7 +168,7 @@ class FinetuneStep:
         return shape
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Forward, backward and update on what has been copied to the device: all that a graph holds."""
+        """Runs forward, backward and update on the loaded batch: everything that a graph captures."""
         if self._processes is None:
             self.optimizer.zero_grad()
             totals, norm = self._backward.run(), self.optimizer.step()
@@ -177,6 +177,6 @@ class FinetuneStep:
         return sum((each["loss"] for each in totals), torch.zeros((), device=norm.device)), norm
 
     def close(self) -> None:
-        """Ends the processes that help."""
+        """Stops the helper processes."""
         if self._processes is not None:
             self._processes.close()
