@@ -254,10 +254,9 @@ class TestTheBenchmark:
         sentences = [f"The value {name} of the class is a name of it." for name in "abcdefghijkl"]
         with pyarrow.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as stream:
             stream.write("".join(json.dumps({"text": text}) + "\n" for text in [*sentences[:4], None]).encode())
-        pyarrow.parquet.write_table(pyarrow.table({"text": sentences[4:8]}), tmp_path / "b.parquet")
-        (tmp_path / "c.txt").write_text(" ".join(sentences[8:]) + " Too short.", encoding="utf-8")
-        files = [tmp_path / name for name in ("a.jsonl.zst", "b.parquet", "c.txt")]
-        found = bench.sample_sentences(bench.documents_of(files, "text"), 100, random.Random(0))
+        (tmp_path / "b.txt").write_text(" ".join(sentences[4:]) + " Too short.", encoding="utf-8")
+        files = [tmp_path / name for name in ("a.jsonl.zst", "b.txt")]
+        found = bench.sample_sentences(bench.documents_of(files), 100, random.Random(0))
         assert sorted(found) == sentences
         argv = ["--model", run, "--text", *files, "--share", "0.3", "--json", tmp_path / "out.json"]
         monkeypatch.setattr("sys.argv", ["error_detection.py", *map(str, argv)])
