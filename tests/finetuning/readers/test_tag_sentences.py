@@ -133,11 +133,12 @@ def test_spans_and_names_of_tags_in_parquet(tmp_path):
     entities = {"start": [0, 8], "end": [3, 11], "label": ["X", "Y"]}  # as `datasets` stores a list of objects
     pq.write_table(pa.Table.from_pylist([{"text": "Ann met Bob", "entities": entities}]), path)
     assert read(path)[1] == [["B-X", "O", "B-Y"]]
-    feature = {"feature": {"names": ["O", "B-X"], "_type": "ClassLabel"}, "_type": "Sequence"}
-    metadata = {"huggingface": json.dumps({"info": {"features": {"ner_tags": feature}}})}
-    table = pa.Table.from_pylist([{"tokens": ["a", "b"], "ner_tags": [1, 0]}]).replace_schema_metadata(metadata)
-    pq.write_table(table, path)
-    assert read(path)[1] == [["B-X", "O"]]
+    names = {"names": ["O", "B-X"], "_type": "ClassLabel"}
+    for feature in ({"feature": names, "_type": "Sequence"}, [names]):
+        metadata = {"huggingface": json.dumps({"info": {"features": {"ner_tags": feature}}})}
+        table = pa.Table.from_pylist([{"tokens": ["a", "b"], "ner_tags": [1, 0]}]).replace_schema_metadata(metadata)
+        pq.write_table(table, path)
+        assert read(path)[1] == [["B-X", "O"]]
 
 
 @pytest.mark.parametrize(

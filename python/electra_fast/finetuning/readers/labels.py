@@ -45,7 +45,7 @@ class LabelReader:
     def __init__(
         self, train: Table, columns: Sequence[str], given: Sequence[str], separator: str, mapping: Mapping[str, str]
     ) -> None:
-        values = train.columns[columns[0]]
+        values = [row[columns[0]] for row in train.rows]
         self._separator, self._are_texts = separator, not separator and _are_written_lists(values)
         self.are_lists = self._are_texts or any(isinstance(value, list) for value in values)
         lists = [cell for cell in map(self._parsed, values) if isinstance(cell, list)]

@@ -190,7 +190,7 @@ def _read_files(
         if repeated:
             raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
         verdicts = verdict_columns(available[name], texts + labels)
-        table = read_table(path, texts + labels + verdicts, quoting=quoting, bad_rows=bad)
+        table = read_table(path, texts + labels + verdicts, bad, quoting=quoting)
         files[name] = _File(name=name, table=table, text=texts, label=labels, notes=notes)
     return files
 
@@ -245,9 +245,8 @@ def _check_options(
 def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad: BadRows) -> None:
     """Reads the rows of a file; leaves those without a label out, except in a test file."""
     table, signs, unlabelled = file.table, Counter[str](), list[int]()
-    cells = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
-    rejected = rejected_rows(cells, file.text + file.label, is_test=file.name == "test")
-    for row, values in enumerate(cells):
+    rejected = rejected_rows(table.rows, file.text + file.label, is_test=file.name == "test")
+    for row, values in enumerate(table.rows):
         if row in rejected:
             continue
         with bad.collect():
@@ -265,7 +264,7 @@ def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad
             file.labels.append(label)
     if file.name == "test" and all(label in (None, -1) for label in file.labels):  # hidden
         file.label, unlabelled = (), []
-    file.notes += rejected_note(file.path, len(rejected), len(cells))
+    file.notes += rejected_note(file.path, len(rejected), len(table.rows))
     file.notes += [*_unlabelled_note(file, signs, unlabelled), *_empty_texts(file)]
 
 
@@ -283,7 +282,7 @@ def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int]) ->
     first = file.table.place(unlabelled[0]).removeprefix(f"{file.path}: ")
     remedy = _how_to_keep(signs, file.labels) if file.name == "train" and len(file.label) == 1 else ""
     yield (
-        f"{file.path}: {len(unlabelled):,} of {len(file.table.lines):,} examples have no label "
+        f"{file.path}: {len(unlabelled):,} of {len(file.table.rows):,} examples have no label "
         f"({left_out(signs)}; the first in {first}): {what}{remedy}"
     )
 

@@ -40,10 +40,10 @@ Quoting = Literal["auto", "csv", "none"] | Dialect
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Columns of a file, and the line of each row (in files without lines, its number from 1)."""
+    """Rows of a file, and the line of each (in files without lines, its number from 1)."""
 
     path: Path
-    columns: dict[str, list[Any]]
+    rows: list[Row]
     lines: list[int]
 
     def place(self, row: int) -> str:
@@ -124,20 +124,15 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
         yield table
 
 
-def read_table(
-    path: Path, columns: Sequence[str], *, quoting: Quoting = "auto", bad_rows: BadRows | None = None
-) -> Table:
+def read_table(path: Path, columns: Sequence[str], bad_rows: BadRows, *, quoting: Quoting = "auto") -> Table:
     """Reads the given columns; a key that a row of JSON lacks is None. Raises as `iterate_rows` does."""
-    lines: list[int] = []
-    values: dict[str, list[Any]] = {name: [] for name in columns}
-    bad = bad_rows or BadRows()
-    for line, row in iterate_rows(path, columns, quoting=quoting, bad_rows=bad):
+    rows, lines = list[Row](), list[int]()
+    for line, row in iterate_rows(path, columns, quoting=quoting, bad_rows=bad_rows):
+        rows.append({name: row.get(name) for name in columns})
         lines.append(line)
-        for name, column in values.items():
-            column.append(row.get(name))
-    if not (bad_rows and lines):
-        bad.finish()
-    return Table(path=path, columns=values, lines=lines)
+    if not lines:
+        bad_rows.finish()
+    return Table(path=path, rows=rows, lines=lines)
 
 
 def iterate_rows(
