@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_objectives
 import torch
 from ranks import wait_for
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
+from variants import VARIANTS
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, HostBatch
@@ -44,8 +44,8 @@ def two_cores():
     torch.set_num_threads(before)
 
 
-def configured(corpus, recipe="google", dropout=0.0, **train):
-    changes = {"vocab_size": ef.Corpus(corpus).vocab_size, "dropout": dropout, "attention_dropout": dropout}
+def configured(corpus, recipe="google", **train):
+    changes = {"vocab_size": ef.Corpus(corpus).vocab_size, "dropout": 0.0, "attention_dropout": 0.0}
     config = ef.Config.preset("tiny", recipe).replace({"model": changes})
     train = {"batch_size": 12, "steps": FEW_STEPS} | train
     return config.replace({"train": train, "data": {"sequence_length": 64}}).resolved()
@@ -53,6 +53,8 @@ def configured(corpus, recipe="google", dropout=0.0, **train):
 
 def make_step(config, num_processes, execution="eager"):
     model = ef.Electra(config).train()
+    if model.proposal is not None:
+        model.proposal.set_counts(torch.arange(config.model.vocab_size) % 7)
     return create_step(
         model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE, execution, num_processes
     )
@@ -104,10 +106,13 @@ def has_ended(process, seconds=20.0):
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.parametrize(("recipe", "num_processes", "accumulate"), [("google", 2, 1), ("modern", 3, 2)])
-def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, num_processes, accumulate):
+@pytest.mark.parametrize(
+    ("recipe", "generator", "num_processes", "accumulate"), [("google", "unigram", 2, 1), ("modern", "model", 3, 2)]
+)
+def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num_processes, accumulate):
     """Operations have one thread each; what comes between the steps has all cores."""
     config, seen = configured(tiny_corpus, recipe, accumulate=accumulate), []
+    config = config.replace({"generator": {"kind": generator}, "objective": {"corrective_weight": 0.0}})
 
     def note(function):
         return lambda *args: (seen.append(torch.get_num_threads()), function(*args))[1]
@@ -115,7 +120,7 @@ def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, num_processes,
     weights, totals = trained(tiny_corpus, config, 1)
     monkeypatch.setattr(DiscriminatorHead, "forward", note(DiscriminatorHead.forward))
     monkeypatch.setattr(Optimizer, "step", note(Optimizer.step))
-    found, found_totals = trained(tiny_corpus, config, num_processes)
+    found, found_totals = trained(tiny_corpus, config, num_processes, outgrow=True)
     assert set(seen) == {1} and torch.get_num_threads() == 2
     assert found_totals == pytest.approx(totals, rel=1e-4)
     for name, tensor in weights.items():
@@ -138,16 +143,6 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
     assert work.build_worker(1, 2)[1]._state.matrix_dtype == torch.bfloat16
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_repeats_to_the_bit_also_with_dropout(tiny_corpus):
-    config = configured(tiny_corpus, "modern", dropout=0.1)
-    weights, totals = trained(tiny_corpus, config, 2)
-    again, again_totals = trained(tiny_corpus, config, 2, outgrow=True)
-    assert totals == again_totals
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, again[name]), name
-
-
 def test_processes_draw_other_dropout_masks(tiny_corpus):
     config, found = configured(tiny_corpus), []
     batch = HostBatch.of(next(batches(tiny_corpus)))
@@ -157,19 +152,6 @@ def test_processes_draw_other_dropout_masks(tiny_corpus):
         backward.run()
         found.append(torch.default_generator.initial_seed())
     assert len(set(found)) == 4 and found[3] == found[4]
-
-
-@pytest.mark.usefixtures("two_cores", "own_processor")
-def test_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
-    """Moments, counts and shared parameters come back, with bias correction and dropout."""
-    changes = {"train.batch_size": "8", "train.accumulate": "1", "train.matmul": ONEDNN if has_onednn() else DEFAULT}
-    config = tiny_config("modern", **changes)
-    ef.pretrain(config, data=validation_corpus, out=tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    truncate(tmp_path / "run", checkpoint_folder.steps(tmp_path / "run")[0])
-    assert ef.pretrain(config, data=validation_corpus, out=tmp_path / "run").step == STEPS
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert not workers_of(os.getpid())
 
 
 def test_a_worker_multiplies_as_its_run(monkeypatch):
@@ -182,10 +164,13 @@ def test_a_worker_multiplies_as_its_run(monkeypatch):
     assert used == ["bf16"]
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
+@pytest.mark.usefixtures("two_cores", "own_processor")
+def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
     """A run of two stages, against the same by one process, and resumed after the switch."""
-    config = test_objectives.two_stage_config().replace({"model": {"dropout": 0.0, "attention_dropout": 0.0}})
+    changes = VARIANTS["two-stage"] | {"train.matmul": ONEDNN if has_onednn() else DEFAULT}
+    changes |= {"objective.corrective_weight": "0", "train.keep_checkpoints": "9"}
+    changes |= {"model.dropout": "0", "model.attention_dropout": "0"}
+    config = tiny_config("modern", **changes)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
     torch.set_num_threads(1)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
@@ -193,21 +178,10 @@ def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
     torch.set_num_threads(2)
     shutil.copytree(tmp_path / "two", tmp_path / "run")
-    truncate(tmp_path / "run", test_objectives.SWITCH + 3)
+    truncate(tmp_path / "run", STEPS // 2 + 3)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "two")
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_all_processes_sample_from_the_same_counts(validation_corpus, tmp_path):
-    few = {"train.steps": "4", "train.log_every": "1", "train.eval_every": "0"}
-    config = tiny_config(**{"generator.kind": "unigram", "model.dropout": "0", "model.attention_dropout": "0"} | few)
-    ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
-    torch.set_num_threads(1)
-    ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
-    two, one = (lines(tmp_path / name) for name in ("two", "one"))
-    assert [line["replaced_fraction"] for line in two] == [line["replaced_fraction"] for line in one]
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
+    assert not workers_of(os.getpid())
 
 
 @pytest.mark.usefixtures("two_cores")
