@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 import transformers
