@@ -168,7 +168,8 @@ def test_fused_matrices_are_orthogonalized_separately():
     assert max(sizes) < 2 * min(sizes)
 
 
-def test_lamb_adapts_each_tensor_of_the_published_layout():
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_lamb_adapts_each_tensor_of_the_published_layout(bias_correction):
     """Fused parameters against their parts, computed separately in float64.
 
     The gradients of queries and keys are near epsilon, as early in training: one trust ratio over all three would
@@ -193,7 +194,7 @@ def test_lamb_adapts_each_tensor_of_the_published_layout():
         return torch.cat([of[part] for part in parts])
 
     ours = {name: nn.Parameter(join(weights, parts)) for name, parts in fused.items()}
-    optimizer = Optimizer(ours.items(), plain(name="lamb", bias_correction=False))
+    optimizer = Optimizer(ours.items(), plain(name="lamb", bias_correction=bias_correction))
     for step in range(STEPS):
         for name, parts in fused.items():
             ours[name].grad = join(grads[step], parts)
@@ -205,7 +206,8 @@ def test_lamb_adapts_each_tensor_of_the_published_layout():
         for step in range(STEPS):
             gradient = grads[step][part].double()
             exp_avg, exp_avg_sq = 0.9 * exp_avg + 0.1 * gradient, 0.999 * exp_avg_sq + 0.001 * gradient**2
-            change = exp_avg / (exp_avg_sq.sqrt() + 1e-6)
+            done = step + 1 if bias_correction else math.inf
+            change = exp_avg / (1 - 0.9**done) / ((exp_avg_sq / (1 - 0.999**done)).sqrt() + 1e-6)
             if part != "bias":
                 change = change + 0.1 * weight
                 change = change * (weight.norm() / change.norm() if weight.norm() > 0 else 1.0)

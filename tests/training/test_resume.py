@@ -119,6 +119,7 @@ class TestAllowedChanges:
             "model.hidden_size": "128",
             "generator.num_layers": "1",
             "objective.name": "mlm",
+            "optimizer.name": "lamb",
             "objective.corrective_weight": "1",
         }.items():
             with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
