@@ -229,6 +229,8 @@ def test_lists_of_zeros_and_ones_are_not_lists_of_classes(write, form):
     assert data.train.targets.tolist() == [[0, 1, 0], [1, 1, 0], [0, 0, 0]]
     assert read(train, labels=("x", "y", "z")).task.labels == ("x", "y", "z")
     assert "--labels names 2" in message_of(train, labels=("x", "y"))
+    message = message_of(train, write(labelled([1]), "dev.jsonl"))
+    assert message.endswith("line 1: the label is [1], elsewhere it is a list of 3 times 0 or 1")
 
 
 @pytest.mark.parametrize("form", [list, str, json.dumps])
