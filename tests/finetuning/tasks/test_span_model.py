@@ -1,4 +1,4 @@
-"""Predictions of question answering against the published formulas, example by example and without packing."""
+"""The readers of question answering against the published formulas, example by example and without packing."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from tiny_task import save_encoder
 from transformers import AutoModel
 
+from electra_fast.finetuning.batches import pack
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.inference import example_predictions
+from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.model.compute import ComputeConfig, choose_attention
@@ -28,6 +30,11 @@ def examples():
         types.append(np.array([0] * (question + 2) + [1] * (context + 1)))
     offsets = np.concatenate(([0], np.cumsum([len(each) for each in ids])))
     return EncodedExamples(np.concatenate(ids).astype(np.int32), np.concatenate(types).astype(np.int32), offsets, 0, ())
+
+
+def targets():
+    """A span in the context, [CLS] for a chunk without the answer, an unanswerable question."""
+    return torch.tensor([[8, 11, 0], [0, 0, 0], [9, 9, 0], [0, 0, 1], [8, 20, 0]])
 
 
 @pytest.fixture(scope="module", params=["bert", "modern"])
@@ -77,6 +84,20 @@ def joint_reference(p, hidden, types, beam=BEAM):
     return start, end, inner @ p["answerable.weight"][0] + p["answerable.bias"][0]
 
 
+def test_joint_losses_are_the_published_ones(encoder):
+    encoded, wanted = examples(), targets()
+    model = reader(encoder, JointReader, answerable_weight=0.7)
+    part = pack(encoded, np.arange(5))[0]
+    with torch.no_grad():
+        found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
+    for i, (hidden, types) in enumerate(their_hidden(encoder, encoded)):
+        start, end, unanswerable = joint_reference(head(model), hidden, types)
+        at, to, impossible = wanted[i].tolist()
+        loss = (F.cross_entropy(start, torch.tensor(at)) + F.cross_entropy(end(at), torch.tensor(to))) / 2
+        loss += 0.7 * F.binary_cross_entropy_with_logits(unanswerable, torch.tensor(float(impossible)))
+        assert float(found[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
+
+
 def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
     encoded, model = examples(), reader(encoder, JointReader)
     starts, start_scores, ends, end_scores, null = example_predictions(model, encoded, COMPUTE)
@@ -94,6 +115,18 @@ def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
             np.testing.assert_allclose(end_scores[i, k, :beam][allowed], own.values[allowed], atol=1e-5)
         assert null[i] == pytest.approx(float(unanswerable), abs=1e-5)
         assert (start_scores[i, beam:] < -900).all() and np.isfinite(start_scores[i]).all()
+
+
+def test_two_logit_losses_are_those_of_transformers(encoder):
+    """Over all tokens, the question's too, as `transformers` has it."""
+    encoded, wanted, model = examples(), targets(), reader(encoder, TwoLogitReader)
+    part = pack(encoded, np.arange(5))[0]
+    with torch.no_grad():
+        found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
+        logits = two_logits(model, encoder, encoded)
+    for i, (start, end) in enumerate(logits):
+        loss = (F.cross_entropy(start, wanted[i, 0]) + F.cross_entropy(end, wanted[i, 1])) / 2
+        assert float(found[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
 
 
 def two_logits(model, encoder, encoded):
