@@ -138,7 +138,8 @@ def fork_rank(request):
 
         code = main(request["arguments"])
     finally:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            sys.stderr.flush()
         os._exit(code)
 
 
