@@ -184,6 +184,7 @@ def serve():
     # For all ranks, also what they would import later.
     import pyarrow  # noqa: F401
     import sklearn.metrics  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     import electra_fast.finetuning.finetune
     import electra_fast.training.sharding
