@@ -118,13 +118,14 @@ def wait_for(condition, seconds=TIMEOUT):
 
 
 def fork_rank(request):
+    said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     child = os.fork()
     if child:
+        os.close(said)
         return child
     code = 1
     try:
         os.setsid()
-        said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # a terminal becomes the session's own
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(said, 1)
         os.dup2(said, 2)
@@ -183,6 +184,7 @@ def serve():
     # For all ranks, also what they would import later.
     import pyarrow  # noqa: F401
     import sklearn.metrics  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     import electra_fast.finetuning.finetune
     import electra_fast.training.sharding

@@ -1,6 +1,7 @@
 """Signals while training: at every point of the loop, to any process, the work is saved and the exit code says so."""
 
 import contextlib
+import fcntl
 import os
 import pty
 import signal
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_run
-from ranks import Rank, wait_for
+from ranks import wait_for
 from tiny_run import STEPS, assert_same_run, tiny_config
 
 import electra_fast as ef
@@ -148,19 +149,31 @@ def test_a_time_limit_leaves_time_for_steps_and_a_checkpoint(monkeypatch):
     assert stops_at(saving_seconds=1) == 47
 
 
-def test_a_terminal_that_closes_loses_nothing(server, validation_corpus, tmp_path):
+# Takes the terminal on its standard streams for its own, as a login shell does, and becomes the command.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
     """SIGHUP comes with a standard error that can no longer be written to."""
     ours, theirs = pty.openpty()
-    arguments = tiny_run.command(validation_corpus, tmp_path / "run", **ENDLESS)[3:]
-    rank = Rank(server, {}, arguments, os.ttyname(theirs), tmp_path)
-    os.set_blocking(ours, False)
-    while not has_logged(tmp_path / "run"):
-        time.sleep(0.01)
-        with contextlib.suppress(BlockingIOError):
-            os.read(ours, 1 << 16)  # or the terminal fills up
+    command = tiny_run.command(validation_corpus, tmp_path / "run", **ENDLESS)
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *command], **streams, start_new_session=True)
     os.close(theirs)
+    fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK)
+    while not has_logged(tmp_path / "run"):
+        assert process.poll() is None
+        time.sleep(0.01)
+        try:
+            os.read(ours, 1 << 16)  # or the terminal fills up
+        except BlockingIOError:
+            continue
     os.close(ours)
-    assert rank.wait() == 128 + signal.SIGHUP
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
     (step,) = checkpoint_folder.steps(tmp_path / "run")
     checkpoint_folder.verify(checkpoint_folder.path_of(tmp_path / "run", step))
 

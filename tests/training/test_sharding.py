@@ -28,11 +28,9 @@ LOCAL_WINDOW = {"model.local_attention": "4", "model.global_attention_every": "2
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "world_size", "changes"),
     [
-        ("google", "lamb", 3, APART),
-        ("modern", "lamb", 2, VARIANTS["mlm"]),
+        ("google", "lamb", 3, VARIANTS["all-tokens-mlm"] | APART),
         ("modern", "muon", 3, TOGETHER | LOCAL_WINDOW),
         ("paper", "muon", 2, VARIANTS["two-stage"]),
-        ("paper", "adamw", 2, VARIANTS["all-tokens-mlm"]),
         ("paper", "adamw", 2, VARIANTS["adversarial"]),
     ],
 )
@@ -45,8 +43,8 @@ def test_a_sharded_model_trains_as_a_whole_one(
     assert_close_runs(tmp_path / "run", tmp_path / "whole")
     evaluations = [lines(tmp_path / name, "evaluations.jsonl") for name in ("run", "whole")]
     for found, expected in zip(*evaluations, strict=True):
-        known = {name: value for name, value in expected.items() if value is not None}
-        assert {name: found[name] for name in known} == pytest.approx(known, rel=1e-4)
+        losses = {name: value for name, value in expected.items() if name.endswith("loss") and value is not None}
+        assert {name: found[name] for name in losses} == pytest.approx(losses, rel=1e-4)
 
 
 def test_a_sharded_run_resumes_a_whole_one_and_is_resumed_by_one(server, validation_corpus, tmp_path):
