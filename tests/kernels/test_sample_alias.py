@@ -6,7 +6,7 @@ from ahead_of_time import compile_launches
 from comparison import DEVICE
 
 from electra_fast.kernels import sample_alias as kernels
-from electra_fast.ops.sampling import alias_table, sample_alias_reference
+from electra_fast.ops.sampling import alias_table, philox, sample_alias_reference
 
 KEY = torch.tensor([2**40 + 7, 12], device=DEVICE)
 
@@ -33,7 +33,10 @@ def test_thresholds_at_and_beside_the_word_that_is_drawn():
     """The comparison is strict and unsigned: words above 2^31 are not negative."""
     slot_M = torch.arange(64, device=DEVICE)
     table_V2 = make_table(2)
-    for threshold in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32):
+    zero, step, mask = KEY[1] * 0, KEY[1], 2**32 - 1
+    coin_M = philox((zero, slot_M, step, zero + 2), (KEY[0] & mask, KEY[0] >> 32))[1]
+    assert coin_M.max() > 2**31 > coin_M.min()
+    for threshold in (0, 2**31, 2**32, *coin_M[:4].tolist(), *(coin_M[:4] + 1).tolist()):
         table_V2[:, 0] = threshold
         table_V2[:, 1] = torch.tensor([1, 0])
         found = kernels.sample_alias(table_V2, slot_M, KEY)

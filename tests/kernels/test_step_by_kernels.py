@@ -33,13 +33,10 @@ def config(tiny_corpus):
     return config.replace({"train": {"batch_size": 4, "accumulate": 2, "steps": 1}})
 
 
-MORE = {
-    "electra": {"objective.temperature": "1.5", "objective.disallow_correct": "true"},
-    "two-stage": {"train.steps": "2"},  # one per stage
-}
+MORE = {"electra": {"objective.temperature": "1.5", "objective.disallow_correct": "true"}}
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "two-stage"])  # which has those of the others
 def test_equals_the_references(tiny_corpus, config, name):
     check(tiny_corpus, config.override(VARIANTS[name] | MORE.get(name, {})))
 
