@@ -172,3 +172,10 @@ def test_commands_and_links_of_documents_are_valid(document):
             assert target.exists(), link
             headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
             assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("document", [TREE / "CONTRIBUTING.md", TREE / "bench/README.md"], ids=lambda path: path.name)
+def test_files_that_a_document_names_exist(document):
+    names = [path.relative_to(TREE).as_posix() for pattern in ("*/**/*.py", "*/**/*.rs") for path in TREE.glob(pattern)]
+    for named in re.findall(r"`([\w/]+\.(?:py|rs))`", document.read_text(encoding="utf-8")):
+        assert "NAME" in named or any(f"/{name}".endswith(f"/{named}") for name in names), named
