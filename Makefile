@@ -22,7 +22,8 @@ EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
-# Python's checks run beside Rust's, neither of which keeps two cores busy. Other goals (`make clean test`) keep their order.
+# What checks Python runs beside what checks Rust, which alone does not keep two cores busy. Other goals
+# (`make clean test`) keep their order.
 ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=2
 endif
@@ -44,7 +45,7 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test lint lint-python lint-rust test-rust wheel bench experiments clean env
+.PHONY: help demo test test-python test-rust lint lint-python lint-rust wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
@@ -59,7 +60,10 @@ demo: wheel
 	$(call environment,$(DEMO),)
 	$(DEMO)/bin/electra-fast demo --out demo
 
-test: lint test-rust
+# Python's tests beside Rust's, which sleep and wait for the linker much of their time.
+test: lint test-rust test-python
+
+test-python: lint-python
 	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
 
 lint: lint-python lint-rust

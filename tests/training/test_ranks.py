@@ -140,9 +140,11 @@ def test_all_ranks_find_that_a_run_has_exploded(server, validation_corpus, tmp_p
 
 def test_nan_on_one_rank_is_skipped_by_all(server, validation_corpus, tmp_path):
     """It is counted, and its tokens are not; a run that skips no step equals one that could not."""
-    for name, fault in (("whole", ""), ("nan", "nan@5/1")):
-        fault = {"ELECTRA_FAST_FAULT": fault} if fault else None
-        server.run(2, validation_corpus, tmp_path / name, fault, **NO_DROPOUT, **{"train.skip_spikes": "3"})
+    skip = NO_DROPOUT | {"train.skip_spikes": "3"}
+    # LAMB, since AdamW's kernel leaves out a skipped step even if its gradients are nan.
+    fault, lamb = {"ELECTRA_FAST_FAULT": "nan@5/1"}, {"optimizer.name": "lamb"}
+    server.run(2, validation_corpus, tmp_path / "nan", fault, **skip, **lamb)
+    server.run(2, validation_corpus, tmp_path / "whole", **skip)
     server.run(2, validation_corpus, tmp_path / "off", **NO_DROPOUT)
     off = lines(tmp_path / "off")
     assert [line | {"skipped_steps": 0} for line in off] == lines(tmp_path / "whole")
