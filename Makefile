@@ -45,7 +45,7 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test test-python test-rust lint lint-python lint-rust wheel bench experiments clean env
+.PHONY: help demo test test-rust lint lint-python lint-rust wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
@@ -60,10 +60,7 @@ demo: wheel
 	$(call environment,$(DEMO),)
 	$(DEMO)/bin/electra-fast demo --out demo
 
-# Python's tests beside Rust's, which sleep and wait for the linker much of their time.
-test: lint test-rust test-python
-
-test-python: lint-python
+test: lint test-rust
 	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
 
 lint: lint-python lint-rust

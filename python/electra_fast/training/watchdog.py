@@ -62,8 +62,7 @@ class Watchdog:
         while not self._closed.wait(_INTERVAL):
             for what, start in self._waits[-1:]:
                 if time.monotonic() - start > self._timeout:
-                    threading.Thread(target=self._set_flag, daemon=True).start()
-                    self._end(f"waited more than {self._timeout:g} s for {what}")
+                    self._end(f"waited more than {self._timeout:g} s for {what}", sets_flag=True)
 
     def _watch_the_store(self) -> None:
         while not self._closed.wait(_INTERVAL):
@@ -80,8 +79,10 @@ class Watchdog:
         except RuntimeError:  # the first rank, which has the store, is lost: the next collective reports it
             return False
 
-    def _end(self, reason: str) -> None:
-        self._is_ending.acquire()  # never released, so that the other thread does not report too
+    def _end(self, reason: str, *, sets_flag: bool = False) -> None:
+        self._is_ending.acquire()  # never released, so that the other thread, which sees the flag, does not report too
+        if sets_flag:
+            threading.Thread(target=self._set_flag, daemon=True).start()
         try:
             stacks = f"stacks in {self._write_stacks(reason)}"
         except OSError as error:  # only the first rank needs access to the run's folder
