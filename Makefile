@@ -22,14 +22,14 @@ EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
-# What checks Python runs beside what checks Rust, which alone does not keep two cores busy. Other goals
-# (`make clean test`) keep their order.
+# Python's checks run beside Rust's, neither of which keeps two cores busy. Other goals (`make clean test`) keep their order.
 ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=2
 endif
 
-# One worker per core, but at most 8: each needs one or two gigabytes of memory.
-WORKERS := -n auto --maxprocesses 8
+# One worker per core, but at most 8: each needs one or two gigabytes of memory. Neighboring tests, which share
+# fixtures, go to one worker; an idle one takes tests of another.
+WORKERS := -n auto --maxprocesses 8 --dist worksteal
 # The tests start many Python processes that import torch, which takes twice as long without bytecode. The bytecode
 # goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode
