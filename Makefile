@@ -27,9 +27,8 @@ ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=2
 endif
 
-# One worker per core, but at most 8: each needs one or two gigabytes of memory. Neighboring tests, which share
-# fixtures, go to one worker; an idle one takes tests of another.
-WORKERS := -n auto --maxprocesses 8 --dist worksteal
+# One worker per core, but at most 8: each needs one or two gigabytes of memory.
+WORKERS := -n auto --maxprocesses 8
 # The tests start many Python processes that import torch, which takes twice as long without bytecode. The bytecode
 # goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode
@@ -45,7 +44,7 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test test-rust lint lint-python lint-rust wheel bench experiments clean env
+.PHONY: help demo test lint lint-python lint-rust test-rust wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
