@@ -24,7 +24,7 @@ fn all() -> Vec<(String, Tokenizer)> {
 fn random_strings() {
     let mut numbers = Numbers(20_261_121);
     for (name, tokenizer) in all() {
-        for _ in 0..1_000 {
+        for _ in 0..400 {
             assert_same(&name, &tokenizer, &random_string(&mut numbers));
         }
     }
@@ -42,7 +42,7 @@ fn assert_in_order(name: &str, text: &str, pieces: &Pieces) {
 fn offsets_of_random_strings() {
     let mut numbers = Numbers(20_270_314);
     for (name, tokenizer) in all() {
-        let texts: Vec<String> = (0..500).map(|_| random_string(&mut numbers)).collect();
+        let texts: Vec<String> = (0..200).map(|_| random_string(&mut numbers)).collect();
         let expected = tokenizer.encode_batch(&texts).expect("ids");
         let found = tokenizer.encode_batch_with_offsets(&texts).expect("pieces");
         assert_eq!(found.len(), texts.len());
@@ -53,8 +53,8 @@ fn offsets_of_random_strings() {
     }
 }
 
-/// Every character, alone and within words: with the options of the published vocabularies all of the planes that have
-/// letters, with each of the others an eighth of them. Of the other planes, each of the 16 gets a sixteenth.
+/// Every character, alone and within words: with the options of the published vocabularies all of the first two planes,
+/// with each of the other tokenizers an eighth of the planes that have letters, and a sixteenth of the rest.
 #[test]
 fn all_characters() {
     let characters: Vec<char> = ('\0'..=char::MAX).collect();
@@ -63,7 +63,7 @@ fn all_characters() {
         for (number, some) in characters.chunks(64).enumerate() {
             let has_letters = some[0] < '\u{40000}';
             let share = if has_letters { 8 } else { 16 };
-            if (is_published && has_letters) || number % share == which % share {
+            if (is_published && some[0] < '\u{20000}') || number % share == which % share {
                 let text: String =
                     some.iter().flat_map(|&c| [c, ' ', 'a', c, 'e', c, '\u{301}', ' ']).collect();
                 assert_same(name, tokenizer, &text);
@@ -91,7 +91,7 @@ fn edges() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig::with_cases(12))]
     #[test]
     fn any_strings(texts in prop::collection::vec(".{0,40}|\\PC{0,40}|[a-zA-Z\u{300}-\u{345}\u{302e}\u{302f}\u{1d165}-\u{1d16d} .é日]{0,60}", 32)) {
         thread_local!(static ALL: Vec<(String, Tokenizer)> = all());
