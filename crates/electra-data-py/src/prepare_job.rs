@@ -54,7 +54,7 @@ impl PrepareJob {
         self.unfinished().map(electra_data::PrepareJob::input_groups).unwrap_or_default()
     }
 
-    /// What all tasks share, as text.
+    /// State shared by all tasks, as text.
     fn settings(&self) -> PyResult<String> {
         self.unfinished()?.settings(&self.tokenizer).map_err(raise)
     }

@@ -31,7 +31,7 @@ pub enum Error {
     Damaged {
         /// The damaged file.
         path: PathBuf,
-        /// What is wrong, with block or field, and the remedy.
+        /// The damage, with block or field, and the remedy.
         reason: String,
     },
     /// The caller asked to stop (Ctrl-C, SIGTERM). What is finished is kept.

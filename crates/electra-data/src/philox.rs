@@ -12,7 +12,7 @@ const ROUNDS: u32 = 10;
 /// Counters computed together: independent chains of multiplications fill the pipeline.
 const LANES: usize = 4;
 
-/// What a stream of numbers is for. Streams with different purposes never share a counter.
+/// The purpose of a stream of numbers. Streams with different purposes never share a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Which positions of a row are masked, and with what.
@@ -25,7 +25,7 @@ pub enum Purpose {
     BlockOrder = 3,
     /// The order of the rows of a window.
     RowOrder = 4,
-    /// How the published example builder divides lines.
+    /// Division of lines as in the published example builder.
     Example = 5,
 }
 

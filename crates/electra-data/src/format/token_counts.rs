@@ -1,4 +1,4 @@
-//! How often each token occurs in a corpus: the weights of a unigram distribution.
+//! Counts of each token in a corpus: the weights of a unigram distribution.
 
 use rayon::prelude::*;
 

@@ -19,7 +19,7 @@ use crate::threads::on_all_cores;
 /// Tokens checked at a time.
 const CHUNK_TOKENS: usize = 1 << 15;
 
-/// What was verified and what is damaged.
+/// Counts of verified files, and the damage found.
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
     /// Files that were read.

@@ -146,7 +146,7 @@ fn read_json_lines(
     Ok(())
 }
 
-/// What is wrong with a record, and the remedy.
+/// The error in a record, and the remedy.
 #[derive(Debug)]
 struct BadRecord {
     column: Option<usize>,

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// How much of a file's beginning is examined.
+/// Bytes of a file's beginning that are examined.
 pub(super) const HEAD_BYTES: usize = 4 << 10;
 
 /// A supported encoding.

@@ -21,7 +21,7 @@ use crate::store::Cancel;
 /// Size of the chunks in which files are read.
 const BUFFER_BYTES: usize = 1 << 18;
 
-/// How a file is compressed.
+/// Compression of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Compression {
     None,

@@ -18,7 +18,7 @@ const BATCH_TEXTS: usize = 1 << 16;
 /// How long the consumer waits before it reports progress and checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What ends at the end of a text.
+/// The boundary at the end of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mark {
     /// Nothing: the line continues.
@@ -31,11 +31,11 @@ pub(crate) enum Mark {
     InputGroup(GroupEnd),
 }
 
-/// What is known of an input group once all of it has been read.
+/// Totals of an input group once all of it has been read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct GroupEnd {
     pub skipped: Vec<SkippedRecord>,
-    /// What it was read from.
+    /// The inputs that it was read from.
     pub inputs: Vec<InputIdentity>,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct MarkedText<'a> {
 pub(crate) struct TextBatch {
     text: String,
     texts: Vec<(usize, Mark, u8)>,
-    /// How much has been sampled up to the end of this batch.
+    /// The state of the sample at the end of this batch.
     pub sampled: Sampled,
 }
 
@@ -74,7 +74,7 @@ impl TextBatch {
     }
 }
 
-/// What happens to text between reader and batch: cutting, skipping, sampling.
+/// Steps between reader and batch: cutting, skipping, sampling.
 pub(crate) struct Intake<'a> {
     /// Where a line may be cut without changing its tokens.
     pub cut: Cut<'a>,

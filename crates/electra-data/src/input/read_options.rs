@@ -15,7 +15,7 @@ pub enum TextSource<'a> {
     Documents(Box<dyn Iterator<Item = Result<String>> + Send + 'a>),
 }
 
-/// What separates documents in text files.
+/// The separator of documents in text files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DocumentSeparator {
     /// One or more blank lines (and the end of a file).
@@ -44,7 +44,7 @@ pub enum InputFormat {
 
 choice!(InputFormat { "text" => Text, "jsonl" => JsonLines, "parquet" => Parquet, "arrow" => Arrow });
 
-/// What to do with invalid UTF-8.
+/// Policy for invalid UTF-8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InvalidUtf8 {
     /// Fail, naming the offset.
@@ -56,18 +56,18 @@ pub enum InvalidUtf8 {
 
 choice!(InvalidUtf8 { "error" => Error, "replace" => Replace });
 
-/// How files are read.
+/// Options for reading files.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ReadOptions {
     /// The format of every file. By default the extension decides, and files with unknown ones are skipped.
     pub format: Option<InputFormat>,
-    /// What separates documents in text files.
+    /// The separator of documents in text files.
     #[serde(rename = "documents")]
     pub separator: DocumentSeparator,
     /// Fields (columns) that hold the text; several are joined by line ends.
     pub text_fields: Vec<String>,
-    /// What to do with invalid UTF-8.
+    /// Policy for invalid UTF-8.
     pub invalid_utf8: InvalidUtf8,
     /// The number of unreadable JSON lines that may be skipped, over all files.
     pub skip_bad_records: u64,

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 /// Minimum size of the parts of a document that are sampled separately.
 const PART: u64 = 1 << 20;
 
-/// What has been sampled so far.
+/// The state of a sample: its level, and the bytes it stands for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sampled {
     /// Levels below this one have been dropped.
@@ -66,7 +66,7 @@ impl Sampler {
         (level >= self.sampled.lowest_level).then_some(level)
     }
 
-    /// What has been sampled so far.
+    /// Returns the state of the sample so far.
     pub fn sampled(&self) -> Sampled {
         self.sampled
     }

@@ -19,7 +19,7 @@ pub struct SkippedRecord {
     pub file: String,
     /// The line number, from 1.
     pub line: u64,
-    /// What is wrong with it.
+    /// Why it was skipped.
     pub reason: String,
 }
 

@@ -10,7 +10,7 @@ use super::input_file::InputFile;
 use super::read_options::InvalidUtf8;
 use crate::error::{Error, Result};
 
-/// How much is kept of a word longer than a fragment: enough to be too long for any vocabulary.
+/// Bytes that are kept of a word longer than a fragment: enough to be too long for any vocabulary.
 const WORD_HEAD: usize = 4 << 10;
 /// The largest line, or row of a table, that is kept in memory.
 pub(super) const MAX_LINE_BYTES: usize = 1 << 30;
@@ -250,7 +250,7 @@ impl InvalidBytes {
     pub const REMEDY: &str = "convert the file (iconv -f ITS-ENCODING -t UTF-8), or, if only a few bytes are wrong, \
                               read them as U+FFFD with --invalid-utf8 replace";
 
-    /// What is wrong.
+    /// Returns the error in one line.
     pub fn reason(&self) -> String {
         format!("invalid UTF-8 at byte {} of the text", self.at)
     }

@@ -1,10 +1,10 @@
-//! What a packing keeps of a corpus, counted on packed rows.
+//! Documents and tokens that a packing keeps of a corpus, counted on packed rows.
 
 use std::iter::Sum;
 
 use super::pack::{Rows, Span};
 
-/// What the rows of an epoch contain.
+/// Contents of the rows of an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
     /// Number of rows.

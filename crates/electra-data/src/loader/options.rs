@@ -12,7 +12,7 @@ use crate::format::{CacheOptions, Corpus};
 /// Upper bound on the tokens of one rank's slice of a batch (16 bytes each).
 const MAX_TOKENS: u64 = 1 << 28;
 
-/// How positions are chosen and what replaces their tokens.
+/// The choice of masked positions and of their replacements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Masking {
     /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
@@ -30,7 +30,7 @@ pub enum Masking {
 
 choice!(Masking { "paper" => Paper, "google" => Google, "bert" => Bert, "whole-word" => WholeWord, "span" => Span });
 
-/// How documents become rows.
+/// The algorithm that packs documents into rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packing {
     /// Keeps every token and fills rows with as many documents as fit.
@@ -68,7 +68,7 @@ pub struct LoaderOptions {
     pub masking: Masking,
     /// Fraction of a row's tokens that are masked, between 0 and 1, both excluded.
     pub mask_prob: f64,
-    /// How documents become rows.
+    /// The algorithm that packs documents into rows.
     pub packing: Packing,
     /// Where documents are cut into rows; at words and lines with best-fit packing only.
     pub cut_at: CutAt,

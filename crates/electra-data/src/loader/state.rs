@@ -113,7 +113,7 @@ impl LoaderState {
 }
 
 impl Saved {
-    /// What the streams of rows depend on besides the corpora.
+    /// Returns the settings that, with the corpora, determine the streams of rows.
     fn stream(&self) -> (u64, &str) {
         match self {
             Self::Single(state) => (state.seed, &state.options),

@@ -23,7 +23,7 @@ use super::shuffle_window::ShuffleWindow;
 use crate::error::{Error, Result};
 use crate::store::Cancel;
 
-/// What the threads of a loader share.
+/// State shared by the threads of a loader.
 pub(super) struct Shared {
     pub mixture: Mixture,
     pub options: LoaderOptions,

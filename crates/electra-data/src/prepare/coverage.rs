@@ -1,4 +1,4 @@
-//! How well a vocabulary covers text: unknown tokens and words, in a sample of the input or in a corpus.
+//! Coverage of text by a vocabulary: unknown tokens and words, in a sample of the input or in a corpus.
 //!
 //! With a vocabulary of another language, `prepare` would make a corpus of nothing but [UNK]. So coverage is
 //! measured on a sample of the input before, and on the corpus afterwards. `inspect` shows the same figures.
@@ -30,7 +30,7 @@ const MAX_LISTED: usize = 1_000;
 const COUNTED_TOKENS: u64 = 1 << 24;
 const STRETCH: u64 = 1 << 15;
 
-/// How many tokens of a text are unknown.
+/// Counts of unknown tokens in a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Coverage {
     /// Tokens counted.

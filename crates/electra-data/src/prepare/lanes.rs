@@ -33,10 +33,10 @@ pub(super) struct Todo {
 /// Sends the documents of the input group with this number; counts the bytes that it reads.
 pub(super) type ReadGroup<'a> = dyn Fn(usize, &AtomicU64, &mut Batcher) -> Result<()> + Sync + 'a;
 
-/// What the lanes of a run share.
+/// State shared by the lanes of a run.
 struct Shared<'a> {
     todo: &'a [Todo],
-    /// How many input groups have been taken.
+    /// Number of input groups that have been taken.
     taken: AtomicUsize,
     written: Written,
     /// Bytes of groups that were read to their end, and of those that are being read, lane by lane.

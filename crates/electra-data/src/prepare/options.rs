@@ -13,10 +13,10 @@ const SHARD_TOKENS: u64 = 1 << 27;
 /// … or documents.
 const SHARD_DOCUMENTS: usize = 1 << 22;
 
-/// How to make a corpus.
+/// Options for making a corpus.
 #[derive(Clone, Debug, Default)]
 pub struct PrepareOptions {
-    /// How files are read.
+    /// Options for reading files.
     pub reading: ReadOptions,
     /// Fraction of documents that go to the validation split in `holdout/`, at least 0 and below 1.
     ///
@@ -103,7 +103,7 @@ impl PrepareOptions {
     }
 }
 
-/// How shards are written by an attempt with this name.
+/// Options for the shards written by an attempt with this name.
 pub(super) fn shard_spec(tokenizer: &Tokenizer, attempt: &str) -> ShardSpec {
     ShardSpec {
         width: if tokenizer.vocab_size() <= 1 << 16 { 2 } else { 4 },

@@ -31,7 +31,7 @@ const LEASE: &str = ".lock-";
 /// The beginning of the names of records.
 const RECORD: &str = "input-group-";
 
-/// What a finished input group has written.
+/// The files and counts of a finished input group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct InputGroupRecord {
     #[serde(rename = "job")]

@@ -1,4 +1,4 @@
-//! What a run has to read: its inputs, divided into input groups.
+//! The inputs of a run, divided into input groups.
 
 use std::path::{Path, PathBuf};
 

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// How far a run has come.
+/// Progress of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
     /// Bytes of input read so far, before decompression.

@@ -25,7 +25,7 @@ use crate::input::{Batcher, SkipLog, SkippedRecord, TextSource, read_first_skipp
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
-/// How many skipped records a report lists.
+/// Number of skipped records that a report lists.
 const MAX_LISTED: usize = 10;
 
 /// The outcome of a run.
@@ -107,7 +107,7 @@ pub(super) enum Claimed {
     Unfinished(Box<RemainingWork>),
 }
 
-/// What is left to do in a claimed folder.
+/// The work left to do in a claimed folder.
 pub(super) struct RemainingWork {
     pub out: OutputDir,
     pub todo: Vec<Todo>,

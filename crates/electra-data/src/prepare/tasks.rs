@@ -29,7 +29,7 @@ pub struct PrepareJob {
     work: Box<RemainingWork>,
 }
 
-/// What opening a job found.
+/// The result of opening a job.
 pub enum OpenedJob {
     /// The corpus is complete already.
     Complete(Box<PrepareReport>),
@@ -37,7 +37,7 @@ pub enum OpenedJob {
     Unfinished(Box<PrepareJob>),
 }
 
-/// What all tasks of a job share.
+/// State shared by all tasks of a job.
 #[derive(Serialize, Deserialize)]
 struct TaskSettings {
     out: PathBuf,
@@ -98,7 +98,7 @@ impl PrepareJob {
         Ok(OpenedJob::Unfinished(Box::new(Self { out, options, plan, work })))
     }
 
-    /// What all tasks share, as text.
+    /// State shared by all tasks, as text.
     pub fn settings(&self, tokenizer: &Tokenizer) -> Result<String> {
         let (lowercase, strip_accents) = tokenizer.settings();
         self.to_text(&TaskSettings {

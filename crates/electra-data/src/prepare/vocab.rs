@@ -20,13 +20,13 @@ use crate::threads::on_all_cores;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 const MIN_SIZE: usize = 32;
-/// How many of the dropped characters are listed.
+/// Number of dropped characters that are listed.
 const MAX_LISTED: usize = 10;
 
-/// How to train a vocabulary.
+/// Options for training a vocabulary.
 #[derive(Clone, Debug)]
 pub struct VocabOptions {
-    /// How files are read.
+    /// Options for reading files.
     pub reading: ReadOptions,
     /// Number of entries, the five special tokens included; at least 32.
     pub size: usize,
@@ -68,7 +68,7 @@ pub struct VocabReport {
 pub struct Alphabet {
     /// The characters that are entries.
     letters: BTreeSet<char>,
-    /// How often any character occurs.
+    /// Occurrences of all characters.
     pub text_letters: u64,
     /// Number of distinct characters left out; in text they make a word [UNK] …
     pub num_dropped: usize,

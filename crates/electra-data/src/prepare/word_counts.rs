@@ -23,7 +23,7 @@ const MAX_WORDS: usize = 1 << 24;
 type Read<'a> = Box<dyn FnOnce(&mut Batcher) -> Result<()> + Send + 'a>;
 pub(super) type Counts = AHashMap<CompactString, u64>;
 
-/// How words are counted.
+/// Counts the words of text.
 pub(super) struct WordCounter<'a> {
     pub reading: &'a ReadOptions,
     pub normalizer: BertNormalizer,

@@ -1,4 +1,4 @@
-//! What BERT's normalizer and pre-tokenizer make of each character, according to the `tokenizers` crate.
+//! BERT's normalizer and pre-tokenizer as a table of characters, according to the `tokenizers` crate.
 //!
 //! Nearly every character has the same meaning in any context, so meanings are computed once, in pages of 256
 //! characters, when the first of them is needed. The exceptions are combining marks that are not stripped and that
@@ -22,7 +22,7 @@ type CrateResult<T> = std::result::Result<T, tokenizers::Error>;
 const PAGE: usize = 256;
 const PAGES: usize = 0x11_0000 / PAGE;
 
-/// What a character becomes.
+/// The meaning of a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Meaning {
     /// It is removed.
@@ -56,7 +56,7 @@ impl Characters {
         Self { normalizer, pages: (0..PAGES).map(|_| OnceLock::new()).collect() }
     }
 
-    /// What `c` becomes.
+    /// Returns the meaning of `c`.
     #[inline]
     pub fn meaning(&self, c: char, trie: &VocabTrie) -> Meaning {
         self.page(c, trie).meanings[c as usize % PAGE]
@@ -161,7 +161,7 @@ impl Traits {
     }
 }
 
-/// What `change` makes of each text. All are changed at once, separated by a character that never changes.
+/// Applies `change` to each text. All are changed at once, separated by a character that never changes.
 fn change_each(
     texts: &[impl ToString],
     change: impl Fn(&str) -> CrateResult<String>,

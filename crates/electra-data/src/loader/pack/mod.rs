@@ -15,7 +15,7 @@ mod best_fit;
 mod cut_points;
 mod google;
 
-/// What lies between a span and the one before it in its row.
+/// The boundary between a span and the one before it in its row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Boundary {
     /// A new attention segment: `[CLS]` before the span, `[SEP]` at the end of the segment.
@@ -44,7 +44,7 @@ pub(super) struct Span {
     pub start: u32,
     /// Number of tokens. At most 32,768, so that a span takes eight bytes.
     pub len: u16,
-    /// What lies before it in the row.
+    /// The boundary before it in the row.
     pub boundary: Boundary,
 }
 
@@ -55,7 +55,7 @@ impl Span {
     }
 }
 
-/// What the random numbers of a block depend on besides the seed; part of a Philox counter.
+/// The part of a Philox counter that the random numbers of a block depend on besides the seed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RngCounter {
     /// The epoch, counted from 0.
