@@ -67,7 +67,7 @@ fn batches_are_those_from_disk_in_any_packing() {
         let cuts = LoaderOptions { cut_at: named(cut_at), word_starts, ..options() };
         let options = LoaderOptions { packing: named(packing), ..cuts };
         let local = hashes(loader_of(corpus.path(), &options));
-        let mut remote = cached(&server, scratch.path(), GENEROUS, &options).unwrap();
+        let remote = cached(&server, scratch.path(), GENEROUS, &options).unwrap();
         assert_eq!(remote.num_rows().unwrap(), loader_of(corpus.path(), &options).num_rows().unwrap());
         assert_eq!(hashes(remote), local, "{packing}");
         let private = Corpus::open(Path::new(&server.url)).unwrap();
