@@ -20,6 +20,11 @@ fn all() -> Vec<(String, Tokenizer)> {
     all
 }
 
+/// Whether a tokenizer has the options of the published vocabularies: uncased, cased.
+fn is_published(which: usize) -> bool {
+    which == 0 || which == 3
+}
+
 #[test]
 fn random_strings() {
     let mut numbers = Numbers(20_261_121);
@@ -59,11 +64,10 @@ fn offsets_of_random_strings() {
 fn all_characters() {
     let characters: Vec<char> = ('\0'..=char::MAX).collect();
     for (which, (name, tokenizer)) in all().iter().enumerate() {
-        let is_published = which == 0 || which == 3; // uncased, cased
         for (number, some) in characters.chunks(64).enumerate() {
             let has_letters = some[0] < '\u{40000}';
             let share = if has_letters { 8 } else { 16 };
-            if (is_published && some[0] < '\u{20000}') || number % share == which % share {
+            if (is_published(which) && some[0] < '\u{20000}') || number % share == which % share {
                 let text: String =
                     some.iter().flat_map(|&c| [c, ' ', 'a', c, 'e', c, '\u{301}', ' ']).collect();
                 assert_same(name, tokenizer, &text);
@@ -83,9 +87,10 @@ fn edges() {
         texts.extend(['a', 'Z', 'é', 'ß', '日', '각', '\u{302e}', '.', '\0'].map(|c| long(c, n)));
         texts.extend([format!("x{}", long('é', n)), format!("{}İ{}", long('b', n), long('c', n))]);
     }
-    for (name, tokenizer) in all() {
-        for text in &texts {
-            assert_same(&name, &tokenizer, text);
+    for (which, (name, tokenizer)) in all().iter().enumerate() {
+        // The crate takes long for the longest.
+        for text in texts.iter().filter(|text| text.len() < 2_000 || is_published(which)) {
+            assert_same(name, tokenizer, text);
         }
     }
 }

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
@@ -285,6 +283,8 @@ class Classification(SequenceType):
 
     def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
         """Returns accuracy, and the metrics that GLUE reports for the task, or all of them for own data."""
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef  # takes long, and predictions need none
+
         classes = finite(outputs).argmax(1)
         result = {"accuracy": float(accuracy_score(targets, classes))}
         if task.name in ("mrpc", "qqp"):
@@ -328,6 +328,8 @@ class MultiLabel(SequenceType):
 
     def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
         """Returns F1 over all labels and averaged over labels, and the accuracy of whole sets of labels."""
+        from sklearn.metrics import f1_score
+
         truth, predicted = np.asarray(targets) > 0, finite(outputs) > 0
         return {
             "f1_micro": float(f1_score(truth, predicted, average="micro", zero_division=0.0)),
@@ -370,6 +372,8 @@ class Regression(SequenceType):
 
     def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
         """Returns both correlations, and for own data the mean absolute error."""
+        from scipy.stats import pearsonr, spearmanr
+
         targets, values = np.asarray(targets), finite(outputs)
         result = {
             "spearman": _correlation(lambda *pair: spearmanr(*pair).statistic, targets, values),
