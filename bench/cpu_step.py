@@ -165,12 +165,13 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shapes", nargs="+", help="preset, or preset:rows per step")
-    parser.add_argument("--recipes", nargs="+", default=RECIPE_NAMES, choices=RECIPES)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES)
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
     parser.add_argument("--against", type=Path, help="folder that contains another version's `electra_fast`")
     parser.add_argument("--seconds", type=float, help="of counted steps per shape; at least three rounds are made")
     options = parse_arguments(parser, with_overrides=True, for_cpu=True)
     options.shapes = options.shapes or (SHAPES[:1] if options.quick else SHAPES)
+    options.recipes = options.recipes or RECIPE_NAMES[: 1 if options.quick else None]
     options.seconds = options.seconds or (0.0 if options.quick else SECONDS)
     if options.against is not None and not (options.against / "electra_fast").is_dir():
         parser.error(f"--against {options.against}: there is no electra_fast/ in it")
