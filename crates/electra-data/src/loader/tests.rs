@@ -6,7 +6,8 @@ use std::sync::Arc;
 use arrow_array::RecordBatch;
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type};
-use xxhash_rust::xxh3::xxh3_64;
+use arrow_buffer::ToByteSlice;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::choice::Choice;
@@ -76,13 +77,14 @@ pub(super) fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
             }
         }
     };
-    let columns = |row| batch.columns().iter().flat_map(|column| ints(column, row)).collect();
+    let columns = |row| batch.columns().iter().map(|column| ints(column, row)).collect::<Vec<_>>().concat();
     (0..batch.num_rows()).map(columns).collect()
 }
 
 pub(super) fn hash(rows: &[Vec<i32>]) -> u64 {
-    let bytes: Vec<u8> = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
-    xxh3_64(&bytes)
+    let mut hash = Xxh3::new();
+    rows.iter().for_each(|row| hash.update(row.to_byte_slice()));
+    hash.digest()
 }
 
 pub(super) fn hashes(loader: Loader) -> Vec<u64> {
