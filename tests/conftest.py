@@ -18,6 +18,7 @@ import collections
 import json
 import random
 import re
+import shutil
 import signal
 import string
 from collections.abc import Callable, Iterator
@@ -268,15 +269,20 @@ def documents() -> list[list[int]]:
     return unique_documents()
 
 
-@pytest.fixture
-def corpus(tmp_path: Path, documents: list[list[int]]) -> Path:
-    """A prepared folder of those documents; each test has its own and may damage it."""
+@pytest.fixture(scope="session")
+def prepared_documents(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> Path:
+    """A folder with those documents as text, their vocabulary, and the corpus made of both."""
     from electra_fast import prepare
 
+    folder = tmp_path_factory.mktemp("documents")
     words = [f"w{i}" for i in range(documents[-1][-1] + 1)]
-    vocab = tmp_path / "vocab.txt"
-    vocab.write_text("\n".join(SPECIAL_TOKENS + words[len(SPECIAL_TOKENS) :]) + "\n")
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(" ".join(words[i] for i in ids) for ids in documents) + "\n")
-    prepare([text], vocab=vocab, out=tmp_path / "shards")
-    return tmp_path / "shards"
+    (folder / "vocab.txt").write_text("\n".join(SPECIAL_TOKENS + words[len(SPECIAL_TOKENS) :]) + "\n")
+    (folder / "text.txt").write_text("\n\n".join(" ".join(words[i] for i in ids) for ids in documents) + "\n")
+    prepare([folder / "text.txt"], vocab=folder / "vocab.txt", out=folder / "shards", progress=False)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, prepared_documents: Path) -> Path:
+    """The corpus of those documents; each test has its own and may damage it."""
+    return shutil.copytree(prepared_documents, tmp_path, dirs_exist_ok=True) / "shards"
