@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import gpu_models
 import pytest
@@ -12,6 +13,8 @@ import torch
 from lib import groups
 from lib.groups import BENCH
 from lib.kernel_cases import CASES
+
+import electra_fast
 
 GOOD = """
 import argparse, json, os
@@ -94,6 +97,22 @@ def test_a_script_alone(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [record["line"] for record in records] == done.stdout.splitlines()
     assert all(record["card"].startswith("cpu") and record["torch"] == torch.__version__ for record in records)
+
+
+def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
+    """Whole processes of two contenders; the shape is run to its table, and every line is saved."""
+    results, package = tmp_path / "results.jsonl", Path(electra_fast.__file__).parent.parent
+    command = [sys.executable, str(BENCH / "cpu_step.py"), "--shapes", "tiny:8", "--recipes", "google", "--quick"]
+    command += ["--only", "electra-fast, eager", "--against", str(package), "--results", str(results)]
+    done = subprocess.run([*command, "--cache", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"torch {torch.__version__}" in done.stdout.splitlines()[0]
+    before, now, bf16 = (json.loads(line) for line in results.read_text().splitlines())
+    names = ("electra-fast before, eager", "electra-fast, eager", "electra-fast, eager, bf16")
+    assert (before["step"], now["step"], bf16["step"]) == names
+    assert before["ratio"] == 1 and now["ratio"] > 0 and min(now["rounds"]) > 0
+    assert now["steps"] == len(now["rounds"]) >= 3
+    assert before["mean_loss"] == pytest.approx(now["mean_loss"], rel=0.05)
 
 
 def test_every_kernel_case_is_in_a_group():
