@@ -38,6 +38,7 @@ PACKAGE_LAYERS = [
     {"model", "optimizers"},
     {"ops"},
     {"kernels", "config"},
+    {"card"},
     {"progress", "interruption"},
     {"files"},
     {"errors", "messages"},
@@ -168,9 +169,10 @@ def test_only_the_data_side_touches_the_extension() -> None:
     assert users <= EXTENSION_USERS
 
 
-def test_kernels_import_torch_triton_and_each_other_only() -> None:
+def test_kernels_import_torch_triton_the_card_and_each_other_only() -> None:
     for path in kernel_files():
-        outside = {name for name in imports_of(path) if not name.startswith("electra_fast.kernels.")}
+        own = ("electra_fast.kernels.", "electra_fast.card")
+        outside = {name for name in imports_of(path) if not name.startswith(own)}
         foreign = {name.split(".")[0] for name in outside} - KERNEL_IMPORTS
         assert not foreign, f"{named(path)} imports {sorted(foreign)}"
 
