@@ -39,7 +39,8 @@ from lib.results import Results, markdown, parse_arguments, reason
 from lib.workload import label, loader, make_corpus, shape
 
 import electra_fast as ef
-from electra_fast.training.flops import device_peak, flops_per_token
+from electra_fast.card import device_peak
+from electra_fast.training.flops import flops_per_token
 
 # Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
 SHAPES = ["small:128", "small:1024", "base:128", "large:64"]
@@ -88,7 +89,7 @@ def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Nam
     times = run(runner, batches, steps, device)
     low, *_, high = statistics.quantiles(times.seconds, n=20, method="inclusive")
     speed = times.num_tokens / sum(times.seconds)
-    peak = device_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = device_peak(device, "bf16")
     return {
         "tokens_per_second": speed,
         "mfu": speed * flops_per_token(config).total / peak if peak else None,

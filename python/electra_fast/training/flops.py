@@ -7,7 +7,6 @@ computed from it: `flops_per_token` counts the operations that the hardware exec
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -21,25 +20,6 @@ from electra_fast.objectives.objective import Stage
 PUBLISHED_VOCABULARY = 30522
 # The published count assumes 20 of 128 positions predicted, for any masking probability.
 PUBLISHED_PREDICTED = 0.15625
-
-# Dense bf16 peak in FLOP/s (V100: fp16) by words of the device's name; the first match counts.
-_PEAKS: tuple[tuple[set[str], float], ...] = (
-    ({"H100", "PCIE"}, 756e12),
-    ({"H100", "NVL"}, 835e12),
-    ({"H100"}, 989e12),
-    ({"H200", "NVL"}, 835e12),
-    ({"H200"}, 989e12),
-    ({"B200"}, 2250e12),
-    ({"A100"}, 312e12),
-    ({"L40S"}, 362e12),
-    ({"L4"}, 121e12),
-    ({"A10"}, 125e12),
-    ({"V100"}, 125e12),
-    ({"RTX", "4090"}, 165e12),
-    ({"RTX", "3090"}, 71e12),
-)
-# Slices and variants with another peak.
-_VARIANTS = {"MIG", "LAPTOP", "MAX", "TI", "D", "SUPER"}
 
 
 @dataclass(frozen=True)
@@ -184,14 +164,6 @@ def published_training_flops(config: Config) -> float | None:
         for stage in objective_of(config).stages()
         for _, network in sorted(stage.objective.networks().items())
     )
-
-
-def device_peak(name: str) -> float | None:
-    """Returns a GPU's dense bf16 peak in FLOP/s by its name (`torch.cuda.get_device_name`); None if unknown."""
-    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    if words & _VARIANTS:
-        return None
-    return next((peak for known, peak in _PEAKS if known <= words), None)
 
 
 def objectives_report(config: Config) -> dict[str, dict[str, float | None]]:

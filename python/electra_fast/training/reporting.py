@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from electra_fast import _data
+from electra_fast.card import device_peak
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
@@ -28,7 +29,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives.objective import Number, Stage
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
-from electra_fast.training.flops import device_peak, flops_per_token
+from electra_fast.training.flops import flops_per_token
 from electra_fast.training.graphs import Preparation
 from electra_fast.training.run import Run
 
@@ -133,8 +134,8 @@ def settings(
     if num_ranks > 1:
         yield f"{num_ranks} ranks; the first has {num_rows} of {config.train.batch_size} rows per step"
     yield from notes
-    if device.type != "cuda" or device_peak(torch.cuda.get_device_name(device)) is None:
-        yield "no MFU: the peak of this device is unknown"
+    if device_peak(device, config.train.precision) is None:
+        yield f"no MFU: the peak of this device in {config.train.precision} is unknown"
     if stream_change:
         yield stream_change
     if config.train.execution == "compile":

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from electra_fast.card import device_peak
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
 from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
@@ -43,7 +44,7 @@ from electra_fast.training.diagnostics import (
     verdict,
 )
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
-from electra_fast.training.flops import device_peak, flops_per_token
+from electra_fast.training.flops import flops_per_token
 from electra_fast.training.hardware import settle_hardware
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.reporting import RunLog
@@ -100,7 +101,7 @@ class Trainer:
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
         self.stage = self.train_step.stage
-        self.peak = device_peak(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        self.peak = device_peak(self.device, self.config.train.precision)
         train = self.config.train
         self.writer = CheckpointWriter(run.folder, train.keep_checkpoints)
         self.blocked_seconds = 0.0
