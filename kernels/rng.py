@@ -40,7 +40,12 @@ def exponential(u):
 
 @triton.jit
 def inverse_cdf(z, u):
-    """The first index at which the cumulative softmax of the logits z [TILE] reaches u."""
-    cumulative = tl.cumsum(tl.exp(z - tl.max(z, axis=0)), axis=0)
-    below = cumulative < u * tl.max(cumulative, axis=0)
-    return tl.sum(below.to(tl.int32), axis=0)
+    """The first index of positive probability at which the cumulative softmax of the logits z [TILE] reaches u <= 1.
+
+    A compiled scan adds in another order for each element, so its sums may decrease by a rounding, also where
+    nothing is added: entries of probability 0 neither count nor are they the threshold.
+    """
+    p = tl.exp(z - tl.max(z, axis=0))
+    cumulative = tl.where(p > 0, tl.cumsum(p, axis=0), 0.0)
+    reaches = cumulative >= u * tl.max(cumulative, axis=0)
+    return tl.argmax(reaches.to(tl.int32), axis=0)

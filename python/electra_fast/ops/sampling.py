@@ -106,9 +106,11 @@ class Noise:
 
     def choose_within_tile(self, exp_Mt: Tensor) -> Tensor:
         """One entry per row, in proportion to its exponential, by inverting the CDF; [M, t] → int64 [M]."""
-        cumulative_Mt = exp_Mt.cumsum(-1)
-        # The first entry whose cumulative sum reaches the threshold; never one of probability 0.
-        return (cumulative_Mt < self.uniform_M1 * cumulative_Mt[:, -1:]).sum(-1)
+        # The first entry of positive probability whose cumulative sum reaches the threshold. A parallel scan's sums may
+        # decrease by a rounding, so neither the other entries nor the last sum may decide.
+        cumulative_Mt = exp_Mt.cumsum(-1).where(exp_Mt > 0, 0)
+        reaches_Mt = cumulative_Mt >= self.uniform_M1 * cumulative_Mt.amax(-1, keepdim=True)
+        return reaches_Mt.int().argmax(-1)
 
 
 def draw_noise(num_tiles: int, slot_M: Tensor, seed_and_step: Tensor) -> Noise:
