@@ -24,7 +24,7 @@ from torch import Tensor
 from electra_fast.errors import InputError
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import Dropout, kernels, linear, uses_cpu_ops, uses_kernels
+from electra_fast.ops.operations import Dropout, kernels, linear, operation, uses_cpu_ops, uses_kernels
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -126,6 +126,7 @@ class AttentionMask:
         return found
 
 
+@operation
 def self_attention(
     x_TD: Tensor,
     qkv_weight_XD: Tensor,

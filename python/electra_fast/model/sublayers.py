@@ -17,7 +17,16 @@ from torch import Tensor
 
 from electra_fast.model.attention import AttentionMask, self_attention
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import Dropout, cast, kernels, linear, uses_kernels, weight_gradient
+from electra_fast.ops.operations import (
+    Dropout,
+    cast,
+    choice,
+    kernels,
+    linear,
+    operation,
+    uses_kernels,
+    weight_gradient,
+)
 
 
 class SublayerWeights(NamedTuple):
@@ -34,6 +43,7 @@ class SublayerWeights(NamedTuple):
     norm_bias: Tensor
 
 
+@operation
 def attention(
     x_TD: Tensor,
     weights: SublayerWeights,
@@ -45,7 +55,7 @@ def attention(
 ) -> Tensor:
     """norm(x + dropout(self_attention(x) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
     has_kernel = mask.backend == "short" and attention_dropout.has_kernel and dropout.has_kernel
-    if uses_kernels(x_TD) and has_kernel:
+    if has_kernel and uses_kernels(x_TD, "attention"):
         call = (mask.segment_ids_BL, num_heads, mask.window, *attention_dropout.arguments)
         y_TD: Tensor = _Attention.apply(x_TD, *weights, *call, eps, *dropout.arguments)
         return y_TD
@@ -53,20 +63,35 @@ def attention(
     return ops.residual_norm(mixed_TD, *weights[2:4], x_TD, *weights[4:], eps, dropout)
 
 
+def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
+    """Returns the kernels that `feed_forward` can run by, the preferred one first.
+
+    "narrow" has one kernel for all, "fused" the GELU in the epilogues of its products, "apart" beside them.
+    """
+    is_narrow = kernels().narrow_feed_forward_supports(x_TD, inner_width)
+    is_fused = kernels().matmul_gelu_is_profitable(x_TD.shape[1])
+    return [*(["narrow"] if is_narrow else []), *(["fused"] if is_fused else []), "apart"]
+
+
+@operation
 def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dropout) -> Tensor:
     """norm(x + dropout(gelu(x @ in_weight.T + in_bias) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
-    if uses_kernels(x_TD) and dropout.has_kernel:
-        is_narrow = kernels().narrow_feed_forward_supports(x_TD, weights.in_weight.shape[0])
-        function = _NarrowFeedForward if is_narrow else _FeedForward
-        y_TD: Tensor = function.apply(x_TD, *weights, eps, *dropout.arguments)
+    how = choice("feed_forward", x_TD)
+    if how != "reference" and dropout.has_kernel:
+        how = feed_forward_kernels(x_TD, weights.in_weight.shape[0])[0] if how == "kernel" else how
+        if how == "narrow":
+            y_TD: Tensor = _NarrowFeedForward.apply(x_TD, *weights, eps, *dropout.arguments)
+        else:
+            y_TD = _FeedForward.apply(x_TD, *weights, eps, how == "fused", *dropout.arguments)
         return y_TD
     inner_TF = ops.bias_gelu(x_TD, weights.in_weight, weights.in_bias)
     return ops.residual_norm(inner_TF, *weights[2:4], x_TD, *weights[4:], eps, dropout)
 
 
+@operation
 def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
     """(gelu(a) * b) @ out_weight.T, where [a, b] = x @ in_weight.T; [T, D], [2F, D], [D, F] → [T, D]."""
-    if uses_kernels(x_TD) and kernels().matmul_gelu_is_profitable(x_TD.shape[1]):
+    if uses_kernels(x_TD, "gated_feed_forward") and kernels().matmul_gelu_is_profitable(x_TD.shape[1]):
         z_TD: Tensor = _GatedFeedForward.apply(x_TD, in_weight, out_weight_DF)
         return z_TD
     return linear(ops.geglu(x_TD, in_weight), out_weight_DF)
@@ -135,10 +160,16 @@ class _FeedForward(torch.autograd.Function):
         norm_weight_D: Tensor,
         norm_bias_D: Tensor,
         eps: float,
+        is_fused: bool,
         *dropout: Any,
     ) -> Tensor:
         in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
-        h_TF, inner_TF = _linear_gelu(x_TD, in_weight_FD, in_bias_F)
+        ctx.is_fused = is_fused
+        if is_fused:
+            h_TF, inner_TF = kernels().matmul_gelu(x_TD, in_weight_FD, in_bias_F)
+        else:
+            h_TF = x_TD @ in_weight_FD.T
+            inner_TF = kernels().bias_gelu(h_TF, in_bias_F)
         z_TD = inner_TF @ out_weight_DF.T
         norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
         y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, *norm)
@@ -154,10 +185,13 @@ class _FeedForward(torch.autograd.Function):
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, dnorm = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dout_weight_DF = weight_gradient(dz_TD, inner_TF)
-        dh_TF, din_bias_F = _linear_gelu_backward(dz_TD, out_weight_DF, h_TF, in_bias_F)
+        if ctx.is_fused:
+            dh_TF, din_bias_F = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF)
+        else:
+            dh_TF, din_bias_F = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, in_bias_F)
         din_weight_FD = weight_gradient(dh_TF, x_TD)
         dx_TD = dresidual_TD.addmm_(dh_TF, in_weight_FD)
-        return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *dnorm, *[None] * 4
+        return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *dnorm, *[None] * 5
 
 
 class _NarrowFeedForward(torch.autograd.Function):
@@ -223,21 +257,3 @@ def _residual_norm_backward(
     dz_TD, dresidual_TD, (dnorm_weight_D, dnorm_bias_D, dout_bias_D) = kernels().residual_norm_backward(dy_TD, *norm)
     gradients = (dout_bias_D, dnorm_weight_D, dnorm_bias_D)
     return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, gradients
-
-
-def _linear_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    """The GELU's input for the backward pass (with or without the bias), and gelu(x @ weight.T + bias); [T, F] each."""
-    if kernels().matmul_gelu_is_profitable(x_TD.shape[1]):
-        h_TF, y_TF = kernels().matmul_gelu(x_TD, weight_FD, bias_F)
-        return h_TF, y_TF
-    h_TF = x_TD @ weight_FD.T
-    return h_TF, kernels().bias_gelu(h_TF, bias_F)
-
-
-def _linear_gelu_backward(dz_TD: Tensor, out_weight_DF: Tensor, h_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `_linear_gelu`'s product and bias, given the gradient of the linear layer that follows it."""
-    if kernels().matmul_gelu_is_profitable(dz_TD.shape[1]):
-        dh_TF, dbias_F = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF)
-    else:
-        dh_TF, dbias_F = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, bias_F)
-    return dh_TF, dbias_F

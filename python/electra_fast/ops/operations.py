@@ -3,8 +3,8 @@
 """The operations of the networks except attention: contract, choice of implementation, and reference in plain PyTorch.
 
 The reference is the specification; another implementation may change speed, never meaning. Operations run as Triton
-kernels on CUDA, some in their CPU form on a CPU (`cpu_ops`), and otherwise as their references, unless `use_impl` is
-active. Weights are fp32 and cast where they are used, to the dtype of the activations. On a GPU that would launch a
+kernels on CUDA, some in their CPU form on a CPU (`cpu_ops`), and otherwise as their references, unless `use_choices` or
+`use_impl` says otherwise. Weights are fp32 and cast where they are used, to the dtype of the activations. On a GPU that would launch a
 kernel per weight and step, so `WeightCasts` casts all of them in a few launches, and `cast` returns those copies.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
@@ -13,11 +13,12 @@ E embedding, D hidden, N heads, H head dimension, F feed-forward; I inputs and O
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +32,70 @@ from electra_fast.ops.sampling import modify_logits, philox, sample_alias_refere
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
 
 Impl = Literal["kernel", "reference"]
-# None: by device. A plain global, because torch.compile of torch 2.11 cannot trace a ContextVar.
+# None: by `_choices`, or else by device. Plain globals, because torch.compile of torch 2.11 cannot trace a ContextVar.
 _impl: Impl | None = None
+_choices: dict[str, str] = {}
+# Takes the place of every operation while kernels are checked (`observe`).
+_observer: Observer | None = None
 # The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
 _casts: dict[Tensor, Tensor] = {}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Observer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def operation(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function with a kernel and a reference, whose choice is named by the function's name."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _observer is not None:
+            found: R = _observer(function.__name__, function, args, kwargs)
+            return found
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def observe(observer: Observer | None) -> Iterator[None]:
+    """Calls `observer(name, function, args, kwargs)` in place of each operation within the context."""
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
+
+
+@contextmanager
+def use_choices(choices: Mapping[str, str]) -> Iterator[None]:
+    """Runs operations as chosen within the context: values are "reference", "kernel", or one of several kernels.
+
+    Keys are those of `choice_key`, or "*" for all others, which otherwise run by their kernels on CUDA. As with
+    `use_impl`, which takes precedence, the choice is read when an operation is called or traced.
+    """
+    global _choices
+    previous, _choices = _choices, dict(choices)
+    try:
+        yield
+    finally:
+        _choices = previous
+
+
+def choice_key(name: str, x: Tensor | None) -> str:
+    """An operation at the width of its first floating-point matrix, such as "layer_norm:256"; without one, its name."""
+    has_width = x is not None and x.dim() > 1 and x.is_floating_point()
+    return f"{name}:{x.shape[-1]}" if has_width else name  # type: ignore[union-attr]  # has_width
+
+
+def choice(name: str, x: Tensor) -> str:
+    """Returns the implementation of an operation on this tensor: "reference", "kernel", or one of several kernels."""
+    if _impl is not None:
+        return _impl
+    default = "kernel" if x.is_cuda else "reference"
+    return _choices.get(choice_key(name, x), _choices.get("*", default)) if _choices else default
 
 
 @contextmanager
@@ -57,9 +118,9 @@ def use_impl(impl: Impl) -> Iterator[None]:
         _impl = previous
 
 
-def uses_kernels(x: Tensor) -> bool:
-    """Returns True if operations on this tensor run as Triton kernels."""
-    return x.is_cuda if _impl is None else _impl == "kernel"
+def uses_kernels(x: Tensor, name: str = "*") -> bool:
+    """Returns True if an operation on this tensor runs as a Triton kernel."""
+    return choice(name, x) != "reference"
 
 
 def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:
@@ -77,9 +138,10 @@ def kernels() -> Any:
     return launchers
 
 
+@operation
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in x's dtype; [..., I] → [..., O]."""
-    if uses_kernels(x) and weight.dtype != x.dtype and not torch.compiler.is_compiling():
+    if uses_kernels(x, "linear") and weight.dtype != x.dtype and not torch.compiler.is_compiling():
         out: Tensor = _MixedLinear.apply(x, weight, bias)
         return out
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -122,7 +184,7 @@ class WeightCasts:
         self._casts: dict[Tensor, Tensor] = {
             weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
             for weight in weights
-            if enabled and uses_kernels(weight) and weight.dtype != dtype
+            if enabled and uses_kernels(weight, "linear") and weight.dtype != dtype
         }
 
     @contextmanager
@@ -184,9 +246,10 @@ class Dropout:
         return self.probability, self.key if self.probability else None, self.call_index
 
 
+@operation
 def dropout(x_TD: Tensor, dropout: Dropout) -> Tensor:
     """x with dropout applied; [T, D] → [T, D]."""
-    if dropout.probability and dropout.has_kernel and uses_kernels(x_TD):
+    if dropout.probability and dropout.has_kernel and uses_kernels(x_TD, "dropout"):
         return kernels().dropout(x_TD, *dropout.arguments)
     return dropout_reference(x_TD, dropout)
 
@@ -212,9 +275,10 @@ def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
     return torch.where(word_TD >> 8 >= threshold, x_TD * (2**24 / (2**24 - threshold)), 0)
 
 
+@operation
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension, with fp32 statistics whatever x's dtype; [..., D] → [..., D]."""
-    if uses_kernels(x):
+    if uses_kernels(x, "layer_norm"):
         return kernels().layer_norm(x, weight_D, bias_D, eps)
     return layer_norm_reference(x, weight_D, bias_D, eps)
 
@@ -224,6 +288,7 @@ def layer_norm_reference(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps
     return F.layer_norm(x, x.shape[-1:], weight_D.to(x.dtype), None if bias_D is None else bias_D.to(x.dtype), eps)
 
 
+@operation
 def residual_norm(
     x_TF: Tensor,
     weight_DF: Tensor,
@@ -238,7 +303,7 @@ def residual_norm(
 
     The kernel adds the bias, so its backward pass yields the bias gradient at no extra cost.
     """
-    if uses_kernels(x_TF) and dropout.has_kernel:
+    if uses_kernels(x_TF, "residual_norm") and dropout.has_kernel:
         norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout.arguments)
         return kernels().residual_norm(linear(x_TF, weight_DF), bias_D, *norm)[0]
     return residual_norm_reference(x_TF, weight_DF, bias_D, residual_TD, norm_weight_D, norm_bias_D, eps, dropout)
@@ -260,6 +325,7 @@ def residual_norm_reference(
     return layer_norm_reference(z_TD, norm_weight_D, norm_bias_D, eps)
 
 
+@operation
 def embedding_norm(
     ids: tuple[Tensor, Tensor, Tensor],
     tables: tuple[Tensor, Tensor, Tensor],
@@ -276,7 +342,7 @@ def embedding_norm(
     `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse`
     applies to the token table, as in `gather_rows`.
     """
-    if uses_kernels(ids[0]) and dropout.has_kernel:
+    if uses_kernels(tables[0], "embedding_norm") and dropout.has_kernel:
         return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
     return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout, sparse=sparse)
 
@@ -299,9 +365,10 @@ def embedding_norm_reference(
     return dropout_reference(layer_norm_reference(x_TE, norm_weight_E, norm_bias_E, eps), dropout)
 
 
+@operation
 def bias_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     """gelu(x @ weight.T + bias) with the exact (erf) GELU; [T, D] → [T, F]."""
-    if uses_kernels(x_TD):
+    if uses_kernels(x_TD, "bias_gelu"):
         return kernels().bias_gelu(linear(x_TD, weight_FD), bias_F)
     return bias_gelu_reference(x_TD, weight_FD, bias_F)
 
@@ -311,9 +378,10 @@ def bias_gelu_reference(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) 
     return F.gelu(linear(x_TD, weight_FD, bias_F))
 
 
+@operation
 def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
     """gelu(a) * b, where [a, b] = x @ weight.T, as in ModernBERT; [T, D], [2F, D] → [T, F]."""
-    if uses_kernels(x_TD):
+    if uses_kernels(x_TD, "geglu"):
         return kernels().geglu(linear(x_TD, weight))
     if uses_cpu_ops(x_TD):
         return cpu_ops.geglu(x_TD, weight)
@@ -335,6 +403,7 @@ def rotary_angles(
     return angles_T1H.cos(), angles_T1H.sin()
 
 
+@operation
 def rotary_qkv(
     x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -368,6 +437,7 @@ def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
     return F.cross_entropy(logits_MV.float(), target_M.long(), reduction="none")
 
 
+@operation
 def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor) -> tuple[Tensor, Tensor]:
     """The discriminator's input and labels: the original tokens with the samples scattered in, and where they differ.
 
@@ -384,7 +454,7 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
     Returns:
         Corrupted ids, [T] in the masked ids' dtype, and bool [T], True for replaced tokens.
     """
-    if uses_kernels(masked_ids_BL):
+    if uses_kernels(masked_ids_BL, "corrupt"):
         return kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
     return corrupt_reference(masked_ids_BL, position_M, original_M, sample_M)
 
@@ -404,6 +474,7 @@ def corrupt_reference(
     return corrupted_T.to(masked_ids_BL.dtype), corrupted_T != original_T
 
 
+@operation
 def replaced_logits(
     x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
 ) -> Tensor:
@@ -411,7 +482,7 @@ def replaced_logits(
 
     The kernel fuses the dense layer's bias, the GELU and the classifier, in fp32.
     """
-    if uses_kernels(x_TD):
+    if uses_kernels(x_TD, "replaced_logits"):
         return kernels().gelu_logit(linear(x_TD, dense_weight_DD), dense_bias_D, weight_1D, bias_1)
     return replaced_logits_reference(x_TD, dense_weight_DD, dense_bias_D, weight_1D, bias_1)
 
@@ -431,12 +502,13 @@ def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tens
     return F.linear(x_TD.float(), weight_1D, bias_1).squeeze(-1)
 
 
+@operation
 def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
     """Binary cross-entropy summed over valid tokens (positive = "replaced"), and totals for metrics.
 
     Float [T] and two bool [T] → fp32 scalar, and int64 [5] in the order of `DISCRIMINATOR_TOTALS`.
     """
-    if uses_kernels(logits_T):
+    if uses_kernels(logits_T, "discriminator_loss"):
         return kernels().discriminator_loss(logits_T, replaced_T, valid_T)
     return discriminator_loss_reference(logits_T, replaced_T, valid_T)
 
@@ -455,6 +527,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return z.clamp(min=0) - z * labels.float() + torch.log1p(torch.exp(-z.abs()))
 
 
+@operation
 def generator_head(
     x_ME: Tensor,
     table_VE: Tensor,
@@ -486,7 +559,7 @@ def generator_head(
     if uses_cpu_ops(x_ME, compiled=True):
         arguments = (target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct)
         return cpu_ops.generator_head(x_ME, table_VE, bias_V, *arguments)
-    head = kernels().generator_head if uses_kernels(x_ME) else generator_head_reference
+    head = kernels().generator_head if uses_kernels(x_ME, "generator_head") else generator_head_reference
     nll_M, sample_M, correct_M = head(
         x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct
     )
@@ -514,7 +587,8 @@ def generator_head_reference(
     return nll_M, sample_categorical(logits_MV, slot_M, seed_and_step), correct_M
 
 
+@operation
 def sample_alias(table_V2: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
     """One sample per slot of a fixed distribution, given its `sampling.alias_table`; [V, 2], int64 [M] → int64 [M]."""
-    sample = kernels().sample_alias if uses_kernels(slot_M) else sample_alias_reference
+    sample = kernels().sample_alias if uses_kernels(slot_M, "sample_alias") else sample_alias_reference
     return sample(table_V2, slot_M, seed_and_step)

@@ -45,7 +45,7 @@ def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Ten
         nll_T (fp32, or fp64 where x is fp64; differentiable once in x, table and bias), and is_argmax_T (bool), True
         where the target has the largest logit (the first one among equal logits).
     """
-    if uses_kernels(x_TE):
+    if uses_kernels(x_TE, "generator_head"):
         # Without a seed nothing is sampled, and the slots, here the targets, are not read.
         nll_T, _, is_argmax_T = kernels().generator_head(x_TE, table_VE, bias_V, target_T, target_T, None, 1.0, False)
     else:
