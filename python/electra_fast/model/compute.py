@@ -19,11 +19,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Attention backend, dtype of activations, and the library of fp32 products on a CPU (`matmul.use_matmul`)."""
+    """How a model computes.
+
+    Args:
+        attention: Attention backend.
+        dtype: Dtype of activations.
+        matmul: Library of fp32 products on a CPU (`matmul.use_matmul`).
+        kernels: Chosen implementations of operations (`ops.use_choices`), as pairs; none by default.
+    """
 
     attention: str
     dtype: torch.dtype
     matmul: str = DEFAULT
+    kernels: tuple[tuple[str, str], ...] = ()
 
 
 def choose_device() -> torch.device:

@@ -4,8 +4,9 @@
 
 The reference is the specification; another implementation may change speed, never meaning. Operations run as Triton
 kernels on CUDA, some in their CPU form on a CPU (`cpu_ops`), and otherwise as their references, unless `use_choices` or
-`use_impl` says otherwise. Weights are fp32 and cast where they are used, to the dtype of the activations. On a GPU that would launch a
-kernel per weight and step, so `WeightCasts` casts all of them in a few launches, and `cast` returns those copies.
+`use_impl` says otherwise. Weights are fp32 and cast where they are used, to the dtype of the activations. On a GPU that
+would launch a kernel per weight and step, so `WeightCasts` casts all of them in a few launches, and `cast` returns
+those copies.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
 E embedding, D hidden, N heads, H head dimension, F feed-forward; I inputs and O outputs of a linear layer.
@@ -40,6 +41,9 @@ _observer: Observer | None = None
 # The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
 _casts: dict[Tensor, Tensor] = {}
 
+# Names of all operations.
+OPERATIONS: set[str] = set()
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Observer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -47,6 +51,7 @@ Observer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
     """Marks a function with a kernel and a reference, whose choice is named by the function's name."""
+    OPERATIONS.add(function.__name__)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -73,8 +78,9 @@ def observe(observer: Observer | None) -> Iterator[None]:
 def use_choices(choices: Mapping[str, str]) -> Iterator[None]:
     """Runs operations as chosen within the context: values are "reference", "kernel", or one of several kernels.
 
-    Keys are those of `choice_key`, or "*" for all others, which otherwise run by their kernels on CUDA. As with
-    `use_impl`, which takes precedence, the choice is read when an operation is called or traced.
+    Keys are those of `choice_key`, an operation's name for all widths, and "*" for all others, which otherwise run by
+    their kernels on CUDA. As with `use_impl`, which takes precedence, the choice is read when an operation is called or
+    traced.
     """
     global _choices
     previous, _choices = _choices, dict(choices)
@@ -94,20 +100,22 @@ def choice(name: str, x: Tensor) -> str:
     """Returns the implementation of an operation on this tensor: "reference", "kernel", or one of several kernels."""
     if _impl is not None:
         return _impl
-    default = "kernel" if x.is_cuda else "reference"
-    return _choices.get(choice_key(name, x), _choices.get("*", default)) if _choices else default
+    for key in (choice_key(name, x), name, "*") if _choices else ():
+        if key in _choices:
+            return _choices[key]
+    return "kernel" if x.is_cuda else "reference"
 
 
 @contextmanager
-def use_impl(impl: Impl) -> Iterator[None]:
-    """Runs every operation as its Triton kernel or as its reference within the context, on any device.
+def use_impl(impl: Impl | None) -> Iterator[None]:
+    """Runs every operation as its Triton kernel or as its reference within the context, on any device; None: as chosen.
 
     The choice is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
     CUDA graph replays what it captured. It applies to the whole process, not to one thread. `gather_rows`
     has a single implementation. Raises RuntimeError for "kernel" without a CUDA device or Triton's interpreter.
     """
     global _impl
-    if impl not in ("kernel", "reference"):
+    if impl not in ("kernel", "reference", None):
         raise ValueError(f'impl is "kernel" or "reference", not {impl!r}')
     if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError('impl = "kernel" needs a CUDA device (or, for tests, TRITON_INTERPRET=1)')
@@ -128,7 +136,8 @@ def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:
 
     torch.compile traces the references, which it fuses itself, except for operations that set `compiled`.
     """
-    return x.device.type == "cpu" and _impl is None and (compiled or not torch.compiler.is_compiling())
+    is_free = _impl is None and not _choices
+    return x.device.type == "cpu" and is_free and (compiled or not torch.compiler.is_compiling())
 
 
 def kernels() -> Any:

@@ -1,0 +1,326 @@
+"""The choice of kernels, attention backend and execution for a GPU, by checks and times on that GPU.
+
+`Checking` asks a child process, `kernel_check`; a `KernelCheck` takes for each operation the fastest implementation that
+is right. Its records are kept in RUN/kernels.json and in the user's cache. A kernel that gives wrong numbers, fails to compile, hangs, or
+takes its process along costs a line of output; the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from electra_fast import _data
+from electra_fast.config.config import Config
+from electra_fast.files.json_files import parse_json, record_of
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.objectives import objective_of
+from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record, Request
+
+FILE = "kernels.json"
+# Operations are checked on at most so many tokens, in at most half of the free memory.
+MAX_TOKENS = 1 << 17
+# Longest time without an answer, and for all answers: beyond it, what is not checked is not used.
+PATIENCE_SECONDS, MAX_SECONDS = 60.0, 240.0
+# A reference must be faster by more than the noise of a measurement.
+NOISE = 1.03
+
+
+@dataclass
+class KernelCheck:
+    """What is known about the implementations of a run's operations on a card.
+
+    Args:
+        identity: The card, versions and shapes that the records are valid for.
+        records: Results by operation and implementation.
+        answered: The questions that were answered.
+        failure: The reason why nothing could be checked.
+    """
+
+    identity: Mapping[str, Any]
+    records: dict[tuple[str, str], Record] = field(default_factory=dict)
+    answered: list[str] = field(default_factory=list)
+    failure: str = ""
+
+    def of(self, operation: str) -> dict[str, Record]:
+        """Returns the records of an operation by implementation."""
+        return {name: each for (key, name), each in self.records.items() if key == operation and name != CALLS}
+
+    @property
+    def operations(self) -> list[str]:
+        """The operations, without attention backends and whole steps."""
+        return [key for key in self._keys if key != STEP and not key.startswith("self_attention")]
+
+    @property
+    def _keys(self) -> list[str]:
+        return list(dict.fromkeys(key for key, _ in self.records))
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """The fastest right implementation of each operation (`ops.use_choices`); the reference of any other."""
+        return {"*": REFERENCE} | {key: _fastest(self.of(key)) or REFERENCE for key in self.operations}
+
+    def attention(self, candidates: Sequence[str]) -> str | None:
+        """Returns the backend with the shortest time over all layers, among those that are right in every network."""
+        keys = [key for key in self._keys if key.startswith("self_attention")]
+        whole = {}
+        for backend in candidates:
+            found = {key: self.records.get((key, backend)) for key in keys}
+            if all(each is not None and each.is_right for each in found.values()):
+                times = {key: each.milliseconds or 0.0 for key, each in found.items() if each is not None}
+                total = sum(self.records[key, CALLS].calls * time for key, time in times.items())
+                whole[backend] = Record("", backend, total)
+        return _fastest(whole)
+
+    @property
+    def execution(self) -> str | None:
+        """The fastest right execution of whole steps."""
+        return _fastest(self.of(STEP))
+
+    def lines(self) -> Iterator[str]:
+        """Yields a summary, and a warning per problem."""
+        if self.failure:
+            yield (
+                f"warning: kernels could not be checked ({self.failure}): references are used; "
+                "--train.kernels triton uses kernels unchecked"
+            )
+            return
+        chosen, where = self.kernels, ", ".join(f"{self.identity[name]}" for name in ("card", "torch", "triton"))
+        names = {key: [name for name in self.of(key) if name != REFERENCE] for key in self.operations}
+        by_reference = [key for key in names if chosen[key] == REFERENCE]
+        slower = [key for key in by_reference if all(self.records[key, name].is_right for name in names[key])]
+        yield (
+            f"kernels checked on {where}: {len(names) - len(by_reference)} of {len(names)} operations run by kernel"
+            + (f"; by reference, which is faster: {', '.join(slower)}" if slower else "")
+        )
+        for (key, name), each in self.records.items():
+            if each.problem:
+                instead = chosen.get(key, "another")
+                yield f"warning: {key} by {name} on {where}: {each.problem}; {instead} is used instead"
+
+    def text(self) -> str:
+        """Returns the content of kernels.json: a line per record."""
+        head = {"identity": dict(self.identity), "answered": self.answered}
+        parts = [json.dumps(each) for each in (head, *map(dataclasses.asdict, self.records.values()))]
+        return "[" + ",\n ".join(parts) + "]\n"
+
+    def read(self, path: Path) -> bool:
+        """Takes over the records of a kernels.json if they are valid here; returns whether they are."""
+        try:
+            head, *tables = parse_json(path.read_text(encoding="utf-8"))
+            if head["identity"] != dict(self.identity):
+                return False
+            records = [record_of(Record, table, str(path)) for table in tables]
+        except (OSError, ValueError, LookupError, TypeError):  # none, or of another version
+            return False
+        self.records, self.answered = {(x.operation, x.implementation): x for x in records}, list(head["answered"])
+        return True
+
+    def merge(self, other: KernelCheck) -> None:
+        """Keeps what is right on another card too, at the longer time."""
+        for key, each in self.records.items():
+            theirs = other.records.get(key)
+            if key[1] == CALLS or each.problem:
+                continue
+            if theirs is None or theirs.milliseconds is None or each.milliseconds is None:
+                problem = theirs.problem if theirs is not None else "not checked there"
+                self.records[key] = dataclasses.replace(each, problem=f"on {other.identity['card']}: {problem}")
+            else:
+                longer = max(each.milliseconds, theirs.milliseconds)
+                self.records[key] = dataclasses.replace(each, milliseconds=longer)
+
+
+def _fastest(records: Mapping[str, Record]) -> str | None:
+    times = {
+        name: (each.milliseconds or 0.0) * (NOISE if name == REFERENCE else 1.0)
+        for name, each in records.items()
+        if each.is_right
+    }
+    return min(times, key=lambda name: times[name]) if times else None
+
+
+def cache_folder() -> Path:
+    """The folder of all checks of this user: `electra-fast/kernels` in $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "electra-fast/kernels"
+
+
+class Checking:
+    """Asks a child process what a `KernelCheck` lacks, as a context manager that ends the process.
+
+    Args:
+        check: Takes the records.
+        config: The run's configuration, with its corpus and a number as `train.accumulate`.
+        device: The run's device.
+        compute: Dtype and, for operations, attention backend.
+    """
+
+    def __init__(self, check: KernelCheck, config: Config, device: torch.device, compute: ComputeConfig) -> None:
+        self.check, self.config, self.device, self.compute = check, config, device, compute
+        self._process: _Process | None = None
+        self._end = time.monotonic() + MAX_SECONDS
+
+    def __enter__(self) -> Checking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def attention(self, candidates: Sequence[str]) -> None:
+        """Checks attention backends."""
+        self._ask("attention", candidates)
+
+    def operations(self, compute: ComputeConfig) -> None:
+        """Checks the kernels of all operations, for a given attention backend."""
+        self.compute = compute
+        self._ask("operations", (compute.attention,))
+
+    def steps(self, candidates: Sequence[str], compute: ComputeConfig) -> None:
+        """Compares executions of whole steps with the chosen kernels."""
+        self.compute = compute
+        self._ask("steps", candidates)
+
+    def _ask(self, what: str, candidates: Sequence[str]) -> None:
+        question = f"{what}: {', '.join(candidates)}"
+        if question in self.check.answered or self.check.failure:
+            return
+        num_rows = self._num_rows(what)
+        while True:
+            known = frozenset(self.check.records)
+            if time.monotonic() > self._end:
+                break
+            request = Request(
+                *(what, self.config, type(objective_of(self.config)), str(self.device), self.compute, num_rows),
+                *(tuple(candidates), known),
+            )
+            if self._answer(request):
+                break
+        self.check.answered.append(question)
+
+    def _answer(self, request: Request) -> bool:
+        """Asks, and takes over the answer; returns False if the process was lost on the way and must be asked again."""
+        if self._process is None:
+            self._process = _Process()
+        process, attempt = self._process, None
+        process.send(request)
+        while True:
+            left = max(0.0, self._end - time.monotonic())
+            answer = process.receive(min(PATIENCE_SECONDS, left) if process.has_answered else left)
+            if answer is None:
+                return True
+            if isinstance(answer, Record):
+                self.check.records[answer.operation, answer.implementation] = answer
+                attempt = None
+            elif isinstance(answer, list):
+                attempt = (str(answer[0]), str(answer[1]))
+            else:
+                self._close()
+                if attempt is not None:
+                    self.check.records[attempt] = Record(*attempt, problem=answer)
+                elif not process.has_answered:
+                    self.check.failure = answer
+                    return True
+                return False
+
+    def _num_rows(self, what: str) -> int:
+        config = self.config
+        num_rows = config.train.batch_size // int(config.train.accumulate)
+        if what == "steps":
+            return num_rows
+        return max(1, min(num_rows, MAX_TOKENS // config.data.sequence_length))
+
+    def _close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+
+class _Process:
+    """A process of `kernel_check`."""
+
+    def __init__(self) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "electra_fast.training.kernel_check"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.has_answered = False
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.decode())
+        self._lines.put("")
+
+    def send(self, request: Request) -> None:
+        assert self._process.stdin is not None
+        try:
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `receive` tells
+
+    def receive(self, seconds: float) -> Record | list[str] | str | None:
+        """Returns a record, an attempt, how the process was lost, or None at the end of an answer."""
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            self.kill()
+            return f"no result after {seconds:.0f} s"
+        if not line:
+            code = self._process.wait()
+            return f"its process ended by signal {-code}" if code < 0 else f"its process ended ({self._last_words()})"
+        self.has_answered = True
+        found: Any = json.loads(line)
+        return Record(**found) if isinstance(found, dict) else found
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "without a word")[:300]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def identity_of(config: Config, device: torch.device, compute: ComputeConfig) -> dict[str, Any]:
+    """Returns all that a check depends on: card, versions, shapes and dtype."""
+    shapes = config.model, config.generator, config.objective, config.data.sequence_length, config.data.mask_prob
+    rows = config.train.batch_size // int(config.train.accumulate)
+    text = json.dumps([str(shapes), rows, config.model.attention, config.train.execution])
+    return {
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "electra-fast": _data.VERSION,
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "dtype": str(compute.dtype).removeprefix("torch."),
+        "rows": rows,
+        "shapes": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return str(triton.__version__)
