@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
 NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
 # Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
+_KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
 HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution")
 
 
@@ -231,6 +233,11 @@ class TrainConfig(Section):
     execution: Literal["auto", "eager", "compile", "graph"] = config_key(
         "auto", "how a step runs: eager, compile, or as a CUDA graph; auto: graph on CUDA, else eager"
     )
+    kernels: str = config_key(
+        "auto",
+        "Triton kernels on a GPU: auto (checked and timed against their references at the start of the run), triton "
+        "(unchecked) or reference; and by operation, as in auto,generator_head=reference",
+    )
     log_every: int = config_key(100, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = config_key(5_000, "steps between evaluations on validation data; 0: none", low=0)
     eval_batches: int = config_key(50, "batches per evaluation during training; 0: all", low=0)
@@ -277,6 +284,11 @@ class Config(Configuration):
             raise InputError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than "
                 f"model.max_positions = {model.max_positions}; raise the latter"
+            )
+        if not _KERNELS.fullmatch(train.kernels):
+            raise InputError(
+                f'train.kernels = "{train.kernels}" is not auto, triton or reference, followed by choices such as '
+                "generator_head=reference"
             )
         if train.batch_size % train.accumulate:
             raise InputError(

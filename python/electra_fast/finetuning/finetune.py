@@ -26,8 +26,7 @@ from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, 
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
-from electra_fast.model.compute import choose_device
-from electra_fast.model.matmul import use_matmul
+from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.run import exclusive
 
@@ -142,7 +141,7 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> 
         for job in jobs:
             for line in job.describe():
                 progress.say(line)
-            with use_matmul(job.work.compute.matmul):
+            with use_compute(job.work.compute):
                 for runs in _runs(job, seeds, stop, progress):
                     results[job.task.name] = _summary(job, runs)
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")

@@ -17,8 +17,8 @@ from electra_fast.config.config import AUTO, ModelConfig
 from electra_fast.finetuning.batches import PackedBatch, pack
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
-from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision, resolve_compute
-from electra_fast.model.matmul import fastest_matmul, use_matmul
+from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision, resolve_compute, use_compute
+from electra_fast.model.matmul import fastest_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, times_text
 
 # Tokens per batch; on a CPU, as many as fit in the caches.
@@ -104,7 +104,7 @@ def _batches(
     for examples in np.split(order, _cuts(encoded.lengths[order], BATCH_TOKENS[device.type])):
         before_batch()
         for part in pack(encoded, examples, are_alike=True):
-            with use_matmul(compute.matmul):
+            with use_compute(compute):
                 tensors = model.predictions(Inputs.of(part, device), compute)
             yield examples, part, tensors
     model.train(was_training)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +13,8 @@ import torch
 from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.model.attention import FLASH, MAX_SHORT_HEAD, MAX_SHORT_ROW, WITH_DROPOUT
-from electra_fast.model.matmul import DEFAULT, choose_matmul
+from electra_fast.model.matmul import DEFAULT, choose_matmul, use_matmul
+from electra_fast.ops.operations import use_choices
 
 Precision = Literal["auto", "fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,6 +35,13 @@ class ComputeConfig:
     dtype: torch.dtype
     matmul: str = DEFAULT
     kernels: tuple[tuple[str, str], ...] = ()
+
+
+@contextmanager
+def use_compute(compute: ComputeConfig) -> Iterator[None]:
+    """Computes fp32 products on a CPU, and operations, as a configuration says within the context."""
+    with use_matmul(compute.matmul), use_choices(dict(compute.kernels)):
+        yield
 
 
 def choose_device() -> torch.device:
@@ -112,6 +122,11 @@ def choose_attention(
     if what := missing(requested):
         raise InputError(f'model.attention = "{requested}" needs {what}; or set model.attention = "sdpa"')
     return requested
+
+
+def available_attention(config: Config, device: torch.device) -> list[str]:
+    """TEMPORARY"""
+    return ["short", "varlen", "sdpa"]
 
 
 def _missing_for_short(device: torch.device, dtype: torch.dtype, row_length: int | None, head_dim: int) -> str | None:

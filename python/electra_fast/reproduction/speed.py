@@ -16,8 +16,8 @@ from pathlib import Path
 from electra_fast.config.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader
 from electra_fast.errors import TrainingFailed
-from electra_fast.model.compute import choose_compute, choose_device
-from electra_fast.model.matmul import fastest_matmul, use_matmul
+from electra_fast.model.compute import choose_compute, choose_device, use_compute
+from electra_fast.model.matmul import fastest_matmul
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.reproduction.workers import Slot
@@ -54,7 +54,7 @@ def flops_per_second(config: Config) -> float:
     step = create_step(model, optimizer, config, compute, execution)
     loader, num_steps = BatchLoader.from_config(config), 0
     start = time.perf_counter()
-    with use_matmul(compute.matmul):
+    with use_compute(compute):
         while num_steps <= _WARMUP_STEPS or time.perf_counter() - start < _SECONDS:
             step(next(loader), num_steps)
             num_steps += 1

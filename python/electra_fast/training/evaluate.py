@@ -25,8 +25,8 @@ from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.messages import say
-from electra_fast.model.compute import ComputeConfig, choose_device
-from electra_fast.model.matmul import fastest_matmul, use_matmul
+from electra_fast.model.compute import ComputeConfig, choose_device, use_compute
+from electra_fast.model.matmul import fastest_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, RngKey
@@ -126,7 +126,7 @@ def evaluate(
     report = {name: report.get(name) for name in FIRST} | report
     if mlm_examples:
         length = config.data.sequence_length
-        with use_matmul(compute.matmul):
+        with use_compute(compute):
             report |= mlm_accuracy(model, corpora, sequence_length=length, seed=SEED, num_examples=mlm_examples)
     return report
 
@@ -280,7 +280,7 @@ def _judge(
         if batch["input_ids"].shape[0] == 0:
             batch = padding_row(batch)  # other ranks have rows, and may need this rank's part of the model
         key = RngKey(torch.tensor([SEED, number], device=device), first_row)
-        with use_matmul(compute.matmul):
+        with use_compute(compute):
             output = forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
         for name, total in output.totals.items():
             totals[name] += total

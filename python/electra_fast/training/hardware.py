@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,9 +19,11 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.training.flops import flops_per_token
+from electra_fast.training.kernel_choice import agree_on_kernels, parse_kernels, settle_kernels
 from electra_fast.training.run import FREE_KEYS, Run
 from electra_fast.training.step import choose_execution
 from electra_fast.training.step_processes import choose_num_processes
+from electra_fast.training.world import World
 
 # Resolve each key, in this order, since an attention backend may need 16 bits. They raise ValueError for values that
 # cannot run on the device.
@@ -48,12 +50,27 @@ def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
         measurement = measure(config)
         config = config.override({"train.precision": measurement.fastest})
         lines.append(f"train.precision = auto: {measurement.fastest} ({measurement})")
+    kernels: dict[str, str] = {}
+    if device.type == "cpu" and parse_kernels(config.train.kernels)[0] == "triton":
+        raise InputError('train.kernels = "triton" needs a GPU, and this is a CPU; set train.kernels = "auto"')
+    if device.type == "cuda":
+        config, kernels, messages = settle_kernels(config, device, run.folder)
+        lines += messages
     config = _by_rules(config, device)
     for name, (recorded, chosen) in run.config.differences(config).items():
         if name in run.kept:
             lines.append(f'{name} = auto: {chosen}, as the "{recorded}" recorded in this run cannot run here')
     lines += _advice(run, config, device)
-    return run.settle(config), lines
+    return replace(run.settle(config), kernels=tuple(kernels.items())), lines
+
+
+def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
+    """Returns the first rank's `settle_hardware` on all ranks, with kernels that are right on the cards of all."""
+    run, lines = world.from_first(lambda: settle_hardware(run, device))
+    if world.size > 1 and device.type == "cuda" and run.config.train.kernels.startswith(AUTO):
+        kernels = agree_on_kernels(run.config, device, dict(run.kernels), run.folder, world)
+        run = replace(run, kernels=tuple(kernels.items()))
+    return run, lines
 
 
 def _by_rules(config: Config, device: torch.device) -> Config:

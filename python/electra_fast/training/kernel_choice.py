@@ -1,8 +1,8 @@
 """The choice of kernels, attention backend and execution for a GPU, by checks and times on that GPU.
 
-`Checking` asks a child process, `kernel_check`; a `KernelCheck` takes for each operation the fastest implementation that
-is right. Its records are kept in RUN/kernels.json and in the user's cache. A kernel that gives wrong numbers, fails to compile, hangs, or
-takes its process along costs a line of output; the run goes on without it.
+`Checking` asks a child process, `kernel_check`. A `KernelCheck` takes for each operation the fastest implementation
+that is right; its records are kept in RUN/kernels.json and in the user's cache. A kernel that gives wrong numbers, does
+not compile, hangs, or takes its process along costs a line of output; the run goes on without it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from typing import IO, Any
 import torch
 
 from electra_fast import _data
-from electra_fast.config.config import Config
+from electra_fast.card import card_of, missing_for_triton
+from electra_fast.config.config import AUTO, Config
+from electra_fast.config.file import did_you_mean
+from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
-from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.compute import ComputeConfig, available_attention, choose_compute
 from electra_fast.objectives import objective_of
+from electra_fast.ops import operations as ops
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record, Request
+from electra_fast.training.reporting import version_or_none
+from electra_fast.training.world import World
 
 FILE = "kernels.json"
 # Operations are checked on at most so many tokens, in at most half of the free memory.
@@ -92,7 +99,12 @@ class KernelCheck:
         """The fastest right execution of whole steps."""
         return _fastest(self.of(STEP))
 
-    def lines(self) -> Iterator[str]:
+    @property
+    def digest(self) -> str:
+        """A name for the identity."""
+        return hashlib.sha256(json.dumps(dict(self.identity)).encode()).hexdigest()[:16]
+
+    def lines(self, when: str) -> Iterator[str]:
         """Yields a summary, and a warning per problem."""
         if self.failure:
             yield (
@@ -105,7 +117,7 @@ class KernelCheck:
         by_reference = [key for key in names if chosen[key] == REFERENCE]
         slower = [key for key in by_reference if all(self.records[key, name].is_right for name in names[key])]
         yield (
-            f"kernels checked on {where}: {len(names) - len(by_reference)} of {len(names)} operations run by kernel"
+            f"kernels checked {when} on {where}: {len(names) - len(by_reference)} of {len(names)} operations by kernel"
             + (f"; by reference, which is faster: {', '.join(slower)}" if slower else "")
         )
         for (key, name), each in self.records.items():
@@ -302,25 +314,118 @@ class _Process:
         self._process.wait()
 
 
-def identity_of(config: Config, device: torch.device, compute: ComputeConfig) -> dict[str, Any]:
+def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
+    """Splits `train.kernels`, such as "auto,generator_head=reference", into the mode and choices by operation."""
+    mode, *parts = text.split(",")
+    given = dict(part.split("=", 1) for part in parts)
+    for key in given:
+        name = key.partition(":")[0]
+        if name not in ops.OPERATIONS:
+            raise InputError(f"train.kernels: {name} is no operation{did_you_mean(name, ops.OPERATIONS)}")
+    return mode, given
+
+
+def settle_kernels(config: Config, device: torch.device, folder: Path) -> tuple[Config, dict[str, str], list[str]]:
+    """Chooses the kernels of a run on a GPU, and its attention backend and execution where they are `auto`.
+
+    Args:
+        config: The run's configuration; its precision and `train.accumulate` are resolved.
+        device: The GPU; a CPU is for tests, where Triton's interpreter runs the kernels.
+        folder: The run's folder, whose kernels.json is read and written.
+
+    Returns the configuration, the kernels (`ops.use_choices`), and messages. Raises ValueError if a requested kernel or
+    attention backend cannot run or is wrong.
+    """
+    mode, given = parse_kernels(config.train.kernels)
+    missing = missing_for_triton(card_of(device)) if device.type == "cuda" else None
+    if missing and mode == "triton":
+        raise InputError(f'train.kernels = "triton": {missing}; or set train.kernels = "auto"')
+    if mode != "auto":
+        return config, ({"*": REFERENCE} if mode == "reference" else {}) | given, []
+    check = KernelCheck(identity_of(config, device))
+    cache = cache_folder() / f"{check.digest}.json"
+    if not check.read(folder / FILE):
+        check.read(cache)
+    known, start = list(check.answered), time.perf_counter()
+    with Checking(check, config, device, choose_compute(config, device)) as checking:
+        config = _settle_attention(checking, config, device, has_kernels=not missing)
+        if not missing:
+            checking.operations(choose_compute(config, device))
+        kernels = check.kernels | given
+        if config.train.execution == AUTO and config.train.sharding == "none":
+            compute = dataclasses.replace(choose_compute(config, device), kernels=tuple(kernels.items()))
+            checking.steps(("eager", "graph"), compute)
+            config = config.override({"train.execution": check.execution or "eager"})
+    if check.failure:
+        return config, {"*": REFERENCE}, list(check.lines(""))
+    for path in (cache, folder / FILE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, check.text())
+    when = f"in {time.perf_counter() - start:.0f} s" if check.answered != known else "before"
+    return config, kernels, [f"no kernels of Triton: {missing}"] if missing else list(check.lines(when))
+
+
+def _settle_attention(checking: Checking, config: Config, device: torch.device, *, has_kernels: bool) -> Config:
+    requested = config.model.attention
+    backends = available_attention(config, device) if requested == AUTO else [requested]
+    backends = [name for name in backends if name != "short" or has_kernels]
+    checking.attention(backends)
+    chosen = checking.check.attention(backends)
+    if chosen is None and requested != AUTO:
+        problem = next((each.problem for each in checking.check.records.values() if each.problem), "it was not checked")
+        raise InputError(f'model.attention = "{requested}" cannot be used on this GPU: {problem}; set "auto"')
+    return config.override({"model.attention": chosen or "sdpa"})
+
+
+def identity_of(config: Config, device: torch.device) -> dict[str, Any]:
     """Returns all that a check depends on: card, versions, shapes and dtype."""
-    shapes = config.model, config.generator, config.objective, config.data.sequence_length, config.data.mask_prob
-    rows = config.train.batch_size // int(config.train.accumulate)
-    text = json.dumps([str(shapes), rows, config.model.attention, config.train.execution])
+    shapes = (config.model, config.generator, config.objective, config.data.sequence_length, config.data.mask_prob)
+    fields = [dataclasses.asdict(each) if dataclasses.is_dataclass(each) else each for each in shapes]
+    del fields[0]["attention"]
     return {
-        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "card": card_of(device).name if device.type == "cuda" else "cpu",
         "electra-fast": _data.VERSION,
         "torch": torch.__version__,
-        "triton": _triton_version(),
-        "dtype": str(compute.dtype).removeprefix("torch."),
-        "rows": rows,
-        "shapes": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "triton": version_or_none("triton"),
+        "precision": config.train.precision,
+        "rows": config.train.batch_size // int(config.train.accumulate),
+        "shapes": hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16],
     }
 
 
-def _triton_version() -> str:
-    try:
-        import triton
-    except ImportError:
-        return "none"
-    return str(triton.__version__)
+def agree_on_kernels(
+    config: Config, device: torch.device, kernels: Mapping[str, str], folder: Path, world: World
+) -> dict[str, str]:
+    """Returns the first rank's kernels, without those that are wrong on the card of another rank.
+
+    Args:
+        config: The run's configuration, with attention backend and execution chosen by the first rank.
+        device: This rank's GPU.
+        kernels: The first rank's choice.
+        folder: The run's folder, whose kernels.json has the first rank's check.
+        world: The ranks.
+
+    Raises ValueError if the attention backend is wrong on a card.
+    """
+    check = KernelCheck(identity_of(config, device))
+    cards = world.all_gather_object(check.identity)
+
+    def look() -> KernelCheck | None:
+        if world.is_first:
+            return check if check.read(folder / FILE) else None
+        if cards.index(check.identity) < world.rank:
+            return None  # another rank looks at this card
+        with Checking(check, config, device, choose_compute(config, device)) as checking:
+            _settle_attention(checking, config, device, has_kernels=True)
+            checking.operations(choose_compute(config, device))
+        return check
+
+    if all(card == cards[0] for card in cards):
+        return dict(kernels)
+    first, *others = world.all_gather_object(world.agree(look))
+    if first is None:  # all by references
+        return dict(kernels)
+    for other in filter(None, others):
+        first.merge(other)
+    mode, given = parse_kernels(config.train.kernels)
+    return first.kernels | given

@@ -196,16 +196,24 @@ def environment(device: torch.device, compute: ComputeConfig, execution: str, nu
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version_or_none("triton"),
+        "triton": version_or_none("triton"),
         "device": cuda or f"cpu, {torch.get_num_threads()} threads",
         "ranks": str(num_ranks),
         "attention": compute.attention,
         "matmul": compute.matmul,
         "activations": str(compute.dtype).removeprefix("torch."),
         "execution": execution,
-        "kernels": "triton" if device.type == "cuda" else "references",
+        "kernels": _kernels(device, dict(compute.kernels)),
         "repeatable": repeatable,
     }
+
+
+def _kernels(device: torch.device, choices: dict[str, str]) -> str:
+    if device.type != "cuda" or choices == {"*": "reference"}:
+        return "references"
+    checked = [name for key, name in choices.items() if key != "*"]
+    num_kernels = sum(name != "reference" for name in checked)
+    return f"triton for {num_kernels} of {len(checked)} operations" if "*" in choices else "triton, unchecked"
 
 
 def record_environment(folder: Path, facts: dict[str, str]) -> None:
@@ -216,7 +224,8 @@ def record_environment(folder: Path, facts: dict[str, str]) -> None:
     say(", ".join(f"{name} {value}" for name, value in facts.items()))
 
 
-def _version_or_none(package: str) -> str:
+def version_or_none(package: str) -> str:
+    """Returns an installed package's version, or "none"."""
     try:
         return version(package)
     except PackageNotFoundError:

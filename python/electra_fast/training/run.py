@@ -36,6 +36,7 @@ FREE_KEYS = {
     "data.prefetch",
     "train.out",
     "train.execution",
+    "train.kernels",
     "train.log_every",
     "train.eval_every",
     "train.eval_batches",
@@ -70,6 +71,8 @@ class Run:
     """Differences from the run that wrote the checkpoint, except free keys: key → (was, is)."""
     kept: frozenset[str] = frozenset()
     """Hardware keys given as `auto` that have the value recorded in the run."""
+    kernels: tuple[tuple[str, str], ...] = ()
+    """`ComputeConfig.kernels`, once chosen."""
 
     def settle(self, config: Config) -> Run:
         """Returns the run with its hardware keys resolved to those of `config`, and records them in its folder.

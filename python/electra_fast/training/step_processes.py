@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.interruption import SIGNALS, requested_stop
-from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.matmul import use_matmul
+from electra_fast.model.compute import ComputeConfig, use_compute
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.allocator import keep_freed_memory
 
@@ -358,7 +357,7 @@ def serve_steps(descriptor: int) -> None:
     connection = Connection(descriptor)
     try:
         task: _Task = connection.recv()
-        with use_matmul(task.work.compute.matmul):
+        with use_compute(task.work.compute):
             _serve(connection, task)
     except (EOFError, ConnectionError):
         return  # the calling process has ended

@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +24,7 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.interruption import StopRequest
 from electra_fast.model.attention import is_deterministic
-from electra_fast.model.compute import choose_compute, choose_device
-from electra_fast.model.matmul import use_matmul
+from electra_fast.model.compute import choose_compute, choose_device, use_compute
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.optimizers.optimizer import Optimizer
@@ -45,7 +45,7 @@ from electra_fast.training.diagnostics import (
 )
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.hardware import settle_hardware
+from electra_fast.training.hardware import settle_for_all
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.reporting import RunLog
 from electra_fast.training.run import CORPUS, Run
@@ -68,9 +68,9 @@ class Trainer:
 
     def __init__(self, run: Run, mixture: Mixture, world: World) -> None:
         self.device, self.world = choose_device(), world
-        run, self.notes = world.from_first(lambda: settle_hardware(run, self.device))
+        run, self.notes = settle_for_all(run, self.device, world)
         self.run, self.config, self.mixture = run, run.config, mixture
-        self.compute = choose_compute(self.config, self.device)
+        self.compute = replace(choose_compute(self.config, self.device), kernels=run.kernels)
         self._check_exactness()
         self.model = Electra(self.config).to(self.device)
         self.model.limit_vocabulary(mixture.vocab_size)
@@ -86,9 +86,10 @@ class Trainer:
         self.optimizer = Optimizer(named, self.config.optimizer, shards=shards, matrix_dtype=self.compute.dtype)
         self.loader = BatchLoader.from_config(self.config, rank=world.rank, world_size=world.size)
         execution = self.config.train.execution
-        self.train_step = create_step(
-            self.model, self.optimizer, self.config, self.compute, execution, world=world, shards=shards, wrap=wrap
-        )
+        with use_compute(self.compute):
+            self.train_step = create_step(
+                self.model, self.optimizer, self.config, self.compute, execution, world=world, shards=shards, wrap=wrap
+            )
         self.tensors = RunTensors(self.model, self.optimizer, self.train_step.spikes, world, shards)
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
@@ -141,7 +142,7 @@ class Trainer:
         limit = TimeLimit(self.config.train.max_minutes, start, 12 * self._num_parameters())
         agreed, is_time_up = stop if self.world.size == 1 else StopRequest(), False
         with (
-            use_matmul(self.compute.matmul),
+            use_compute(self.compute),
             contextlib.closing(self.train_step),
             self.writer,
             RunLog(self.run.folder, state.step, num_steps, is_silent=not self.world.is_first) as log,

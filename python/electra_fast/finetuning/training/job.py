@@ -29,8 +29,8 @@ from electra_fast.finetuning.tasks.task_type import Features, TaskType
 from electra_fast.finetuning.training.results import named_scores
 from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
 from electra_fast.huggingface.encoder import PretrainedEncoder
-from electra_fast.model.compute import DTYPES, choose_precision, resolve_compute
-from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul, use_matmul
+from electra_fast.model.compute import DTYPES, choose_precision, resolve_compute, use_compute
+from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.step_processes import max_processes
 
@@ -218,7 +218,7 @@ def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
     examples = np.arange(max(1, min(len(lengths), int(enough))))
     parts = batches.pack(job.examples, examples, job.num_processes)
     batch = job.training_set.batch(parts, examples, job.config.loss_reduction, 0)
-    with torch.random.fork_rng(devices=[]), use_matmul(work.compute.matmul):
+    with torch.random.fork_rng(devices=[]), use_compute(work.compute):
         model = work.model()
         model.load_encoder(job.encoder.state)
         model.initialize_head(0)
