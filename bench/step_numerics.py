@@ -21,6 +21,7 @@ from lib.workload import loader, make_corpus, new_step, shape
 
 from electra_fast.model.compute import ComputeConfig, choose_compute
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 
 PARTS = ("samples", "eager", "graph", "compile")
 Check = Callable[[], dict[str, Any]]
@@ -55,7 +56,7 @@ def check_losses(corpus: Path, device: torch.device, execution: str, steps: int)
     result = {"first": found[0], "last": found[-1], "largest_gap": gap, "same_bits_again": found == again}
     ok = gap < 0.02 and found[-1] < found[0] and found == again
     if execution == "eager":
-        with ops.use_impl("reference"):
+        with use_impl("reference"):
             references = losses(corpus, device, execution, steps)
         result["largest_gap_to_references"] = max(abs(a - b) / a for a, b in zip(references, found, strict=True))
         ok &= result["largest_gap_to_references"] < 0.02

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from electra_fast.model import attention, sublayers
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 
 VOCAB_SIZE = 30_522
 Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first tensor is differentiated
@@ -216,7 +217,7 @@ def _(setting: Setting) -> Iterator[Case]:
                 return _norm(x + F.dropout(F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2), p), w, b)
 
             def ours(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
-                with ops.use_impl("kernel"):
+                with use_impl("kernel"):
                     return sublayers.feed_forward(x, sublayers.SublayerWeights(*weights), 1e-12, dropout)
 
             yield Case(

@@ -9,6 +9,7 @@ from comparison import DEVICE, zeros
 
 from electra_fast.kernels import dropout as kernels
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 from electra_fast.ops.operations import Dropout
 
 KEY = torch.tensor([2**40 + 7, 12, 2**31 + 5], device=DEVICE)
@@ -54,7 +55,7 @@ def test_micro_batches_share_one_mask():
 def test_without_a_key_torch_draws():
     x = torch.ones(50, 8, device=DEVICE)
     torch.manual_seed(3)
-    with ops.use_impl("reference"):  # a CPU draws in a form of its own: tests/ops/test_cpu_ops.py
+    with use_impl("reference"):  # a CPU draws in a form of its own: tests/ops/test_cpu_ops.py
         found = ops.dropout(x, Dropout(0.3, None, 9))
     torch.manual_seed(3)
     assert torch.equal(found, torch.nn.functional.dropout(x, 0.3))

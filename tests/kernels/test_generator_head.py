@@ -15,6 +15,7 @@ from electra_fast.kernels.generator_head import generator_head as by_kernels
 from electra_fast.kernels.generator_head_narrow import Blocks, choose_splits
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 from electra_fast.ops.operations import linear
 from electra_fast.ops.vocabulary_nll import vocabulary_nll
 
@@ -28,7 +29,7 @@ def path(request, monkeypatch):
     """`ops.generator_head` takes this way, whatever the dtype. On a CPU it has chunks of seven rows of 300 entries."""
     monkeypatch.setattr(cpu_ops, "CHUNK_BYTES", 7 * 384 * 4)
     monkeypatch.setattr(generator_head, "NARROW_DTYPES", DTYPES.get(request.param))
-    with ops.use_impl("kernel") if request.param in DTYPES else contextlib.nullcontext():
+    with use_impl("kernel") if request.param in DTYPES else contextlib.nullcontext():
         yield request.param
 
 
@@ -50,7 +51,7 @@ def make_inputs(num_rows, vocab_size, width, dtype=torch.float32):
 def run(inputs, temperature=1.0, disallow_correct=False, impl=None):
     """(loss, sample, correct), gradients of x, table and bias."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
-    with ops.use_impl(impl) if impl else contextlib.nullcontext():
+    with use_impl(impl) if impl else contextlib.nullcontext():
         outputs = ops.generator_head(*leaves, *inputs[3:], KEY, temperature, disallow_correct)
         return outputs, torch.autograd.grad(outputs[0], leaves)
 
@@ -93,7 +94,7 @@ def test_equals_the_reference(path, num_rows, vocab_size, width, temperature, di
 def test_the_whole_vocabulary():
     inputs = make_inputs(1, 30_522, 16)
     loss, sample, correct = ops.generator_head(*inputs, KEY)
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         expected = ops.generator_head(*inputs, KEY)
     torch.testing.assert_close(loss, expected[0])
     assert torch.equal(sample, expected[1]) and torch.equal(correct, expected[2])
@@ -101,7 +102,7 @@ def test_the_whole_vocabulary():
 
 def test_cross_entropy_of_all_tokens_is_that_of_the_kernels():
     x, table, bias, target, *_ = make_inputs(5, 300, 16)
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         nll, correct = vocabulary_nll(x, table, bias, target)
     expected = ops.generator_head_reference(x, table, bias, target, target, None)
     torch.testing.assert_close(nll, expected[0])
@@ -124,7 +125,7 @@ def test_samples_of_tiles_of_very_different_probability():
     likely = torch.tensor([0, 127, 128, 300, 301, 499], device=DEVICE)
     bias[likely] = torch.tensor([0.0, 0.5, 1.0, -0.5, 0.3, 0.7], device=DEVICE)
     found = ops.generator_head(x * 0, table, bias, *rest, KEY)[1]
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         assert torch.equal(found, ops.generator_head(x * 0, table, bias, *rest, KEY)[1])
     assert torch.equal(found.unique(), likely)
 
@@ -183,7 +184,7 @@ def test_bits_repeat_and_saved_tensors_are_kept():
 def test_without_samples_or_gradient():
     inputs = make_inputs(9, 300, 16)
     loss, sample, correct = ops.generator_head(*inputs, None)
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         expected = ops.generator_head(*inputs, None)
     assert sample is None and not loss.requires_grad
     torch.testing.assert_close(loss, expected[0])

@@ -8,6 +8,7 @@ from test_sublayers import LAUNCHERS_OF_SUBLAYERS
 from electra_fast.kernels import launchers
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl, uses_kernels
 from electra_fast.ops.operations import Dropout
 
 KEY = torch.tensor([5, 11, 0], device=DEVICE)
@@ -62,7 +63,7 @@ def test_selects_kernel_or_reference(monkeypatch, name, launcher, arguments):
     if has_cpu_form:
         monkeypatch.setattr(cpu_ops, name, refuse("cpu"))
     for impl in ("kernel", "reference"):
-        with ops.use_impl(impl), pytest.raises(Called, match=impl):
+        with use_impl(impl), pytest.raises(Called, match=impl):
             operation(*arguments)
     with pytest.raises(Called, match="kernel" if DEVICE == "cuda" else "cpu" if has_cpu_form else "reference"):
         operation(*arguments)
@@ -77,19 +78,19 @@ def test_covers_every_launcher():
 def test_dropout_without_a_key_has_no_kernel(monkeypatch):
     """torch's own generator draws the mask."""
     monkeypatch.setattr(launchers, "dropout", refuse("kernel"))
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         assert ops.dropout(zeros(4, 8) + 1, Dropout(0.5)).unique().tolist() == [0, 2]
 
 
 def test_nests_and_is_restored_after_an_error():
     x = zeros(1)
-    default = ops.uses_kernels(x)
-    with ops.use_impl("kernel"):
-        with pytest.raises(Called), ops.use_impl("reference"):
-            assert not ops.uses_kernels(x)
+    default = uses_kernels(x)
+    with use_impl("kernel"):
+        with pytest.raises(Called), use_impl("reference"):
+            assert not uses_kernels(x)
             raise Called
-        assert ops.uses_kernels(x)
-    assert ops.uses_kernels(x) == default == (DEVICE == "cuda")
+        assert uses_kernels(x)
+    assert uses_kernels(x) == default == (DEVICE == "cuda")
 
 
 def test_compiled_code_follows_the_switch(monkeypatch):
@@ -98,15 +99,15 @@ def test_compiled_code_follows_the_switch(monkeypatch):
     compiled = torch.compile(lambda x: ops.geglu(x, torch.eye(2)), backend="eager", fullgraph=True)
     x = torch.ones(1, 2)
     for impl, expected in (("reference", 0), ("kernel", 2), ("reference", 0)):
-        with ops.use_impl(impl):
+        with use_impl(impl):
             assert (compiled(x) == expected).all()
 
 
 def test_refuses_kernels_where_there_are_none_and_unknown_names(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match='impl = "kernel" needs a CUDA device'), ops.use_impl("kernel"):
+    with pytest.raises(RuntimeError, match='impl = "kernel" needs a CUDA device'), use_impl("kernel"):
         pass
     unknown = pytest.raises(ValueError, match='impl is "kernel" or "reference", not \'triton\'')
-    with unknown, ops.use_impl("triton"):
+    with unknown, use_impl("triton"):
         pass

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from comparison import DEVICE, assert_no_worse, output_and_gradients
 from torch import nn
 
-from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 from electra_fast.ops.operations import WeightCasts, cast, linear
 
 
@@ -20,9 +20,9 @@ def test_gradients_of_weights_are_not_rounded(shape, dtype):
     dy = normal(*shape[:-1], 40, seed=3).to(dtype)
     rounded = [x.double(), weight.to(dtype).double(), bias.to(dtype).double()]
     truth = output_and_gradients(F.linear, dy, rounded)
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         eager = output_and_gradients(linear, dy, (x, weight, bias))
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         found = output_and_gradients(linear, dy, (x, weight, bias))
         assert torch.equal(found[0], output_and_gradients(lambda x, w: linear(x, w, bias), dy, (x, weight))[0])
     assert_no_worse(found, eager, truth, factor=1.0)
@@ -32,14 +32,14 @@ def test_gradients_of_weights_are_not_rounded(shape, dtype):
 
 def test_computes_only_the_gradients_that_are_wanted():
     x, weight = normal(5, 8, seed=0).bfloat16(), normal(4, 8, seed=1).requires_grad_()
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         linear(x, weight).sum().backward()
     assert x.grad is None and weight.grad is not None and weight.grad.dtype == torch.float32
 
 
 def test_casts_are_made_anew_for_each_context_and_used_in_it_alone():
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(DEVICE)
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         casts = WeightCasts(model, torch.bfloat16)
         kept = []
         for _ in range(2):
@@ -58,9 +58,9 @@ def test_a_context_ends_with_an_error_and_casts_nothing_where_nothing_is_cast():
     model = nn.Linear(6, 5)
     for impl, dtype, enabled in (("reference", torch.bfloat16, True), ("kernel", torch.float32, True),
                                  ("kernel", torch.bfloat16, False)):  # fmt: skip
-        with ops.use_impl(impl), WeightCasts(model, dtype, enabled).current():
+        with use_impl(impl), WeightCasts(model, dtype, enabled).current():
             assert cast(model.weight, torch.bfloat16).data_ptr() != cast(model.weight, torch.bfloat16).data_ptr()
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         with pytest.raises(RuntimeError, match="stop"), WeightCasts(model, torch.bfloat16).current():
             raise RuntimeError("stop")
         assert cast(model.weight, torch.bfloat16).data_ptr() != cast(model.weight, torch.bfloat16).data_ptr()

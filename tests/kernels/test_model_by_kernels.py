@@ -13,6 +13,7 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 
 NUM_ROWS, LENGTH, VOCAB = 3, 16, 90
 KEY = torch.tensor([5, 11, 0], device=DEVICE)
@@ -64,9 +65,9 @@ def logits_and_gradients(model, key=KEY, replaced_logits=replaced_logits):
 def test_kernels_equal_references_and_compile_without_a_graph_break(architecture, tying):
     """torch.compile traces the whole discriminator and its gradients through the kernels."""
     model = tiny_model(architecture, tying)
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         logits, gradients = logits_and_gradients(model)
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         by_kernels, their_gradients = logits_and_gradients(model)
         compiled = torch.compile(replaced_logits, backend="aot_eager", fullgraph=True)
         again, gradients_again = logits_and_gradients(model, replaced_logits=compiled)
@@ -93,7 +94,7 @@ def spy_on_dropout(monkeypatch, *names):
 def test_every_dropout_has_its_own_call_index(monkeypatch):
     """In both networks of a step, even if they are one module."""
     seen = spy_on_dropout(monkeypatch, "dropout_reference")
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         logits_and_gradients(tiny_model("bert", "all"))
     call_indices = [dropout.call_index for dropout in seen]
     assert len(call_indices) == len(set(call_indices)) == 2 * (1 + 2 * 2)
@@ -113,7 +114,7 @@ def test_objective_passes_the_key_down(monkeypatch):
     objective = objective_of(model.config)
     denominators = objective.loss_denominators(batch)
     seen = spy_on_dropout(monkeypatch, "embedding_norm", "residual_norm")
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         assert rng_key.dropout_key(LENGTH).tolist() == [5, 11, 4 * LENGTH]
         objective.forward(model, MicroBatch(batch, compute, rng_key, denominators))
         assert {tuple(dropout.key.tolist()) for dropout in seen} == {(5, 11, 4 * LENGTH)}

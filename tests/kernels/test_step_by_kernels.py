@@ -7,7 +7,7 @@ from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.parallel_step import create_step
 
@@ -42,9 +42,9 @@ def test_equals_the_references(tiny_corpus, config, name):
 
 
 def check(corpus, config, attention="sdpa"):
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         weights, totals = trained(corpus, config)
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         by_kernels, their_totals = trained(corpus, config, attention)
     # Counts are equal unless a sample fell on a tie; losses and norms differ by rounding.
     assert their_totals == pytest.approx(totals, rel=1e-4, abs=1e-3)

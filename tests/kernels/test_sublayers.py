@@ -10,7 +10,7 @@ from electra_fast.kernels import launchers
 from electra_fast.model import sublayers
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.sublayers import SublayerWeights
-from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 from electra_fast.ops.operations import Dropout
 
 in_fp32 = pytest.mark.skipif(DEVICE == "cuda", reason="compares in fp32, which not all kernels have on a GPU")
@@ -82,7 +82,7 @@ def outcome(impl, function, inputs, dy, dtype=None):
     leaves = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
     upstream = dy.to(dtypes[0])
     kept = upstream.clone()
-    with ops.use_impl(impl):
+    with use_impl(impl):
         y = function(*leaves)
         found = [y.detach().clone(), *torch.autograd.grad(y, leaves, upstream)]
     assert torch.equal(upstream, kept)
@@ -100,9 +100,9 @@ def test_is_by_its_kernel_or_a_composition(name, monkeypatch):
     monkeypatch.setattr(launchers, LAUNCHERS_OF_SUBLAYERS[name], refuse)
     function, inputs = sublayer(name, Dropout())
     inputs = [inputs[0].half(), *(weight.float() for weight in inputs[1:])]
-    with ops.use_impl("kernel"), pytest.raises(Called):
+    with use_impl("kernel"), pytest.raises(Called):
         function(*inputs)
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         function(*inputs)
 
 
@@ -153,11 +153,11 @@ def test_gradients_of_what_is_used_again():
 def test_frozen_weights_and_no_gradients_at_all(name):
     function, inputs = sublayer(name, Dropout())
     x, *weights = (each.float() for each in inputs)
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         y = function(x.requires_grad_(), *weights)
         (dx,) = torch.autograd.grad(y.sum(), x)
         with torch.no_grad():
             assert torch.equal(function(x, *weights), y)
-        with ops.use_impl("reference"):
+        with use_impl("reference"):
             (expected,) = torch.autograd.grad(function(x, *weights).sum(), x)
     torch.testing.assert_close(dx, expected, rtol=1e-3, atol=1e-4)

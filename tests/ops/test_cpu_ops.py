@@ -10,6 +10,7 @@ from torch import Tensor
 from electra_fast.model.attention import AttentionMask, self_attention
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -24,7 +25,7 @@ def run(operation, inputs, upstream, impl=None):
     if impl is None:
         outputs = operation(*leaves)
     else:
-        with ops.use_impl(impl):
+        with use_impl(impl):
             outputs = operation(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     floating = [x for x in outputs if x is not None and x.requires_grad]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from electra_fast.ops import operations as ops
 from electra_fast.ops import vocabulary_nll
+from electra_fast.ops.choice import use_impl
 
 BLOCK = (8, 256)
 # (T, V, E): whole blocks; partial blocks and tiles in both dimensions.
@@ -169,6 +169,6 @@ def test_without_tokens_or_gradients():
     with torch.no_grad():
         nll, _ = vocabulary_nll.vocabulary_nll(x, table, bias, target)
     assert not nll.requires_grad
-    with ops.use_impl("reference"):
+    with use_impl("reference"):
         again, is_argmax = vocabulary_nll.vocabulary_nll(x, table, bias, target)
     assert torch.equal(nll, again) and again.requires_grad and not is_argmax.requires_grad

@@ -24,7 +24,8 @@ from torch import Tensor
 from electra_fast.errors import InputError
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import Dropout, kernels, linear, operation, uses_cpu_ops, uses_kernels
+from electra_fast.ops.choice import operation, uses_cpu_ops, uses_kernels
+from electra_fast.ops.operations import Dropout, kernels, linear
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -17,16 +17,8 @@ from torch import Tensor
 
 from electra_fast.model.attention import AttentionMask, self_attention
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import (
-    Dropout,
-    cast,
-    choice,
-    kernels,
-    linear,
-    operation,
-    uses_kernels,
-    weight_gradient,
-)
+from electra_fast.ops.choice import choice, operation, uses_kernels
+from electra_fast.ops.operations import Dropout, cast, kernels, linear, weight_gradient
 
 
 class SublayerWeights(NamedTuple):

@@ -32,8 +32,8 @@ from electra_fast.model.model import Electra
 from electra_fast.model.sublayers import feed_forward_kernels
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import MicroBatch, Objective, RngKey
-from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import Dropout, use_choices, use_impl
+from electra_fast.ops.choice import choice_key, observe, use_choices, use_impl
+from electra_fast.ops.operations import Dropout
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.step import GRAD_NORM
@@ -81,7 +81,7 @@ class Record:
     """A result: an operation by an implementation.
 
     Args:
-        operation: `ops.choice_key`, or "step".
+        operation: `choice_key`, or "step".
         implementation: "reference", a kernel, an attention backend or an execution; "calls" for their number alone.
         milliseconds: Forward and backward pass, or a whole step; None if it did not run.
         error: Its largest error over that which is allowed.
@@ -144,12 +144,12 @@ class Checker:
         observer = self._observe_attention if request.what == "attention" else self._observe
         for stage in objective_of(request.config).stages():
             denominators = stage.objective.loss_denominators(self.batch)
-            with ops.observe(observer), use_impl("reference"):
+            with observe(observer), use_impl("reference"):
                 stage.objective.forward(model, MicroBatch(self.batch, request.compute, key, denominators))
 
     def _observe(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks an operation at its first call with this width, and runs its reference."""
-        key = ops.choice_key(name, next(_matrices((args, kwargs)), None))
+        key = choice_key(name, next(_matrices((args, kwargs)), None))
         if (kernels := _kernels_of(name, args)) and self._is_first(key):
             work = _Work(function, args, kwargs, self.request.compute.dtype)
             self._compare(key, work, {kernel: (work, {"*": "kernel", key: kernel}) for kernel in kernels})
@@ -160,7 +160,7 @@ class Checker:
     ) -> Any:
         if name == "self_attention":
             x_TD, mask = args[0], args[3]
-            key = ops.choice_key(name, x_TD) + (":local" if mask.window is not None else "")
+            key = choice_key(name, x_TD) + (":local" if mask.window is not None else "")
             if self._is_first(key):
                 # Without dropout, whose masks are drawn by each backend in its own way.
                 args = (*args[:5], Dropout(), *args[6:])
@@ -198,7 +198,7 @@ class Checker:
         left = {name: each for name, each in works.items() if (key, name) not in self.request.known}
         if not left and (key, REFERENCE) in self.request.known:
             return
-        with ops.observe(None):
+        with observe(None):
             with use_impl("reference"):
                 truth = [x.float() if x.is_floating_point() else x for x in reference.outcome(torch.float32)]
                 eager = reference.outcome()
@@ -238,7 +238,7 @@ class Checker:
         """Time of a forward and backward pass: on a GPU the device's, in a CUDA graph, since Python's is longer."""
         if self.device.type != "cuda":
             return min(_seconds(work.run) for _ in range(2)) * 1e3
-        run, stream = work.run, torch.cuda.Stream(self.device)
+        run, stream = work.run, torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's own
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -253,8 +253,8 @@ class Checker:
                 if must_capture and self.request.config.train.execution != "eager":
                     raise
                 torch.cuda.synchronize(self.device)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            times = []
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            times: list[float] = []
             for _ in range(7):
                 begin.record(stream)
                 run()

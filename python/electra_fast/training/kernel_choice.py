@@ -34,7 +34,7 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
 from electra_fast.model.compute import ComputeConfig, available_attention, choose_compute
 from electra_fast.objectives import objective_of
-from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import OPERATIONS
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record, Request
 from electra_fast.training.reporting import version_or_none
 from electra_fast.training.world import World
@@ -320,8 +320,8 @@ def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
     given = dict(part.split("=", 1) for part in parts)
     for key in given:
         name = key.partition(":")[0]
-        if name not in ops.OPERATIONS:
-            raise InputError(f"train.kernels: {name} is no operation{did_you_mean(name, ops.OPERATIONS)}")
+        if name not in OPERATIONS:
+            raise InputError(f"train.kernels: {name} is no operation{did_you_mean(name, OPERATIONS)}")
     return mode, given
 
 
@@ -379,9 +379,9 @@ def _settle_attention(checking: Checking, config: Config, device: torch.device, 
 
 def identity_of(config: Config, device: torch.device) -> dict[str, Any]:
     """Returns all that a check depends on: card, versions, shapes and dtype."""
-    shapes = (config.model, config.generator, config.objective, config.data.sequence_length, config.data.mask_prob)
-    fields = [dataclasses.asdict(each) if dataclasses.is_dataclass(each) else each for each in shapes]
-    del fields[0]["attention"]
+    model = dataclasses.replace(config.model, attention=AUTO)
+    shapes = [str(each) for each in (model, config.generator, config.objective)]
+    shapes += [str(config.data.sequence_length), str(config.data.mask_prob)]
     return {
         "card": card_of(device).name if device.type == "cuda" else "cpu",
         "electra-fast": _data.VERSION,
@@ -389,7 +389,7 @@ def identity_of(config: Config, device: torch.device) -> dict[str, Any]:
         "triton": version_or_none("triton"),
         "precision": config.train.precision,
         "rows": config.train.batch_size // int(config.train.accumulate),
-        "shapes": hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16],
+        "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
     }
 
 
@@ -427,5 +427,5 @@ def agree_on_kernels(
         return dict(kernels)
     for other in filter(None, others):
         first.merge(other)
-    mode, given = parse_kernels(config.train.kernels)
-    return first.kernels | given
+    chosen: dict[str, str] = first.kernels
+    return chosen | parse_kernels(config.train.kernels)[1]
