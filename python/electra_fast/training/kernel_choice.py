@@ -7,6 +7,7 @@ not compile, hangs, or takes its process along costs a line of output; the run g
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -55,7 +56,7 @@ class KernelCheck:
     Args:
         identity: The card, versions and shapes that the records are valid for.
         records: Results by operation and implementation.
-        answered: The questions that were answered.
+        answered: The questions that were answered: "attention: short".
         failure: The reason why nothing could be checked.
     """
 
@@ -85,13 +86,13 @@ class KernelCheck:
     def attention(self, candidates: Sequence[str]) -> str | None:
         """Returns the backend with the shortest time over all layers, among those that are right in every network."""
         keys = [key for key in self._keys if key.startswith("self_attention")]
+        calls = {key: each.calls for (key, name), each in self.records.items() if name == CALLS}
         whole = {}
         for backend in candidates:
             found = {key: self.records.get((key, backend)) for key in keys}
             if all(each is not None and each.is_right for each in found.values()):
                 times = {key: each.milliseconds or 0.0 for key, each in found.items() if each is not None}
-                total = sum(self.records[key, CALLS].calls * time for key, time in times.items())
-                whole[backend] = Record("", backend, total)
+                whole[backend] = Record("", backend, sum(time * calls.get(key, 1) for key, time in times.items()))
         return _fastest(whole)
 
     @property
@@ -207,21 +208,16 @@ class Checking:
         self._ask("steps", candidates)
 
     def _ask(self, what: str, candidates: Sequence[str]) -> None:
-        question = f"{what}: {', '.join(candidates)}"
-        if question in self.check.answered or self.check.failure:
-            return
-        num_rows = self._num_rows(what)
-        while True:
-            known = frozenset(self.check.records)
-            if time.monotonic() > self._end:
-                break
+        left = [name for name in candidates if f"{what}: {name}" not in self.check.answered]
+        device = f"cuda:{torch.cuda.current_device()}" if self.device.type == "cuda" else "cpu"
+        while left and not self.check.failure and time.monotonic() < self._end:
             request = Request(
-                *(what, self.config, type(objective_of(self.config)), str(self.device), self.compute, num_rows),
-                *(tuple(candidates), known),
+                *(what, self.config, type(objective_of(self.config)), device, self.compute, self._num_rows(what)),
+                *(tuple(left), frozenset(self.check.records)),
             )
             if self._answer(request):
+                self.check.answered += [f"{what}: {name}" for name in left]
                 break
-        self.check.answered.append(question)
 
     def _answer(self, request: Request) -> bool:
         """Asks, and takes over the answer; returns False if the process was lost on the way and must be asked again."""
@@ -243,9 +239,8 @@ class Checking:
                 self._close()
                 if attempt is not None:
                     self.check.records[attempt] = Record(*attempt, problem=answer)
-                elif not process.has_answered:
+                else:
                     self.check.failure = answer
-                    return True
                 return False
 
     def _num_rows(self, what: str) -> int:
@@ -273,29 +268,28 @@ class _Process:
             stderr=self._errors,
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self.has_answered = False
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line.decode())
+        with self._process.stdout as answers:
+            for line in answers:
+                self._lines.put(line.decode())
         self._lines.put("")
 
     def send(self, request: Request) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `receive` tells
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `receive` tells
 
     def receive(self, seconds: float) -> Record | list[str] | str | None:
         """Returns a record, an attempt, how the process was lost, or None at the end of an answer."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
-            self.kill()
             return f"no result after {seconds:.0f} s"
         if not line:
             code = self._process.wait()
@@ -312,6 +306,11 @@ class _Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._reader.join()
+        self._errors.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # of a request that it has not read
+            self._process.stdin.close()
 
 
 def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
@@ -340,8 +339,12 @@ def settle_kernels(config: Config, device: torch.device, folder: Path) -> tuple[
     missing = missing_for_triton(card_of(device)) if device.type == "cuda" else None
     if missing and mode == "triton":
         raise InputError(f'train.kernels = "triton": {missing}; or set train.kernels = "auto"')
-    if mode != "auto":
-        return config, ({"*": REFERENCE} if mode == "reference" else {}) | given, []
+    if mode == "triton":
+        return config, given, []
+    if mode == "reference":
+        if config.model.attention == AUTO:
+            config = config.override({"model.attention": _without_kernels(available_attention(config, device))[0]})
+        return config, {"*": REFERENCE} | given, []
     check = KernelCheck(identity_of(config, device))
     cache = cache_folder() / f"{check.digest}.json"
     if not check.read(folder / FILE):
@@ -358,7 +361,9 @@ def settle_kernels(config: Config, device: torch.device, folder: Path) -> tuple[
             config = config.override({"train.execution": check.execution or "eager"})
     if check.failure:
         return config, {"*": REFERENCE}, list(check.lines(""))
-    for path in (cache, folder / FILE):
+    # Problems may be of this moment: another run looks again.
+    places = [folder / FILE] if any(each.problem for each in check.records.values()) else [cache, folder / FILE]
+    for path in places:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, check.text())
     when = f"in {time.perf_counter() - start:.0f} s" if check.answered != known else "before"
@@ -368,13 +373,17 @@ def settle_kernels(config: Config, device: torch.device, folder: Path) -> tuple[
 def _settle_attention(checking: Checking, config: Config, device: torch.device, *, has_kernels: bool) -> Config:
     requested = config.model.attention
     backends = available_attention(config, device) if requested == AUTO else [requested]
-    backends = [name for name in backends if name != "short" or has_kernels]
+    backends = backends if has_kernels else _without_kernels(backends)
     checking.attention(backends)
     chosen = checking.check.attention(backends)
     if chosen is None and requested != AUTO:
         problem = next((each.problem for each in checking.check.records.values() if each.problem), "it was not checked")
         raise InputError(f'model.attention = "{requested}" cannot be used on this GPU: {problem}; set "auto"')
     return config.override({"model.attention": chosen or "sdpa"})
+
+
+def _without_kernels(backends: Sequence[str]) -> list[str]:
+    return [name for name in backends if name != "short"]
 
 
 def identity_of(config: Config, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""What a run does about kernels that are wrong, fail, hang, kill their process or are slow: it goes on without them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_kernels import faulty
+
+import electra_fast as ef
+from electra_fast.config.config import Config
+from electra_fast.kernels import launchers
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.objectives import objective_of
+from electra_fast.ops import operations as ops
+from electra_fast.training import kernel_choice
+from electra_fast.training.kernel_check import CALLS, REFERENCE, Checker, Record, Request
+from electra_fast.training.kernel_choice import FILE, KernelCheck, agree_on_kernels, parse_kernels, settle_kernels
+
+CPU = torch.device("cpu")
+IDENTITY = {"card": "NVIDIA Test", "torch": "2", "triton": "3"}
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in the interpreter")
+
+
+def small_config(corpus, **changes):
+    tiny = {"model.num_layers": 1, "model.dropout": 0.0, "model.attention_dropout": 0.0, "generator.fraction": 1.0}
+    keys = {"data.corpus": str(corpus), "model.vocab_size": ef.Corpus(corpus).vocab_size, "data.sequence_length": 16}
+    run = {"train.batch_size": 2, "train.precision": "fp32", "model.attention": "sdpa", "train.execution": "eager"}
+    return Config.preset("tiny", "google").override(tiny | keys | run | changes)
+
+
+class TestJudgment:
+    """One operation, in this process."""
+
+    @staticmethod
+    def layer_norm_record(tiny_corpus, monkeypatch, fault):
+        monkeypatch.setattr(launchers, "layer_norm", faulty(launchers.layer_norm, fault))
+        config, told = small_config(tiny_corpus), []
+        compute = ComputeConfig("sdpa", torch.float32)
+        request = Request("operations", config, type(objective_of(config)), "cpu", compute, 2)
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        weights = torch.linspace(0.5, 1.5, 8).requires_grad_(), torch.linspace(-1, 1, 8).requires_grad_()
+        Checker(request, told.append)._observe("layer_norm", ops.layer_norm.__wrapped__, (x, *weights, 1e-6), {})
+        reference, attempt, found = told
+        assert (reference.implementation, attempt, found.operation) == (
+            REFERENCE,
+            ("layer_norm:8", "kernel"),
+            attempt[0],
+        )
+        assert reference.is_right
+        return found
+
+    def test_a_right_kernel_is_timed(self, tiny_corpus, monkeypatch):
+        found = self.layer_norm_record(tiny_corpus, monkeypatch, "none")
+        assert found.is_right and found.milliseconds > 0 and found.error < 1
+
+    @pytest.mark.parametrize(
+        ("fault", "problem"),
+        [
+            ("output", "its error is "),
+            ("gradient", "its error is "),
+            ("element", "its error is "),
+            ("nan", "its error is inf times"),
+            ("random", "two calls give different results"),
+            ("compile", "AssertionError: CompilationError: at 12:4: cannot be compiled"),
+        ],
+    )
+    def test_a_wrong_kernel_is_recognized(self, tiny_corpus, monkeypatch, fault, problem):
+        found = self.layer_norm_record(tiny_corpus, monkeypatch, fault)
+        assert found.problem.startswith(problem) and found.milliseconds is None and not found.is_right
+
+
+def checked(*records):
+    return KernelCheck(IDENTITY, {(each.operation, each.implementation): each for each in records})
+
+
+class TestChoice:
+    def test_the_fastest_right_implementation_is_taken(self):
+        check = checked(
+            *(Record("a:8", REFERENCE, 2.0), Record("a:8", "kernel", 2.05)),
+            *(Record("b:8", REFERENCE, 2.0), Record("b:8", "kernel", 2.1)),
+            *(Record("c:8", REFERENCE, 9.0), Record("c:8", "narrow", problem="wrong"), Record("c:8", "fused", 3.0)),
+            *(Record("d:8", REFERENCE, 9.0), Record("d:8", "kernel", problem="wrong")),
+            *(Record("step", "eager", 3.0), Record("step", "graph", 2.0)),
+        )
+        expected = {"a:8": "kernel", "b:8": REFERENCE, "c:8": "fused", "d:8": REFERENCE}
+        assert check.kernels == {"*": REFERENCE} | expected
+        assert check.execution == "graph"
+        summary, narrow, kernel = check.lines("in 9 s")
+        assert summary == (
+            "kernels checked in 9 s on NVIDIA Test, 2, 3: 2 of 4 operations by kernel; "
+            "by reference, which is faster: b:8"
+        )
+        assert narrow == "warning: c:8 by narrow on NVIDIA Test, 2, 3: wrong; fused is used instead"
+        assert kernel.endswith("wrong; reference is used instead")
+
+    def test_attention_is_right_in_all_networks_and_fastest_over_all_layers(self):
+        keys = ("self_attention:64", "self_attention:256", "self_attention:256:local")
+        calls = [Record(key, CALLS, calls=number) for key, number in zip(keys, (12, 4, 8), strict=True)]
+        times = {"short": (1.0, None, 1.0), "varlen": (1.0, 9.0, 1.0), "sdpa": (2.0, 2.0, 2.0)}
+        check = checked(*calls, *(Record(keys[i], name, each[i]) for name, each in times.items() for i in range(3)))
+        assert check.attention(["short", "varlen", "sdpa"]) == "sdpa"  # 48 ms, and 56
+        assert check.attention(["short"]) is None
+
+    def test_on_other_cards_what_is_right_on_all_is_taken(self):
+        first = checked(Record("a:8", REFERENCE, 2.0), Record("a:8", "kernel", 1.0), Record("b:8", "kernel", 1.0))
+        other = checked(
+            Record("a:8", REFERENCE, 2.0), Record("a:8", "kernel", 9.0), Record("b:8", "kernel", problem="no")
+        )
+        first.merge(other)
+        assert first.kernels == {"*": REFERENCE, "a:8": REFERENCE, "b:8": REFERENCE}
+        assert first.records["b:8", "kernel"].problem == "on NVIDIA Test: no"
+
+    def test_kernels_can_be_given_by_operation(self):
+        assert parse_kernels("auto,generator_head=reference") == ("auto", {"generator_head": REFERENCE})
+        with pytest.raises(ValueError, match="generator_heat is no operation; did you mean generator_head?"):
+            parse_kernels("triton,generator_heat=reference")
+        with pytest.raises(ValueError, match='train.kernels = "fast" is not auto, triton or reference'):
+            Config().override({"train.kernels": "fast"})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/electra-fast/kernels"
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    """A function that makes kernels of child processes faulty."""
+    shutil.copy(Path(__file__).parents[1] / "faulty_kernels.py", tmp_path / "sitecustomize.py")
+    package = Path(ef.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{package}")
+    return lambda **by_launcher: monkeypatch.setenv("FAULTS", json.dumps(by_launcher))
+
+
+def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_path, cache, faults, monkeypatch):
+    """In processes of their own; what they found is kept for the run, but not for others."""
+    faults(layer_norm="kill", gelu_logit="hang", corrupt="compile", discriminator_loss="output")
+    monkeypatch.setattr(kernel_choice, "PATIENCE_SECONDS", 6.0)
+    config, run = small_config(tiny_corpus), tmp_path / "run"
+    settled, kernels, lines = settle_kernels(config, CPU, run)
+    assert settled == config
+    problems = {
+        "layer_norm:32": "its process ended by signal 11",
+        "replaced_logits:64": "no result after 6 s",
+        "corrupt": "AssertionError: CompilationError",
+        "discriminator_loss": "its error is",
+    }
+    for key, problem in problems.items():
+        (line,) = (each for each in lines if each.startswith(f"warning: {key} by kernel on cpu, "))
+        assert f": {problem}" in line and line.endswith("; reference is used instead")
+        assert kernels[key] == REFERENCE
+    assert len(lines) == 1 + len(problems)
+    assert {"embedding_norm:32", "feed_forward:64", "generator_head:32"} <= kernels.keys()
+    assert not list(cache.glob("*"))
+    monkeypatch.setattr(kernel_choice, "_Process", lambda: pytest.fail("asked again"))
+    assert settle_kernels(config, CPU, run)[1] == kernels  # on resume
+
+
+def test_a_check_is_kept_for_other_runs_of_the_same_card_and_shapes(tiny_corpus, tmp_path, cache, monkeypatch):
+    config = small_config(tiny_corpus, **{"model.attention": "auto"})
+    monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["short", "sdpa"])
+    settled, kernels, lines = settle_kernels(config, CPU, tmp_path / "run")
+    assert settled.model.attention == "sdpa"  # the interpreter is slow
+    assert lines[0].startswith("kernels checked in ") and len(lines) == 1
+    monkeypatch.setattr(kernel_choice, "_Process", lambda: pytest.fail("asked again"))
+    again = settle_kernels(config, CPU, tmp_path / "other")
+    assert again[:2] == (settled, kernels) and again[2][0].startswith("kernels checked before on ")
+    assert (tmp_path / "other" / FILE).read_text() == (tmp_path / "run" / FILE).read_text()
+    with pytest.raises(BaseException, match="asked again"):
+        settle_kernels(config.override({"data.sequence_length": 32}), CPU, tmp_path / "third")
+
+
+def test_without_any_check_references_are_used(tiny_corpus, tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(kernel_choice.sys, "executable", shutil.which("false"))
+    _, kernels, (line,) = settle_kernels(small_config(tiny_corpus), CPU, tmp_path / "run")
+    assert kernels == {"*": REFERENCE} and not (tmp_path / "run").exists()
+    assert line.startswith("warning: kernels could not be checked (its process ended (without a word)): references")
+
+
+def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):
+    """The second rank has another card, on which a kernel is wrong."""
+    config = small_config(tiny_corpus)
+    check = KernelCheck(kernel_choice.identity_of(config, CPU))
+    check.records = checked(Record("a:8", REFERENCE, 2.0), Record("a:8", "kernel", 1.0)).records
+    (tmp_path / FILE).write_text(check.text())
+    other = KernelCheck(check.identity | {"card": "another"})
+    other.records = {("a:8", "kernel"): Record("a:8", "kernel", problem="wrong")}
+
+    class World:
+        is_first, rank = True, 0
+
+        def all_gather_object(self, own):
+            return [own, other if isinstance(own, KernelCheck) else other.identity]
+
+        def agree(self, work):
+            return work()
+
+    assert agree_on_kernels(config, CPU, {"a:8": "kernel"}, tmp_path, World())["a:8"] == REFERENCE
+    other.identity = check.identity
+    assert agree_on_kernels(config, CPU, {"a:8": "kernel"}, tmp_path, World()) == {"a:8": "kernel"}
