@@ -28,7 +28,7 @@ PACKAGE_LAYERS = [
     {"cli"},
     {"cli_parser"},
     {"__init__"},
-    {"demo", "reproduction"},
+    {"demo", "doctor", "reproduction"},
     {"finetuning"},
     {"training"},
     {"huggingface"},

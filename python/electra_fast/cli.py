@@ -33,6 +33,7 @@ from electra_fast.messages import error_line, printable, say
 CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
     "pretrain": (Config,),
     "flops": (Config,),
+    "doctor": (Config,),
     "finetune": (FinetuningConfig,),
     "reproduce": (Config, FinetuningConfig),
 }
@@ -355,6 +356,15 @@ def _predict(options: argparse.Namespace) -> None:
     predict_file(options.model, options.file, options.out, **_named(options, *names), **given)
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from electra_fast.doctor import doctor, report_lines
+
+    say("doctor: examining this machine; with a GPU, this takes a minute or two")
+    report = doctor(_config(options))
+    print(json.dumps(report) if options.json else "\n".join(map(printable, report_lines(report))))
+    return 1 if report["problems"] else 0
+
+
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "demo": _demo,
     "vocab": _vocab,
@@ -369,4 +379,5 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _export,
     "import": _import,
     "flops": _flops,
+    "doctor": _doctor,
 }

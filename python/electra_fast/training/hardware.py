@@ -56,7 +56,7 @@ def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
     if device.type == "cuda":
         config, kernels, messages = settle_kernels(config, device, run.folder)
         lines += messages
-    config = _by_rules(config, device)
+    config = resolve_by_rules(config, device)
     for name, (recorded, chosen) in run.config.differences(config).items():
         if name in run.kept:
             lines.append(f'{name} = auto: {chosen}, as the "{recorded}" recorded in this run cannot run here')
@@ -73,7 +73,7 @@ def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, l
     return run, lines
 
 
-def _by_rules(config: Config, device: torch.device) -> Config:
+def resolve_by_rules(config: Config, device: torch.device) -> Config:
     """Resolves `auto` wherever that needs no measurement."""
     for name, rule in _RULES.items():
         config = config.override({name: rule(config, device)})
@@ -95,7 +95,7 @@ def _without_impossible(run: Run, device: torch.device) -> Config:
 
 def _advice(run: Run, config: Config, device: torch.device) -> list[str]:
     """Returns a line about kept values that a new run on this device would choose differently."""
-    fresh = _by_rules(config.override(dict.fromkeys(run.kept, AUTO)), device)
+    fresh = resolve_by_rules(config.override(dict.fromkeys(run.kept, AUTO)), device)
     others = {name: new for name, (_, new) in config.differences(fresh).items() if new != AUTO}
     if not others:
         return []

@@ -135,10 +135,9 @@ class KernelCheck:
     def read(self, path: Path) -> bool:
         """Takes over the records of a kernels.json if they are valid here; returns whether they are."""
         try:
-            head, *tables = parse_json(path.read_text(encoding="utf-8"))
+            head, records = _read(path)
             if head["identity"] != dict(self.identity):
                 return False
-            records = [record_of(Record, table, str(path)) for table in tables]
         except (OSError, ValueError, LookupError, TypeError):  # none, or of another version
             return False
         self.records, self.answered = {(x.operation, x.implementation): x for x in records}, list(head["answered"])
@@ -165,6 +164,16 @@ def _fastest(records: Mapping[str, Record]) -> str | None:
         if each.is_right
     }
     return min(times, key=lambda name: times[name]) if times else None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    head, *tables = parse_json(path.read_text(encoding="utf-8"))
+    return head, [record_of(Record, table, str(path)) for table in tables]
+
+
+def read_records(path: Path) -> list[Record]:
+    """Returns the records of a kernels.json; none if nothing could be checked."""
+    return _read(path)[1] if path.exists() else []
 
 
 def cache_folder() -> Path:
@@ -324,13 +333,16 @@ def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
     return mode, given
 
 
-def settle_kernels(config: Config, device: torch.device, folder: Path) -> tuple[Config, dict[str, str], list[str]]:
+def settle_kernels(
+    config: Config, device: torch.device, folder: Path, *, is_fresh: bool = False
+) -> tuple[Config, dict[str, str], list[str]]:
     """Chooses the kernels of a run on a GPU, and its attention backend and execution where they are `auto`.
 
     Args:
         config: The run's configuration; its precision and `train.accumulate` are resolved.
         device: The GPU; a CPU is for tests, where Triton's interpreter runs the kernels.
         folder: The run's folder, whose kernels.json is read and written.
+        is_fresh: Check again what is in the user's cache.
 
     Returns the configuration, the kernels (`ops.use_choices`), and messages. Raises ValueError if a requested kernel or
     attention backend cannot run or is wrong.
@@ -347,7 +359,7 @@ def settle_kernels(config: Config, device: torch.device, folder: Path) -> tuple[
         return config, {"*": REFERENCE} | given, []
     check = KernelCheck(identity_of(config, device))
     cache = cache_folder() / f"{check.digest}.json"
-    if not check.read(folder / FILE):
+    if not check.read(folder / FILE) and not is_fresh:
         check.read(cache)
     known, start = list(check.answered), time.perf_counter()
     with Checking(check, config, device, choose_compute(config, device)) as checking:

@@ -1,0 +1,236 @@
+"""`doctor`: what this machine has, what works here, and how fast: one screen that a bug report can quote."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+
+from electra_fast.card import card_of, missing_for_triton
+from electra_fast.config.config import Config
+from electra_fast.data.corpus import Corpus
+from electra_fast.data.loader import BatchLoader
+from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.model.compute import choose_device
+from electra_fast.training.hardware import resolve_by_rules
+from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record
+from electra_fast.training.kernel_choice import FILE, cache_folder, read_records, settle_kernels
+from electra_fast.training.reporting import version_or_none
+
+PACKAGES = ("torch", "triton", "numpy", "pyarrow", "tokenizers")
+# Optional packages, by the module whose import shows that they work.
+EXTRAS = {"transformers": "transformers", "xformers": "xformers.ops.fmha", "distributed": "distributed"}
+EXTRA_SECONDS = 60
+# The text of a measurement is repeated until it has so many bytes.
+TEXT_BYTES = 16 << 20
+MIN_FREE_DISK = 1 << 30
+GIB = 1 << 30
+
+
+def doctor(config: Config) -> dict[str, Any]:
+    """Examines this machine.
+
+    Args:
+        config: The run whose kernels are checked, on a GPU; its corpus is ignored.
+
+    Returns a report by section. `problems` are sentences about what is wrong, each with a remedy.
+    """
+    problems: list[str] = []
+    report: dict[str, Any] = {
+        "software": _software(),
+        "machine": _machine(),
+        "gpus": _gpus(problems),
+        "extras": _extras(problems),
+        "cache": _cache(problems),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        shards = Path(folder) / "shards"
+        report["data_engine"] = _data_engine(shards, config)
+        if report["gpus"]:
+            report["kernels"] = _kernels(config, shards, Path(folder) / "run", problems)
+    return report | {"problems": problems}
+
+
+def _software() -> dict[str, str]:
+    found = {"electra-fast": version_or_none("electra-fast"), "python": platform.python_version()}
+    found |= {name: version_or_none(name) for name in PACKAGES}
+    return found | {"torch": torch.__version__, "cuda": str(torch.version.hip or torch.version.cuda)}
+
+
+def _machine() -> dict[str, str]:
+    pages, size = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_PAGE_SIZE"))
+    features = [name for name, has in torch.cpu.get_capabilities().items() if has is True and "avx512" in name]
+    widest = "AVX-512" if features else "no AVX-512"
+    return {
+        "system": platform.platform(),
+        "processor": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {widest}",
+        "memory": f"{pages * size / GIB:.0f} GiB",
+    }
+
+
+def _gpus(problems: list[str]) -> list[dict[str, str]]:
+    driver = _driver()
+    if not torch.cuda.is_available():
+        if driver:
+            problems.append(
+                f"there is a GPU (driver {driver}), but torch {torch.__version__} does not find it; install a torch "
+                "for this driver's CUDA, or check CUDA_VISIBLE_DEVICES"
+            )
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        card, (free, total) = card_of(device), torch.cuda.mem_get_info(device)
+        if missing := missing_for_triton(card):
+            problems.append(f"no kernels on {card.name}: {missing}")
+        found.append(
+            {
+                "name": card.name,
+                "architecture": f"{card.architecture or 'unknown'} ({'.'.join(map(str, card.capability))})",
+                "driver": driver or "unknown",
+                "memory": f"{free / GIB:.1f} of {total / GIB:.1f} GiB free",
+            }
+        )
+    return found
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver; empty without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        if found.returncode == 0:
+            return found.stdout.split("\n")[0].strip()
+    return ""
+
+
+def _extras(problems: list[str]) -> dict[str, str]:
+    """Loads each optional package in a process of its own."""
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(EXTRAS, pool.map(_load, EXTRAS, EXTRAS.values()), strict=True))
+    for name, outcome in found.items():
+        if "fails" in outcome:
+            problems.append(f"{name} is installed, but {outcome}; reinstall or remove it")
+    return found
+
+
+def _load(package: str, module: str) -> str:
+    version = version_or_none(package)
+    if version == "none":
+        return "not installed"
+    try:
+        command = [sys.executable, "-c", f"import {module}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRA_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{version} fails to load: no answer after {EXTRA_SECONDS} s"
+    if done.returncode == 0:
+        return f"{version} loads"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return f"{version} fails to load: {lines[-1] if lines else f'exit code {done.returncode}'}"
+
+
+def _cache(problems: list[str]) -> dict[str, str]:
+    folder = cache_folder().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        problems.append(f"{folder}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
+        return {"folder": str(folder), "state": str(error.strerror)}
+    if free < MIN_FREE_DISK:
+        problems.append(f"{folder}: only {free / GIB:.1f} GiB are free; set XDG_CACHE_HOME to another disk")
+    return {"folder": str(folder), "file system": _file_system(folder), "free": f"{free / GIB:.0f} GiB"}
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on, as the system mounted it."""
+    with contextlib.suppress(OSError):
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        path = folder.resolve()
+        fitting = [(len(point), kind) for _, point, kind, *_ in mounts if path.is_relative_to(point)]
+        return max(fitting, default=(0, "unknown"))[1]
+    return "unknown"
+
+
+def _data_engine(shards: Path, config: Config) -> dict[str, str]:
+    """Prepares Python's own documentation, and loads batches of it."""
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode(errors="ignore")
+    source, vocab = shards.parent / "text.txt", shards.parent / "vocab.txt"
+    with contextlib.redirect_stderr(io.StringIO()):
+        source.write_bytes(text)
+        train_vocab([str(source)], out=vocab, size=4096, lowercase=True)
+        source.write_bytes((text + b"\n\n") * (TEXT_BYTES // len(text)))
+        start = time.perf_counter()
+        prepare([str(source)], vocab=vocab, out=shards, lowercase=True, strip_accents=False)
+        prepared = time.perf_counter() - start
+    loader = BatchLoader.from_config(config, corpus=str(shards), batch_size=64, epochs=1)
+    start, num_tokens = time.perf_counter(), Corpus(shards).num_tokens
+    num_rows = sum(batch.num_rows for batch in loader)
+    loaded = num_rows * config.data.sequence_length / (time.perf_counter() - start)
+    return {
+        "prepare": f"{num_tokens / prepared / 1e6:.1f} M tokens/s, {source.stat().st_size / prepared / 1e6:.0f} MB/s",
+        "loader": f"{loaded / 1e6:.0f} M tokens/s by {config.data.num_threads} thread(s)",
+    }
+
+
+def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> dict[str, Any]:
+    """Checks kernels, attention backends and executions for a configuration, whatever was found before."""
+    device = choose_device()
+    vocab_size = config.model.vocab_size or 30_522
+    config = config.override({"data.corpus": str(shards), "model.vocab_size": vocab_size}).resolved()
+    settled, _, lines = settle_kernels(resolve_by_rules(config, device), device, run, is_fresh=True)
+    problems += [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+    return {
+        "summary": lines[0],
+        "attention": settled.model.attention,
+        "execution": settled.train.execution,
+        "records": [dataclasses.asdict(each) for each in read_records(run / FILE) if each.implementation != CALLS],
+    }
+
+
+def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a report as lines of text."""
+    software = report["software"]
+    yield ", ".join(f"{name} {version}" for name, version in software.items())
+    yield ", ".join(report["machine"].values())
+    for index, gpu in enumerate(report["gpus"]):
+        yield f"GPU {index}: {', '.join(gpu.values())}"
+    if not report["gpus"]:
+        yield "no GPU: runs on the processor, by references and operators of its own"
+    yield "extras: " + "; ".join(f"{name} {outcome}" for name, outcome in report["extras"].items())
+    yield "cache: " + ", ".join(report["cache"].values())
+    yield "data engine: " + ", ".join(f"{name} {speed}" for name, speed in report["data_engine"].items())
+    if "kernels" in report:
+        yield from _kernel_lines(report["kernels"])
+    for problem in report["problems"]:
+        yield f"WRONG: {problem}"
+    yield "nothing is wrong" if not report["problems"] else f"{len(report['problems'])} problem(s)"
+
+
+def _kernel_lines(kernels: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{kernels['summary']}; attention {kernels['attention']}, execution {kernels['execution']}"
+    by_operation: dict[str, list[Record]] = {}
+    for table in kernels["records"]:
+        by_operation.setdefault(table["operation"], []).append(Record(**table))
+    for operation, records in by_operation.items():
+        ran = [each for each in records if each.milliseconds is not None]
+        times = [f"{each.implementation} {each.milliseconds:.3g} ms" for each in ran]
+        wrong = [f"{each.implementation} WRONG" for each in records if each.problem]
+        errors = [each.error for each in ran if each.implementation != REFERENCE and operation != STEP]
+        error = f"; error {max(errors):.2f} of the allowed" if errors else ""
+        yield f"  {operation:<28} {', '.join(times + wrong)}{error}"
