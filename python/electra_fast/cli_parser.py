@@ -307,9 +307,7 @@ def build_parser() -> Parser:
     sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/, or one model")
     sub.add_argument("--out", type=Path, required=True, help="run folder")
 
-    sub = command(
-        "doctor", "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 if it finds a problem"
-    )
+    sub = command("doctor", "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem")
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="check the kernels of this run")
     _add_preset(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object")

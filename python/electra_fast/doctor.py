@@ -26,7 +26,7 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.model.compute import choose_device
-from electra_fast.training.hardware import resolve_by_rules
+from electra_fast.training.hardware import before_kernels
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record
 from electra_fast.training.kernel_choice import FILE, cache_folder, read_records, settle_kernels
 from electra_fast.training.reporting import version_or_none
@@ -193,7 +193,7 @@ def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> di
     device = choose_device()
     vocab_size = config.model.vocab_size or 30_522
     config = config.override({"data.corpus": str(shards), "model.vocab_size": vocab_size}).resolved()
-    settled, _, lines = settle_kernels(resolve_by_rules(config, device), device, run, is_fresh=True)
+    settled, _, lines = settle_kernels(before_kernels(config, device), device, run, is_fresh=True)
     problems += [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
     return {
         "summary": lines[0],
@@ -211,7 +211,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for index, gpu in enumerate(report["gpus"]):
         yield f"GPU {index}: {', '.join(gpu.values())}"
     if not report["gpus"]:
-        yield "no GPU: runs on the processor, by references and operators of its own"
+        yield "no GPU: training and prediction run on the processor"
     yield "extras: " + "; ".join(f"{name} {outcome}" for name, outcome in report["extras"].items())
     yield "cache: " + ", ".join(report["cache"].values())
     yield "data engine: " + ", ".join(f"{name} {speed}" for name, speed in report["data_engine"].items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,8 @@ _RULES: dict[str, Callable[[Config, torch.device], str]] = {
     "model.attention": lambda config, device: choose_compute(config, device).attention,
     "train.execution": lambda config, device: choose_execution(config.train.execution, device, config.train.sharding),
 }
+# On a GPU, decided by `settle_kernels` where kernels are `auto`.
+_BY_CHECK = ("model.attention", "train.execution")
 
 
 def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
@@ -54,9 +56,9 @@ def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
     if device.type == "cpu" and parse_kernels(config.train.kernels)[0] == "triton":
         raise InputError('train.kernels = "triton" needs a GPU, and this is a CPU; set train.kernels = "auto"')
     if device.type == "cuda":
-        config, kernels, messages = settle_kernels(config, device, run.folder)
+        config, kernels, messages = settle_kernels(before_kernels(config, device), device, run.folder)
         lines += messages
-    config = resolve_by_rules(config, device)
+    config = _by_rules(config, device)
     for name, (recorded, chosen) in run.config.differences(config).items():
         if name in run.kept:
             lines.append(f'{name} = auto: {chosen}, as the "{recorded}" recorded in this run cannot run here')
@@ -73,10 +75,15 @@ def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, l
     return run, lines
 
 
-def resolve_by_rules(config: Config, device: torch.device) -> Config:
-    """Resolves `auto` wherever that needs no measurement."""
-    for name, rule in _RULES.items():
-        config = config.override({name: rule(config, device)})
+def before_kernels(config: Config, device: torch.device) -> Config:
+    """Resolves `auto` of all but what a check of kernels decides."""
+    return _by_rules(config, device, [name for name in _RULES if name not in _BY_CHECK])
+
+
+def _by_rules(config: Config, device: torch.device, names: Iterable[str] = ()) -> Config:
+    """Resolves `auto` of some keys, or all, wherever that needs no measurement."""
+    for name in names or _RULES:
+        config = config.override({name: _RULES[name](config, device)})
     return config
 
 
@@ -95,8 +102,10 @@ def _without_impossible(run: Run, device: torch.device) -> Config:
 
 def _advice(run: Run, config: Config, device: torch.device) -> list[str]:
     """Returns a line about kept values that a new run on this device would choose differently."""
-    fresh = resolve_by_rules(config.override(dict.fromkeys(run.kept, AUTO)), device)
-    others = {name: new for name, (_, new) in config.differences(fresh).items() if new != AUTO}
+    fresh = _by_rules(config.override(dict.fromkeys(run.kept, AUTO)), device)
+    measured = _BY_CHECK if device.type == "cuda" and config.train.kernels.startswith(AUTO) else ()
+    differing = config.differences(fresh).items()
+    others = {name: new for name, (_, new) in differing if new != AUTO and name not in measured}
     if not others:
         return []
     kept = ", ".join(f"{name} = {config.value(name)}" for name in others)

@@ -1,0 +1,56 @@
+"""`doctor`: one screen about a machine, and exit code 1 for what is wrong."""
+
+import json
+
+import pytest
+import torch
+
+from electra_fast import doctor
+from electra_fast.cli import main
+from electra_fast.config.config import Config
+from electra_fast.model.compute import choose_device
+from electra_fast.training import kernel_choice
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+
+
+def test_one_screen(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["doctor", "--preset", "tiny"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 24 and lines[-1] == "nothing is wrong"
+    assert lines[0].startswith("electra-fast ") and f"torch {torch.__version__}" in lines[0]
+    assert any(line.startswith("extras: transformers ") and "loads" in line for line in lines)
+    assert any(line.startswith(f"cache: {tmp_path / 'electra-fast'}, ") for line in lines)
+    assert any("prepare" in line and "loader" in line and "M tokens/s" in line for line in lines)
+
+
+def test_problems_are_said_with_remedies(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(doctor, "EXTRAS", {"numpy": "numpy.no_such_module", "no-such-package": "json"})
+    monkeypatch.setattr(doctor, "_driver", lambda: "580.1")
+    monkeypatch.setattr(doctor, "_data_engine", lambda *_: {})
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["extras"]["no-such-package"] == "not installed"
+    gpu, extra, cache = report["problems"]
+    assert gpu.startswith("there is a GPU (driver 580.1), but torch")
+    assert "ModuleNotFoundError: No module named 'numpy.no_such_module'; reinstall" in extra
+    assert cache.startswith(f"{tmp_path}/file/electra-fast: ") and cache.endswith("to a folder that can be written")
+
+
+def test_kernels_are_checked_again_whatever_is_kept(tiny_corpus, tmp_path, monkeypatch):
+    """By the interpreter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["sdpa"])
+    tiny = {"model.num_layers": 1, "data.sequence_length": 8, "train.batch_size": 2, "model.vocab_size": 5000}
+    config, problems = Config.preset("tiny", "modern").override(tiny), []
+    assert choose_device().type == "cpu"
+    first, again = (doctor._kernels(config, tiny_corpus, tmp_path / name, problems) for name in "ab")
+    assert first["summary"].startswith("kernels checked in ") and again["summary"].startswith("kernels checked in ")
+    assert not problems and first["execution"] in ("eager", "graph")
+    lines = list(doctor._kernel_lines(again))
+    (line,) = (each for each in lines if each.startswith("  generator_head:32 "))
+    assert "reference " in line and "kernel " in line and " ms; error 0." in line
+    assert any(each.startswith("  step ") for each in lines)
