@@ -16,7 +16,14 @@ from electra_fast.objectives import objective_of
 from electra_fast.ops import operations as ops
 from electra_fast.training import kernel_choice
 from electra_fast.training.kernel_check import CALLS, REFERENCE, Checker, Record, Request
-from electra_fast.training.kernel_choice import FILE, KernelCheck, agree_on_kernels, parse_kernels, settle_kernels
+from electra_fast.training.kernel_choice import (
+    FILE,
+    KernelCheck,
+    agree_on_kernels,
+    parse_kernels,
+    settle_encoder,
+    settle_kernels,
+)
 
 CPU = torch.device("cpu")
 IDENTITY = {"card": "NVIDIA Test", "torch": "2", "triton": "3"}
@@ -202,3 +209,23 @@ def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):
     assert agree_on_kernels(config, CPU, {"a:8": "kernel"}, tmp_path, World())["a:8"] == REFERENCE
     other.identity = check.identity
     assert agree_on_kernels(config, CPU, {"a:8": "kernel"}, tmp_path, World()) == {"a:8": "kernel"}
+
+
+def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
+    """For fine-tuning and prediction; whatever its vocabulary."""
+    shape = Config.preset("tiny", "modern").override({"model.num_layers": 1, "model.vocab_size": 99}).model
+    asked = []
+    monkeypatch.setattr(kernel_choice, "settle_kernels", lambda *args: asked.append(args) or (args[0], {"*": "x"}, []))
+    compute, _ = settle_encoder(shape, ComputeConfig("varlen", torch.bfloat16), torch.device("cuda"), 512, 3)
+    ((config, _, folder),) = asked
+    assert compute == ComputeConfig("varlen", torch.bfloat16, kernels=(("*", "x"),)) and folder is None
+    assert (config.train.precision, config.model.attention) == ("bf16", "varlen")
+    assert config.data.sequence_length == shape.max_positions and config.train.batch_size == 3
+    told = []
+    request = Request("operations", config, type(objective_of(config)), "cpu", ComputeConfig("sdpa", torch.float32), 3)
+    known = frozenset(
+        (each, name) for each in ("gated_feed_forward:64", "geglu:64") for name in ("reference", "kernel")
+    )
+    Checker(dataclasses.replace(request, known=known), told.append).answer()
+    assert {"layer_norm:64", "rotary_qkv:64"} <= {each.operation for each in told if isinstance(each, Record)}
+    assert not any(isinstance(each, Record) and each.problem for each in told)

@@ -20,6 +20,7 @@ from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import fastest_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, times_text
+from electra_fast.training.kernel_choice import settle_encoder
 
 # Tokens per batch; on a CPU, as many as fit in the caches.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
@@ -44,7 +45,9 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
         seconds = shortest_times({name: partial(run, name) for name in DTYPES})
         chosen = faster_precision(seconds)
         note = f"precision = auto: {chosen} ({len(encoded.ids)} tokens take {times_text(seconds)})"
-    return compute_in(chosen), note
+    rows = (_SAMPLE_LENGTH, BATCH_TOKENS[device.type] // _SAMPLE_LENGTH)
+    compute, lines = settle_encoder(shape, compute_in(chosen), device, *rows)
+    return compute, "; ".join(filter(None, [note, *lines]))
 
 
 def _random_examples(shape: ModelConfig) -> EncodedExamples:

@@ -97,8 +97,9 @@ def evaluate(
     model.limit_vocabulary(mixture.vocab_size)
     rows_per_batch = batch_size or model.config.train.batch_size
     config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
-    # fp32 and the backend that runs everywhere, independent of training.
-    compute = ComputeConfig("sdpa", torch.float32, fastest_matmul(model.config.model, target))
+    # fp32, references, and the backend that runs everywhere, independent of training.
+    kernels = (("*", "reference"),) if target.type == "cuda" else ()
+    compute = ComputeConfig("sdpa", torch.float32, fastest_matmul(model.config.model, target), kernels)
     if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
         config = config.replace({"objective": {"corrective_weight": 0.0}})
     report: dict[str, Number | str]

@@ -57,7 +57,7 @@ class Request:
 
     Args:
         what: "attention", "operations" or "steps".
-        config: The run's, with its corpus.
+        config: The run's, with its corpus; without one, rows are random.
         objective: The class that the configuration names, which may come from outside this package.
         device: Device, such as "cuda:0".
         compute: Dtype and attention backend; `kernels` are the choices by which whole steps run.
@@ -135,8 +135,12 @@ class Checker:
 
     def _pass_rows(self) -> None:
         request = self.request
-        loader = BatchLoader.from_config(request.config, batch_size=request.num_rows, num_threads=1, prefetch=1)
-        self.batch = to_torch(next(loader), device=self.device)
+        if request.config.data.corpus:
+            loader = BatchLoader.from_config(request.config, batch_size=request.num_rows, num_threads=1, prefetch=1)
+            self.batch = to_torch(next(loader), device=self.device)
+        else:
+            batch = random_batch(request.config, request.num_rows)
+            self.batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
         model = Electra(request.config).train()
         _spread(model)
         model.to(self.device)
@@ -366,6 +370,28 @@ def _spread(model: Electra) -> None:
             parameter.mul_(1.5 / (parameter.std() * parameter.shape[-1] ** 0.5).clamp(min=1e-6))
         else:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def random_batch(config: Config, num_rows: int) -> dict[str, Tensor]:
+    """Returns rows of random tokens in two segments each, as `data.loader.to_torch`."""
+    generator, length = torch.Generator().manual_seed(0), config.data.sequence_length
+    num_slots, boundary = max(1, int(config.data.mask_prob * length)), length // 3
+    position_BL = torch.arange(length).expand(num_rows, -1)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator, dtype=torch.int32)
+
+    ends = torch.arange(num_rows)[:, None] * length + torch.tensor([boundary, length])
+    return {
+        "input_ids": integers(config.model.vocab_size, num_rows, length),
+        "token_type_ids": torch.zeros(num_rows, length, dtype=torch.int32),
+        "position_ids": torch.where(position_BL < boundary, position_BL, position_BL - boundary).int(),
+        "segment_ids": (position_BL >= boundary).int() + 1,
+        "cu_seqlens": torch.cat((torch.zeros(1), ends.flatten())).int(),
+        "masked_positions": integers(length, num_rows, num_slots).sort(1)[0],
+        "masked_ids": integers(config.model.vocab_size, num_rows, num_slots),
+        "masked_weights": torch.ones(num_rows, num_slots),
+    }
 
 
 def excess(found: list[Tensor], eager: list[Tensor], truth: list[Tensor]) -> float:

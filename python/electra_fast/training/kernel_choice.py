@@ -28,12 +28,12 @@ import torch
 
 from electra_fast import _data
 from electra_fast.card import card_of, missing_for_triton
-from electra_fast.config.config import AUTO, Config
+from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
-from electra_fast.model.compute import ComputeConfig, available_attention, choose_compute
+from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
 from electra_fast.objectives import objective_of
 from electra_fast.ops.choice import OPERATIONS
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record, Request
@@ -45,6 +45,7 @@ FILE = "kernels.json"
 MAX_TOKENS = 1 << 17
 # Longest time without an answer, and for all answers: beyond it, what is not checked is not used.
 PATIENCE_SECONDS, MAX_SECONDS = 60.0, 240.0
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 # A reference must be faster by more than the noise of a measurement.
 NOISE = 1.03
 
@@ -334,14 +335,14 @@ def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
 
 
 def settle_kernels(
-    config: Config, device: torch.device, folder: Path, *, is_fresh: bool = False
+    config: Config, device: torch.device, folder: Path | None, *, is_fresh: bool = False
 ) -> tuple[Config, dict[str, str], list[str]]:
     """Chooses the kernels of a run on a GPU, and its attention backend and execution where they are `auto`.
 
     Args:
         config: The run's configuration; its precision and `train.accumulate` are resolved.
         device: The GPU; a CPU is for tests, where Triton's interpreter runs the kernels.
-        folder: The run's folder, whose kernels.json is read and written.
+        folder: The run's folder, whose kernels.json is read and written; None for the user's cache alone.
         is_fresh: Check again what is in the user's cache.
 
     Returns the configuration, the kernels (`ops.use_choices`), and messages. Raises ValueError if a requested kernel or
@@ -359,7 +360,7 @@ def settle_kernels(
         return config, {"*": REFERENCE} | given, []
     check = KernelCheck(identity_of(config, device))
     cache = cache_folder() / f"{check.digest}.json"
-    if not check.read(folder / FILE) and not is_fresh:
+    if not (folder and check.read(folder / FILE)) and not is_fresh:
         check.read(cache)
     known, start = list(check.answered), time.perf_counter()
     with Checking(check, config, device, choose_compute(config, device)) as checking:
@@ -374,12 +375,47 @@ def settle_kernels(
     if check.failure:
         return config, {"*": REFERENCE}, list(check.lines(""))
     # Problems may be of this moment: another run looks again.
-    places = [folder / FILE] if any(each.problem for each in check.records.values()) else [cache, folder / FILE]
-    for path in places:
+    has_problems = any(each.problem for each in check.records.values())
+    for path in (*([] if has_problems else [cache]), *([folder / FILE] if folder else [])):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, check.text())
     when = f"in {time.perf_counter() - start:.0f} s" if check.answered != known else "before"
     return config, kernels, [f"no kernels of Triton: {missing}"] if missing else list(check.lines(when))
+
+
+def settle_encoder(
+    shape: ModelConfig, compute: ComputeConfig, device: torch.device, length: int, num_rows: int
+) -> tuple[ComputeConfig, list[str]]:
+    """Chooses the kernels of an encoder outside of pre-training, and checks its attention backend, on a GPU.
+
+    Args:
+        shape: The encoder's sizes.
+        compute: Its dtype and attention backend; returned with the kernels.
+        device: The GPU.
+        length: Tokens of the rows to check with.
+        num_rows: Their number.
+
+    Returns messages too, on a CPU none. Raises ValueError if the attention backend is wrong.
+    """
+    if device.type != "cuda":
+        return compute, []
+    names = [each.name for each in dataclasses.fields(ModelConfig)]
+    keys = {name: getattr(shape, name) for name in names} | {"vocab_size": 1024, "attention": compute.attention}
+    config = (
+        Config()
+        .with_objective("mlm")
+        .replace(
+            {
+                "model": keys,
+                "data": {"sequence_length": min(length, shape.max_positions)},
+                "train": {"batch_size": num_rows, "accumulate": 1, "execution": "eager"},
+            }
+        )
+    )
+    config = config.override({"train.precision": PRECISIONS[compute.dtype]})
+    _, kernels, lines = settle_kernels(config, device, None)
+    new = [line for line in lines if not line.startswith("kernels checked before")]
+    return dataclasses.replace(compute, kernels=tuple(kernels.items())), new
 
 
 def _settle_attention(checking: Checking, config: Config, device: torch.device, *, has_kernels: bool) -> Config:

@@ -32,6 +32,7 @@ from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.model.compute import DTYPES, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, threads_of, times_text
+from electra_fast.training.kernel_choice import settle_encoder
 from electra_fast.training.step_processes import max_processes
 
 # Keys that may change between sessions: they affect at most a result's rounding.
@@ -175,7 +176,10 @@ def make_job(
     num_processes = 1 if task_type.needs_whole_batch else min(max_processes(device), settings.batch_size)
     chosen = _recorded_hardware(folder, device)
     work = _work(task, settings, encoder, device, chosen)
-    job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes)
+    rows = (settings.sequence_length, settings.batch_size)
+    compute, notes = settle_encoder(work.shape, work.compute, device, *rows)
+    work = work.computing(kernels=compute.kernels)
+    job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes, tuple(notes))
     return job if chosen else _measured(job)
 
 
@@ -192,7 +196,7 @@ def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
 
 def _measured(job: Job) -> Job:
     """Returns the job with the library of fp32 products, then the precision, that train its first examples faster."""
-    settings, notes, work = job.config, [], job.work
+    settings, notes, work = job.config, list(job.notes), job.work
     with threads_of(job.num_processes):
         if choose_matmul(settings.matmul, job.device) == AUTO:
             products = measure_matmul(work.shape, _num_tokens(job) // job.num_processes)
