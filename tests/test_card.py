@@ -10,8 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from electra_fast.card import Card, missing_for_triton
+from electra_fast.model import compute
+from electra_fast.model.compute import choose_precision
 
 # Name, capability, AMD's architecture; then architecture, and the peaks in TFLOP/s in bf16, fp16 and fp32.
 CARDS: list[tuple[str, tuple[int, int], str, str, Any]] = [
@@ -41,10 +44,9 @@ CARDS: list[tuple[str, tuple[int, int], str, str, Any]] = [
     ("AMD Instinct MI300X", (9, 4), "gfx942", "gfx942", (1307, 1307, 163.4)),
     ("AMD Instinct MI100", (9, 0), "gfx908", "gfx908", None),
 ]
-
-
-def card(name: str, capability: tuple[int, int], gfx: str) -> Card:
-    return Card(name, capability, is_rocm=bool(gfx), gfx=gfx)
+# Those that only fp32 is fast on, or that nobody has claimed otherwise of.
+SLOW = ("P100-PCIE-16GB", "MI100")
+CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +60,16 @@ def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "capability", "gfx", "architecture", "peaks"), CARDS, ids=[row[0] for row in CARDS])
-def test_a_card(name: str, capability: tuple[int, int], gfx: str, architecture: str, peaks: Any) -> None:
-    found = card(name, capability, gfx)
+def test_a_card(
+    name: str, capability: tuple[int, int], gfx: str, architecture: str, peaks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Card(name, capability, is_rocm=bool(gfx), gfx=gfx)
     assert found.architecture == architecture and found.is_hopper == (architecture == "Hopper")
     expected = [None if peak is None else pytest.approx(peak * 1e12) for peak in peaks or [None] * 3]
     assert [found.peak_flops(precision) for precision in ("bf16", "fp16", "fp32")] == expected
+    monkeypatch.setattr(compute, "card_of", lambda _: found)
+    precision = "fp16" if architecture in ("Volta", "Turing") else "fp32" if name.endswith(SLOW) else "bf16"
+    assert choose_precision("auto", CUDA) == precision and choose_precision("fp32", CUDA) == "fp32"
     assert (missing_for_triton(found) is None) == (architecture not in ("", "Volta"))
 
 

@@ -249,9 +249,10 @@ def build_parser() -> Parser:
     )
     sub.add_argument(
         "--precision",
-        choices=("auto", "fp32", "bf16"),
+        choices=("auto", "fp32", "fp16", "bf16"),
         default="auto",
-        help="dtype of activations; auto: bf16 on CUDA, the faster one in a short test on a CPU",
+        help="dtype of activations; auto: bf16 on CUDA, or fp16 before Ampere, the faster of fp32 and bf16 in a short "
+        "test on a CPU",
     )
     sub.add_argument("--out", type=Path, help="output file (default: standard output)")
     _add_text(sub)

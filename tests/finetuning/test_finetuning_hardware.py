@@ -5,17 +5,22 @@ import json
 import in_process
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from test_finetuning import model_bytes
 from tiny_task import QUICK, sentences
 
 import electra_fast as ef
+from electra_fast.errors import Diverged
 from electra_fast.finetuning import inference
 from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.finetuning.tasks.classification import SequenceClassifier
 from electra_fast.finetuning.training import job as job_module
-from electra_fast.finetuning.training.step import TaskBackward
+from electra_fast.finetuning.training import step as step_module
+from electra_fast.finetuning.training.step import FinetuneStep, TaskBackward
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement, fastest_matmul
+from electra_fast.training import loss_scaling
+from electra_fast.training.loss_scaling import LossScaler
 
 AUTO = {"finetune.precision": "auto", "finetune.matmul": "auto"}
 TEXTS = [text for text, _ in sentences(12, 5)]
@@ -113,6 +118,32 @@ class TestFinetuning:
         (note,) = job.notes
         assert note.startswith(f"finetune.precision = auto: {job.hardware['precision']} (a part of a step takes ")
         assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+    def test_fp16_trains_by_scaled_losses(self, finetune, finetuned, tmp_path, monkeypatch):
+        """As without a scale, to the bit, where nothing is rounded to fp16."""
+        assert finetune(tmp_path / "fp16", **{"finetune.precision": "fp16"})["precision"] == "fp16"
+        monkeypatch.setattr(step_module, "loss_scaler", lambda _, device: LossScaler(device))
+        finetune(tmp_path / "fp32", **QUICK)
+        models, (name,) = model_bytes(finetuned[0]), model_bytes(tmp_path / "fp32")
+        assert model_bytes(tmp_path / "fp32") == {name: models[name]}
+        found, exact = (safetensors.torch.load(model_bytes(each)[name]) for each in (tmp_path / "fp16", finetuned[0]))
+        for weight in exact:
+            torch.testing.assert_close(found[weight], exact[weight], atol=5e-4, rtol=0)
+
+    def test_fp16_that_always_overflows_diverges(self, finetune, tmp_path, monkeypatch):
+        monkeypatch.setattr(loss_scaling, "INITIAL_SCALE", 1.0)
+        monkeypatch.setattr(step_module, "global_norm", lambda _: torch.tensor(torch.inf))
+        with pytest.raises(Diverged, match="the loss or its gradient became nan or infinite in steps 1-"):
+            finetune(tmp_path, **{"finetune.precision": "fp16"})
+
+    def test_a_checkpoint_has_the_loss_scale(self, job_of):
+        work = job_of("stsb", **{"finetune.precision": "fp16"}).work
+        step, other = (FinetuneStep(work.model(), work) for _ in range(2))
+        step.scaler.judge(torch.tensor(torch.inf))
+        other.load_state_dict({name: tensor.clone() for name, tensor in step.state_dict().items()})
+        assert float(other.scaler.scale) == loss_scaling.INITIAL_SCALE / 2
+        other.reset()
+        assert float(other.scaler.scale) == loss_scaling.INITIAL_SCALE
 
 
 class TestPrediction:

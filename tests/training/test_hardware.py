@@ -181,11 +181,6 @@ class TestRules:
         assert choose_precision(AUTO, CPU) == AUTO
         assert choose_compute(auto_config(), CPU).dtype == torch.float32
 
-    @pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp32")])
-    def test_cuda_takes_bf16_where_it_has_it(self, monkeypatch, has_bf16, expected):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-        assert choose_precision(AUTO, torch.device("cuda")) == expected
-
 
 class TestResume:
     def test_the_same_command_keeps_what_was_chosen(self, whole_run, run, validation_corpus, timed, capsys):

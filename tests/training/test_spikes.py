@@ -10,7 +10,8 @@ from electra_fast.config.config import OptimizerConfig
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.parallel_step import create_step
-from electra_fast.training.spikes import SIGMAS, WINDOW, SpikeGuard, split_state
+from electra_fast.training.run_tensors import split_state
+from electra_fast.training.spikes import SIGMAS, WINDOW, SpikeGuard
 
 CPU = torch.device("cpu")
 USUAL = [False, False]
@@ -87,7 +88,8 @@ def test_a_restored_guard_judges_alike():
     judged(guard, [torch.full((2,), torch.nan)])
     own, spikes = split_state({**guard.state_dict(), "exp_avg.x": torch.ones(1)})
     other = SpikeGuard(CPU)
-    other.load_state_dict({name: tensor.clone() for name, tensor in spikes.items()})
+    for name, tensor in other.state_dict().items():
+        tensor.copy_(spikes[name])
     assert own.keys() == {"exp_avg.x"}
     more = values(300, seed=1)
     more[::50] *= 3

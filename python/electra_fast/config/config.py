@@ -224,8 +224,10 @@ class TrainConfig(Section):
     batch_size: int = config_key(128, "rows per step, over all ranks", low=1, high=1 << 20)
     accumulate: int = config_key(1, "micro-batches per step and rank", low=1)
     seed: int = config_key(0, "random seed", low=0, high=2**63 - 1)
-    precision: Literal["auto", "fp32", "bf16"] = config_key(
-        "auto", "dtype of activations; auto: bf16 on CUDA, the faster one in a short test on a CPU"
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = config_key(
+        "auto",
+        "dtype of activations (fp16: with dynamic loss scaling); auto: bf16 on CUDA, or fp16 before Ampere, the faster "
+        "of fp32 and bf16 in a short test on a CPU",
     )
     matmul: Literal["auto", "default", "onednn"] = config_key(
         "auto", "library for fp32 matmul on a CPU: torch's default or oneDNN; auto: the faster one in a short test"

@@ -61,8 +61,10 @@ class FinetuneSection(Section):
     answerable_weight: float = config_key(
         0.5, "weight of the loss of the classifier of unanswerable questions (head google)", low=0
     )
-    precision: Literal["auto", "fp32", "bf16"] = config_key(
-        "auto", "dtype of activations; auto: bf16 on CUDA, the faster of the two on a CPU, by a short measurement"
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = config_key(
+        "auto",
+        "dtype of activations (fp16: with dynamic loss scaling); auto: bf16 on CUDA, or fp16 before Ampere, the faster "
+        "of fp32 and bf16 on a CPU, by a short measurement",
     )
     matmul: Literal["auto", "default", "onednn"] = config_key(
         "auto", "library for fp32 matrix products on a CPU; auto: the faster, by a short measurement"

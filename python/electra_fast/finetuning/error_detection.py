@@ -56,7 +56,7 @@ class ErrorDetector(ExampleReader):
         sequence_length: Tokens per input, [CLS] and [SEP] included; longer texts are read in chunks that overlap by
             half.
         threshold: Probability from which a word counts as an error, 0 to 1.
-        precision: Precision of the activations, `fp32` or `bf16`; by default the faster one.
+        precision: Precision of the activations, `fp32`, `fp16` or `bf16`; by default the faster one.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from electra_fast.config.config import AUTO, ModelConfig
 from electra_fast.finetuning.batches import PackedBatch, pack
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
-from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision, resolve_compute, use_compute
+from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import fastest_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, times_text
 from electra_fast.training.kernel_choice import settle_encoder
@@ -42,7 +42,7 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
         def run(name: str) -> None:
             collections.deque(_batches(model, encoded, compute_in(name)), maxlen=0)
 
-        seconds = shortest_times({name: partial(run, name) for name in DTYPES})
+        seconds = shortest_times({name: partial(run, name) for name in CPU_PRECISIONS})
         chosen = faster_precision(seconds)
         note = f"precision = auto: {chosen} ({len(encoded.ids)} tokens take {times_text(seconds)})"
     rows = (_SAMPLE_LENGTH, BATCH_TOKENS[device.type] // _SAMPLE_LENGTH)

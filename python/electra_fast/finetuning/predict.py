@@ -47,7 +47,7 @@ class FinetunedModel:
         finetuned: The model as read from its folder.
         tokenizer: The folder's tokenizer.
         device: The device.
-        precision: Precision of the activations, `fp32` or `bf16`; by default the faster one.
+        precision: Precision of the activations, `fp32`, `fp16` or `bf16`; by default the faster one.
     """
 
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:

@@ -10,14 +10,17 @@ from typing import Literal
 
 import torch
 
+from electra_fast.card import card_of
 from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.model.attention import FLASH, MAX_SHORT_HEAD, MAX_SHORT_ROW, WITH_DROPOUT
 from electra_fast.model.matmul import DEFAULT, choose_matmul, use_matmul
 from electra_fast.ops.choice import use_choices
 
-Precision = Literal["auto", "fp32", "bf16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Precision = Literal["auto", "fp32", "fp16", "bf16"]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Those of which a measurement finds the faster one on a CPU.
+CPU_PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,16 @@ def resolve_compute(
 
 
 def choose_precision(requested: str, device: torch.device) -> str:
-    """Resolves `auto` to bf16 on a CUDA device that supports it, and to fp32 on any device that does not.
+    """Resolves `auto`: on a GPU to bf16 if the hardware multiplies it, else to fp16 if that is faster than fp32.
 
-    Returns `auto` for a CPU with bf16 instructions: on some they are faster than fp32, on others slower.
+    Otherwise to fp32, but for a CPU with bf16 instructions, which on some are faster than fp32, on others slower: for
+    those, returns `auto`.
     """
     if requested != AUTO:
         return requested
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        card = card_of(device)
+        return "bf16" if card.has_bf16 else "fp16" if card.has_fp16_tensor_cores else "fp32"
     capabilities = torch.cpu.get_capabilities()
     return AUTO if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 

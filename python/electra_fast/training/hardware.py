@@ -13,7 +13,7 @@ import torch
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.errors import InputError
-from electra_fast.model.compute import DTYPES, choose_compute, choose_precision
+from electra_fast.model.compute import CPU_PRECISIONS, choose_compute, choose_precision
 from electra_fast.model.matmul import MatmulMeasurement, choose_matmul, measure_matmul, seconds_of, use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
@@ -160,7 +160,7 @@ def measure(config: Config) -> Measurement:
     num_rows = _num_rows(config, num_processes)
     with torch.random.fork_rng(devices=[]), threads_of(num_processes), use_matmul(choose_compute(config, CPU).matmul):
         run_pass = _training_pass(config, num_rows)
-        seconds = shortest_times({name: partial(run_pass, name) for name in DTYPES})
+        seconds = shortest_times({name: partial(run_pass, name) for name in CPU_PRECISIONS})
     return Measurement(num_rows, config.data.sequence_length, seconds)
 
 

@@ -22,6 +22,7 @@ from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training.division import Division
 from electra_fast.training.gradient_buffer import GradientBuffer
+from electra_fast.training.loss_scaling import discard, loss_scaler
 from electra_fast.training.spikes import SpikeGuard
 from electra_fast.training.step import GRAD_NORM, SKIPPED, Backward, OneDeviceStep, TrainStep, add_totals
 from electra_fast.training.step_processes import StepProcesses, Work, choose_num_processes
@@ -82,6 +83,8 @@ class _RanksStep(TrainStep):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.spikes = SpikeGuard(self.device) if self.config.train.skip_spikes else None
+        self.scaler = loss_scaler(self.backward.compute, self.device)
+        self.backward.loss_scale = None if self.scaler is None else self.scaler.scale
         self._step_vector = torch.zeros_like(self._totals_vector)
         self._step_totals = dict(zip(self._totals, self._step_vector.unbind(), strict=True))
 
@@ -89,6 +92,11 @@ class _RanksStep(TrainStep):
         super()._set_stage(stage)
         if self.spikes is not None:
             self.spikes.reset()
+
+    def _judge(self, loss: Tensor, norm: Tensor) -> Tensor | None:
+        """Returns 1 if the step must be skipped, else 0; None if none ever is."""
+        has_overflowed = None if self.scaler is None else self.scaler.judge(norm)
+        return has_overflowed if self.spikes is None else self.spikes.judge(loss, norm, has_overflowed)
 
     def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
         """Adds the step's totals to those of the log window, unless it was skipped."""
@@ -105,7 +113,7 @@ class DataParallelStep(_RanksStep):
     """The step of ranks that each hold the whole model and compute gradients of their own rows.
 
     Collectives run between CUDA graphs, where NCCL's watchdog can see them, unless `train.capture_collectives`. It is
-    also the step of one rank with `train.reduce = "exact"` or `train.skip_spikes`.
+    also the step of one rank with `train.reduce = "exact"`, `train.skip_spikes` or fp16.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -127,9 +135,12 @@ class DataParallelStep(_RanksStep):
         buffer.sum_groups()
         self._communicate(self._end_own_work, buffer.reduce)
         buffer.hand_over()
-        norm, skipped = global_norm(optimizer.gradients().values()), None
-        if self.spikes is not None:
-            skipped = self.spikes.judge(buffer.loss, norm)
+        gradients = list(optimizer.gradients().values())
+        if self.scaler is not None:
+            self.scaler.unscale(gradients)
+        norm = global_norm(gradients)
+        skipped = self._judge(buffer.loss, norm)
+        if skipped is not None:
             buffer.discard(skipped)
         optimizer.update(norm, skipped)  # clips and updates, up to Muon's matrices of other ranks
         if optimizer.rule.exchanges:
@@ -199,11 +210,13 @@ class ShardedStep(_RanksStep):
             add_totals(totals, self._step_totals)
             shards.take_gradients()
             gradients = list(optimizer.gradients().values())
-            loss, norm, skipped = self.backward.loss, shards.global_norm(gradients), None
+            if self.scaler is not None:
+                self.scaler.unscale(gradients)
+            loss, norm = self.backward.loss, shards.global_norm(gradients)
             self.world.all_reduce(loss)
-            if self.spikes is not None:
-                skipped = self.spikes.judge(loss, norm)
-                torch._foreach_copy_(gradients, [torch.where(skipped > 0, 0.0, each) for each in gradients])
+            skipped = self._judge(loss, norm)
+            if skipped is not None:
+                discard(gradients, skipped)
             optimizer.step(norm, skipped)  # clips and updates
         self._count(norm, skipped)
 
@@ -240,7 +253,7 @@ def create_step(
     """
     world, train = world or World(), config.train
     device, is_alone = next(model.parameters()).device, world.size == 1 and train.reduce == "fast"
-    is_plain = is_alone and not train.skip_spikes and shards is None
+    is_plain = is_alone and not train.skip_spikes and compute.dtype != torch.float16 and shards is None
     if num_processes is None:
         num_processes = choose_num_processes(config, device) if is_plain else 1
     division = Division.of(train, world.rank, world.size, num_processes)

@@ -6,6 +6,7 @@ this rank needs access to the run's folder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,27 +16,27 @@ from electra_fast import checkpoint
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.optimizers.shards import Shards
-from electra_fast.training.spikes import SpikeGuard, split_state
+from electra_fast.training import loss_scaling, spikes
 from electra_fast.training.world import World
 
 _Tensors = dict[str, Tensor]
 
 
 class RunTensors:
-    """The tensors of model, optimizer and spike guard that a checkpoint has.
+    """The tensors of model, optimizer and step that a checkpoint has.
 
     Args:
         model: The model, whole or sharded.
         optimizer: Its optimizer.
-        spikes: The spike guard, if any.
+        step: The step's own tensors (`TrainStep.state_dict`).
         world: The ranks, which must all make the same calls.
         shards: The shards of a sharded model.
     """
 
     def __init__(
-        self, model: Electra, optimizer: Optimizer, spikes: SpikeGuard | None, world: World, shards: Shards | None
+        self, model: Electra, optimizer: Optimizer, step: Mapping[str, Tensor], world: World, shards: Shards | None
     ) -> None:
-        self._model, self._optimizer, self._spikes = model, optimizer, spikes
+        self._model, self._optimizer, self._step = model, optimizer, step
         self._world, self._shards = world, shards
 
     def collect(self) -> tuple[_Tensors, _Tensors]:
@@ -76,7 +77,7 @@ class RunTensors:
             model |= self._shards.parameters
         optimizer = self._optimizer.state_dict()
         del optimizer["num_updates"]
-        return model, optimizer | ({} if self._spikes is None else self._spikes.state_dict())
+        return model, optimizer | dict(self._step)
 
     def _sharded(self, tensors: _Tensors) -> dict[str, str]:
         """Maps the names of sharded tensors to those of their parameters."""
@@ -90,7 +91,13 @@ class RunTensors:
         model |= checkpoint.read_parameters(self._model, directory)
         if not has_optimizer:
             return 0
-        own, spikes = split_state(checkpoint.read_tensors(directory / "optimizer.safetensors"))
+        own, step = split_state(checkpoint.read_tensors(directory / "optimizer.safetensors"))
         self._optimizer.check_state(own)
-        optimizer |= own | (spikes if self._spikes is not None else {})
+        optimizer |= own | {name: tensor for name, tensor in step.items() if name in self._step}
         return int(optimizer.pop("num_updates"))
+
+
+def split_state(state: _Tensors) -> tuple[_Tensors, _Tensors]:
+    """Splits the tensors of optimizer.safetensors into the optimizer's and those of spike guard and loss scaler."""
+    step = {name: tensor for name, tensor in state.items() if name.startswith((spikes.PREFIX, loss_scaling.PREFIX))}
+    return {name: tensor for name, tensor in state.items() if name not in step}, step

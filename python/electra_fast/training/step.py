@@ -30,6 +30,7 @@ from electra_fast.optimizers.optimizer import Optimizer, lr_scale
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.division import Division
 from electra_fast.training.graphs import GraphRunner, Preparation
+from electra_fast.training.loss_scaling import LossScaler
 from electra_fast.training.spikes import SpikeGuard
 from electra_fast.training.step_processes import GradientComputation
 from electra_fast.training.world import World
@@ -68,10 +69,11 @@ class Backward(GradientComputation):
         wrap: Wraps an objective's forward pass of a sharded model.
 
     `denominators` are the divisors of the step's losses, fp64 on the device, in the order of the objective's names.
-    `loss` is the loss of the last `run`, an fp32 scalar.
+    `loss` is the loss of the last `run`, an fp32 scalar. `loss_scale` multiplies all gradients, if it is set.
     """
 
     model: Electra
+    loss_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -167,7 +169,7 @@ class Backward(GradientComputation):
             for part in self._own_parts[group]:
                 key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
                 output = self._forward(self.model, MicroBatch(batches[part], self.compute, key, denominators))
-                output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                output.loss.backward(self.loss_scale)  # type: ignore[no-untyped-call]  # torch's own
                 self.loss += output.loss.detach()
                 totals.append(output.totals)
         return totals
@@ -182,10 +184,11 @@ class TrainStep(ABC):
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `graphs.captures` lists the captures of CUDA graphs: a second one means that a batch
     did not fit the first one's tensors, or that another stage of the objective began. `compilations` has one entry per
-    stage. `spikes` recognizes the steps to skip, if there are to be any.
+    stage. `spikes` recognizes the steps to skip, if there are to be any; `scaler` scales the losses of fp16.
     """
 
     spikes: SpikeGuard | None = None
+    scaler: LossScaler | None = None
 
     def __init__(
         self, model: Electra, optimizer: Optimizer, config: Config, backward: Backward, world: World, execution: str
@@ -308,6 +311,11 @@ class TrainStep(ABC):
         Call it after `read_totals`, which waits for the device; 0 on a CPU.
         """
         return 0.0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the tensors of spike guard and loss scaler for a checkpoint by name; not copied."""
+        guards = [each.state_dict() for each in (self.spikes, self.scaler) if each is not None]
+        return {name: tensor for tensors in guards for name, tensor in tensors.items()}
 
     def synchronize(self) -> None:
         """Waits for the device, and makes what is done next on the caller's stream see the steps taken."""

@@ -90,7 +90,7 @@ class Trainer:
             self.train_step = create_step(
                 self.model, self.optimizer, self.config, self.compute, execution, world=world, shards=shards, wrap=wrap
             )
-        self.tensors = RunTensors(self.model, self.optimizer, self.train_step.spikes, world, shards)
+        self.tensors = RunTensors(self.model, self.optimizer, self.train_step.state_dict(), world, shards)
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
         self.num_captures, self.num_compilations = 0, 0
@@ -236,6 +236,8 @@ class Trainer:
         if bad or (spikes is not None and in_a_row > most):
             what = f"{' and '.join(bad)} became nan or infinite" if bad else f"{in_a_row} spikes came in a row"
             self._end_diverged(f"{what} in {self._window_steps()}")
+        if self.train_step.scaler is not None and self.train_step.scaler.has_failed():
+            self._end_diverged(f"the gradients overflow fp16 without loss scaling in {self._window_steps()}")
 
     def _check_loss(self) -> None:
         window, objective = self.state.log_window, self.stage.objective
@@ -318,8 +320,10 @@ class Trainer:
         if not self.mixture.is_single:
             passes = (round(each, 6) for each in self.loader.passes())
             record["epochs"] = dict(zip(self.mixture.names(), passes, strict=True))
-        if self.config.train.skip_spikes:
+        if self.train_step.spikes is not None or self.train_step.scaler is not None:
             record["skipped_steps"] = window.steps - num_taken
+        if self.train_step.scaler is not None:
+            record["loss_scale"] = float(self.train_step.scaler.scale)
         if self.world.size > 1:
             rank, seconds = slowest(self.rank_seconds)
             record |= {"slowest_rank": rank, "slowest_rank_seconds": seconds / (state.step - self.first_timed)}

@@ -29,7 +29,7 @@ from electra_fast.finetuning.tasks.task_type import Features, TaskType
 from electra_fast.finetuning.training.results import named_scores
 from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
 from electra_fast.huggingface.encoder import PretrainedEncoder
-from electra_fast.model.compute import DTYPES, choose_precision, resolve_compute, use_compute
+from electra_fast.model.compute import CPU_PRECISIONS, DTYPES, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.kernel_choice import settle_encoder
@@ -173,9 +173,10 @@ def make_job(
     tokenizer = Tokenizer(encoder.tokenizer)
     training_set = task_type.training_set(tokenizer, task, data.train, settings)
     splits = {split.name: task_type.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
-    num_processes = 1 if task_type.needs_whole_batch else min(max_processes(device), settings.batch_size)
     chosen = _recorded_hardware(folder, device)
     work = _work(task, settings, encoder, device, chosen)
+    is_alone = task_type.needs_whole_batch or work.compute.dtype == torch.float16  # which scales the whole gradient
+    num_processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
     rows = (settings.sequence_length, settings.batch_size)
     compute, notes = settle_encoder(work.shape, work.compute, device, *rows)
     work = work.computing(kernels=compute.kernels)
@@ -227,8 +228,8 @@ def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
         model.load_encoder(job.encoder.state)
         model.initialize_head(0)
         passes = {}
-        for name, dtype in DTYPES.items():
-            backward = TaskBackward(model, dataclasses.replace(work.compute, dtype=dtype))
+        for name in CPU_PRECISIONS:
+            backward = TaskBackward(model, dataclasses.replace(work.compute, dtype=DTYPES[name]))
             backward.load(batch, 0)
             passes[name] = backward.run
         return shortest_times(passes)

@@ -98,7 +98,7 @@ class SeedRun:
         self.order = batches.training_order(job.config, len(job.examples), seed)
         self.model.load_encoder(job.encoder.state)
         self.model.initialize_head(seed)
-        step.optimizer.reset()
+        step.reset()
         self.state, self._totals = SeedState(), torch.zeros(2, dtype=torch.float64, device=job.device)
         self.warnings: list[str] = []
         """Damage found in checkpoints of an earlier session."""
@@ -145,7 +145,7 @@ class SeedRun:
         loss, norm = self._totals.tolist()
         self._totals.zero_()
         state.window_loss, state.window_norm = state.window_loss + loss, state.window_norm + norm
-        if not math.isfinite(loss + norm):
+        if not math.isfinite(loss + norm) or (self.step.scaler is not None and self.step.scaler.has_failed()):
             raise Diverged(
                 f"{self.folder}: the loss or its gradient became nan or infinite in steps "
                 f"{state.step - state.window_steps + 1}-{state.step}; start again in another --out with a lower "
@@ -170,7 +170,7 @@ class SeedRun:
 
         def write(folder: Path) -> None:
             write_tensors(dict(self.model.named_parameters()), folder / "model.safetensors")
-            write_tensors(self.step.optimizer.state_dict(), folder / "optimizer.safetensors")
+            write_tensors(self.step.state_dict(), folder / "optimizer.safetensors")
             checkpoint_folder.seal(folder, self.state)
 
         self._replace(checkpoint_folder.path_of(self.folder, self.state.step), write)
@@ -187,7 +187,7 @@ class SeedRun:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(stored[name])
-        self.step.optimizer.load_state_dict(read_tensors(directory / "optimizer.safetensors"))
+        self.step.load_state_dict(read_tensors(directory / "optimizer.safetensors"))
 
     def finish(self, stop: StopRequest) -> dict[str, Any]:
         """Predicts and scores with the trained model, writes everything, and returns the content of result.json.

@@ -18,9 +18,11 @@ from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives.objective import RngKey, seed_generator
 from electra_fast.ops.operations import WeightCasts
-from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.graphs import GraphRunner
+from electra_fast.training.loss_scaling import discard, loss_scaler
+from electra_fast.training.run_tensors import split_state
 from electra_fast.training.step_processes import GradientComputation, StepProcesses, Work
 
 
@@ -55,9 +57,12 @@ class TaskBackward(GradientComputation):
         model: On its device, in training mode.
         compute: Attention backend and activation dtype.
         rank: The process' number.
+
+    `loss_scale` multiplies all gradients, if it is set.
     """
 
     model: TaskModel
+    loss_scale: Tensor | None = None
 
     def __init__(self, model: TaskModel, compute: ComputeConfig, rank: int = 0) -> None:
         self.model, self._compute, self._rank = model, compute, rank
@@ -83,7 +88,7 @@ class TaskBackward(GradientComputation):
         with self._casts.current():
             losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
             loss = (losses * batch.weights).sum()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            loss.backward(self.loss_scale)  # type: ignore[no-untyped-call]  # torch's own
         return [{"loss": loss.detach()}]
 
 
@@ -137,6 +142,8 @@ class FinetuneStep:
         self.model = model
         self.optimizer = work.optimizer(model)
         self._backward = TaskBackward(model, work.compute)
+        self.scaler = loss_scaler(work.compute, device)
+        self._backward.loss_scale = None if self.scaler is None else self.scaler.scale
         self._processes: StepProcesses | None = None
         if num_processes > 1:
             self._processes = StepProcesses(self._backward, self.optimizer, work, num_processes)
@@ -171,10 +178,39 @@ class FinetuneStep:
         """Runs forward, backward and update on the loaded batch: everything that a graph captures."""
         if self._processes is None:
             self.optimizer.zero_grad()
-            totals, norm = self._backward.run(), self.optimizer.step()
+            totals, norm = self._backward.run(), self._update()
         else:
             totals, norm = self._processes.run()
         return sum((each["loss"] for each in totals), torch.zeros((), device=norm.device)), norm
+
+    def _update(self) -> Tensor:
+        """Clips and updates; returns the gradient norm, 0 if fp16's gradients have overflowed and nothing changes."""
+        if self.scaler is None:
+            return self.optimizer.step()
+        gradients = list(self.optimizer.gradients().values())
+        self.scaler.unscale(gradients)
+        norm = global_norm(gradients)
+        skipped = self.scaler.judge(norm)
+        discard(gradients, skipped)
+        self.optimizer.step(norm, skipped)
+        return torch.where(skipped > 0, 0.0, norm)
+
+    def reset(self) -> None:
+        """Starts another training."""
+        self.optimizer.reset()
+        if self.scaler is not None:
+            self.scaler.reset()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the tensors of optimizer and loss scaler for a checkpoint by name; not copied."""
+        return self.optimizer.state_dict() | ({} if self.scaler is None else self.scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores a state of `state_dict`, also of another precision. Raises ValueError if it is of another model."""
+        own, scaling = split_state(state)
+        self.optimizer.load_state_dict(own)
+        for name, tensor in ({} if self.scaler is None else self.scaler.state_dict()).items():
+            tensor.copy_(scaling.get(name, tensor))
 
     def close(self) -> None:
         """Stops the helper processes."""

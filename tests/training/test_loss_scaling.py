@@ -1,0 +1,89 @@
+"""The scale of fp16's losses: when it changes, and that nothing else does."""
+
+import shutil
+
+import pytest
+import torch
+from tiny_run import EXACT, assert_same_run, lines, tiny_config, truncate, weights
+
+from electra_fast.errors import Diverged
+from electra_fast.training import loss_scaling, parallel_step
+from electra_fast.training.loss_scaling import INITIAL_SCALE, LossScaler
+from electra_fast.training.pretrain import pretrain
+from electra_fast.training.spikes import SpikeGuard
+
+CPU = torch.device("cpu")
+# On a CPU the gradients of weights are fp16 too, so the initial scale is too high.
+FP16 = {**EXACT, "train.precision": "fp16"}
+GOOD, BAD = torch.tensor(1.0), torch.tensor(torch.inf)
+
+
+def assert_same_weights(run, other):
+    pairs = zip(weights(run).values(), weights(other).values(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_the_scale_halves_at_overflows_and_doubles_after_many_good_steps(monkeypatch):
+    monkeypatch.setattr(loss_scaling, "GROWTH_INTERVAL", 3)
+    scaler = LossScaler(CPU)
+
+    def scales(norms):
+        return [(float(scaler.judge(norm)), float(scaler.scale / INITIAL_SCALE)) for norm in norms]
+
+    assert scales([GOOD, BAD, GOOD, GOOD]) == [(0, 1), (1, 0.5), (0, 0.5), (0, 0.5)]
+    assert scales([GOOD] * 4) == [(0, 1), (0, 1), (0, 1), (0, 2)]  # three in a row each time
+    assert scales([torch.tensor(torch.nan)] * 17)[-1] == (1, 1 / INITIAL_SCALE) and not scaler.has_failed()
+    scaler.judge(BAD)
+    assert scaler.has_failed() and float(scaler.scale) == 1
+    scales([GOOD] * 100)
+    assert float(scaler.scale) == loss_scaling.MAX_SCALE
+
+
+def test_an_overflow_is_no_spike():
+    guard, loss = SpikeGuard(CPU), torch.tensor(1.0)
+    assert [bool(guard.judge(loss, BAD, torch.tensor(flag))) for flag in (1.0, 0.0, 1.0, 0.0)] == [True] * 4
+    assert guard.take_longest() == 1
+
+
+def test_scaled_training_is_unscaled_training_to_the_bit(exact_run, validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel_step, "loss_scaler", lambda *_: LossScaler(CPU))
+    run = tmp_path / "run"
+    pretrain(tiny_config(**EXACT), data=validation_corpus, out=run)
+    scaling = {"loss_scale": INITIAL_SCALE, "skipped_steps": 0}
+    assert lines(run) == [line | scaling for line in lines(exact_run)]
+    assert_same_weights(run, exact_run)
+
+
+@pytest.fixture(scope="module")
+def fp16_run(validation_corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fp16") / "run"
+    pretrain(tiny_config(**FP16), data=validation_corpus, out=out)
+    return out
+
+
+def test_steps_that_overflow_are_skipped(fp16_run, exact_run):
+    """The rest trains as in fp32: the losses are those of the true scale."""
+    found, exact = lines(fp16_run), lines(exact_run)
+    skipped = [line["skipped_steps"] for line in found]
+    assert 0 < sum(skipped) < 8 and found[-1]["loss_scale"] == INITIAL_SCALE / 2 ** sum(skipped)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in exact], rel=0.03)
+    assert found[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.01)
+
+
+def test_a_resumed_run_has_the_scale_that_it_had(fp16_run, validation_corpus, tmp_path):
+    run = shutil.copytree(fp16_run, tmp_path / "run")
+    truncate(run, 21)
+    pretrain(tiny_config(**FP16), data=validation_corpus, out=run)
+    assert_same_run(run, fp16_run)
+
+
+def test_ranks_scale_alike(fp16_run, server, validation_corpus, tmp_path):
+    server.run(2, validation_corpus, tmp_path / "run", **FP16)
+    assert lines(tmp_path / "run") == lines(fp16_run)
+    assert_same_weights(tmp_path / "run", fp16_run)
+
+
+def test_a_run_that_always_overflows_ends(validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel_step, "global_norm", lambda _: BAD)
+    with pytest.raises(Diverged, match=r"the gradients overflow fp16 without loss scaling in steps 17-18; step-"):
+        pretrain(tiny_config(**FP16), data=validation_corpus, out=tmp_path / "run")
