@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from electra_fast.card import Card, missing_for_triton
+from electra_fast.config.config import ModelConfig
 from electra_fast.model import compute
-from electra_fast.model.compute import choose_precision
+from electra_fast.model.compute import DTYPES, choose_attention, choose_precision
 
 # Name, capability, AMD's architecture; then architecture, and the peaks in TFLOP/s in bf16, fp16 and fp32.
 CARDS: list[tuple[str, tuple[int, int], str, str, Any]] = [
@@ -69,6 +70,11 @@ def test_a_card(
     assert [found.peak_flops(precision) for precision in ("bf16", "fp16", "fp32")] == expected
     monkeypatch.setattr(compute, "card_of", lambda _: found)
     precision = "fp16" if architecture in ("Volta", "Turing") else "fp32" if name.endswith(SLOW) else "bf16"
+    monkeypatch.setattr(compute, "missing_for_triton", lambda _: None)
+    shape, has_flash = ModelConfig(), precision == "bf16" and not gfx
+    for length, best in ((128, "short" if found.is_hopper else "varlen"), (512, "varlen")):
+        attention = choose_attention("auto", shape, CUDA, DTYPES[precision], length)
+        assert attention == (best if has_flash else "sdpa")
     assert choose_precision("auto", CUDA) == precision and choose_precision("fp32", CUDA) == "fp32"
     assert (missing_for_triton(found) is None) == (architecture not in ("", "Volta"))
 

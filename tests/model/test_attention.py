@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -230,9 +231,12 @@ def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> 
     assert (mask.num_rows, mask.length, mask.backend) == (3, 128, backend)
 
 
-@pytest.mark.parametrize(("dropout", "local_attention"), [(0.1, 0), (0.0, 8)])
-def test_varlen_accepts_our_arguments_forward_and_backward(dropout: float, local_attention: int) -> None:
-    """By the kernel's shape functions: the kernel itself does not run."""
+@pytest.mark.parametrize(("dropout", "local_attention"), [(0.0, 0), (0.1, 0), (0.0, 8)])
+def test_varlen_accepts_our_arguments_forward_and_backward(
+    dropout: float, local_attention: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel's shape functions: the kernel itself does not run. Never by torch's choice of a kernel."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", None)
     with FakeTensorMode() as mode:
         mask = AttentionMask.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen", local_attention)
         mask = mask.local or mask
@@ -257,6 +261,42 @@ def test_backends_equal_the_reference_on_cuda(backend: str, window: int | None) 
     rounded = outcome(qkv, lambda *x: attention_reference(*x, borders, window))
     for a, b, t in zip(outcome(qkv, lambda *x: attention(*x, mask)), rounded, exact, strict=True):
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
+
+
+@needs_gpu
+def test_varlen_ignores_empty_segments_of_long_rows_on_cuda() -> None:
+    borders = torch.tensor([0, 300, 512, 1024, 1025, 1536, *[1536] * 600], dtype=torch.int32, device=CUDA)
+    random = torch.Generator().manual_seed(1)
+    exact = [torch.randn(1536, 2, 64, generator=random, dtype=torch.bfloat16).to(CUDA) for _ in range(3)]
+    mask = AttentionMask(3, 512, "varlen", cu_seqlens=borders)
+    true, rounded = (
+        outcome([x.to(dtype) for x in exact], lambda *x: attention_reference(*x, borders))
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    for a, b, t in zip(outcome(exact, lambda *x: attention(*x, mask)), rounded, true, strict=True):
+        assert (a - t).abs().max() <= 2 * (b - t).abs().max()
+
+
+def test_the_reference_ignores_empty_segments() -> None:
+    qkv, borders = random_qkv(torch.float64), ragged()[1]
+    expected = outcome(qkv, lambda *x: attention_reference(*x, borders))
+    found = outcome(qkv, lambda *x: attention_reference(*x, ragged(num_spare=3)[1]))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_sdpa_never_takes_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass gives NaN on Hopper under masks of rows of 64, 192, 320, ... tokens."""
+    is_allowed, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*arguments: Tensor, **options: Any) -> Tensor:
+        is_allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(192, 2, 32, dtype=torch.bfloat16, device="cuda:0") for _ in range(3))
+        attention(q, k, v, AttentionMask.packed(torch.ones(1, 192, device="cuda:0"), None, "sdpa"))
+    assert is_allowed == [False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @needs_gpu

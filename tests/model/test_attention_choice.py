@@ -7,19 +7,31 @@ from typing import Any
 import pytest
 import torch
 
-from electra_fast.config.config import Config
+from electra_fast.card import Card
+from electra_fast.config.config import Config, ModelConfig
+from electra_fast.model import compute
 from electra_fast.model.attention import ATTENTION_BACKENDS
-from electra_fast.model.compute import choose_attention, choose_compute
+from electra_fast.model.compute import available_attention, choose_attention, choose_compute
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+HOPPER = Card("NVIDIA H100 80GB HBM3", (9, 0))
 
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(compute, "card_of", lambda _: HOPPER)
+    monkeypatch.setattr(compute, "missing_for_triton", lambda _: None)
 
 
-IN_BF16 = {"device": CUDA, "dtype": torch.bfloat16, "dropout": 0.0}
+def chosen(
+    backend: str,
+    device: torch.device = CUDA,
+    dtype: torch.dtype = torch.bfloat16,
+    row_length: int | None = None,
+    **shape: Any,
+) -> str:
+    model = ModelConfig(**{"hidden_size": 256, "num_heads": 4, "attention_dropout": 0.0} | shape)
+    return choose_attention(backend, model, device, dtype, row_length)
 
 
 @pytest.mark.parametrize(
@@ -29,55 +41,49 @@ IN_BF16 = {"device": CUDA, "dtype": torch.bfloat16, "dropout": 0.0}
         ("short", {"device": CPU}, "a CUDA device, and this is cpu"),
         ("xformers", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
         ("short", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("flex", {"dropout": 0.1}, "model.attention_dropout = 0.0"),
-        ("xformers", {"local_attention": 8}, "model.local_attention = 0"),
+        ("flex", {"attention_dropout": 0.1}, "model.attention_dropout = 0.0"),
+        ("xformers", {"local_attention": 8, "architecture": "modern"}, "model.local_attention = 0"),
         ("short", {}, "rows of at most 128 tokens, and these differ in length"),
         ("short", {"row_length": 129}, "rows of at most 128 tokens, and these have 129"),
-        ("short", {"row_length": 128, "head_dim": 96}, "heads of at most 64 dimensions, and these have 96"),
+        ("short", {"row_length": 128, "num_heads": 2}, "heads of at most 64 dimensions, and these have 128"),
+        ("varlen", {"hidden_size": 16}, "heads of a multiple of 8 dimensions, and these have 4"),
     ],
 )
 def test_a_backend_names_a_missing_requirement(backend: str, changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError) as error:
-        choose_attention(backend, **IN_BF16 | changes)
+        chosen(backend, **changes)
     assert str(error.value).startswith(f'model.attention = "{backend}" needs {missing}')
     assert str(error.value).endswith('; or set model.attention = "sdpa"') and "\n" not in str(error.value)
 
 
 def test_a_backend_that_can_run_is_taken() -> None:
     for backend, changes in (
-        ("varlen", {"local_attention": 8}),
-        ("short", {"local_attention": 8, "row_length": 128, "dropout": 0.1}),
+        ("varlen", {"local_attention": 8, "architecture": "modern"}),
+        ("short", {"row_length": 128, "attention_dropout": 0.1}),
         ("flex", {"dtype": torch.float32}),
     ):
-        assert choose_attention(backend, **IN_BF16 | changes) == backend
+        assert chosen(backend, **changes) == backend
 
 
-@pytest.mark.parametrize(
-    ("backend", "missing", "lacks"),
-    [
-        ("xformers", "xformers", r"the package xformers \(pip install xformers\)"),
-        ("varlen", "torch.nn.attention.varlen", "a torch that has torch.nn.attention.varlen, and this is "),
-    ],
-)
-def test_a_missing_package_is_named(backend: str, missing: str, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(ValueError, match=f'model.attention = "{backend}" needs {lacks}'):
-        choose_attention(backend, CUDA, torch.bfloat16, 0.0)
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == ("sdpa" if backend == "varlen" else "varlen")
-
-
-def test_short_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    with pytest.raises(ValueError, match="a GPU of compute capability 9, .* and this has 8.6; or set"):
-        choose_attention("short", CUDA, torch.bfloat16, 0.0, row_length=128)
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0, row_length=128) == "varlen"
+def test_what_is_missing_on_the_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "xformers" else object())
+    with pytest.raises(ValueError, match=r"needs the package xformers \(pip install xformers\)"):
+        chosen("xformers")
+    config = Config.preset("small", "google")
+    assert available_attention(config, CUDA) == ["short", "varlen", "sdpa"]
+    assert available_attention(config.override({"model.attention_dropout": "0"}), CUDA)[2:] == ["sdpa", "flex"]
+    monkeypatch.setattr(compute, "missing_for_triton", lambda _: "no compiler")
+    with pytest.raises(ValueError, match=r"needs a working Triton \(no compiler\); or set"):
+        chosen("flex")
+    assert chosen("auto", row_length=128) == "varlen"
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a torch built with flash attention, and "):
+        chosen("varlen")
+    assert chosen("auto", row_length=128) == "sdpa"
 
 
 @pytest.mark.parametrize(("length", "fraction", "expected"), [(128, 0.25, "short"), (512, 0.25, "varlen")])
-def test_a_run_chooses_by_its_rows(
-    length: int, fraction: float, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+def test_a_run_chooses_by_its_rows(length: int, fraction: float, expected: str) -> None:
     config = Config.preset("small", "google").replace(
         {"data": {"sequence_length": length}, "generator": {"fraction": fraction}}
     )
@@ -85,11 +91,11 @@ def test_a_run_chooses_by_its_rows(
 
 
 def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, local_attention=8, row_length=128) == "short"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, row_length=129) == "varlen"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=96) == "varlen"
-    assert choose_attention("auto", CUDA, torch.float32, 0.0, row_length=128) == "sdpa"
-    assert choose_attention("auto", CPU, torch.float32, 0.0) == "sdpa"
+    assert chosen("auto", attention_dropout=0.1, row_length=128) == "short"
+    assert chosen("auto", attention_dropout=0.1, row_length=129) == "varlen"
+    assert chosen("auto", row_length=128, num_heads=2) == "varlen"
+    assert chosen("auto", dtype=torch.float32, row_length=128) == "sdpa"
+    assert chosen("auto", CPU, torch.float32) == "sdpa"
 
 
 def test_the_configuration_knows_every_backend() -> None:

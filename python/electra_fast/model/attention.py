@@ -12,6 +12,7 @@ S segments, K blocks of keys per row.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from electra_fast.errors import InputError
 from electra_fast.ops import cpu_ops
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 # Block size of flex attention's mask, along queries and keys: what its kernels expect.
 FLEX_BLOCK = 128
+# What scaled_dot_product_attention may choose from on CUDA.
+SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 WITH_DROPOUT = {"sdpa", "varlen", "xformers", "short"}
 FLASH = {"varlen", "xformers"}
 # Limits of `short`, whose programs hold all keys of a row.
@@ -272,25 +276,21 @@ def _rows(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
 
 def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
-    out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
+    # Not cuDNN, whose backward pass on Hopper gives NaN under masks of some lengths (issue 196678 of pytorch).
+    with sdpa_kernel(SDPA_KERNELS) if q_TNH.is_cuda else contextlib.nullcontext():
+        out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
     return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
 
 
 def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # imported here: it loads flash attention
-
+    """Flash attention by name: torch's `varlen_attn` prefers cuDNN, which before 9.25 gives NaN at empty segments."""
     # The row length bounds every segment; the batch's longest segment would have to be read from the device.
     cu_seqlens, max_seqlen = mask.cu_seqlens, mask.length
-    assert cu_seqlens is not None
-    if dropout or mask.window is not None:
-        # `varlen_attn` has no dropout argument, and one for the window not in every torch; the operator has both.
-        out = torch.ops.aten._flash_attention_forward(
-            *(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout, False, False),
-            window_size_left=mask.window,
-            window_size_right=mask.window,
-        )[0]
-    else:
-        out = varlen_attn(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = torch.ops.aten._flash_attention_forward(
+        *(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout, False, False),
+        window_size_left=mask.window,
+        window_size_right=mask.window,
+    )[0]
     assert isinstance(out, Tensor)
     return out
 

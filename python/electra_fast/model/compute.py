@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
-from electra_fast.card import card_of
+from electra_fast.card import Card, card_of, missing_for_triton
 from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.errors import InputError
-from electra_fast.model.attention import FLASH, MAX_SHORT_HEAD, MAX_SHORT_ROW, WITH_DROPOUT
+from electra_fast.model.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW, WITH_DROPOUT
 from electra_fast.model.matmul import DEFAULT, choose_matmul, use_matmul
 from electra_fast.ops.choice import use_choices
 
@@ -21,6 +21,8 @@ Precision = Literal["auto", "fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Those of which a measurement finds the faster one on a CPU.
 CPU_PRECISIONS = ("fp32", "bf16")
+# Attention backends: `auto` is the first that can run.
+_BY_PREFERENCE = ("short", "varlen", "sdpa", "flex", "xformers")
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,28 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     fp32 and the library the default. A run has both resolved before (`training.hardware`). Raises ValueError if the
     attention backend or the library cannot run.
     """
-    model, train = config.model, config.train
-    rows = (config.data.sequence_length, model.hidden_size // model.num_heads)
-    return resolve_compute(model, device, train.precision, train.matmul, model.attention, rows)
+    train, row_length = config.train, config.data.sequence_length
+    return resolve_compute(config.model, device, train.precision, train.matmul, config.model.attention, row_length)
 
 
 def resolve_compute(
-    shape: ModelConfig, device: torch.device, precision: str, matmul: str, attention: str, rows: tuple[int, ...] = ()
+    shape: ModelConfig,
+    device: torch.device,
+    precision: str,
+    matmul: str,
+    attention: str,
+    row_length: int | None = None,
 ) -> ComputeConfig:
-    """Resolves `auto` without measuring, as `choose_compute`; `rows` are length and head_dim, where rows are equal."""
-    dtype = DTYPES.get(choose_precision(precision, device), torch.float32)
-    attention = choose_attention(attention, device, dtype, shape.attention_dropout, shape.local_attention, *rows)
+    """Resolves `auto` without measuring, as `choose_compute`; `row_length` is None where rows differ."""
+    dtype = _dtype(precision, device)
+    attention = choose_attention(attention, shape, device, dtype, row_length)
     matmul = choose_matmul(matmul, device)
     return ComputeConfig(attention, dtype, DEFAULT if matmul == AUTO else matmul)
+
+
+def _dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype of a precision, fp32 if only a measurement can tell."""
+    return DTYPES.get(choose_precision(precision, device), torch.float32)
 
 
 def choose_precision(requested: str, device: torch.device) -> str:
@@ -90,56 +101,64 @@ def choose_precision(requested: str, device: torch.device) -> str:
 
 
 def choose_attention(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    dropout: float,
-    local_attention: int = 0,
-    row_length: int | None = None,
-    head_dim: int = 64,
+    requested: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, row_length: int | None = None
 ) -> str:
     """Resolves `auto` to a backend's name; raises ValueError if the requested backend cannot run.
 
-    `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere, the others on CUDA. `short` (our
-    kernel for rows of up to 128 tokens on Hopper), `varlen` (torch.nn.attention.varlen, flash attention over
-    variable-length segments) and `xformers` (the same from another package) need 16-bit activations, `xformers` also a
-    model without local attention; `flex` (compiled flex attention) has no dropout. `auto` is the first of `short`,
-    `varlen` and `sdpa` that can run; never an optional package, so that a run does not depend on what happens to be
-    installed.
+    `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere, the others on CUDA. `short` (our kernel for
+    rows of up to 128 tokens on Hopper), `varlen` (torch's flash attention over variable-length segments) and `xformers`
+    (the same from another package) need 16-bit activations, `xformers` also a model without local attention; `flex`
+    (compiled flex attention) has no dropout. `auto` is the first of `short`, `varlen` and `sdpa` that can run; never an
+    optional package, so that a run does not depend on what happens to be installed.
 
     Args:
         requested: `auto` or a backend.
+        shape: The model, with its dropout of attention weights.
         device: The model's device.
         dtype: The dtype of the activations.
-        dropout: The dropout probability of attention weights.
-        local_attention: The model's `local_attention`, 0 if none.
         row_length: Tokens per row, None where rows differ.
-        head_dim: Dimensions of a head.
     """
-
-    def missing(backend: str) -> str | None:
-        if backend == "short":
-            return _missing_for_short(device, dtype, row_length, head_dim)
-        return _missing_requirement(backend, device, dtype, dropout, local_attention)
-
-    if requested == "auto":
-        return next(name for name in ("short", "varlen", "sdpa") if not missing(name))
-    if what := missing(requested):
+    if requested == AUTO:
+        return next(name for name in _BY_PREFERENCE if not _missing_for(name, shape, device, dtype, row_length))
+    if what := _missing_for(requested, shape, device, dtype, row_length):
         raise InputError(f'model.attention = "{requested}" needs {what}; or set model.attention = "sdpa"')
     return requested
 
 
 def available_attention(config: Config, device: torch.device) -> list[str]:
-    """Temporary."""
-    return ["short", "varlen", "sdpa"]
+    """Returns the attention backends that can run a configuration, that of `auto` first."""
+    run = (config.model, device, _dtype(config.train.precision, device), config.data.sequence_length)
+    return [name for name in _BY_PREFERENCE if not _missing_for(name, *run)]
 
 
-def _missing_for_short(device: torch.device, dtype: torch.dtype, row_length: int | None, head_dim: int) -> str | None:
-    if general := _missing_requirement("short", device, dtype, 0.0, 0):
-        return general
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        return f"a GPU of compute capability 9, for which alone its kernels were made, and this has {major}.{minor}"
+def _missing_for(
+    backend: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, row_length: int | None
+) -> str | None:
+    """The requirement that a backend lacks here; None if it can run."""
+    if backend == "sdpa":
+        return None
+    if device.type != "cuda":
+        return f"a CUDA device, and this is {device.type}"
+    if backend != "flex" and dtype not in (torch.bfloat16, torch.float16):
+        return f"16-bit activations, and these are {dtype}; set train.precision = auto"
+    if shape.attention_dropout > 0 and backend not in WITH_DROPOUT:
+        return "model.attention_dropout = 0.0"
+    if shape.local_attention and backend == "xformers":
+        return "model.local_attention = 0"
+    card, head_dim = card_of(device), shape.hidden_size // shape.num_heads
+    if backend == "varlen":
+        return _missing_for_flash(card, head_dim)
+    if backend == "xformers":
+        return _missing_for_xformers()
+    if backend == "short" and (what := _missing_for_short(card, row_length, head_dim)):
+        return what
+    without_triton = missing_for_triton(card)
+    return without_triton and f"a working Triton ({without_triton})"
+
+
+def _missing_for_short(card: Card, row_length: int | None, head_dim: int) -> str | None:
+    if not card.is_hopper:
+        return f"a Hopper GPU, for which alone its kernels were made, and this is {card.name}"
     if row_length is None or row_length > MAX_SHORT_ROW:
         found = "differ in length" if row_length is None else f"have {row_length}"
         return f"rows of at most {MAX_SHORT_ROW} tokens, and these {found}"
@@ -148,35 +167,21 @@ def _missing_for_short(device: torch.device, dtype: torch.dtype, row_length: int
     return None
 
 
-def _missing_requirement(
-    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, local_attention: int
-) -> str | None:
-    """The requirement that a backend lacks here; None if it can run."""
-    if backend == "sdpa":
-        return None
-    if device.type != "cuda":
-        return f"a CUDA device, and this is {device.type}"
-    if backend in {*FLASH, "short"} and dtype not in (torch.bfloat16, torch.float16):
-        return f"16-bit activations, and these are {dtype}; set train.precision = bf16"
-    if dropout > 0 and backend not in WITH_DROPOUT:
-        return "model.attention_dropout = 0.0"
-    if local_attention and backend == "xformers":
-        return "model.local_attention = 0"
-    return _missing_package(backend)
+def _missing_for_flash(card: Card, head_dim: int) -> str | None:
+    if not card.has_flash_attention:
+        return f"a GPU that runs torch's flash attention (NVIDIA's Ampere or later), and this is {card.name}"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"a torch built with flash attention, and {torch.__version__} is not"
+    if head_dim % 8:
+        return f"heads of a multiple of 8 dimensions, and these have {head_dim}"
+    return None
 
 
-def _missing_package(backend: str) -> str | None:
-    if backend == "short":
-        return None
-    if backend == "xformers":
-        if importlib.util.find_spec("xformers") is None:
-            return "the package xformers (pip install xformers)"
-        try:
-            import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
-        except (ImportError, OSError, AttributeError) as error:
-            return f"an xformers that works with torch {torch.__version__}; importing this one fails: {error}"
-        return None
-    module = {"varlen": "torch.nn.attention.varlen", "flex": "torch.nn.attention.flex_attention"}[backend]
-    if importlib.util.find_spec(module) is None:
-        return f"a torch that has {module}, and this is {torch.__version__}"
+def _missing_for_xformers() -> str | None:
+    if importlib.util.find_spec("xformers") is None:
+        return "the package xformers (pip install xformers)"
+    try:
+        import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
+    except (ImportError, OSError, AttributeError) as error:
+        return f"an xformers that works with torch {torch.__version__}; importing this one fails: {error}"
     return None

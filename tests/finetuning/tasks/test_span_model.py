@@ -13,12 +13,12 @@ from electra_fast.finetuning.inference import example_predictions
 from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.model.compute import ComputeConfig, choose_attention
+from electra_fast.model.compute import ComputeConfig
 
 CPU = torch.device("cpu")
 BEAM = 5
 LENGTHS = [(4, 20), (2, 3), (6, 30), (1, 1), (5, 14)]  # of question and context; the fourth has fewer tokens than BEAM
-COMPUTE = ComputeConfig(choose_attention("auto", CPU, torch.float32, 0.0, 0), torch.float32)
+COMPUTE = ComputeConfig("sdpa", torch.float32)
 
 
 def examples():
