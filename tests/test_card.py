@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from electra_fast.card import Card, missing_for_triton
-from electra_fast.config.config import ModelConfig
+from electra_fast.config.config import Config, ModelConfig
 from electra_fast.model import compute
 from electra_fast.model.compute import DTYPES, choose_attention, choose_precision
+from electra_fast.training.reporting import settings
 
 # Name, capability, AMD's architecture; then architecture, and the peaks in TFLOP/s in bf16, fp16 and fp32.
 CARDS: list[tuple[str, tuple[int, int], str, str, Any]] = [
@@ -77,6 +78,18 @@ def test_a_card(
         assert attention == (best if has_flash else "sdpa")
     assert choose_precision("auto", CUDA) == precision and choose_precision("fp32", CUDA) == "fp32"
     assert (missing_for_triton(found) is None) == (architecture not in ("", "Volta"))
+
+
+def test_a_run_names_the_card_and_the_peak_of_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("electra_fast.card.card_of", lambda _: Card("Tesla T4", (7, 5)))
+    said = {}
+    for precision in ("fp16", "bf16"):
+        config = Config.preset("tiny").override({"train.precision": precision})
+        said[precision] = " ".join(settings(config, CUDA, 1, 8, [], ""))
+    assert said["fp16"].startswith("MFU is relative to this device's dense peak in fp16, 65 TFLOP/s train.precision =")
+    assert said["bf16"] == "no MFU: the peak of this device in bf16 is unknown"
+    assert str(Card("Tesla T4", (7, 5))) == "Tesla T4 (Turing 7.5)"
+    assert str(Card("AMD Instinct MI300X", (9, 4), is_rocm=True, gfx="gfx942")) == "AMD Instinct MI300X (gfx942)"
 
 
 def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch, headers: Path) -> None:

@@ -177,6 +177,12 @@ def test_kernels_import_torch_triton_the_card_and_each_other_only() -> None:
         assert not foreign, f"{named(path)} imports {sorted(foreign)}"
 
 
+def test_only_the_room_of_cards_asks_for_capabilities() -> None:
+    """On ROCm they are numbers of AMD's own, which others would compare with NVIDIA's."""
+    asking = {room(path) for path in package_files() if "get_device_capability" in path.read_text(encoding="utf-8")}
+    assert asking - {"kernels"} == {"card"}
+
+
 def test_kernels_have_no_init() -> None:
     assert not (KERNELS / "__init__.py").exists(), "it would shadow a package of that name"
     assert (PACKAGE / "kernels").is_symlink()

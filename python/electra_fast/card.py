@@ -90,6 +90,11 @@ class Card:
     num_multiprocessors: int = 132
     gfx: str = ""
 
+    def __str__(self) -> str:
+        """Such as `NVIDIA H100 PCIe (Hopper 9.0)` or `AMD Instinct MI300X (gfx942)`."""
+        major, minor = self.capability
+        return f"{self.name} ({self.architecture if self.is_rocm else f'{self.architecture} {major}.{minor}'.strip()})"
+
     @property
     def architecture(self) -> str:
         """Such as `Hopper`, `Blackwell` (of data centers), `consumer Blackwell` or `gfx942`; empty if unknown."""

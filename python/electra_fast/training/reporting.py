@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from electra_fast import _data
-from electra_fast.card import device_peak
+from electra_fast.card import card_of, device_peak
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
@@ -134,8 +134,13 @@ def settings(
     if num_ranks > 1:
         yield f"{num_ranks} ranks; the first has {num_rows} of {config.train.batch_size} rows per step"
     yield from notes
-    if device_peak(device, config.train.precision) is None:
-        yield f"no MFU: the peak of this device in {config.train.precision} is unknown"
+    precision = config.train.precision
+    if peak := device_peak(device, precision):
+        yield f"MFU is relative to this device's dense peak in {precision}, {peak / 1e12:g} TFLOP/s"
+    else:
+        yield f"no MFU: the peak of this device in {precision} is unknown"
+    if precision == "fp16":
+        yield "train.precision = fp16: losses are scaled; steps that overflow are skipped, and count as skipped_steps"
     if stream_change:
         yield stream_change
     if config.train.execution == "compile":
@@ -190,14 +195,14 @@ def closing(run: Path, num_steps: int, memory: int, num_checkpoints: int, blocke
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
     """Returns versions, device and backends by name."""
-    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    gpu = str(card_of(device)) if device.type == "cuda" else None
     repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version_or_none("triton"),
-        "device": cuda or f"cpu, {torch.get_num_threads()} threads",
+        "device": gpu or f"cpu, {torch.get_num_threads()} threads",
         "ranks": str(num_ranks),
         "attention": compute.attention,
         "matmul": compute.matmul,
