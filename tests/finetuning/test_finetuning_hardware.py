@@ -184,6 +184,16 @@ class TestPrediction:
             ]
         assert found["fp32"] != found["bf16"]
 
+    def test_outputs_in_fp16_are_right_or_an_error(self, folder):
+        model = ef.load_finetuned(folder, precision="fp16")
+        exact = ef.load_finetuned(folder, precision="fp32").outputs(TEXTS)
+        np.testing.assert_allclose(model.outputs(TEXTS), exact, atol=0.02)
+        with torch.no_grad():
+            for parameter in model._model.parameters():
+                parameter *= 1e4
+        with pytest.raises(ValueError, match='the largest number of fp16: set precision = "fp32"'):
+            model.outputs(TEXTS)
+
     def test_an_error_detector_chooses_likewise(self, whole_run, timed):
         timed(0.2, 0.1)
         detector = load_error_detector(whole_run)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast.config.config import AUTO, ModelConfig
+from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import PackedBatch, pack
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
@@ -109,6 +110,8 @@ def _batches(
         for part in pack(encoded, examples, are_alike=True):
             with use_compute(compute):
                 tensors = model.predictions(Inputs.of(part, device), compute)
+            if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
+                raise InputError('activations exceed 65504, the largest number of fp16: set precision = "fp32"')
             yield examples, part, tensors
     model.train(was_training)
 
