@@ -91,6 +91,11 @@ class WeightCasts:
             if enabled and uses_kernels(weight, "linear") and weight.dtype != dtype
         }
 
+    @property
+    def copies(self) -> tuple[Tensor, ...]:
+        """All copies."""
+        return tuple(self._casts.values())
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Casts all weights; `cast` returns the copies within the context, in which no weight may change."""

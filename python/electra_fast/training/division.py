@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from electra_fast.config.config import TrainConfig
@@ -14,6 +15,16 @@ NUM_EXACT_GROUPS = 4
 def nth_part(total: int, part: int, num_parts: int) -> range:
     """Returns one of `num_parts` parts of `range(total)`, divided as `BatchLoader` divides the rows of a batch."""
     return range(part * total // num_parts, (part + 1) * total // num_parts)
+
+
+def num_groups(train: TrainConfig, world_size: int) -> int:
+    """Returns the number of groups on all ranks."""
+    return NUM_EXACT_GROUPS if train.reduce == "exact" else world_size
+
+
+def rows_per_micro_batch(train: TrainConfig, world_size: int = 1) -> int:
+    """Returns the rows of a rank's largest micro-batch."""
+    return math.ceil(math.ceil(train.batch_size / num_groups(train, world_size)) / train.accumulate)
 
 
 @dataclass(frozen=True)
@@ -40,27 +51,25 @@ class Division:
         ranks. `num_processes` processes of a rank share each micro-batch. Raises ValueError if the number of ranks does
         not divide the number of groups.
         """
-        num_groups = world_size
-        if train.reduce == "exact":
-            num_groups = NUM_EXACT_GROUPS
-            if num_groups % world_size:
-                raise InputError(
-                    f'train.reduce = "exact" needs 1, 2 or 4 ranks, not {world_size}; set train.reduce = "fast"'
-                )
+        count = num_groups(train, world_size)
+        if count % world_size:
+            raise InputError(
+                f'train.reduce = "exact" needs 1, 2 or 4 ranks, not {world_size}; set train.reduce = "fast"'
+            )
         if train.sharding == "full" and train.batch_size < world_size * train.accumulate:
             raise InputError(
                 f'train.sharding = "full" needs a row per rank and micro-batch: train.batch_size = {train.batch_size} '
                 f"is less than {world_size} ranks times train.accumulate = {train.accumulate}"
             )
-        own = nth_part(num_groups, rank, world_size)
+        own = nth_part(count, rank, world_size)
         return cls(
             rows=nth_part(train.batch_size, rank, world_size),
             groups=tuple(
-                _micro_batches(nth_part(train.batch_size, group, num_groups), train.accumulate * num_processes)
+                _micro_batches(nth_part(train.batch_size, group, count), train.accumulate * num_processes)
                 for group in own
             ),
             own=own,
-            num_groups=num_groups,
+            num_groups=count,
         )
 
 

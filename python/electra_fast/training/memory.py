@@ -1,0 +1,169 @@
+"""Memory of a training step on a GPU, counted before it runs, and the micro-batches that fit.
+
+A forward pass on tensors without data (fake tensors) allocates as the real one does, for any objective, attention
+backend and choice of kernels. It takes less than a second at `base`, and needs neither memory nor a GPU.
+
+Shapes: B rows, L row length.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from electra_fast.config.config import Config
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.model import BertLayer, Electra, ModernLayer
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
+from electra_fast.ops.operations import WeightCasts
+from electra_fast.training.division import num_groups
+
+# Backends that run on fake tensors only after compiling, or not at all, and one that saves the same tensors.
+_ALIKE = {"flex": "varlen", "xformers": "varlen"}
+# Bytes per parameter. Both moments of AdamW and LAMB; Muon keeps the matrices' updates in place of second moments.
+_OPTIMIZER_STATE = 8
+# While the optimizer updates, after the activations are gone.
+_UPDATE = {"adamw": 0, "lamb": 8, "muon": 4}
+# Gradients in flight during the backward pass, relative to the activations of a forward pass that saves none: 1.4 at
+# most, with `short` at three sizes in both architectures.
+_BACKWARD = 1.5
+# Libraries' workspaces, code of kernels, chunks of logits within the generator's head.
+_FIXED = 1 << 30
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Counts the bytes of tensors that operations make within the context: `now`, and the `peak`."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.now = self.peak = 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in given}
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_iter(found):
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in self._sizes:
+                self._add(each.untyped_storage())
+        return found
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._sizes[key] = storage.nbytes()
+        self._ends[key] = weakref.ref(storage, lambda _: self._remove(key))
+        self.now += self._sizes[key]
+        self.peak = max(self.peak, self.now)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+        del self._ends[key]
+
+
+class StepMemory:
+    """The bytes of a configuration's training steps on a GPU.
+
+    Args:
+        config: The run's configuration, with `model.vocab_size`.
+        compute: Attention backend and activation dtype.
+        device: A CUDA device, which need not exist.
+        world_size: Ranks among which the step's rows are divided.
+    """
+
+    def __init__(self, config: Config, compute: ComputeConfig, device: torch.device, world_size: int = 1) -> None:
+        self._config, self._device, self._world_size = config, device, world_size
+        self._compute = replace(compute, attention=_ALIKE.get(compute.attention, compute.attention))
+        with torch.device("meta"):
+            self._model = Electra(config)
+        self._mode = FakeTensorMode()
+        with self._mode:
+            for module in self._model.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[name] = nn.Parameter(self._empty(*parameter.shape))
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = self._empty(*buffer.shape, dtype=buffer.dtype)
+            self._casts = WeightCasts(self._model, compute.dtype)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def forward(self, num_rows: int) -> tuple[int, int]:
+        """Returns what a micro-batch of `num_rows` rows saves for its backward pass, and what it needs without one.
+
+        Both in bytes, without parameters and inputs; of the objective's stages, the one that saves most.
+        """
+        return max(self._forward(num_rows, stage) for stage in objective_of(self._config).stages())
+
+    def _forward(self, num_rows: int, stage: Stage) -> tuple[int, int]:
+        model, found = self._model.train().requires_grad_(True), []
+        for name in stage.frozen:
+            model.get_submodule(name).eval().requires_grad_(False)
+        with self._mode:
+            tensors = self._batch(num_rows)
+            key = RngKey(self._empty(2, dtype=torch.int64), self._empty(dtype=torch.int64))
+            denominators = stage.objective.loss_denominators(tensors)
+            batch = MicroBatch(tensors, self._compute, key, denominators)
+            given = (*model.parameters(), *model.buffers(), *self._casts.copies, *tensors.values())
+            for with_gradients in (True, False):
+                with torch.set_grad_enabled(with_gradients), self._casts.current(), _LiveBytes(given) as live:
+                    output = stage.objective.forward(model, batch)
+                    found.append(live.now if with_gradients else live.peak)
+                    del output
+        saved, working = found
+        return saved, working
+
+    def _batch(self, num_rows: int) -> dict[str, Tensor]:
+        """Returns the tensors of `data.loader.to_torch`, without values."""
+        data, int32 = self._config.data, torch.int32
+        shape_BL = (num_rows, data.sequence_length)
+        shape_BM = (num_rows, max(1, round(data.mask_prob * data.sequence_length)))
+        return {
+            **{name: self._empty(*shape_BL, dtype=int32) for name in ("input_ids", "token_type_ids")},
+            **{name: self._empty(*shape_BL, dtype=int32) for name in ("position_ids", "segment_ids")},
+            **{name: self._empty(*shape_BM, dtype=int32) for name in ("masked_positions", "masked_ids")},
+            "masked_weights": self._empty(*shape_BM),
+            "cu_seqlens": self._empty(2 * num_rows + 1, dtype=int32),
+        }
+
+    def bytes_per_token(self) -> float:
+        """Returns the bytes that each further token saves, while the generator's head saves its logits."""
+        few, more = (self.forward(num_rows)[0] for num_rows in (1, 2))
+        return (more - few) / self._config.data.sequence_length
+
+    def step(self, num_rows: int) -> int:
+        """Estimates the peak bytes of training steps in micro-batches of `num_rows` rows, and of evaluations."""
+        saved, working = self.forward(num_rows)
+        updated = self._num_parameters() * _UPDATE[self._config.optimizer.name]
+        # Evaluations run beside the memory pool of the step's CUDA graph.
+        return self._constant() + max(saved + round(_BACKWARD * working), round(updated)) + working + _FIXED
+
+    def _constant(self) -> int:
+        """Returns the bytes of parameters and gradients (fp32), optimizer state, casts and collected gradients."""
+        train, num_own = self._config.train, self._num_parameters()
+        own = num_own * (8 + _OPTIMIZER_STATE) + sum(each.nbytes for each in self._casts.copies)
+        if train.sharding == "full":
+            return round(own + 8 * self._num_gathered())
+        if self._world_size > 1 or train.skip_spikes or train.reduce == "exact":
+            own += 4 * num_own * max(1, num_groups(train, self._world_size) // self._world_size)
+        return round(own)
+
+    def _num_parameters(self) -> float:
+        """Returns the number of parameters that this rank updates."""
+        total = sum(each.numel() for each in self._model.parameters())
+        return total / self._world_size if self._config.train.sharding == "full" else total
+
+    def _num_gathered(self) -> int:
+        """Returns the parameters of a sharded model that are whole at once: all but the layers, and two of those."""
+        layers = [each for each in self._model.modules() if isinstance(each, BertLayer | ModernLayer)]
+        sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
+        return sum(each.numel() for each in self._model.parameters()) - sum(sizes) + 2 * max(sizes)
