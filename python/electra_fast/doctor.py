@@ -26,7 +26,7 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.model.compute import choose_device
-from electra_fast.training.hardware import before_kernels
+from electra_fast.training.hardware import before_kernels, divided
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record
 from electra_fast.training.kernel_choice import FILE, cache_folder, read_records, settle_kernels
 from electra_fast.training.reporting import version_or_none
@@ -193,10 +193,12 @@ def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> di
     device = choose_device()
     vocab_size = config.model.vocab_size or 30_522
     config = config.override({"data.corpus": str(shards), "model.vocab_size": vocab_size}).resolved()
+    config, memory = divided(config, device)
     settled, _, lines = settle_kernels(before_kernels(config, device), device, run, is_fresh=True)
     problems += [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
     return {
         "summary": lines[0],
+        "memory": memory,
         "attention": settled.model.attention,
         "execution": settled.train.execution,
         "records": [dataclasses.asdict(each) for each in read_records(run / FILE) if each.implementation != CALLS],
@@ -223,6 +225,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kernel_lines(kernels: Mapping[str, Any]) -> Iterator[str]:
+    yield from filter(None, [kernels["memory"]])
     yield f"{kernels['summary']}; attention {kernels['attention']}, execution {kernels['execution']}"
     by_operation: dict[str, list[Record]] = {}
     for table in kernels["records"]:

@@ -126,6 +126,7 @@ def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Confi
         *(("optimizer.learning_rate", given, 1 / 2**11) for given in ("1/2048", 1 / 2**11, f"{1 / 2**11}")),
         *(("objective.disallow_correct", given, True) for given in (True, "true", "True")),
         ("optimizer.warmup_steps", "-1", -1),
+        *(("train.accumulate", str(value), value) for value in ("auto", 4)),
         ("data.corpus", {"a": 1, "b": 0.5}, {"a": 1, "b": 0.5}),
     ],
 )
@@ -216,6 +217,7 @@ def test_differences_name_the_keys() -> None:
         ('[model]\narchitecture = "modern"\nhidden_size = 12\nnum_heads = 4', "model.num_heads = 3 is odd"),
         ("[model]\nlocal_attention = 8", 'model.local_attention = 8 needs model.architecture = "modern"'),
         ("[data]\nsequence_length = 1024", "sequence_length = 1024 is longer than model.max_positions = 512; raise"),
+        ("[train]\naccumulate = true", "train.accumulate = True must be an integer, not true or false"),
         ("[train]\naccumulate = 3", "train.accumulate = 3 does not divide train.batch_size = 128"),
         (
             "[generator]\nfraction = 0.3",

@@ -19,6 +19,7 @@ from electra_fast.training.pretrain import pretrain
 
 CPU = torch.device("cpu")
 CHOSEN = {"train.matmul": "default", "train.precision": "fp32", "model.attention": "sdpa", "train.execution": "eager"}
+CHOSEN["train.accumulate"] = 2  # as given
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device makes other choices")
 
@@ -215,6 +216,21 @@ class TestAnotherDevice:
         changes = {"model.attention": ["varlen", "sdpa"], "train.matmul": ["onednn", "default"]}
         assert (record["step"], record["changes"]) == (21, changes)
 
+    def test_a_micro_batch_that_does_not_fit_is_divided(self, run, validation_corpus, timed, monkeypatch, capsys):
+        shutil.rmtree(checkpoint_folder.latest(run))
+        asked = []
+        choose = lambda config, *_: asked.append(config.train.accumulate) or (4, "4 micro-batches fit")  # noqa: E731
+        monkeypatch.setattr(hardware, "choose_accumulate", choose)
+        pretrain(auto_config(), data=validation_corpus, out=run)
+        assert not asked and hardware_values(run)["train.accumulate"] == 2  # as given
+        shutil.rmtree(checkpoint_folder.latest(run))
+        pretrain(auto_config(**{"train.accumulate": AUTO}), data=validation_corpus, out=run)
+        told = said(capsys)
+        assert "4 micro-batches fit\n" in told
+        assert 'train.accumulate = auto: 4, as the "2" recorded in this run cannot run here' in told
+        assert asked == [2] and hardware_values(run)["train.accumulate"] == 4
+        assert not (run / "changes.jsonl").exists()
+
     def test_a_kill_after_a_new_choice_loses_nothing(self, run, validation_corpus, timed, monkeypatch):
         recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -249,7 +265,7 @@ class TestAnotherDevice:
         def rule(name):
             return lambda config, _: better[name] if config.value(name) == AUTO else config.value(name)
 
-        monkeypatch.setattr(hardware, "_RULES", {name: rule(name) for name in HARDWARE_KEYS})
+        monkeypatch.setattr(hardware, "_RULES", {name: rule(name) for name in better})
         pretrain(auto_config(), data=validation_corpus, out=run)
         told = said(capsys)
         assert (
@@ -274,4 +290,8 @@ class TestNothingRecorded:
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
             pretrain(Config.load(tmp_path / "again/config.toml"), data=validation_corpus, out=tmp_path / "again")
         pretrain(Config.load(tmp_path / "again/config.toml"), data=validation_corpus, out=tmp_path / "again")
-        assert hardware_values(checkpoint_folder.latest(tmp_path / "again")) == CHOSEN | {"train.precision": "bf16"}
+        assert hardware_values(checkpoint_folder.latest(tmp_path / "again")) == {
+            **CHOSEN,
+            "train.precision": "bf16",
+            "train.accumulate": 1,
+        }

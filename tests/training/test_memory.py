@@ -8,7 +8,8 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops.choice import use_impl
-from electra_fast.training.memory import StepMemory, _LiveBytes
+from electra_fast.training import memory
+from electra_fast.training.memory import StepMemory, _LiveBytes, choose_accumulate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SHORT = ComputeConfig("short", torch.bfloat16)
@@ -46,8 +47,8 @@ def test_equals_the_tensors_that_hooks_see_saved(tiny_corpus, recipe):
         key = RngKey(torch.tensor([0, 0]))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = objective.forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
-        memory = StepMemory(config, compute, CPU)
-        counted = memory.forward(2)[0] + sum(each.nbytes for each in memory._casts.copies)
+        step = StepMemory(config, compute, CPU)
+        counted = step.forward(2)[0] + sum(each.nbytes for each in step._casts.copies)
     assert output.loss.isfinite()
     assert counted == pytest.approx(sum(each.nbytes() for each in saved.values()), rel=0.02)
 
@@ -57,8 +58,8 @@ def test_equals_the_tensors_that_hooks_see_saved(tiny_corpus, recipe):
     [("small", "google", "short", 110.3), ("base", "google", "varlen", 399.4), ("tiny", "google", "flex", 3.5)],
 )
 def test_counts_as_on_a_gpu(hopper, name, recipe, attention, kib):
-    memory = StepMemory(of_preset(name, recipe), ComputeConfig(attention, torch.bfloat16), CUDA)
-    assert memory.bytes_per_token() / 1024 == pytest.approx(kib, rel=0.02)
+    step = StepMemory(of_preset(name, recipe), ComputeConfig(attention, torch.bfloat16), CUDA)
+    assert step.bytes_per_token() / 1024 == pytest.approx(kib, rel=0.02)
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
@@ -66,18 +67,18 @@ def test_the_estimate_covers_the_backward_pass(recipe):
     """A backward pass on tensors without data needs a device for its threads, so this one is the CPU's."""
     config = of_preset("small", recipe, **{"model.num_layers": 3})
     with use_impl("kernel"):
-        memory = StepMemory(config, SHORT, CPU)
-        saved, working = memory.forward(64)
-        with memory._mode:
-            batch, key = memory._batch(64), RngKey(torch.zeros(2, dtype=torch.int64))
-            given = (*memory._model.parameters(), *memory._casts.copies, *batch.values())
-            for each in memory._model.train().parameters():
+        step = StepMemory(config, SHORT, CPU)
+        saved, working = step.forward(64)
+        with step._mode:
+            batch, key = step._batch(64), RngKey(torch.zeros(2, dtype=torch.int64))
+            given = (*step._model.parameters(), *step._casts.copies, *batch.values())
+            for each in step._model.train().parameters():
                 each.grad = torch.empty_like(each)
             objective = objective_of(config)
             denominators = objective.loss_denominators(batch)
-            with memory._casts.current(), _LiveBytes(given) as live:
-                objective.forward(memory._model, MicroBatch(batch, SHORT, key, denominators)).loss.backward()
-        estimate = memory.step(64) - memory._constant() - (1 << 30) - working
+            with step._casts.current(), _LiveBytes(given) as live:
+                objective.forward(step._model, MicroBatch(batch, SHORT, key, denominators)).loss.backward()
+        estimate = step.step(64) - step._constant() - (1 << 30) - working
     assert saved < live.peak < estimate < 1.1 * live.peak
 
 
@@ -87,3 +88,34 @@ def test_sharding_divides_what_is_constant(hopper):
         for size in (1, 4)
     )
     assert 0.3 * whole < quarter < 0.7 * whole
+
+
+class TestAccumulate:
+    @pytest.fixture
+    def fits(self, hopper, monkeypatch):
+        """A function that sets the free memory to what a step with some rows needs."""
+
+        def set_free(config, num_rows, world_size=1):
+            needed = StepMemory(config, SHORT, CUDA, world_size).step(num_rows)
+            monkeypatch.setattr(memory, "free_bytes", lambda _: needed / 0.9 + 1)
+
+        return set_free
+
+    def test_the_largest_micro_batch_that_fits_is_chosen(self, fits):
+        config = of_preset("tiny", "google")
+        fits(config, 16)
+        accumulate, line = choose_accumulate(config, SHORT, CUDA)
+        assert accumulate == 4
+        assert line.startswith("train.accumulate = auto: 4 micro-batches of 16 rows, about 1.")
+        assert choose_accumulate(config.override({"train.accumulate": "8"}), SHORT, CUDA)[0] == 8
+        fits(config, 16, 3)
+        assert choose_accumulate(config, SHORT, CUDA, 3)[0] == 2  # of 11 rows; 22 do not fit
+        assert choose_accumulate(config, SHORT, CPU) == (1, "")
+
+    def test_what_fits_not_even_by_rows_is_refused(self, fits):
+        config = of_preset("tiny", "google")
+        fits(config, 1)
+        assert choose_accumulate(config, SHORT, CUDA)[0] == 64
+        fits(config, 0)
+        with pytest.raises(ef.InputError, match=r"1 row of 32 tokens needs about 1.* GiB .*; choose a smaller model"):
+            choose_accumulate(config, SHORT, CUDA)

@@ -12,25 +12,25 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Literal, Self
 
 from electra_fast import _data
 from electra_fast.config.file import Scalar, Value, did_you_mean, read_toml
 from electra_fast.config.objectives import OBJECTIVE_SPECS, OPTION_NEEDS, check_needs
 from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES
+from electra_fast.config.section import AUTO as AUTO
 from electra_fast.config.section import Configuration, Section, config_key
 from electra_fast.errors import InputError
 
 Architecture = Literal["bert", "modern"]
 
-AUTO: Final = "auto"
 # Ten times the largest published encoders; larger sizes are mistakes that would fill the memory.
 MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
 NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
-# Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
-HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution")
+# Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
+HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution", "train.accumulate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,12 @@ class TrainConfig(Section):
     out: str = config_key("", "run folder (--out)")
     steps: int = config_key(1_000_000, "optimizer steps", low=1)
     batch_size: int = config_key(128, "rows per step, over all ranks", low=1, high=1 << 20)
-    accumulate: int = config_key(1, "micro-batches per step and rank", low=1)
+    accumulate: int | Literal["auto"] = config_key(
+        AUTO,
+        "micro-batches per step and rank; auto: as few as fit the memory of a GPU; on a CPU 1",
+        low=1,
+        or_auto=True,
+    )
     seed: int = config_key(0, "random seed", low=0, high=2**63 - 1)
     precision: Literal["auto", "fp32", "fp16", "bf16"] = config_key(
         "auto",
@@ -268,6 +273,11 @@ class TrainConfig(Section):
     timeout_seconds: int = config_key(600, "longest wait for another rank before the run ends", low=1, high=10**7)
     capture_collectives: bool = config_key(False, "capture collectives inside the CUDA graph")
 
+    @property
+    def num_micro_batches(self) -> int:
+        """`accumulate`; 1 while it is `auto`."""
+        return 1 if self.accumulate == AUTO else self.accumulate
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Configuration):
@@ -292,7 +302,7 @@ class Config(Configuration):
                 f'train.kernels = "{train.kernels}" is not auto, triton or reference, followed by choices such as '
                 "generator_head=reference"
             )
-        if train.batch_size % train.accumulate:
+        if train.batch_size % train.num_micro_batches:
             raise InputError(
                 f"train.accumulate = {train.accumulate} does not divide train.batch_size = {train.batch_size}"
             )

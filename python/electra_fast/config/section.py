@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
 
 from electra_fast.config.file import (
     TYPE_NAMES,
@@ -25,6 +25,8 @@ from electra_fast.config.file import (
 )
 from electra_fast.errors import InputError
 
+AUTO: Final = "auto"
+
 
 def config_key(
     default: Scalar,
@@ -35,14 +37,15 @@ def config_key(
     high: float = math.inf,
     open_low: bool = False,
     takes_several: bool = False,
+    or_auto: bool = False,
 ) -> Any:
     """Declares a configuration key: its default, meaning and allowed range (`open_low` excludes `low` itself).
 
     `choices` are the allowed names where the type is no Literal. A string that `takes_several` may also be a list of
-    strings or a table of weights by string.
+    strings or a table of weights by string. `or_auto`: an integer, or "auto".
     """
     bounds = {"low": low, "high": high, "open_low": open_low}
-    metadata = {"doc": doc, "choices": choices, "takes_several": takes_several, **bounds}
+    metadata = {"doc": doc, "choices": choices, "takes_several": takes_several, "or_auto": or_auto, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -166,17 +169,26 @@ def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
 
 def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     """Returns a key's value, with strings (100k, 4h, true) and whole floats (1e5) converted to its type."""
-    kind = type(field.default)
+    kind = _kind(field)
     if isinstance(value, str):
-        return parse_value(name, value, kind)
+        return value if _is_auto(field, value) else parse_value(name, value, kind)
     return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
 
 
+def _kind(field: dataclasses.Field[Any]) -> type:
+    """Returns a key's type, apart from `auto`."""
+    return int if field.metadata["or_auto"] else type(field.default)
+
+
+def _is_auto(field: dataclasses.Field[Any], value: object) -> bool:
+    return field.metadata["or_auto"] and value == AUTO
+
+
 def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tuple[str, ...] | None) -> None:
-    expected = type(field.default)
+    expected = _kind(field)
     if field.metadata["takes_several"] and not isinstance(value, str):
         _check_several(name, value)
-    elif type(value) is not expected:
+    elif type(value) is not expected and not _is_auto(field, value):
         raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
     _check_text(name, value)
     if choices and value not in choices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from electra_fast.config.config import TrainConfig
 from electra_fast.errors import InputError
@@ -24,7 +24,18 @@ def num_groups(train: TrainConfig, world_size: int) -> int:
 
 def rows_per_micro_batch(train: TrainConfig, world_size: int = 1) -> int:
     """Returns the rows of a rank's largest micro-batch."""
-    return math.ceil(math.ceil(train.batch_size / num_groups(train, world_size)) / train.accumulate)
+    return math.ceil(math.ceil(train.batch_size / num_groups(train, world_size)) / train.num_micro_batches)
+
+
+def smaller_micro_batches(train: TrainConfig, world_size: int = 1) -> dict[int, int]:
+    """Returns the values of `train.accumulate` from the present one on, each with its rows per micro-batch.
+
+    In descending order of rows, which differ, down to one row where the ranks permit it.
+    """
+    most = train.batch_size // (world_size if train.sharding == "full" else 1)
+    values = (n for n in range(train.num_micro_batches, most + 1) if train.batch_size % n == 0)
+    rows = {n: rows_per_micro_batch(replace(train, accumulate=n), world_size) for n in values}
+    return {n: rows[n] for n in rows if not any(rows[m] == rows[n] for m in rows if m < n)}
 
 
 @dataclass(frozen=True)
@@ -56,16 +67,16 @@ class Division:
             raise InputError(
                 f'train.reduce = "exact" needs 1, 2 or 4 ranks, not {world_size}; set train.reduce = "fast"'
             )
-        if train.sharding == "full" and train.batch_size < world_size * train.accumulate:
+        if train.sharding == "full" and train.batch_size < world_size * train.num_micro_batches:
             raise InputError(
                 f'train.sharding = "full" needs a row per rank and micro-batch: train.batch_size = {train.batch_size} '
-                f"is less than {world_size} ranks times train.accumulate = {train.accumulate}"
+                f"is less than {world_size} ranks times train.accumulate = {train.num_micro_batches}"
             )
         own = nth_part(count, rank, world_size)
         return cls(
             rows=nth_part(train.batch_size, rank, world_size),
             groups=tuple(
-                _micro_batches(nth_part(train.batch_size, group, count), train.accumulate * num_processes)
+                _micro_batches(nth_part(train.batch_size, group, count), train.num_micro_batches * num_processes)
                 for group in own
             ),
             own=own,

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.errors import InputError
 from electra_fast.model.compute import CPU_PRECISIONS, choose_compute, choose_precision
@@ -20,6 +20,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.kernel_choice import agree_on_kernels, parse_kernels, settle_kernels
+from electra_fast.training.memory import choose_accumulate
 from electra_fast.training.run import FREE_KEYS, Run
 from electra_fast.training.step import choose_execution
 from electra_fast.training.step_processes import choose_num_processes
@@ -37,7 +38,7 @@ _RULES: dict[str, Callable[[Config, torch.device], str]] = {
 _BY_CHECK = ("model.attention", "train.execution")
 
 
-def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
+def settle_hardware(run: Run, device: torch.device, world_size: int = 1) -> tuple[Run, list[str]]:
     """Returns the run with every `auto` key resolved and recorded in RUN/config.toml, and messages to the user.
 
     A new run gets the best values for the device, which on a CPU may take a measurement of some seconds. A resumed run
@@ -55,10 +56,19 @@ def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
     kernels: dict[str, str] = {}
     if device.type == "cpu" and parse_kernels(config.train.kernels)[0] == "triton":
         raise InputError('train.kernels = "triton" needs a GPU, and this is a CPU; set train.kernels = "auto"')
+    line, is_divisible = "", config.train.accumulate == AUTO or "train.accumulate" in run.kept
+    if is_divisible:
+        config, line = divided(config, device, world_size)
     if device.type == "cuda":
-        config, kernels, messages = settle_kernels(before_kernels(config, device), device, run.folder)
+        checked = before_kernels(config, device)
+        config, kernels, messages = settle_kernels(checked, device, run.folder)
+        if is_divisible:  # references may need more memory than kernels
+            config, line = divided(config, device, world_size, tuple(kernels.items()))
+        if config.train.accumulate != checked.train.accumulate:
+            config, kernels, messages = settle_kernels(config, device, run.folder)
         lines += messages
     config = _by_rules(config, device)
+    lines += [line] if line and config.train.accumulate != run.config.train.accumulate else []
     for name, (recorded, chosen) in run.config.differences(config).items():
         if name in run.kept:
             lines.append(f'{name} = auto: {chosen}, as the "{recorded}" recorded in this run cannot run here')
@@ -68,11 +78,20 @@ def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
 
 def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
     """Returns the first rank's `settle_hardware` on all ranks, with kernels that are right on the cards of all."""
-    run, lines = world.from_first(lambda: settle_hardware(run, device))
+    run, lines = world.from_first(lambda: settle_hardware(run, device, world.size))
     if world.size > 1 and device.type == "cuda" and run.config.train.kernels.startswith(AUTO):
         kernels = agree_on_kernels(run.config, device, dict(run.kernels), run.folder, world)
         run = replace(run, kernels=tuple(kernels.items()))
     return run, lines
+
+
+def divided(
+    config: Config, device: torch.device, world_size: int = 1, kernels: tuple[tuple[str, str], ...] = ()
+) -> tuple[Config, str]:
+    """Returns the configuration with as few micro-batches as fit, at least those that it has, and a line for users."""
+    compute = replace(choose_compute(config, device), kernels=kernels)
+    accumulate, line = choose_accumulate(config, compute, device, world_size)
+    return config.override({"train.accumulate": accumulate}), line
 
 
 def before_kernels(config: Config, device: torch.device) -> Config:
@@ -90,9 +109,9 @@ def _by_rules(config: Config, device: torch.device, names: Iterable[str] = ()) -
 def _without_impossible(run: Run, device: torch.device) -> Config:
     """Returns the run's configuration with `auto` for kept values that cannot run on this device."""
     config = run.config
-    for name in HARDWARE_KEYS:
+    for name, rule in _RULES.items():
         try:
-            _RULES[name](config, device)
+            rule(config, device)
         except InputError:
             if name not in run.kept:
                 raise
@@ -167,7 +186,7 @@ def measure(config: Config) -> Measurement:
 def measure_products(config: Config) -> MatmulMeasurement:
     """Times fp32 matmuls of the run's shapes, with as many threads as in training."""
     num_processes = choose_num_processes(config, CPU)
-    num_rows = config.train.batch_size // config.train.accumulate // num_processes
+    num_rows = config.train.batch_size // config.train.num_micro_batches // num_processes
     with threads_of(num_processes):
         return measure_matmul(config.model, num_rows * config.data.sequence_length)
 
@@ -198,7 +217,7 @@ def _num_rows(config: Config, num_processes: int) -> int:
     """Returns a process's rows of a micro-batch, or as many as `MAX_FLOPS` allows."""
     length = config.data.sequence_length
     affordable = int(MAX_FLOPS / (flops_per_token(config).total * length))
-    return max(1, min(config.train.batch_size // config.train.accumulate // num_processes, affordable))
+    return max(1, min(config.train.batch_size // config.train.num_micro_batches // num_processes, affordable))
 
 
 def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:

@@ -255,7 +255,7 @@ class Checking:
 
     def _num_rows(self, what: str) -> int:
         config = self.config
-        num_rows = config.train.batch_size // int(config.train.accumulate)
+        num_rows = config.train.batch_size // config.train.num_micro_batches
         if what == "steps":
             return num_rows
         return max(1, min(num_rows, MAX_TOKENS // config.data.sequence_length))
@@ -445,7 +445,7 @@ def identity_of(config: Config, device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version_or_none("triton"),
         "precision": config.train.precision,
-        "rows": config.train.batch_size // int(config.train.accumulate),
+        "rows": config.train.batch_size // config.train.num_micro_batches,
         "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
     }
 

@@ -8,6 +8,7 @@ Shapes: B rows, L row length.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from electra_fast.config.config import Config
-from electra_fast.model.compute import ComputeConfig
+from electra_fast.errors import InputError
+from electra_fast.model.compute import ComputeConfig, use_compute
 from electra_fast.model.model import BertLayer, Electra, ModernLayer
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
 from electra_fast.ops.operations import WeightCasts
-from electra_fast.training.division import num_groups
+from electra_fast.training.division import num_groups, smaller_micro_batches
 
 # Backends that run on fake tensors only after compiling, or not at all, and one that saves the same tensors.
 _ALIKE = {"flex": "varlen", "xformers": "varlen"}
@@ -38,6 +40,9 @@ _UPDATE = {"adamw": 0, "lamb": 8, "muon": 4}
 _BACKWARD = 1.5
 # Libraries' workspaces, code of kernels, chunks of logits within the generator's head.
 _FIXED = 1 << 30
+# Of the free memory, the part that a step may take: caching allocators waste some.
+_SHARE = 0.9
+_GIB = 1 << 30
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -92,7 +97,8 @@ class StepMemory:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = self._empty(*buffer.shape, dtype=buffer.dtype)
-            self._casts = WeightCasts(self._model, compute.dtype)
+            with use_compute(compute):
+                self._casts = WeightCasts(self._model, compute.dtype)
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -108,7 +114,7 @@ class StepMemory:
         model, found = self._model.train().requires_grad_(True), []
         for name in stage.frozen:
             model.get_submodule(name).eval().requires_grad_(False)
-        with self._mode:
+        with self._mode, use_compute(self._compute):
             tensors = self._batch(num_rows)
             key = RngKey(self._empty(2, dtype=torch.int64), self._empty(dtype=torch.int64))
             denominators = stage.objective.loss_denominators(tensors)
@@ -167,3 +173,40 @@ class StepMemory:
         layers = [each for each in self._model.modules() if isinstance(each, BertLayer | ModernLayer)]
         sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
         return sum(each.numel() for each in self._model.parameters()) - sum(sizes) + 2 * max(sizes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns a GPU's memory that nobody uses, in bytes; what this process keeps for later is free."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def choose_accumulate(
+    config: Config, compute: ComputeConfig, device: torch.device, world_size: int = 1
+) -> tuple[int, str]:
+    """Returns the fewest micro-batches per step that fit the free memory of a GPU, and a line for the user.
+
+    On a CPU one, without a line. A number in `train.accumulate` is the fewest to choose. Raises ValueError if no
+    division of the step fits.
+    """
+    train = config.train
+    if device.type != "cuda":
+        return train.num_micro_batches, ""
+    memory = StepMemory(config, compute, device, world_size)
+    free, choices = free_bytes(device), list(smaller_micro_batches(train, world_size).items())
+
+    def fits(choice: tuple[int, int]) -> bool:
+        return memory.step(choice[1]) <= _SHARE * free
+
+    position = 0 if fits(choices[0]) else bisect.bisect_left(choices, True, 1, key=fits)
+    accumulate, num_rows = choices[min(position, len(choices) - 1)]
+    needed = f"{memory.step(num_rows) / _GIB:.3g}"
+    if position == len(choices):
+        raise InputError(
+            f"a micro-batch of {num_rows} {'row' if num_rows == 1 else 'rows'} of {config.data.sequence_length} tokens "
+            f"needs about {needed} GiB of GPU memory, and of {free / _GIB:.3g} GiB free a step can use "
+            f'{_SHARE:.0%}; choose a smaller model, lower data.sequence_length, or set train.sharding = "full" and use '
+            "more GPUs"
+        )
+    rows = f"{accumulate} micro-{'batch' if accumulate == 1 else 'batches'} of {num_rows} rows"
+    return accumulate, f"train.accumulate = auto: {rows}, about {needed} of {free / _GIB:.3g} GiB"

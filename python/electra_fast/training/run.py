@@ -37,6 +37,7 @@ FREE_KEYS = {
     "train.out",
     "train.execution",
     "train.kernels",
+    "train.accumulate",
     "train.log_every",
     "train.eval_every",
     "train.eval_batches",

@@ -79,7 +79,7 @@ class Work(ABC):
 
 def choose_num_processes(config: Config, device: torch.device) -> int:
     """Returns the number of processes per micro-batch: the largest that divides its rows."""
-    rows = config.train.batch_size // config.train.accumulate
+    rows = config.train.batch_size // config.train.num_micro_batches
     return max(n for n in range(1, max_processes(device) + 1) if rows % n == 0)
 
 
