@@ -169,7 +169,9 @@ def build_parser() -> Parser:
         help="corpus; uses its validation part (prepare --holdout), or all of it if it has none; repeat to mix corpora",
     )
     sub.add_argument("--sequence-length", type=int, help="tokens per row (default: the run's, or the corruptor's)")
-    sub.add_argument("--batch-size", type=int, help="rows per batch (default: the run's)")
+    sub.add_argument(
+        "--batch-size", type=int, help="rows per batch (default: the run's, on a GPU in its micro-batches)"
+    )
     sub.add_argument("--batches", type=int, default=0, help="number of batches; 0: all")
     sub.add_argument(
         "--corrupted-by",

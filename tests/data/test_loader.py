@@ -21,7 +21,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.loader import BatchLoader, rows_of, to_torch
 
 LENGTH = 64
 Open = Callable[..., BatchLoader]
@@ -96,6 +96,13 @@ def test_ranks_and_threads_share_the_global_batches(open_loader: Open):
             (rank + 1) * batch.num_rows // 3 - rank * batch.num_rows // 3 for rank in range(3)
         ]
     assert all(next(rank, None) is None for rank in ranks)
+
+
+def test_rows_of_a_batch_are_those_of_a_rank(open_loader: Open):
+    whole = to_torch(next(open_loader()))
+    part = to_torch(next(open_loader(rank=1, world_size=3)))
+    found = rows_of(whole, range(23 // 3, 2 * 23 // 3))
+    assert found.keys() == part.keys() and all(torch.equal(found[name], part[name]) for name in part)
 
 
 def test_a_state_fits_another_batch_size_and_world(open_loader: Open):

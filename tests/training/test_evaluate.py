@@ -10,8 +10,10 @@ from variants import VARIANTS
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.training import evaluate as evaluation
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.mlm_accuracy import Example, log_odds, mlm_accuracy, predict
+from electra_fast.training.world import World
 
 
 def texts(corpus, length, count):
@@ -144,3 +146,17 @@ def test_there_are_no_more_examples_than_rows(models, validation_corpus):
     )
     assert report["mlm_examples"] == len(list(texts(validation_corpus, 128, 1000))) < 200
     assert report["mlm_accuracy"] == report["mlm_generator_accuracy"] == report["mlm_recall_at_100"]
+
+
+@pytest.mark.parametrize(("name", "is_corrupted"), [("electra", False), ("contrastive", False), ("electra", True)])
+def test_micro_batches_change_rounding_alone(validation_corpus, tmp_path, monkeypatch, name, is_corrupted):
+    run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name])
+    settings = {"max_batches": 2, "sequence_length": 16, "corrupted_by": run if is_corrupted else None}
+    expected = evaluate(run, validation_corpus, **settings)
+    config = ef.load(run).config.override({"train.accumulate": "4"})
+    assert evaluation._most_rows(config, torch.device("cuda"), World()) == config.train.batch_size // 4
+    monkeypatch.setattr(evaluation, "_most_rows", lambda *_: 3)
+    found = evaluate(run, validation_corpus, **settings)
+    floats = [name for name, value in expected.items() if isinstance(value, float)]
+    assert [found.pop(name) for name in floats] == pytest.approx([expected.pop(name) for name in floats], rel=1e-6)
+    assert found == expected and found["rows"] == 16

@@ -196,6 +196,14 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
     return {name: to_device(tensor, target) for name, tensor in _from_columns(pa.record_batch(batch)).items()}
 
 
+def rows_of(batch: Mapping[str, torch.Tensor], rows: range) -> dict[str, torch.Tensor]:
+    """Returns some rows of a batch (from `to_torch`), views but for `cu_seqlens`; synchronizes with the device."""
+    length, ends = batch["input_ids"].shape[1], batch["cu_seqlens"]
+    first, last = rows.start * length, rows.stop * length
+    columns = {name: tensor[rows.start : rows.stop] for name, tensor in batch.items() if name != "cu_seqlens"}
+    return columns | {"cu_seqlens": ends[(ends >= first) & (ends <= last)] - first}
+
+
 def padding_row(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A row of padding, which no loss counts, for a process that has no rows in a micro-batch.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from electra_fast.config.config import Config
-from electra_fast.data.loader import BatchLoader, padding_row, to_torch
+from electra_fast.data.loader import BatchLoader, padding_row, rows_of, to_torch
 from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
@@ -32,7 +33,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, RngKey
 from electra_fast.ops.sampling import alias_table
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
-from electra_fast.training.division import nth_part
+from electra_fast.training.division import nth_part, rows_per_micro_batch
 from electra_fast.training.mlm_accuracy import mlm_accuracy
 from electra_fast.training.world import World
 
@@ -41,8 +42,8 @@ SEED = 20_190_925
 # Metrics that are reported first.
 FIRST = ("unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss")
 
-# The index of a batch's first row, and its tensors.
-_Batches = Iterator[tuple[int, Mapping[str, Tensor]]]
+# The number of a batch, and a part of it: the index of the first row within the batch, and tensors.
+_Batches = Iterator[tuple[int, int, Mapping[str, Tensor]]]
 
 
 def evaluate(
@@ -65,7 +66,7 @@ def evaluate(
             `corrupted_by` "unigram".
         sequence_length: Tokens per row. By default 128 for `unigram_auc`, or the longest row that the model can read if
             that is shorter; for the rest that of the run, or of the corruptor if given.
-        batch_size: Rows per batch; by default that of the run.
+        batch_size: Rows per batch; by default that of the run, on a GPU in its micro-batches.
         max_batches: Largest number of batches; 0: all.
         device: E.g. "cpu"; by default CUDA if available.
         corrupted_by: Source of replacements, so that several models are judged on the same text: the generator of a
@@ -95,8 +96,9 @@ def evaluate(
     corpora = _validation_part(source, mixture)
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), mixture.corpora[0])
     model.limit_vocabulary(mixture.vocab_size)
-    rows_per_batch = batch_size or model.config.train.batch_size
-    config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
+    config = model.config
+    if batch_size is not None:
+        config = config.replace({"train": {"batch_size": batch_size, "accumulate": 1}})
     # fp32, references, and the backend that runs everywhere, independent of training.
     kernels = (("*", "reference"),) if target.type == "cuda" else ()
     compute = ComputeConfig("sdpa", torch.float32, fastest_matmul(model.config.model, target), kernels)
@@ -206,7 +208,7 @@ def unigram_entropy(corpora: Corpora, config: Config, max_batches: int, world: W
 def _masked_counts(corpora: Corpora, config: Config, max_batches: int, world: World) -> Tensor:
     """Counts how often each token is masked; fp64 [V] on the CPU."""
     counts_V = torch.zeros(config.model.vocab_size, dtype=torch.float64)
-    for _, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
+    for *_, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
         masked_ids = batch["masked_ids"][batch["masked_weights"] > 0]
         counts_V += torch.bincount(masked_ids, minlength=len(counts_V))
     return world.all_gather(counts_V).sum(0)
@@ -219,10 +221,10 @@ def _evaluate_corrupted(
     digest = hashlib.sha256()
 
     def digested(batches: _Batches) -> _Batches:
-        for first_row, batch in batches:
+        for number, first_row, batch in batches:
             for ids in corrupted_rows(batch):
                 digest.update(ids.cpu().numpy().astype("<i4").tobytes())
-            yield first_row, batch
+            yield number, first_row, batch
 
     if "discriminator" in model.networks:
         config = _of_discriminator(config)
@@ -244,21 +246,29 @@ def _of_discriminator(config: Config) -> Config:
 
 def _filled(batches: _Batches, corruptor: Corruptor, batch_size: int) -> _Batches:
     """Adds a corruptor's samples, which depend on each row's number in the loader's stream, to the batches."""
-    for number, (first_row, batch) in enumerate(batches):
-        yield first_row, {**batch, "sampled_ids": corruptor.sample(batch, number * batch_size + first_row)}
+    for number, first_row, batch in batches:
+        yield number, first_row, {**batch, "sampled_ids": corruptor.sample(batch, number * batch_size + first_row)}
 
 
 def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.device, world: World) -> _Batches:
-    """Yields a rank's rows of each batch, with the index of the first one within the batch."""
+    """Yields a rank's rows of each batch: whole on a CPU, in micro-batches on a GPU, as many on each rank."""
     loader = BatchLoader.from_config(
         config, corpus=corpora, seed=SEED, epochs=1, rank=world.rank, world_size=world.size
     )
-    size = config.train.batch_size
+    size, most = config.train.batch_size, _most_rows(config, device, world)
     num_rows = loader.num_rows if world.size > 1 else 0
     for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
         # The last batch may have fewer rows.
-        own = nth_part(min(size, num_rows - number * size), world.rank, world.size) if world.size > 1 else range(1)
-        yield own.start, to_torch(rows, device=device)
+        total = min(size, num_rows - number * size) if world.size > 1 else rows.num_rows
+        own, batch = nth_part(total, world.rank, world.size), to_torch(rows, device=device)
+        num_parts = math.ceil(math.ceil(total / world.size) / most)
+        for part in (nth_part(len(own), i, num_parts) for i in range(num_parts)):
+            yield number, own.start + part.start, rows_of(batch, part)
+
+
+def _most_rows(config: Config, device: torch.device, world: World) -> int:
+    """Returns the rows that a rank evaluates at once."""
+    return rows_per_micro_batch(config.train, world.size) if device.type == "cuda" else config.train.batch_size
 
 
 @torch.no_grad()
@@ -276,7 +286,7 @@ def _judge(
     logits, labels, num_rows = [np.empty(0, np.float32)], [np.empty(0, np.bool_)], 0
     modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode already
     model.eval()
-    for number, (first_row, batch) in enumerate(batches):
+    for number, first_row, batch in batches:
         num_rows += batch["input_ids"].shape[0]
         if batch["input_ids"].shape[0] == 0:
             batch = padding_row(batch)  # other ranks have rows, and may need this rank's part of the model
