@@ -24,7 +24,7 @@ from electra_fast.config.file import did_you_mean, format_value, nearest, take_o
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import DEFAULT_RECIPE
 from electra_fast.config.section import Configuration
-from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere
+from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, printable, say
@@ -51,6 +51,7 @@ RESUMABLE = ("demo", "prepare", "finetune", "reproduce")
 LESS_MEMORY = {
     "pretrain": "raise train.accumulate (the same batch in smaller parts), or choose a smaller model",
     "finetune": "lower finetune.batch_size or finetune.sequence_length",
+    "evaluate": "lower --batch-size",
 }
 
 
@@ -82,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReportedElsewhere:
         return 2
     except Exception as error:
-        if _is_out_of_memory(error):
-            message = f"out of memory: {error}; {LESS_MEMORY.get(options.command, 'free some memory and rerun')}"
-        elif isinstance(error, (ElectraFastError, OSError)):
+        if isinstance(error, (ElectraFastError, OSError)):
             message = _message(error, getattr(options, "out", None))
+        elif is_out_of_memory(error):
+            message = f"out of memory: {error}; {LESS_MEMORY.get(options.command, 'free some memory and rerun')}"
         else:
             error.add_note("electra-fast: this is a bug; please report it with the lines above")
             raise
@@ -93,12 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         say(f"electra-fast: error: {error_line(message)}")
         return 2
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Returns whether torch, pyarrow or Python failed to allocate memory; torch raises a RuntimeError that says so."""
-    said = any(text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said)
 
 
 def _message(error: Exception, out: object) -> str:

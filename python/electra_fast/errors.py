@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class ElectraFastError(Exception):
     """Base of errors whose message says what is wrong, where, and what to do."""
@@ -25,6 +27,29 @@ class Diverged(TrainingFailed):
 
 class ReportedElsewhere(ElectraFastError):
     """Ends a rank because of an error that another rank reports."""
+
+
+class OutOfMemory(ElectraFastError, MemoryError):
+    """The memory of a device does not suffice; the message names the value to set."""
+
+    @classmethod
+    def at(cls, what: str, error: Exception, remedy: str) -> Self:
+        """Returns the error of a place, with the first two sentences of a library's message, and the remedy."""
+        return cls(f"{what}: out of memory ({'. '.join(str(error).split('. ')[:2])}); {remedy}")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether torch, pyarrow or Python failed to allocate memory; torch raises a RuntimeError that says so.
+
+    A CUDA graph that is being captured raises an error of its own after it.
+    """
+    said = any(text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+    earlier = error.__context__
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, RuntimeError) and said)
+        or (isinstance(earlier, Exception) and is_out_of_memory(earlier))
+    )
 
 
 class Interrupted(KeyboardInterrupt):

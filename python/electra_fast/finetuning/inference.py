@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast.config.config import AUTO, ModelConfig
-from electra_fast.errors import InputError
+from electra_fast.errors import InputError, is_out_of_memory
 from electra_fast.finetuning.batches import PackedBatch, pack
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
@@ -105,14 +105,24 @@ def _batches(
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     order = np.argsort(encoded.lengths, kind="stable")
-    for examples in np.split(order, _cuts(encoded.lengths[order], BATCH_TOKENS[device.type])):
+    pending = np.split(order, _cuts(encoded.lengths[order], BATCH_TOKENS[device.type]))[::-1]
+    while pending:
         before_batch()
-        for part in pack(encoded, examples, are_alike=True):
-            with use_compute(compute):
-                tensors = model.predictions(Inputs.of(part, device), compute)
-            if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
-                raise InputError('activations exceed 65504, the largest number of fp16: set precision = "fp32"')
-            yield examples, part, tensors
+        examples, found = pending.pop(), []
+        try:
+            for part in pack(encoded, examples, are_alike=True):
+                with use_compute(compute):
+                    tensors = model.predictions(Inputs.of(part, device), compute)
+                if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
+                    raise InputError('activations exceed 65504, the largest number of fp16: set precision = "fp32"')
+                found.append((examples, part, tensors))
+        except (RuntimeError, MemoryError) as error:
+            if len(examples) < 2 or not is_out_of_memory(error):
+                raise
+            # This batch and those that follow, which are longer, in halves.
+            halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
+            pending, found = [half for pair in halves for half in pair if len(half)], []
+        yield from found
     model.train(was_training)
 
 

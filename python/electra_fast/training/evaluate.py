@@ -21,7 +21,7 @@ from torch import Tensor
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, padding_row, rows_of, to_torch
 from electra_fast.data.mixture import Corpora, Mixture
-from electra_fast.errors import InputError
+from electra_fast.errors import InputError, is_out_of_memory
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
@@ -30,7 +30,7 @@ from electra_fast.model.compute import ComputeConfig, choose_device, use_compute
 from electra_fast.model.matmul import fastest_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, RngKey
+from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, Output, RngKey
 from electra_fast.ops.sampling import alias_table
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.division import nth_part, rows_per_micro_batch
@@ -271,6 +271,27 @@ def _most_rows(config: Config, device: torch.device, world: World) -> int:
     return rows_per_micro_batch(config.train, world.size) if device.type == "cuda" else config.train.batch_size
 
 
+def _outputs(run: Callable[[int, int, Mapping[str, Tensor]], Output], batches: _Batches) -> Iterator[Output]:
+    """Runs parts of batches; where memory runs out, this one and those after it in halves."""
+    num_pieces = 1
+    for number, first_row, batch in batches:
+        num_rows = len(batch["input_ids"])
+        parts = (nth_part(num_rows, i, num_pieces) for i in reversed(range(num_pieces)))
+        pending = [part for part in parts if part]
+        while pending:
+            rows, output = pending.pop(), None
+            try:
+                output = run(number, first_row + rows.start, rows_of(batch, rows))
+            except (RuntimeError, MemoryError) as error:
+                if len(rows) < 2 or not is_out_of_memory(error):
+                    raise
+                num_pieces *= 2
+                halves = ((each[len(each) // 2 :], each[: len(each) // 2]) for each in (*pending, rows))
+                pending = [half for pair in halves for half in pair if half]
+            if output is not None:
+                yield output
+
+
 @torch.no_grad()
 def _judge(
     model: Electra,
@@ -286,13 +307,22 @@ def _judge(
     logits, labels, num_rows = [np.empty(0, np.float32)], [np.empty(0, np.bool_)], 0
     modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode already
     model.eval()
-    for number, first_row, batch in batches:
-        num_rows += batch["input_ids"].shape[0]
-        if batch["input_ids"].shape[0] == 0:
-            batch = padding_row(batch)  # other ranks have rows, and may need this rank's part of the model
+
+    def run(number: int, first_row: int, batch: Mapping[str, Tensor]) -> Output:
         key = RngKey(torch.tensor([SEED, number], device=device), first_row)
         with use_compute(compute):
-            output = forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
+            return forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
+
+    def counted(batches: _Batches) -> _Batches:
+        nonlocal num_rows
+        for number, first_row, batch in batches:
+            num_rows += len(batch["input_ids"])
+            # Without rows of its own, since other ranks have some, and may need this rank's part of the model.
+            yield number, first_row, batch if len(batch["input_ids"]) else padding_row(batch)
+
+    # Ranks of a sharded model have to make the same calls.
+    is_whole = forward == objective.forward
+    for output in _outputs(run, counted(batches)) if is_whole else itertools.starmap(run, counted(batches)):
         for name, total in output.totals.items():
             totals[name] += total
         found = output.predictions

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,14 @@ import torch
 from electra_fast.card import device_peak
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
-from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
+from electra_fast.errors import (
+    Diverged,
+    InputError,
+    OutOfMemory,
+    ReportedElsewhere,
+    TrainingFailed,
+    is_out_of_memory,
+)
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.interruption import StopRequest
@@ -43,6 +50,7 @@ from electra_fast.training.diagnostics import (
     stall_warning,
     verdict,
 )
+from electra_fast.training.division import smaller_micro_batches
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.hardware import settle_for_all
@@ -150,7 +158,8 @@ class Trainer:
             self._begin(log)
             while state.step < num_steps and not agreed and not is_time_up:
                 is_time_up = limit.is_up(self.writer.last_write_seconds)
-                flags = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
+                with self._out_of_memory_named():
+                    flags = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
                 if agreed is not stop:
                     agreed.signal, is_time_up = int(flags[0]), bool(flags[1])
                 self._count_step(log)
@@ -174,6 +183,20 @@ class Trainer:
                 log.say(reporting.out_of_time(self.run.folder, self.config.train.max_minutes, state.step, num_steps))
         stop.signal = agreed.signal
         return state.step
+
+    @contextlib.contextmanager
+    def _out_of_memory_named(self) -> Iterator[None]:
+        """Raises OutOfMemory, which names the next value to try, where memory runs out inside."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            _, *smaller = smaller_micro_batches(self.config.train, self.world.size)
+            remedy = "choose a smaller model, or lower data.sequence_length"
+            if smaller:
+                remedy = f"run again with --train.accumulate {smaller[0]}"
+            raise OutOfMemory.at(f"{self.run.folder}: step {self.state.step}", error, remedy) from error
 
     def _begin(self, log: RunLog) -> None:
         if self.world.is_first:
@@ -340,7 +363,7 @@ class Trainer:
         """Returns the metrics of an evaluation."""
         objective, wrapped = self.stage.objective, self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
-        with self.train_step.waits_for_ranks():
+        with self.train_step.waits_for_ranks(), self._out_of_memory_named():
             found = evaluate_model(*settings, objective, self.world, wrapped(objective))
             if "discriminator" in objective.networks():
                 found["unigram_auc"] = unigram_auc(*settings, self.world, wrapped)

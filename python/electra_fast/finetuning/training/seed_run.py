@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from electra_fast.checkpoint import read_tensors, write_tensors
-from electra_fast.errors import Diverged, Interrupted
+from electra_fast.errors import Diverged, Interrupted, OutOfMemory, is_out_of_memory
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import remove, replace_folder
 from electra_fast.files.json_files import JsonLines, read_object, record_of, write_object
@@ -133,7 +133,17 @@ class SeedRun:
         chosen = chosen[chosen >= 0]
         parts = job.pack(chosen)
         batch = job.training_set.batch(parts, chosen, job.config.loss_reduction, self.seed)
-        loss, norm = self.step(batch, state.step, lr_scale(job.config, state.step, job.num_steps))
+        try:
+            loss, norm = self.step(batch, state.step, lr_scale(job.config, state.step, job.num_steps))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            batch_size = job.config.batch_size
+            smaller = (
+                f"--finetune.batch_size {batch_size // 2}" if batch_size > 1 else "a lower finetune.sequence_length"
+            )
+            remedy = f"run again with {smaller}, and with another --out if this one has results"
+            raise OutOfMemory.at(f"{self.folder}: step {state.step}", error, remedy) from error
         self._totals += torch.stack((loss, norm))
         state.step += 1
         state.window_steps += 1

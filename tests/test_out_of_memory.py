@@ -1,0 +1,93 @@
+"""Where memory runs out: less at once where nothing is lost by it, else one line with the value to set."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import tiny_config
+from tiny_task import QUICK, sentences
+
+import electra_fast as ef
+from electra_fast.errors import OutOfMemory
+from electra_fast.finetuning.tasks.classification import SequenceClassifier
+from electra_fast.finetuning.training.step import TaskBackward
+from electra_fast.objectives.electra import ElectraObjective
+from electra_fast.training.evaluate import evaluate
+from electra_fast.training.step import Backward
+
+TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 MiB is free."
+SHORT = r"out of memory \(CUDA out of memory. Tried to allocate 2.00 GiB\); "
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    """A function after which a method runs out of memory unless its arguments pass a test; returns what did pass."""
+
+    def limit(owner, name, passes):
+        original, passed = getattr(owner, name), []
+
+        def limited(self, *args):
+            if not passes(*args):
+                raise torch.OutOfMemoryError(TEXT)
+            passed.append(args)
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, name, limited)
+        return passed
+
+    return limit
+
+
+def test_an_evaluation_goes_on_with_fewer_rows(whole_run, validation_corpus, limit):
+    settings = {"max_batches": 2, "sequence_length": 16}
+    expected = evaluate(whole_run, validation_corpus, **settings)
+    passed = limit(ElectraObjective, "forward", lambda _, batch: len(batch.tensors["input_ids"]) <= 3)
+    found = evaluate(whole_run, validation_corpus, **settings)
+    floats = [name for name, value in expected.items() if isinstance(value, float)]
+    assert [found.pop(name) for name in floats] == pytest.approx([expected.pop(name) for name in floats], rel=1e-6)
+    assert found == expected and [len(batch.tensors["input_ids"]) for _, batch in passed] == [2] * 16
+    limit(ElectraObjective, "forward", lambda *_: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(whole_run, validation_corpus, **settings)
+
+
+def test_a_prediction_goes_on_with_fewer_examples(finetuned, limit):
+    texts = [text for text, _ in sentences(40, 5)]
+    model = ef.load_finetuned(finetuned[0] / "sst2/seed-0/model", precision="fp32")
+    expected = model.outputs(texts)
+    passed = limit(SequenceClassifier, "predictions", lambda inputs, _: inputs.columns_5RL[0].numel() < 300)
+    np.testing.assert_allclose(model.outputs(texts), expected, atol=1e-5)
+    assert len(passed) > 2
+    limit(SequenceClassifier, "predictions", lambda *_: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.outputs(texts)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "remedy"), [(2, "run again with --train.accumulate 4"), (8, "choose a smaller")]
+)
+def test_training_names_the_next_value(whole_run, validation_corpus, tmp_path, limit, accumulate, remedy):
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    limit(Backward, "run", lambda *_: False)
+    config = tiny_config(**{"train.steps": "27", "train.accumulate": str(accumulate)})
+    with pytest.raises(OutOfMemory, match=f"run: step 24: {SHORT}{remedy}"):
+        ef.pretrain(config, data=validation_corpus, out=run)
+
+
+def test_a_graph_that_fails_meanwhile_hides_nothing(whole_run, validation_corpus, tmp_path, monkeypatch):
+    def run(*_):
+        try:
+            raise torch.OutOfMemoryError(TEXT)
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(Backward, "run", run)
+    with pytest.raises(OutOfMemory, match=r"--train.accumulate 4"):
+        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+
+
+def test_finetuning_names_half_the_batch(encoder_folder, glue_folder, tmp_path, limit):
+    limit(TaskBackward, "run", lambda *_: False)
+    with pytest.raises(OutOfMemory, match=f"seed-0: step 0: {SHORT}run again with --finetune.batch_size 4"):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder / "SST-2", out=tmp_path / "out", overrides=QUICK)
