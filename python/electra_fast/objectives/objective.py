@@ -66,10 +66,14 @@ class RngKey:
 def seed_generator(device: torch.device, seed: int, part: int, step: int) -> None:
     """Seeds torch's own generator from the step and the part of it that follows, so that a resumed run draws the same.
 
-    On a CPU `torch.manual_seed` takes half a millisecond, for a stack trace that it keeps in case CUDA comes into use.
+    That of the device alone: `torch.manual_seed` seeds those of all devices, and takes half a millisecond on a CPU,
+    for a stack trace that it keeps in case CUDA comes into use. A CUDA graph reads the seed at each replay.
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + part * 0xD1B54A32D192ED03 + step) % 2**63
-    torch.manual_seed(mixed) if device.type == "cuda" else torch.default_generator.manual_seed(mixed)
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator.manual_seed(mixed)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -41,6 +41,12 @@ class GraphRunner(Generic[T]):
     The function is written as if it always ran eagerly. It never synchronizes with the host, and hands what a graph
     must not hold, such as collectives, to `outside`. The outputs of a replay are the tensors of the capture.
 
+    All graphs share one memory pool, so they take as much memory as the largest of them: what a capture frees, a later
+    one uses again. That is safe because replays follow one another on one stream, each graph writes its intermediate
+    results before it reads them, and what outlives a run is allocated elsewhere, in the eager runs or by the caller.
+    The outputs alone are read after a replay, and that of another graph may overwrite them: copy them within
+    `on_stream`, before the next `run`.
+
     Args:
         device: The device that it runs on.
         captures: Capture after `WARM_UP` eager runs; on CUDA only.
@@ -56,6 +62,7 @@ class GraphRunner(Generic[T]):
         self.captures: list[Preparation] = []
         self.captures_graphs = captures and device.type == "cuda"
         self._reason = ""
+        self._pool: Any = None  # torch's handle
         self._runs: dict[Hashable, _Runs[T]] = {}
         self._replays: list[Callable[[], None]] | None = None
         self._open_graph = contextlib.ExitStack()
@@ -109,6 +116,7 @@ class GraphRunner(Generic[T]):
         """Drops all graphs, because their tensors are gone; the reason is that of the next capture."""
         self._reason = reason if any(runs.replays for runs in self._runs.values()) else ""
         self._runs.clear()
+        self._pool = None  # torch frees a pool without graphs
 
     def _capture(self, function: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
         replays: list[Callable[[], None]] = []
@@ -123,12 +131,14 @@ class GraphRunner(Generic[T]):
 
     def _begin_graph(self) -> None:
         assert self._replays is not None
-        self._replays.append(self._open_graph.enter_context(_captured(self.stream)).replay)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._replays.append(self._open_graph.enter_context(_captured(self.stream, self._pool)).replay)
 
 
 @contextlib.contextmanager
-def _captured(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures into a CUDA graph what is launched inside.
+def _captured(stream: torch.cuda.Stream | None, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """Captures into a CUDA graph, with memory of a pool, what is launched inside.
 
     To free a graph or an event meanwhile invalidates the capture: garbage, as of an earlier training in this process,
     is collected before. Other threads may use the device.
@@ -137,7 +147,7 @@ def _captured(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph
     gc.collect()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield graph
     finally:
         if was_enabled:

@@ -158,7 +158,7 @@ class FinetuneStep:
         self.optimizer.set_step_scalars(lr_scale)
         with self._graphs.on_stream():
             loss, norm = self._graphs.run(self.run, step, self._use_static_batch())
-            loss, norm = loss.clone(), norm.clone()  # a replay of the graph overwrites them
+            loss, norm = loss.clone(), norm.clone()  # the next replay, of any graph, may overwrite them
         self._graphs.join()
         return loss, norm
 
