@@ -10,7 +10,7 @@ from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.export import export, import_folder
-from electra_fast.model.compute import choose_compute, choose_precision
+from electra_fast.model.compute import ComputeConfig, choose_compute, choose_precision
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
 from electra_fast.model.model import DiscriminatorHead
 from electra_fast.training import hardware
@@ -201,6 +201,31 @@ class TestResume:
         assert hardware_values(run)["train.precision"] == "bf16"
 
 
+@pytest.mark.parametrize(("kernels", "fails_at", "expected"), [("*", 0, [1, 2]), ("x", 2, [1]), ("x", 1, [1, 2])])
+def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, kernels, fails_at, expected):
+    """References need more memory than kernels here; or a step runs out of memory, whatever was counted."""
+    seen = []
+
+    def settle(config, device, folder, world_size):
+        seen.append(config.train.accumulate)
+        settled = config.override({"model.attention": "sdpa", "train.execution": "eager"})
+        messages = ["step by graph: out of memory"] if seen[-1] == fails_at else ["checked"]
+        return settled, {kernels: "reference"}, messages
+
+    def choose(config, compute, device, world_size):
+        accumulate = 2 if ("*", "reference") in compute.kernels else config.train.num_micro_batches
+        return accumulate, f"{accumulate} fit"
+
+    monkeypatch.setattr(hardware, "settle_kernels", settle)
+    monkeypatch.setattr(hardware, "choose_accumulate", choose)
+    monkeypatch.setattr(hardware, "before_kernels", lambda config, _: config)
+    monkeypatch.setattr(hardware, "choose_compute", lambda *_: ComputeConfig("sdpa", torch.float32))
+    config, cuda = auto_config(**{"train.accumulate": AUTO}), torch.device("cuda:0")
+    settled, _, messages = hardware._settle_gpu(config, cuda, tmp_path, 1, is_divisible=True)
+    assert seen == expected and messages == ["checked", f"{expected[-1]} fit"]
+    assert settled.train.accumulate == expected[-1] and settled.train.execution == "eager"
+
+
 class TestAnotherDevice:
     def test_what_cannot_run_is_chosen_anew(self, whole_run, run, validation_corpus, timed, capsys):
         """A run of a GPU, or another processor, resumed on this CPU."""
@@ -225,9 +250,7 @@ class TestAnotherDevice:
         assert not asked and hardware_values(run)["train.accumulate"] == 2  # as given
         shutil.rmtree(checkpoint_folder.latest(run))
         pretrain(auto_config(**{"train.accumulate": AUTO}), data=validation_corpus, out=run)
-        told = said(capsys)
-        assert "4 micro-batches fit\n" in told
-        assert 'train.accumulate = auto: 4, as the "2" recorded in this run cannot run here' in told
+        assert 'train.accumulate = auto: 4, as the "2" recorded in this run cannot run here' in said(capsys)
         assert asked == [2] and hardware_values(run)["train.accumulate"] == 4
         assert not (run / "changes.jsonl").exists()
 

@@ -191,14 +191,14 @@ def test_without_any_check_references_are_used(tiny_corpus, tmp_path, cache, mon
 def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):
     """The second rank has another card, on which a kernel is wrong."""
     config = small_config(tiny_corpus)
-    check = KernelCheck(kernel_choice.identity_of(config, CPU))
+    check = KernelCheck(kernel_choice.identity_of(config, CPU, 2))
     check.records = checked(Record("a:8", REFERENCE, 2.0), Record("a:8", "kernel", 1.0)).records
     (tmp_path / FILE).write_text(check.text())
     other = KernelCheck(check.identity | {"card": "another"})
     other.records = {("a:8", "kernel"): Record("a:8", "kernel", problem="wrong")}
 
     class World:
-        is_first, rank = True, 0
+        is_first, rank, size = True, 0, 2
 
         def all_gather_object(self, own):
             return [own, other if isinstance(own, KernelCheck) else other.identity]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from electra_fast.model.matmul import MatmulMeasurement, choose_matmul, measure_
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
+from electra_fast.training.division import smaller_micro_batches
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.kernel_choice import agree_on_kernels, parse_kernels, settle_kernels
 from electra_fast.training.memory import choose_accumulate
@@ -56,19 +58,13 @@ def settle_hardware(run: Run, device: torch.device, world_size: int = 1) -> tupl
     kernels: dict[str, str] = {}
     if device.type == "cpu" and parse_kernels(config.train.kernels)[0] == "triton":
         raise InputError('train.kernels = "triton" needs a GPU, and this is a CPU; set train.kernels = "auto"')
-    line, is_divisible = "", config.train.accumulate == AUTO or "train.accumulate" in run.kept
-    if is_divisible:
-        config, line = divided(config, device, world_size)
+    is_divisible = config.train.accumulate == AUTO or "train.accumulate" in run.kept
     if device.type == "cuda":
-        checked = before_kernels(config, device)
-        config, kernels, messages = settle_kernels(checked, device, run.folder)
-        if is_divisible:  # references may need more memory than kernels
-            config, line = divided(config, device, world_size, tuple(kernels.items()))
-        if config.train.accumulate != checked.train.accumulate:
-            config, kernels, messages = settle_kernels(config, device, run.folder)
+        config, kernels, messages = _settle_gpu(config, device, run.folder, world_size, is_divisible=is_divisible)
         lines += messages
+    elif is_divisible:
+        config, _ = divided(config, device)
     config = _by_rules(config, device)
-    lines += [line] if line and config.train.accumulate != run.config.train.accumulate else []
     for name, (recorded, chosen) in run.config.differences(config).items():
         if name in run.kept:
             lines.append(f'{name} = auto: {chosen}, as the "{recorded}" recorded in this run cannot run here')
@@ -83,6 +79,31 @@ def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, l
         kernels = agree_on_kernels(run.config, device, dict(run.kernels), run.folder, world)
         run = replace(run, kernels=tuple(kernels.items()))
     return run, lines
+
+
+def _settle_gpu(
+    config: Config, device: torch.device, folder: Path, world_size: int, *, is_divisible: bool
+) -> tuple[Config, dict[str, str], list[str]]:
+    """Chooses kernels, attention backend and execution, and the micro-batches that fit if they may be chosen.
+
+    References may need more memory than the kernels that a first count assumes, and a step that is tried out may need
+    more than any count: then there are more micro-batches, and all is looked at again.
+    """
+    given = config.train.accumulate
+    if is_divisible:
+        config, _ = divided(config, device, world_size)
+    while True:
+        settled, kernels, messages = settle_kernels(before_kernels(config, device), device, folder, world_size)
+        if not is_divisible:
+            return settled, kernels, messages
+        _, *smaller = smaller_micro_batches(settled.train, world_size)
+        if smaller and any("out of memory" in message for message in messages):
+            settled = settled.override({"train.accumulate": smaller[0]})
+        settled, line = divided(settled, device, world_size, tuple(kernels.items()))
+        chosen = settled.train.accumulate
+        if chosen == config.train.accumulate:
+            return settled, kernels, messages + ([line] if chosen != given else [])
+        config = config.override({"train.accumulate": chosen})
 
 
 def divided(

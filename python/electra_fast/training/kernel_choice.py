@@ -36,6 +36,7 @@ from electra_fast.files.json_files import parse_json, record_of
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
 from electra_fast.objectives import objective_of
 from electra_fast.ops.choice import OPERATIONS
+from electra_fast.training.division import rows_per_micro_batch
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record, Request
 from electra_fast.training.reporting import version_or_none
 from electra_fast.training.world import World
@@ -255,7 +256,7 @@ class Checking:
 
     def _num_rows(self, what: str) -> int:
         config = self.config
-        num_rows = config.train.batch_size // config.train.num_micro_batches
+        num_rows = int(self.check.identity["rows"])
         if what == "steps":
             return num_rows
         return max(1, min(num_rows, MAX_TOKENS // config.data.sequence_length))
@@ -335,7 +336,7 @@ def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
 
 
 def settle_kernels(
-    config: Config, device: torch.device, folder: Path | None, *, is_fresh: bool = False
+    config: Config, device: torch.device, folder: Path | None, world_size: int = 1, *, is_fresh: bool = False
 ) -> tuple[Config, dict[str, str], list[str]]:
     """Chooses the kernels of a run on a GPU, and its attention backend and execution where they are `auto`.
 
@@ -343,6 +344,7 @@ def settle_kernels(
         config: The run's configuration; its precision and `train.accumulate` are resolved.
         device: The GPU; a CPU is for tests, where Triton's interpreter runs the kernels.
         folder: The run's folder, whose kernels.json is read and written; None for the user's cache alone.
+        world_size: Ranks that divide the step's rows.
         is_fresh: Check again what is in the user's cache.
 
     Returns the configuration, the kernels (`ops.use_choices`), and messages. Raises ValueError if a requested kernel or
@@ -358,7 +360,7 @@ def settle_kernels(
         if config.model.attention == AUTO:
             config = config.override({"model.attention": _without_kernels(available_attention(config, device))[0]})
         return config, {"*": REFERENCE} | given, []
-    check = KernelCheck(identity_of(config, device))
+    check = KernelCheck(identity_of(config, device, world_size))
     cache = cache_folder() / f"{check.digest}.json"
     if not (folder and check.read(folder / FILE)) and not is_fresh:
         check.read(cache)
@@ -434,7 +436,7 @@ def _without_kernels(backends: Sequence[str]) -> list[str]:
     return [name for name in backends if name != "short"]
 
 
-def identity_of(config: Config, device: torch.device) -> dict[str, Any]:
+def identity_of(config: Config, device: torch.device, world_size: int = 1) -> dict[str, Any]:
     """Returns all that a check depends on: card, versions, shapes and dtype."""
     model = dataclasses.replace(config.model, attention=AUTO)
     shapes = [str(each) for each in (model, config.generator, config.objective)]
@@ -445,7 +447,7 @@ def identity_of(config: Config, device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version_or_none("triton"),
         "precision": config.train.precision,
-        "rows": config.train.batch_size // config.train.num_micro_batches,
+        "rows": rows_per_micro_batch(config.train, world_size),
         "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
     }
 
@@ -464,7 +466,7 @@ def agree_on_kernels(
 
     Raises ValueError if the attention backend is wrong on a card.
     """
-    check = KernelCheck(identity_of(config, device))
+    check = KernelCheck(identity_of(config, device, world.size))
     cards = world.all_gather_object(check.identity)
 
     def look() -> KernelCheck | None:
