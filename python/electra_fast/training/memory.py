@@ -154,14 +154,14 @@ class StepMemory:
         return self._constant() + max(saved + round(_BACKWARD * working), round(updated)) + working + _FIXED
 
     def _constant(self) -> int:
-        """Returns the bytes of parameters and gradients (fp32), optimizer state, casts and collected gradients."""
+        """Returns the bytes of parameters and gradients (fp32), optimizer state, and casts."""
         train, num_own = self._config.train, self._num_parameters()
         own = num_own * (8 + _OPTIMIZER_STATE) + sum(each.nbytes for each in self._casts.copies)
         if train.sharding == "full":
             return round(own + 8 * self._num_gathered())
-        if self._world_size > 1 or train.skip_spikes or train.reduce == "exact":
-            own += 4 * num_own * max(1, num_groups(train, self._world_size) // self._world_size)
-        return round(own)
+        # Gradients are there twice: in the buffer of ranks and groups, or as the last eager step left them, beside the
+        # pool of a graph.
+        return round(own + 4 * num_own * max(1, num_groups(train, self._world_size) // self._world_size))
 
     def _num_parameters(self) -> float:
         """Returns the number of parameters that this rank updates."""
@@ -205,8 +205,8 @@ def choose_accumulate(
         raise InputError(
             f"a micro-batch of {num_rows} {'row' if num_rows == 1 else 'rows'} of {config.data.sequence_length} tokens "
             f"needs about {needed} GiB of GPU memory, and of {free / _GIB:.3g} GiB free a step can use "
-            f'{_SHARE:.0%}; choose a smaller model, lower data.sequence_length, or set train.sharding = "full" and use '
-            "more GPUs"
+            f"{_SHARE:.0%}; choose a smaller model, lower data.sequence_length, use more GPUs with "
+            'train.sharding = "full", or give a number as train.accumulate to try all the same'
         )
     rows = f"{accumulate} micro-{'batch' if accumulate == 1 else 'batches'} of {num_rows} rows"
     return accumulate, f"train.accumulate = auto: {rows}, about {needed} of {free / _GIB:.3g} GiB"
