@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
+
+from electra_fast.card import Card, card_of
 
 # Explicit because Triton is about to change the default.
 FUSION = {"enable_fp_fusion": True}
@@ -15,13 +15,27 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-@functools.cache
+def card(device: torch.device) -> Card:
+    """The card of a device; off the GPU, for the interpreter, one like an H200."""
+    return card_of(device) if device.type == "cuda" else Card("interpreter", (9, 0))
+
+
+# torch.compile cannot trace questions to the driver.
+@torch.compiler.assume_constant_result
+def is_hopper(device: torch.device) -> bool:
+    """Tells if a device is of NVIDIA's Hopper architecture."""
+    return card(device).is_hopper
+
+
+@torch.compiler.assume_constant_result
+def has_tensor_cores(device: torch.device) -> bool:
+    """Tells if Triton multiplies 16-bit factors by tensor cores: it does not on Turing and older GPUs."""
+    return card(device).is_rocm or card(device).capability >= (8, 0)
+
+
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; off the GPU, for the interpreter, an H200's 132."""
-    if device.type != "cuda":
-        return 132
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    """Streaming multiprocessors of a device."""
+    return card(device).num_multiprocessors
 
 
 def resident_programs(device: torch.device, programs_per_sm: int) -> int:

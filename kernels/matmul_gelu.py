@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.launch import precision, resident_programs
+from electra_fast.kernels.launch import has_tensor_cores, precision, resident_programs
 
 # Derived, not measured: at 65 % of cuBLAS's 790 TFLOP/s the products take as long as the bytes at 4.3 TB/s (H200) at
 # D = 269, F = 4 D.
@@ -136,9 +136,9 @@ def _matmul_gelu_backward_kernel(
         tl.store(partial_ptr + f, tl.sum(dbias, axis=0), mask=f < num_columns)
 
 
-def is_profitable(width: int) -> bool:
-    """Tells if the fusion speeds up inputs of this width."""
-    return width <= MAX_WIDTH
+def is_profitable(x_TD: Tensor) -> bool:
+    """Tells if the fusion speeds up inputs of x's width on its device."""
+    return x_TD.shape[1] <= MAX_WIDTH and has_tensor_cores(x_TD.device)
 
 
 def blocks(width: int, gated: bool = False, itemsize: int = 2) -> dict[str, int]:

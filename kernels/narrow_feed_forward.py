@@ -25,7 +25,7 @@ from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.launch import FUSION, precision, resident_programs
+from electra_fast.kernels.launch import FUSION, is_hopper, precision, resident_programs
 from electra_fast.kernels.residual_norm import residual_norm_backward
 
 # Resident programs of four warps, two of which share a multiprocessor's memory and its 65,536 registers.
@@ -163,10 +163,8 @@ def _weight_gradient_kernel(
 def supports(x_TD: Tensor, inner_width: int) -> bool:
     """Tells if there are kernels for x's width, dtype and device: on GPUs without wgmma the weights would spill."""
     shape_fits = x_TD.shape[1] in (16, 32, 64) and inner_width in (64, 128, 256)
-    if not x_TD.is_cuda:  # the interpreter, which takes fp32 too
-        return shape_fits
-    is_hopper = torch.cuda.get_device_capability(x_TD.device)[0] == 9
-    return shape_fits and is_hopper and x_TD.dtype in (torch.bfloat16, torch.float16)
+    is_16_bit = x_TD.dtype in (torch.bfloat16, torch.float16)  # the interpreter takes fp32 too
+    return shape_fits and is_hopper(x_TD.device) and (is_16_bit or not x_TD.is_cuda)
 
 
 def blocks(width: int, inner_width: int) -> dict[str, int]:

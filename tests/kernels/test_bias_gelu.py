@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, assert_no_worse, assert_strides_do_not_matter, output_and_gradients, zeros
 
 from electra_fast.kernels import bias_gelu as kernels

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, assert_same_bits, assert_strides_do_not_matter
 
 from electra_fast.kernels import discriminator_head as head

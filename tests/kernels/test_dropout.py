@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, zeros
 
 from electra_fast.kernels import dropout as kernels

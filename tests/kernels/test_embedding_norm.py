@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, KEY, assert_no_worse, assert_same_bits, output_and_gradients
 
 from electra_fast.kernels import embedding_norm as kernels

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, DOT_DTYPES, assert_no_worse, sum_roundings, zeros
 from test_bias_gelu import eager_geglu
 
@@ -150,5 +150,5 @@ def test_geglu_compiles_ahead_of_time():
 def check_machine_code(launch, width, capability):
     for code in compile_launches(launch, capability).values():
         # The launcher counts on the memory of Hopper.
-        code.check(kernels.programs_per_sm(width) if capability == 90 else 1)
+        code.check(kernels.programs_per_sm(width) if capability >= 90 else 1)
         assert code.tensor_core_instructions > 0

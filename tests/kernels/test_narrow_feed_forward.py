@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import card_of_target, compile_launches
 from comparison import (
     DEVICE,
     KEY,
@@ -14,6 +14,7 @@ from comparison import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from electra_fast.kernels import launch
 from electra_fast.kernels import narrow_feed_forward as kernels
 from electra_fast.kernels import residual_norm
 from electra_fast.ops import operations as ops
@@ -88,8 +89,8 @@ def test_supports(monkeypatch):
         assert not kernels.supports(*others)
     with FakeTensorMode():
         x = torch.empty(5, 64, dtype=torch.bfloat16, device="cuda")
-        for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
+        for target, expected in ((90, True), (80, False), (100, False), ("gfx942", False)):
+            monkeypatch.setattr(launch, "card", lambda _, found=target: card_of_target(found))
             assert kernels.supports(x, 256) == expected and not kernels.supports(x.float(), 256)
 
 

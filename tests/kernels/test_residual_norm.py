@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, KEY, assert_no_worse, assert_strides_do_not_matter, output_and_gradients
 
 from electra_fast.kernels import residual_norm as kernels

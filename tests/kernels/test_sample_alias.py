@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ahead_of_time import compile_launches
+from lib.ahead_of_time import compile_launches
 from comparison import DEVICE
 
 from electra_fast.kernels import sample_alias as kernels

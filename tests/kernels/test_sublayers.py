@@ -31,7 +31,7 @@ LAUNCHERS_OF_SUBLAYERS = {
 @pytest.fixture(autouse=True)
 def _gelu_apart(monkeypatch):
     """As where the matmul is bound by tensor cores."""
-    monkeypatch.setattr(launchers, "matmul_gelu_is_profitable", lambda width: width != WIDTHS["apart"][0])
+    monkeypatch.setattr(launchers, "matmul_gelu_is_profitable", lambda x: x.shape[1] != WIDTHS["apart"][0])
 
 
 def normal(*shape, seed):

@@ -61,7 +61,7 @@ def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
     "narrow" has one kernel for all, "fused" the GELU in the epilogues of its products, "apart" beside them.
     """
     is_narrow = kernels().narrow_feed_forward_supports(x_TD, inner_width)
-    is_fused = kernels().matmul_gelu_is_profitable(x_TD.shape[1])
+    is_fused = kernels().matmul_gelu_is_profitable(x_TD)
     return [*(["narrow"] if is_narrow else []), *(["fused"] if is_fused else []), "apart"]
 
 
@@ -83,7 +83,7 @@ def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dr
 @operation
 def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
     """(gelu(a) * b) @ out_weight.T, where [a, b] = x @ in_weight.T; [T, D], [2F, D], [D, F] → [T, D]."""
-    if uses_kernels(x_TD, "gated_feed_forward") and kernels().matmul_gelu_is_profitable(x_TD.shape[1]):
+    if uses_kernels(x_TD, "gated_feed_forward") and kernels().matmul_gelu_is_profitable(x_TD):
         z_TD: Tensor = _GatedFeedForward.apply(x_TD, in_weight, out_weight_DF)
         return z_TD
     return linear(ops.geglu(x_TD, in_weight), out_weight_DF)

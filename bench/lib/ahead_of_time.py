@@ -20,13 +20,21 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-# Bytes of shared memory that the programs of a multiprocessor may use, and what each of them takes beside its own.
-SHARED_BYTES, RESERVED_BYTES = {90: 228 * 1024, 80: 164 * 1024}, 1024
+from electra_fast.card import Card
+
+# Compute capability, or AMD's architecture.
+Target = int | str
+# Shared memory of a multiprocessor in KiB, for all programs on it, each of which takes `RESERVED_BYTES` beside its own.
+SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100, "gfx942": 64}
+RESERVED_BYTES = 1024
 NUM_REGISTERS = 65_536
 POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Module, name, types, constants and options of a kernel.
+Request = tuple[str, str, dict[str, str], dict[str, Any], dict[str, Any]]
 POINTERS |= {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -34,42 +42,64 @@ POINTERS |= {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 class MachineCode:
     """Resources of a compiled kernel: registers and spilled bytes per thread, shared bytes per program."""
 
-    capability: int
+    target: Target
     num_warps: int
     registers: int
     spilled_bytes: int
     shared_bytes: int
     tensor_core_instructions: int
 
+    def fits(self, programs_per_sm: int = 1) -> bool:
+        """Tells if that many programs fit into a multiprocessor's shared memory."""
+        reserved = 0 if isinstance(self.target, str) or self.target < 80 else RESERVED_BYTES
+        return (self.shared_bytes + reserved) * programs_per_sm <= SHARED_KIB[self.target] * 1024
+
     def check(self, programs_per_sm: int, max_spilled_bytes: int = 0) -> None:
         """Asserts that as many programs fit on a multiprocessor as the launcher assumes, without spills."""
         assert self.spilled_bytes <= max_spilled_bytes, self
         assert self.registers * 32 * self.num_warps * programs_per_sm <= NUM_REGISTERS, self
-        assert (self.shared_bytes + RESERVED_BYTES) * programs_per_sm <= SHARED_BYTES[self.capability], self
+        assert self.fits(programs_per_sm), self
 
 
 def compile_launches(
-    call: Callable[[], Any], capability: int = 90, only: tuple[str, ...] = ()
+    call: Callable[[], Any], target: Target = 90, only: tuple[str, ...] = ()
 ) -> dict[str, MachineCode]:
-    """The code for sm_<capability> of the kernels that a call launches, all or `only` some; runs none of them."""
-    import pytest
+    """The code for a target of the kernels that a call launches, all or `only` some; runs none of them."""
+    requests = [request for request in recorded(call, target) if not only or request[1] in only]
+    assert requests
+    return {request[1]: compiled(request, target) for request in requests}
 
-    from electra_fast.kernels.corrupt import _corrupt_kernel
+
+def recorded(call: Callable[[], Any], target: Target) -> list[Request]:
+    """The kernels that a call launches on a GPU of this architecture, in order; runs none of them."""
+    from electra_fast.kernels import corrupt, launch
 
     requests = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if not only or kernel.fn.__name__ in only:
-            requests.append((*_specialization(kernel, args, options), capability))
+        requests.append(_specialization(kernel, args, options))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(_corrupt_kernel), "run", record)
+    with (
+        mock.patch.object(type(corrupt._corrupt_kernel), "run", record),
+        mock.patch.object(launch, "card", lambda _: card_of_target(target)),
+    ):
         call()
-    assert requests
-    return {request[1]: _compiler().submit(_compile, *request).result() for request in requests}
+    return requests
 
 
-def _specialization(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+def card_of_target(target: Target) -> Card:
+    """A card of this architecture with an H200's number of multiprocessors."""
+    if isinstance(target, str):
+        return Card(target, (9, 4), is_rocm=True)
+    return Card(f"sm_{target}", divmod(target, 10))
+
+
+def compiled(request: Request, target: Target) -> MachineCode:
+    """The code of a recorded kernel."""
+    return _compiler().submit(_compile, *request, target).result()
+
+
+def _specialization(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Request:
     """(module, name, types, constants, options): a type with a trailing "!" is divisible by 16."""
     parameters = inspect.signature(kernel.fn).parameters
     values = dict(zip(parameters, args, strict=False)) | options
@@ -96,7 +126,7 @@ def _leave_the_interpreter() -> None:
 
 
 def _compile(
-    module: str, name: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any], capability: int
+    module: str, name: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any], target: Target
 ) -> MachineCode:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -106,20 +136,34 @@ def _compile(
     signature = {each: types.get(each, "constexpr").rstrip("!") for each in kernel.arg_names}
     aligned = [each for each, type_ in types.items() if type_.endswith("!")]
     attributes = {(kernel.arg_names.index(each),): [["tt.divisibility", 16]] for each in aligned}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32), options=options
+    is_amd = isinstance(target, str)
+    gpu = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", target, 32)
+    found = triton.compile(ASTSource(kernel, signature, constants, attributes), target=gpu, options=options)
+    registers, spilled = _amd_usage(found.asm["amdgcn"]) if is_amd else _nvidia_usage(found.asm["cubin"])
+    instructions = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)|\bv_mfma"
+    return MachineCode(
+        target=target,
+        num_warps=found.metadata.num_warps,
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=found.metadata.shared,
+        tensor_core_instructions=len(re.findall(instructions, found.asm["amdgcn" if is_amd else "ptx"])),
     )
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout))
-    return MachineCode(
-        capability=capability,
-        num_warps=compiled.metadata.num_warps,
-        registers=int(found["REG"]),
-        spilled_bytes=int(found["STACK"]) + int(found["LOCAL"]),
-        shared_bytes=compiled.metadata.shared,
-        tensor_core_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", compiled.asm["ptx"])),
-    )
+    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    """Vector registers, and bytes of scratch memory."""
+    found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", assembly))
+    return int(found["vgpr_count"]), int(found["private_segment_fixed_size"])
