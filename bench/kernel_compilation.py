@@ -1,6 +1,6 @@
-"""Does every kernel that a step launches compile for a card, without spills, within its shared memory?
+"""Does every kernel of a step compile for a card, and fit? Prints registers, spills and shared memory.
 
-    python bench/kernel_compilation.py [--targets 75 80 89 90 100 120 gfx942] [--shapes small base base:2:modern]
+    python bench/kernel_compilation.py [--targets 75 80 89 90 100 120 gfx942] [--shapes small base:2:modern]
 
 Needs no GPU. Takes one step of each shape on the CPU, with every kernel recorded instead of run and chosen as on that
 card, and compiles what was recorded with the installed Triton. Exit code 1 if a kernel does not compile or does not

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra_fast.kernels import launch
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gather_rows import add_rows
 from electra_fast.kernels.launch import resident_programs
@@ -176,7 +177,10 @@ def embedding_norm_backward(
 
 @torch.library.custom_op("electra_fast::sum_by_position", mutates_args=())
 def sum_by_position(dz_TE: Tensor, positions_T: Tensor, num_positions: int, exact: bool) -> Tensor:
-    """Sums the rows of dz by position; fp32 [T, E], int [T] → fp32 [L, E]. `exact` multiplies in fp32, else in TF32."""
+    """Sums the rows of dz by position; fp32 [T, E], int [T] → fp32 [L, E].
+
+    Multiplies in fp32 if `exact` or on AMD's GPUs, some of which have no TF32, and else in TF32.
+    """
     (num_tokens, width), block = dz_TE.shape, ONE_HOT_BLOCKS
     dz_TE, positions_T = dz_TE.contiguous(), positions_T.contiguous()
     grid = triton.cdiv(num_positions, block["BLOCK_L"]), triton.cdiv(width, block["BLOCK_E"])
@@ -185,9 +189,10 @@ def sum_by_position(dz_TE: Tensor, positions_T: Tensor, num_positions: int, exac
     chunk = triton.cdiv(triton.cdiv(num_tokens, num_chunks), block["BLOCK_T"]) * block["BLOCK_T"]
     num_chunks = triton.cdiv(num_tokens, chunk)
     partial_CLE = dz_TE.new_empty((num_chunks, num_positions, width))
+    in_fp32 = exact or launch.card(dz_TE.device).is_rocm
     _sum_by_position_kernel[(*grid, num_chunks)](
         dz_TE, positions_T, partial_CLE, num_tokens, num_positions, chunk,
-        WIDTH=width, **block, PRECISION="ieee" if exact else "tf32", num_warps=ONE_HOT_WARPS,
+        WIDTH=width, **block, PRECISION="ieee" if in_fp32 else "tf32", num_warps=ONE_HOT_WARPS,
     )  # fmt: skip
     return partial_CLE.sum(0)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra_fast.kernels.launch import FUSION, num_sms, precision
+from electra_fast.kernels.launch import FUSION, num_sms
 from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
@@ -60,7 +60,6 @@ def _lse_sample_kernel(
     num_rows, num_tiles, tiles_per_split, inverse_temperature, penalty,
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     SAMPLE: tl.constexpr, HAS_LOGIT_ADJUSTMENT: tl.constexpr, WITH_MEAN: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of rows over one split of the vocabulary.
 
@@ -88,7 +87,7 @@ def _lse_sample_kernel(
     for tile in tl.range(first, tl.minimum(first + tiles_per_split, num_tiles), num_stages=STAGES):
         weight = tl.load(weight_ptr + tile * TILE * BLOCK_E + weight_offset)
         bias = tl.load(bias_ptr + tile * TILE + column)
-        z = tl.dot(x, tl.trans(weight), input_precision=PRECISION) + bias[None, :]
+        z = tl.dot(x, tl.trans(weight), input_precision="ieee") + bias[None, :]
         tile_max = tl.max(z, axis=1) * LOG2E
         argmax_tile = tl.where(tile_max > row_max, tile, argmax_tile)
         old_max, row_max = row_max, tl.maximum(row_max, tile_max)
@@ -97,7 +96,7 @@ def _lse_sample_kernel(
         rescale = tl.exp2(old_max - row_max)
         row_sum = row_sum * rescale + tile_sum
         if WITH_MEAN:
-            mean = tl.dot(p.to(weight.dtype), weight, mean * rescale[:, None], input_precision=PRECISION)
+            mean = tl.dot(p.to(weight.dtype), weight, mean * rescale[:, None], input_precision="ieee")
         if SAMPLE:
             gumbel = tl.load(gumbel_ptr + tile * num_rows + row, mask=is_row, other=0.0)
             score_max = row_max
@@ -211,7 +210,7 @@ def _table_gradient_kernel(
     x_ptr, weight_ptr, bias_ptr, rows_ptr, target_ptr, table_grad_ptr, bias_grad_ptr,
     num_rows, num_padded, vocab_size,
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of the vocabulary over all rows, from transposed logits [BLOCK_V, BLOCK_M].
 
@@ -230,11 +229,11 @@ def _table_gradient_kernel(
         lse = tl.load(rows_ptr + row)
         grad = tl.load(rows_ptr + num_padded + row)
         target = tl.load(target_ptr + row)
-        z = tl.dot(weight, tl.trans(x), input_precision=PRECISION)
+        z = tl.dot(weight, tl.trans(x), input_precision="ieee")
         p = tl.exp2(z * LOG2E + (bias[:, None] - lse[None, :]))
         grad_z = p * grad[None, :] - tl.where(entry[:, None] == target[None, :], grad[None, :], 0.0)
         bias_grad += tl.sum(grad_z, axis=1)
-        table_grad = tl.dot(grad_z.to(x.dtype), x, table_grad, input_precision=PRECISION)
+        table_grad = tl.dot(grad_z.to(x.dtype), x, table_grad, input_precision="ieee")
     is_entry = entry < vocab_size
     tl.store(table_grad_ptr + entry.to(tl.int64)[:, None] * WIDTH + e[None, :], table_grad,
              mask=is_entry[:, None] & (e < WIDTH)[None, :])  # fmt: skip
@@ -309,7 +308,7 @@ def forward(
     _lse_sample_kernel[(num_row_blocks, num_splits)](
         x_ME, weight_PE, bias_P, target_M, noise, statistics, tiles, mean,
         num_rows, num_tiles, tiles_per_split, *adjustment, BLOCK_M=blocks.rows, STAGES=blocks.num_stages,
-        PRECISION=precision(x_ME.dtype), num_warps=blocks.num_warps, **constants,
+        num_warps=blocks.num_warps, **constants,
     )  # fmt: skip
     _combine_kernel[(num_rows,)](
         x_ME, weight_PE, bias_P, target_M, noise[-1], statistics, tiles, mean,
@@ -339,6 +338,6 @@ def backward(
     _table_gradient_kernel[(triton.cdiv(vocab_size, blocks.entries),)](
         x_ME, weight_PE, bias_P, rows, padded_target, table_grad_VE, bias_grad_V, num_rows, num_padded, vocab_size,
         WIDTH=width, BLOCK_E=block_e, BLOCK_M=blocks.rows, BLOCK_V=blocks.entries, STAGES=blocks.num_stages,
-        PRECISION=precision(x_ME.dtype), num_warps=blocks.num_warps, **FUSION,
+        num_warps=blocks.num_warps, **FUSION,
     )  # fmt: skip
     return x_grad_ME, table_grad_VE, bias_grad_V

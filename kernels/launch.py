@@ -1,4 +1,4 @@
-"""Values that launchers share: resident programs, precision of products, compile options (Triton)."""
+"""What launchers share: the card and its resident programs, compile options (Triton)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from electra_fast.card import Card, card_of
 
 # Explicit because Triton is about to change the default.
 FUSION = {"enable_fp_fusion": True}
-
-
-def precision(dtype: torch.dtype) -> str:
-    """The input precision of products of factors of this dtype: fp32 ones are not rounded to TF32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def card(device: torch.device) -> Card:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.launch import has_tensor_cores, precision, resident_programs
+from electra_fast.kernels.launch import has_tensor_cores, resident_programs
 
 # Derived, not measured: at 65 % of cuBLAS's 790 TFLOP/s the products take as long as the bytes at 4.3 TB/s (H200) at
 # D = 269, F = 4 D.
@@ -52,13 +52,13 @@ def _load(ptr, num_rows, num_columns, ROW_STRIDE: tl.constexpr, COLUMN_STRIDE: t
 def _product(x, weight, x_ptr, weight_ptr, num_rows, num_columns,
              D: tl.constexpr, D_STRIDE: tl.constexpr, F_STRIDE: tl.constexpr,
              BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
-             STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             STAGES: tl.constexpr):  # fmt: skip
     """x @ weight, fp32 [BLOCK_T, BLOCK_F], given the blocks of the first BLOCK_D and pointers to them."""
-    product = tl.dot(x, weight, input_precision=PRECISION)
+    product = tl.dot(x, weight, input_precision="ieee")
     for d in tl.range(BLOCK_D, D, BLOCK_D, num_stages=STAGES):
         x = _load(x_ptr + d, num_rows, D - d, D, 1, BLOCK_T, BLOCK_D)
         weight = _load(weight_ptr + d * D_STRIDE, D - d, num_columns, D_STRIDE, F_STRIDE, BLOCK_D, BLOCK_F)
-        product = tl.dot(x, weight, product, input_precision=PRECISION)
+        product = tl.dot(x, weight, product, input_precision="ieee")
     return product
 
 
@@ -66,7 +66,7 @@ def _product(x, weight, x_ptr, weight_ptr, num_rows, num_columns,
 def _matmul_gelu_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, h_ptr, y_ptr, num_tokens, GATED: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     H_STRIDE: tl.constexpr = 2 * F if GATED else F
     column = (tl.program_id(0) * BLOCK_F).to(tl.int64)
@@ -83,7 +83,7 @@ def _matmul_gelu_forward_kernel(
         x_row, h_start = x_ptr + row * D, h_ptr + row * H_STRIDE + column
         x = _load(x_row, num_rows, D, D, 1, BLOCK_T, BLOCK_D)
         h = _product(x, weight, x_row, weight_ptr, num_rows, num_columns, D, 1, D,
-                     BLOCK_T, BLOCK_D, BLOCK_F, STAGES, PRECISION)  # fmt: skip
+                     BLOCK_T, BLOCK_D, BLOCK_F, STAGES)  # fmt: skip
         if bias_ptr is not None:
             h += bias
         h_offset, mask = _tile(num_rows, num_columns, H_STRIDE, 1, BLOCK_T, BLOCK_F)
@@ -91,7 +91,7 @@ def _matmul_gelu_forward_kernel(
         y = gelu(h)
         if GATED:
             gate = _product(x, gate_weight, x_row, gate_weight_ptr, num_rows, num_columns, D, 1, D,
-                            BLOCK_T, BLOCK_D, BLOCK_F, STAGES, PRECISION)  # fmt: skip
+                            BLOCK_T, BLOCK_D, BLOCK_F, STAGES)  # fmt: skip
             tl.store(h_start + F + h_offset, gate, mask=mask)
             y *= gate
         y_offset, mask = _tile(num_rows, num_columns, F, 1, BLOCK_T, BLOCK_F)
@@ -102,7 +102,7 @@ def _matmul_gelu_forward_kernel(
 def _matmul_gelu_backward_kernel(
     dz_ptr, weight_ptr, h_ptr, dh_ptr, partial_ptr, num_tokens, GATED: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     H_STRIDE: tl.constexpr = 2 * F if GATED else F
     column = (tl.program_id(0) * BLOCK_F).to(tl.int64)
@@ -122,7 +122,7 @@ def _matmul_gelu_backward_kernel(
         # Before the product: registers do not hold its accumulators and these intermediates at once.
         activated, derivative = gelu_and_derivative(h.to(tl.float32))
         dy = _product(dz, weight, dz_row, weight_ptr, num_rows, num_columns, D, F, 1,
-                      BLOCK_T, BLOCK_D, BLOCK_F, STAGES, PRECISION)  # fmt: skip
+                      BLOCK_T, BLOCK_D, BLOCK_F, STAGES)  # fmt: skip
         dh = dy * derivative
         if GATED:
             dh *= gate.to(tl.float32)
@@ -162,7 +162,7 @@ def _launch(x_TD: Tensor, width: int, gated: bool) -> tuple[tuple[int, int], dic
     column_blocks = triton.cdiv(width, tile["BLOCK_F"])
     along_tokens = max(1, resident_programs(x_TD.device, programs_per_sm(x_TD.shape[1])) // column_blocks)
     grid = column_blocks, min(triton.cdiv(x_TD.shape[0], tile["BLOCK_T"]), along_tokens)
-    return grid, {"D": x_TD.shape[1], "F": width, "GATED": gated, "PRECISION": precision(x_TD.dtype), **tile}
+    return grid, {"D": x_TD.shape[1], "F": width, "GATED": gated, **tile}
 
 
 @torch.library.custom_op("electra_fast::matmul_gelu", mutates_args=())

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.launch import FUSION, is_hopper, precision, resident_programs
+from electra_fast.kernels.launch import FUSION, is_hopper, resident_programs
 from electra_fast.kernels.residual_norm import residual_norm_backward
 
 # Resident programs of four warps, two of which share a multiprocessor's memory and its 65,536 registers.
@@ -51,7 +51,7 @@ def _narrow_feed_forward_forward_kernel(
     x_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, norm_weight_ptr, norm_bias_ptr, key_ptr,
     y_ptr, ff_ptr, mean_ptr, rstd_ptr, num_tokens, eps, call_index,
     WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
-    THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+    THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     dtype = x_ptr.dtype.element_ty
     column, inner = tl.arange(0, WIDTH), tl.arange(0, BLOCK_F)
@@ -71,9 +71,9 @@ def _narrow_feed_forward_forward_kernel(
         x = tl.load(x_ptr + offset, mask=mask, other=0.0)
         ff = tl.zeros((BLOCK_T, WIDTH), tl.float32)
         for i in tl.static_range(INNER // BLOCK_F):
-            h = tl.dot(ones, b1[i], input_precision=PRECISION)
-            h = tl.dot(x, w1[i], h, input_precision=PRECISION)
-            ff = tl.dot(gelu(h).to(dtype), w2[i], ff, input_precision=PRECISION)
+            h = tl.dot(ones, b1[i], input_precision="ieee")
+            h = tl.dot(x, w1[i], h, input_precision="ieee")
+            ff = tl.dot(gelu(h).to(dtype), w2[i], ff, input_precision="ieee")
         tl.store(ff_ptr + offset, ff, mask=mask)
         z = ff + b2[None, :]
         if THRESHOLD > 0:
@@ -91,7 +91,7 @@ def _narrow_feed_forward_forward_kernel(
 @triton.jit
 def _input_gradient_kernel(
     dff_ptr, dz_ptr, x_ptr, w1_ptr, b1_ptr, w2_ptr, dx_ptr, num_tokens,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """dx = dz + (dff W2 * gelu'(x W1^T + b1)) W1."""
     dtype = x_ptr.dtype.element_ty
@@ -112,11 +112,11 @@ def _input_gradient_kernel(
         dff = tl.load(dff_ptr + offset, mask=mask, other=0.0)
         dx = tl.zeros((BLOCK_T, WIDTH), tl.float32)
         for i in tl.static_range(INNER // BLOCK_F):
-            h = tl.dot(ones, b1[i], input_precision=PRECISION)
-            h = tl.dot(x, w1_transposed[i], h, input_precision=PRECISION)
-            da = tl.dot(dff, w2[i], input_precision=PRECISION)
+            h = tl.dot(ones, b1[i], input_precision="ieee")
+            h = tl.dot(x, w1_transposed[i], h, input_precision="ieee")
+            da = tl.dot(dff, w2[i], input_precision="ieee")
             _, derivative = gelu_and_derivative(h)
-            dx = tl.dot((da * derivative).to(dtype), w1[i], dx, input_precision=PRECISION)
+            dx = tl.dot((da * derivative).to(dtype), w1[i], dx, input_precision="ieee")
         dz = tl.load(dz_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + offset, dz + dx, mask=mask)
 
@@ -125,7 +125,6 @@ def _input_gradient_kernel(
 def _weight_gradient_kernel(
     dff_ptr, x_ptr, w1_ptr, b1_ptr, w2_ptr, partial_ptr, num_tokens,
     WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of F over some tiles of tokens, transposed: h^T and its gradient are [BLOCK_F, BLOCK_T].
 
@@ -147,13 +146,13 @@ def _weight_gradient_kernel(
         # Past the last token dff is 0, and so is every gradient.
         x = tl.load(x_ptr + offset, mask=mask, other=0.0)
         dff = tl.load(dff_ptr + offset, mask=mask, other=0.0)
-        h = tl.dot(w1, tl.trans(x), input_precision=PRECISION) + b1[:, None]
-        da = tl.dot(w2, tl.trans(dff), input_precision=PRECISION)
+        h = tl.dot(w1, tl.trans(x), input_precision="ieee") + b1[:, None]
+        da = tl.dot(w2, tl.trans(dff), input_precision="ieee")
         a, derivative = gelu_and_derivative(h)
         dh = da * derivative
         db1 += tl.sum(dh, axis=1)
-        dw1 = tl.dot(dh.to(dtype), x, dw1, input_precision=PRECISION)
-        dw2 = tl.dot(a.to(dtype), dff, dw2, input_precision=PRECISION)
+        dw1 = tl.dot(dh.to(dtype), x, dw1, input_precision="ieee")
+        dw2 = tl.dot(a.to(dtype), dff, dw2, input_precision="ieee")
     partial_ptr += tl.program_id(0) * (2 * INNER * WIDTH + INNER)
     tl.store(partial_ptr + inner[:, None] * WIDTH + column[None, :], dw1)
     tl.store(partial_ptr + INNER * WIDTH + column[None, :] * INNER + inner[:, None], dw2)
@@ -199,7 +198,7 @@ def narrow_feed_forward(
     grid = min(triton.cdiv(num_tokens, tile["BLOCK_T"]), resident_programs(x_TD.device, PROGRAMS_PER_SM))
     _narrow_feed_forward_forward_kernel[(grid,)](
         x_TD, w1_FD, b1_F, w2_DF, b2_D, norm_weight_D, norm_bias_D, key, y_TD, ff_TD, mean_T, rstd_T,
-        num_tokens, eps, call_index, **tile, THRESHOLD=threshold(probability), PRECISION=precision(x_TD.dtype),
+        num_tokens, eps, call_index, **tile, THRESHOLD=threshold(probability),
         num_warps=4, num_stages=2, **FUSION,
     )  # fmt: skip
     return y_TD, ff_TD, mean_T, rstd_T
@@ -221,7 +220,7 @@ def narrow_feed_forward_backward(
     num_tiles = triton.cdiv(num_tokens, tile["BLOCK_T"])
     _input_gradient_kernel[(min(num_tiles, resident_programs(x_TD.device, PROGRAMS_PER_SM)),)](
         dff_TD, dz_TD if dz_TD.numel() else dff_TD, x_TD, w1_FD, b1_F, w2_DF, dx_TD, num_tokens,
-        **tile, PRECISION=precision(x_TD.dtype), num_warps=4, num_stages=2, **FUSION,
+        **tile, num_warps=4, num_stages=2, **FUSION,
     )  # fmt: skip
     tile = weight_gradient_blocks(width, inner_width)
     along_inner, num_warps = inner_width // tile["BLOCK_F"], tile["BLOCK_F"] // 16
@@ -230,7 +229,7 @@ def narrow_feed_forward_backward(
     partial_PN = x_TD.new_empty((along_tokens, 2 * inner_width * width + inner_width), dtype=torch.float32)
     _weight_gradient_kernel[(along_tokens, along_inner)](
         dff_TD, x_TD, w1_FD, b1_F, w2_DF, partial_PN, num_tokens,
-        **tile, PRECISION=precision(x_TD.dtype), num_warps=num_warps, num_stages=3, **FUSION,
+        **tile, num_warps=num_warps, num_stages=3, **FUSION,
     )  # fmt: skip
     return dx_TD, partial_PN.sum(0), sums_3D
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.dropout import RESOLUTION, philox_words, threshold
-from electra_fast.kernels.launch import FUSION, precision
+from electra_fast.kernels.launch import FUSION
 
 MAX_LENGTH, MAX_HEAD_DIM = 128, 64
 NUM_WARPS = 4
@@ -104,7 +104,7 @@ def _store(
 @triton.jit
 def _scores(
     q, k, ids_ptr, first, query,
-    LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Scores [queries, keys] in base-2 units, -inf where a query does not attend. Past the row's end is a segment."""
     key = tl.arange(0, BLOCK_L)
@@ -113,7 +113,7 @@ def _scores(
     attends = query_id[:, None] == key_id[None, :]
     if WINDOW is not None:
         attends &= tl.abs(query[:, None] - key[None, :]) <= WINDOW
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     return tl.where(attends, s * (WIDTH**-0.5 * LOG2E), -float("inf"))
 
 
@@ -150,7 +150,7 @@ def _short_attention_forward_kernel(
     qkv_ptr, bias_ptr, ids_ptr, cos_ptr, sin_ptr, key_ptr, out_ptr, lse_ptr, num_rows, call_index,
     LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_L: tl.constexpr, PART: tl.constexpr, BLOCK_H: tl.constexpr,
-    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     HIDDEN: tl.constexpr = NUM_HEADS * WIDTH
     STRIDE: tl.constexpr = 3 * HIDDEN
@@ -171,7 +171,7 @@ def _short_attention_forward_kernel(
     for start in tl.static_range(0, BLOCK_L, PART):
         query = start + tl.arange(0, PART)
         q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH, BLOCK_H)
-        s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW, PRECISION)
+        s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW)
         row_max = tl.max(s, axis=1)
         p = tl.exp2(s - row_max[:, None])
         row_sum = tl.sum(p, axis=1)
@@ -180,7 +180,7 @@ def _short_attention_forward_kernel(
             sign = _kept_sign(key_ptr, call_index, first + query, head, LENGTH, BLOCK_L, THRESHOLD, v.dtype)
             p = tl.maximum(p * sign.to(tl.float32), 0.0)
             scale *= RESOLUTION / (RESOLUTION - THRESHOLD)
-        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * scale[:, None]
+        out = tl.dot(p.to(v.dtype), v, input_precision="ieee") * scale[:, None]
         mask = (query < LENGTH)[:, None] & (column < WIDTH)[None, :]
         tl.store(out_ptr + query[:, None] * HIDDEN + column[None, :], out.to(v.dtype), mask=mask)
         tl.store(lse_ptr + query, row_max + tl.log2(row_sum), mask=query < LENGTH)
@@ -190,21 +190,21 @@ def _short_attention_forward_kernel(
 def _part_gradients(
     q, k, v, dout, ids_ptr, lse_ptr, key_ptr, call_index, first, head, query,
     LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     """The weights after dropout and the gradient of the scores, both without their scales; [queries, keys]."""
     if THRESHOLD > 0:
         sign = _kept_sign(key_ptr, call_index, first + query, head, LENGTH, BLOCK_L, THRESHOLD, q.dtype)
     # Past the row's end the weights are 0, and so is every gradient.
     lse = tl.load(lse_ptr + query, mask=query < LENGTH, other=float("inf"))
-    s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW, PRECISION)
+    s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW)
     p = tl.exp2(s - lse[:, None])
     if THRESHOLD > 0:  # dropped weights are negative from here on
         p *= sign.to(tl.float32)
         dropped = tl.maximum(p, 0.0).to(q.dtype)
     else:
         dropped = p.to(q.dtype)
-    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     if THRESHOLD > 0:
         dp = tl.where(p > 0, dp * (RESOLUTION / (RESOLUTION - THRESHOLD)), 0.0)
         p = tl.abs(p)
@@ -218,7 +218,7 @@ def _short_attention_backward_kernel(
     num_rows, call_index,
     LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_L: tl.constexpr, PART: tl.constexpr, BLOCK_H: tl.constexpr,
-    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     HIDDEN: tl.constexpr = NUM_HEADS * WIDTH
     STRIDE: tl.constexpr = 3 * HIDDEN
@@ -244,30 +244,30 @@ def _short_attention_backward_kernel(
     v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
     dout = _load(dout_ptr, None, None, None, first, low, LENGTH, HIDDEN, WIDTH, BLOCK_H)
     p, ds = _part_gradients(q, k, v, dout, ids_ptr, lse_ptr, key_ptr, call_index, first, head, low,
-                            LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD, PRECISION)  # fmt: skip
+                            LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD)  # fmt: skip
     if TWO:
         q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
         dout2 = _load(dout_ptr, None, None, None, first, high, LENGTH, HIDDEN, WIDTH, BLOCK_H)
         p2, ds2 = _part_gradients(q2, k, v, dout2, ids_ptr, lse_ptr, key_ptr, call_index, first, head, high,
-                                  LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD, PRECISION)  # fmt: skip
-    dv = tl.dot(tl.trans(dout), p, input_precision=PRECISION)
+                                  LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD)  # fmt: skip
+    dv = tl.dot(tl.trans(dout), p, input_precision="ieee")
     if TWO:
-        dv = tl.dot(tl.trans(dout2), p2, dv, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(dout2), p2, dv, input_precision="ieee")
     if THRESHOLD > 0:
         dv *= RESOLUTION / (RESOLUTION - THRESHOLD)
     dv_sum = _store(dqkv_ptr + 2 * HIDDEN, dv, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
-    dq = tl.dot(tl.trans(k), tl.trans(ds), input_precision=PRECISION) * SCALE
+    dq = tl.dot(tl.trans(k), tl.trans(ds), input_precision="ieee") * SCALE
     dq_sum = _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     if TWO:
-        dq = tl.dot(tl.trans(k), tl.trans(ds2), input_precision=PRECISION) * SCALE
+        dq = tl.dot(tl.trans(k), tl.trans(ds2), input_precision="ieee") * SCALE
         dq_sum += _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     if bias_ptr is not None or cos_ptr is not None:  # loading again takes fewer registers than keeping
         q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
         if TWO:
             q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    dk = tl.dot(tl.trans(q), ds, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(q), ds, input_precision="ieee")
     if TWO:
-        dk = tl.dot(tl.trans(q2), ds2, dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(q2), ds2, dk, input_precision="ieee")
     dk_sum = _store(dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position,
                     LENGTH, STRIDE, WIDTH, BLOCK_H, k_bias_ptr is not None)  # fmt: skip
     if SUM:
@@ -294,7 +294,7 @@ def _constants(
     if length > MAX_LENGTH or width > MAX_HEAD_DIM:
         raise ValueError(f"rows of {length} tokens and heads of {width}; at most {MAX_LENGTH} and {MAX_HEAD_DIM}")
     constants = {"NUM_HEADS": num_heads, "WIDTH": width, "WINDOW": window, "THRESHOLD": threshold(probability)}
-    return constants | blocks(length) | {"PRECISION": precision(qkv_TX.dtype), "num_warps": NUM_WARPS, **FUSION}
+    return constants | blocks(length) | {"num_warps": NUM_WARPS, **FUSION}
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Any]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, assert_no_worse, assert_strides_do_not_matter, output_and_gradients, zeros
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import bias_gelu as kernels
 

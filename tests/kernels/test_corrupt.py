@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, assert_same_bits
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import corrupt
 from electra_fast.ops import operations as ops

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, assert_same_bits, assert_strides_do_not_matter
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import discriminator_head as head
 from electra_fast.ops import operations as ops

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, zeros
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import dropout as kernels
 from electra_fast.ops import operations as ops

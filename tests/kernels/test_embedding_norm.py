@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, KEY, assert_no_worse, assert_same_bits, output_and_gradients
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import embedding_norm as kernels
 from electra_fast.ops import operations as ops

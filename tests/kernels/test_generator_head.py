@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton.language as tl
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, assert_no_worse, assert_same_bits
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import generator_head, generator_head_chunked, generator_head_narrow
 from electra_fast.kernels.generator_head import generator_head as by_kernels

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, DOT_DTYPES, assert_no_worse, sum_roundings, zeros
+from lib.ahead_of_time import compile_launches
 from test_bias_gelu import eager_geglu
 
 from electra_fast.kernels import matmul_gelu as kernels

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from lib.ahead_of_time import card_of_target, compile_launches
 from comparison import (
     DEVICE,
     KEY,
@@ -12,11 +11,11 @@ from comparison import (
     output_and_gradients,
     sum_roundings,
 )
+from lib.ahead_of_time import card_of_target, compile_launches
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from electra_fast.kernels import launch
+from electra_fast.kernels import launch, residual_norm
 from electra_fast.kernels import narrow_feed_forward as kernels
-from electra_fast.kernels import residual_norm
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout, linear
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE, KEY, assert_no_worse, assert_strides_do_not_matter, output_and_gradients
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import residual_norm as kernels
 from electra_fast.ops import operations as ops

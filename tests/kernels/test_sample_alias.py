@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lib.ahead_of_time import compile_launches
 from comparison import DEVICE
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import sample_alias as kernels
 from electra_fast.ops.sampling import alias_table, philox, sample_alias_reference

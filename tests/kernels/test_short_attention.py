@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lib.ahead_of_time import compile_launches
 from comparison import (
     DEVICE,
     DOT_DTYPES,
@@ -12,6 +11,7 @@ from comparison import (
     assert_strides_do_not_matter,
     output_and_gradients,
 )
+from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import short_attention as kernels
 from electra_fast.model.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW, short_attention_reference

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
+from electra_fast.card import Card
+from electra_fast.kernels import launch
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
@@ -56,6 +58,7 @@ def fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, s
 
 def check_step(tiny_corpus, config, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
+    monkeypatch.setattr(launch, "card", lambda _: Card("H200", (9, 0)))
     monkeypatch.setattr(torch, "_fused_adamw_", fused_adamw)
     config = config.replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size}})
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
