@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import use_impl
 
 TARGETS = ("75", "80", "89", "90", "100", "120", "gfx942")
 SHAPES = ("small", "small:2:modern", "base", "base:2:modern")
@@ -49,7 +50,7 @@ def kernels_of_a_step(text: str, target: Target, options: argparse.Namespace) ->
     config = shape(text, FEW | options.overrides)
     is_short = target == 90 and config.data.sequence_length <= 128
     compute = ComputeConfig("short" if is_short else "sdpa", torch.float16 if target == 75 else torch.bfloat16)
-    with ops.use_impl("kernel"):
+    with use_impl("kernel"):
         step = new_step(config, torch.device("cpu"), "eager", compute, num_processes=1)
         rows = next(loader(make_corpus(options.cache, 300), config))
         with Zeroed():

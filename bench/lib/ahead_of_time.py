@@ -90,7 +90,7 @@ def recorded(call: Callable[[], Any], target: Target) -> list[Request]:
 def card_of_target(target: Target) -> Card:
     """A card of this architecture with an H200's number of multiprocessors."""
     if isinstance(target, str):
-        return Card(target, (9, 4), is_rocm=True)
+        return Card(target, (9, 4), is_rocm=True, gfx=target)
     return Card(f"sm_{target}", divmod(target, 10))
 
 

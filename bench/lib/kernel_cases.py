@@ -230,6 +230,25 @@ def _(setting: Setting) -> Iterator[Case]:
             )
 
 
+@case("rotary positions in the qkv layer")
+def _(setting: Setting) -> Iterator[Case]:
+    for num_tokens, width, num_heads in setting.shapes([(65_536, 768, 12)], (7, 32, 2)):
+        x, weight = setting.normal(num_tokens, width), setting.weight(3 * width, width)
+        angles = ops.rotary_angles(torch.arange(num_tokens, device=setting.device) % 512, width // num_heads, 1e4)
+
+        def ours(*inputs: Any) -> Any:
+            with use_impl("kernel"):
+                return ops.rotary_qkv(*inputs)
+
+        yield Case(
+            f"T={num_tokens} D={width}",
+            (x, weight, *angles, num_heads),
+            ops.rotary_qkv_reference,
+            ours,
+            num_flops=3 * 2 * num_tokens * 3 * width * width,
+        )
+
+
 @case("embedding sum + norm")
 def _(setting: Setting) -> Iterator[Case]:
     for num_tokens, width, length in setting.shapes([(131_072, 128, 128), (65_536, 768, 512)], (7, 16, 8)):

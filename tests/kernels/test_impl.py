@@ -35,6 +35,7 @@ CALLS = [
     ("embedding_norm", "embedding_norm", ((ids(4),) * 3, TABLES, zeros(8), zeros(8), 1e-5, torch.float32, Dropout())),
     ("bias_gelu", "bias_gelu", (zeros(4, 8), zeros(6, 8), zeros(6))),
     ("geglu", "geglu", (zeros(4, 8), zeros(12, 8))),
+    ("rotary_qkv", "rotate_qkv_", (zeros(4, 8), zeros(24, 8), zeros(4, 1, 2), zeros(4, 1, 2), 2)),
     ("corrupt", "corrupt", (ids(2, 3), ids(4), ids(4), ids(4))),
     ("replaced_logits", "gelu_logit", (zeros(4, 8), zeros(8, 8), zeros(8), zeros(1, 8), zeros(1))),
     ("discriminator_loss", "discriminator_loss", (zeros(4), flags(4), flags(4))),

@@ -324,7 +324,29 @@ def rotary_qkv(
         qkv_TX = cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
         q, k, v = qkv_TX.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
         return q, k, v
+    if uses_kernels(x_TD, "rotary_qkv"):
+        return _RotaryQKV.apply(x_TD, weight, cos_T1H, sin_T1H, num_heads)
     return rotary_qkv_reference(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+
+
+class _RotaryQKV(torch.autograd.Function):
+    """A linear layer whose product is rotated in place, and whose gradient is one buffer from the start."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
+    ) -> tuple[Tensor, ...]:
+        weight = cast(weight, x_TD.dtype)
+        ctx.save_for_backward(x_TD, weight, cos_T1H, sin_T1H)
+        qkv_TX = x_TD @ weight.T
+        kernels().rotate_qkv_(qkv_TX, cos_T1H, sin_T1H, num_heads)
+        return qkv_TX.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight, cos_T1H, sin_T1H = ctx.saved_tensors
+        dqkv_TX = kernels().rotary_backward(*gradients, cos_T1H, sin_T1H)
+        return dqkv_TX @ weight, weight_gradient(dqkv_TX, x_TD), None, None, None
 
 
 def rotary_qkv_reference(
