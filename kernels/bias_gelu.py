@@ -126,14 +126,14 @@ def bias_gelu(h_TF: Tensor, bias_F: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("electra_fast::bias_gelu_backward", mutates_args=())
 def bias_gelu_backward(dy_TF: Tensor, h_TF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of h ([T, F], h's dtype) and of the bias (fp32 [F], or [0] without a bias)."""
+    """Gradient of h ([T, F], h's dtype) and partial sums of the bias' (fp32 [P, F], or [P, 0] without a bias)."""
     num_tokens, width = h_TF.shape
     dy_TF, h_TF = dy_TF.contiguous(), h_TF.contiguous()
     dh_TF, tile = torch.empty_like(h_TF), blocks(width)
     grid = _grid(h_TF, tile)
     partial_PF = h_TF.new_empty((grid[1], 0 if bias_F is None else width), dtype=torch.float32)
     _bias_gelu_backward_kernel[grid](dy_TF, h_TF, bias_F, dh_TF, partial_PF, num_tokens, **tile, num_warps=4)
-    return dh_TF, partial_PF.sum(0)
+    return dh_TF, partial_PF
 
 
 @torch.library.custom_op("electra_fast::geglu", mutates_args=())
@@ -162,7 +162,8 @@ def _(h_TF, bias_F):
 
 @bias_gelu_backward.register_fake
 def _(dy_TF, h_TF, bias_F):
-    return h_TF.new_empty(h_TF.shape), h_TF.new_empty(0 if bias_F is None else h_TF.shape[1], dtype=torch.float32)
+    shape = (_grid(h_TF, blocks(h_TF.shape[1]))[1], 0 if bias_F is None else h_TF.shape[1])
+    return h_TF.new_empty(h_TF.shape), h_TF.new_empty(shape, dtype=torch.float32)
 
 
 @geglu.register_fake
@@ -177,8 +178,8 @@ def _(dy_TF, h_TF):
 
 def _bias_gelu_gradients(ctx, dy_TF):
     h_TF, bias_F = ctx.saved_tensors
-    dh_TF, dbias_F = bias_gelu_backward(dy_TF, h_TF, bias_F)
-    return dh_TF, None if bias_F is None else dbias_F
+    dh_TF, partial_PF = bias_gelu_backward(dy_TF, h_TF, bias_F)
+    return dh_TF, None if bias_F is None else partial_PF.sum(0)
 
 
 bias_gelu.register_autograd(

@@ -11,6 +11,7 @@ from electra_fast.kernels.matmul_gelu import is_profitable as matmul_gelu_is_pro
 from electra_fast.kernels.matmul_gelu import matmul_geglu, matmul_geglu_backward, matmul_gelu, matmul_gelu_backward
 from electra_fast.kernels.narrow_feed_forward import narrow_feed_forward, narrow_feed_forward_gradients
 from electra_fast.kernels.narrow_feed_forward import supports as narrow_feed_forward_supports
+from electra_fast.kernels.partial_sums import partial_sums
 from electra_fast.kernels.residual_norm import layer_norm, residual_norm, residual_norm_backward
 from electra_fast.kernels.rotary import rotary_backward, rotate_qkv_
 from electra_fast.kernels.sample_alias import sample_alias

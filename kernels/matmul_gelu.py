@@ -3,8 +3,8 @@
 For narrow inputs (`is_profitable`), whose matmuls are bound by memory, so that a pass over [T, F] costs as much again;
 wider ones are left to cuBLAS and `bias_gelu`. The forward kernel stores the product h, for the backward pass, and the
 activation, both from the fp32 accumulator. The backward kernel multiplies the next linear layer's gradient by its
-weight and by gelu'(h): the activation's gradient is never stored. Each program sums the bias gradient over its tokens,
-and the programs are added in a fixed order, so that results are bitwise reproducible.
+weight and by gelu'(h): the activation's gradient is never stored. Each program sums the bias gradient over its tokens;
+the caller adds the programs.
 
 A program keeps its BLOCK_F columns of the weight in shared memory and iterates over blocks of tokens. Loading both
 operands of every 128 x 128 tile would read 8 KB per token of `small` from the L2 cache, twice as much as here and as
@@ -179,7 +179,7 @@ def matmul_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> tuple
 
 @torch.library.custom_op("electra_fast::matmul_gelu_backward", mutates_args=())
 def matmul_gelu_backward(dz_TD: Tensor, weight_DF: Tensor, h_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """(dz @ weight) * gelu'(h) and its sum over tokens, given z = gelu(h) @ weight.T; → [T, F], fp32 [F]."""
+    """(dz @ weight) * gelu'(h), given z = gelu(h) @ weight.T, and partial sums over tokens; → [T, F], fp32 [P, F]."""
     num_tokens, width = h_TF.shape
     h_TF = h_TF.contiguous()
     grid, constants = _launch(dz_TD, width, gated=False)
@@ -187,7 +187,7 @@ def matmul_gelu_backward(dz_TD: Tensor, weight_DF: Tensor, h_TF: Tensor) -> tupl
     _matmul_gelu_backward_kernel[grid](
         dz_TD.contiguous(), weight_DF.contiguous(), h_TF, dh_TF, partial_PF, num_tokens, **constants
     )
-    return dh_TF, partial_PF.sum(0)
+    return dh_TF, partial_PF
 
 
 @torch.library.custom_op("electra_fast::matmul_geglu", mutates_args=())
@@ -222,7 +222,8 @@ def _(x_TD, weight_FD, bias_F):
 
 @matmul_gelu_backward.register_fake
 def _(dz_TD, weight_DF, h_TF):
-    return h_TF.new_empty(h_TF.shape), h_TF.new_empty(h_TF.shape[1], dtype=torch.float32)
+    grid, _ = _launch(dz_TD, h_TF.shape[1], gated=False)
+    return h_TF.new_empty(h_TF.shape), h_TF.new_empty((grid[1], h_TF.shape[1]), dtype=torch.float32)
 
 
 @matmul_geglu.register_fake

@@ -26,6 +26,7 @@ from torch import Tensor
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
 from electra_fast.kernels.launch import FUSION, is_hopper, resident_programs
+from electra_fast.kernels.partial_sums import partial_sums
 from electra_fast.kernels.residual_norm import residual_norm_backward
 
 # Resident programs of four warps, two of which share a multiprocessor's memory and its 65,536 registers.
@@ -208,12 +209,12 @@ def narrow_feed_forward(
 def narrow_feed_forward_backward(
     dy_TD: Tensor, x_TD: Tensor, w1_FD: Tensor, b1_F: Tensor, w2_DF: Tensor, b2_D: Tensor, norm_weight_D: Tensor,
     ff_TD: Tensor, mean_T: Tensor, rstd_T: Tensor, probability: float, key: Tensor | None, call_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient of x, and fp32 [N] of W1, W2 and b1, and [3, D] of norm_weight, norm_bias and b2."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of x, and in fp32 those of W1, W2, b1, norm_weight, norm_bias and b2, concatenated [N + 3D]."""
     (num_tokens, width), inner_width = x_TD.shape, w1_FD.shape[0]
     x_TD = x_TD.contiguous()
     w1_FD, w2_DF = _weights(x_TD, w1_FD, w2_DF)
-    dff_TD, dz_TD, sums_3D = residual_norm_backward(
+    dff_TD, dz_TD, partial_P3D = residual_norm_backward(
         dy_TD, ff_TD, b2_D, x_TD, norm_weight_D, mean_T, rstd_T, True, probability, key, call_index
     )
     tile, dx_TD = blocks(width, inner_width), torch.empty_like(x_TD)
@@ -231,7 +232,7 @@ def narrow_feed_forward_backward(
         dff_TD, x_TD, w1_FD, b1_F, w2_DF, partial_PN, num_tokens,
         **tile, num_warps=num_warps, num_stages=3, **FUSION,
     )  # fmt: skip
-    return dx_TD, partial_PN.sum(0), sums_3D
+    return dx_TD, partial_sums(partial_PN, partial_P3D.flatten(1))
 
 
 @narrow_feed_forward.register_fake
@@ -245,17 +246,17 @@ def _(
     dy_TD, x_TD, w1_FD, b1_F, w2_DF, b2_D, norm_weight_D, ff_TD, mean_T, rstd_T, probability, key, call_index
 ):  # fmt: skip
     width, inner_width = x_TD.shape[1], w1_FD.shape[0]
-    sums_N = x_TD.new_empty(2 * inner_width * width + inner_width, dtype=torch.float32)
-    return x_TD.new_empty(x_TD.shape), sums_N, x_TD.new_empty((3, width), dtype=torch.float32)
+    num_sums = 2 * inner_width * width + inner_width + 3 * width
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_sums, dtype=torch.float32)
 
 
 def narrow_feed_forward_gradients(
     dy_TD: Tensor, x_TD: Tensor, w1_FD: Tensor, *others: Tensor | float | None
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`narrow_feed_forward_backward` in parts: gradients of x, W1, b1, W2, b2, norm_weight and norm_bias."""
-    dx_TD, sums_N, sums_3D = narrow_feed_forward_backward(dy_TD, x_TD, w1_FD, *others)
-    dw1, dw2, db1_F = sums_N.split((w1_FD.numel(), w1_FD.numel(), w1_FD.shape[0]))
-    dnorm_weight_D, dnorm_bias_D, db2_D = sums_3D.unbind()
+    dx_TD, sums = narrow_feed_forward_backward(dy_TD, x_TD, w1_FD, *others)
+    sizes = (w1_FD.numel(), w1_FD.numel(), w1_FD.shape[0], *[x_TD.shape[1]] * 3)
+    dw1, dw2, db1_F, dnorm_weight_D, dnorm_bias_D, db2_D = sums.split(sizes)
     return dx_TD, dw1.view(w1_FD.shape), db1_F, dw2.view(w1_FD.shape[::-1]), db2_D, dnorm_weight_D, dnorm_bias_D
 
 

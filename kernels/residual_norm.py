@@ -3,7 +3,8 @@
 Contracts and references: `residual_norm` and `layer_norm` in `electra_fast.ops.operations`. x is a linear layer's
 product without its bias: the backward pass reads every row anyway, so the bias gradient costs nothing. The inputs and
 two statistics per row are saved; the sum and the dropout mask are recomputed. Vector gradients are summed per program,
-then over the programs in a fixed order, so that results are bitwise reproducible.
+then over the programs in a fixed order, so that results are bitwise reproducible. `residual_norm_backward` leaves the
+latter to its caller, which may have more to sum (`partial_sums`).
 
 Shapes: T tokens, D hidden, P programs, S vectors with gradients (of weight, norm bias, bias).
 """
@@ -158,9 +159,10 @@ def residual_norm_backward(
     dy_TD: Tensor, x_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor | None, weight_D: Tensor,
     mean_T: Tensor, rstd_T: Tensor, has_norm_bias: bool, probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and the residual [T, D], and fp32 [S, D] of weight, norm bias and bias, where given.
+    """Gradients of x and the residual [T, D], and partial sums of those of weight, norm bias and bias, where given.
 
-    Without dropout x and the residual have the same gradient; the second output is then empty.
+    Without dropout x and the residual have the same gradient; the second output is then empty. The partial sums are
+    fp32 [P, S, D].
     """
     num_tokens, width = x_TD.shape
     dy_TD, x_TD, tile = dy_TD.contiguous(), x_TD.contiguous(), blocks(width)
@@ -169,14 +171,13 @@ def residual_norm_backward(
     dx_TD = torch.empty_like(x_TD)
     shared = residual_TD is None or threshold(probability) == 0
     dresidual_TD = x_TD.new_empty(0) if shared else torch.empty_like(x_TD)
-    num_sums = 1 + has_norm_bias + (bias_D is not None)
-    partial_PSD = x_TD.new_empty((grid[0], num_sums, width), dtype=torch.float32)
+    partial_PSD = x_TD.new_empty((*grid, 1 + has_norm_bias + (bias_D is not None), width), dtype=torch.float32)
     _residual_norm_backward_kernel[grid](
         dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key, dx_TD, None if shared else dresidual_TD,
         partial_PSD, num_tokens, call_index, has_norm_bias,
         **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
     )  # fmt: skip
-    return dx_TD, dresidual_TD, partial_PSD.sum(0)
+    return dx_TD, dresidual_TD, partial_PSD
 
 
 @residual_norm.register_fake
@@ -188,8 +189,10 @@ def _(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, probability, key, c
 @residual_norm_backward.register_fake
 def _(dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, has_norm_bias, probability, key, call_index):
     shared = residual_TD is None or threshold(probability) == 0
-    sums = x_TD.new_empty((1 + has_norm_bias + (bias_D is not None), x_TD.shape[1]), dtype=torch.float32)
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(0 if shared else x_TD.shape), sums
+    grid = _grid(x_TD, blocks(x_TD.shape[1]), BACKWARD_PROGRAMS_PER_SM)
+    shape = (*grid, 1 + has_norm_bias + (bias_D is not None), x_TD.shape[1])
+    partial_PSD = x_TD.new_empty(shape, dtype=torch.float32)
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(0 if shared else x_TD.shape), partial_PSD
 
 
 def _save(ctx, inputs, output):
@@ -202,10 +205,10 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, dy_TD, dmean_T, drstd_T):
     x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key = ctx.saved_tensors
     dropout = (ctx.probability, key, ctx.call_index)
-    dx_TD, dresidual_TD, sums_SD = residual_norm_backward(
+    dx_TD, dresidual_TD, partial_PSD = residual_norm_backward(
         dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, ctx.has_norm_bias, *dropout
     )
-    sums = iter(sums_SD.unbind())
+    sums = iter(partial_PSD.sum(0).unbind())
     dweight_D = next(sums)
     dnorm_bias_D = next(sums) if ctx.has_norm_bias else None
     dbias_D = None if bias_D is None else next(sums)

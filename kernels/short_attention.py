@@ -3,7 +3,7 @@
 Contract and reference: `self_attention` and `short_attention_reference` in `electra_fast.model.attention`. A row of
 at most 128 tokens fits into a program, of which there is one per row and head: no online softmax, no atomics.
 It reads the qkv layer's product in place, adds the bias, rotates queries and keys, and writes the gradient packed
-as the product is; the bias gradient is summed per row on the way, then over the rows in a fixed order. The backward
+as the product is; the bias gradient is summed per row on the way, and by the caller over the rows. The backward
 pass recomputes the weights from the product and one logsumexp per query, and does not read the output.
 
 Queries are taken in parts of 64, so that a part's fp32 weights and their gradients fit into the registers of four
@@ -339,7 +339,7 @@ def short_attention_backward(
     sin_TH: Tensor | None, lse_NT: Tensor, num_heads: int, window: int | None, probability: float,
     key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv [T, X] and of the bias, fp32 [X], or [0] where there is none."""
+    """Gradients of qkv [T, X] and, per row, of the bias, fp32 [B, X], or [0] where there is none."""
     num_rows = segment_ids_BL.shape[0]
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
     dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(
@@ -351,7 +351,7 @@ def short_attention_backward(
         dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, lse_NT, key, dqkv_TX, partial_BX, num_rows, call_index,
         **constants,
     )  # fmt: skip
-    return dqkv_TX, lse_NT.new_empty(0) if partial_BX is None else partial_BX.sum(0)
+    return dqkv_TX, lse_NT.new_empty(0) if partial_BX is None else partial_BX
 
 
 @short_attention.register_fake
@@ -362,7 +362,8 @@ def _(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, num_heads, window, probabi
 
 @short_attention_backward.register_fake
 def _(dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, lse_NT, num_heads, window, probability, key, call_index):
-    return qkv_TX.new_empty(qkv_TX.shape), lse_NT.new_empty(0 if bias_X is None else bias_X.shape)
+    partial_BX = lse_NT.new_empty(0 if bias_X is None else (segment_ids_BL.shape[0], *bias_X.shape))
+    return qkv_TX.new_empty(qkv_TX.shape), partial_BX
 
 
 def _save(ctx, inputs, output):
@@ -373,10 +374,10 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, dout_TD, dlse_NT):
     *tensors, key = ctx.saved_tensors
-    dqkv_TX, dbias_X = short_attention_backward(
+    dqkv_TX, partial_BX = short_attention_backward(
         dout_TD, *tensors, ctx.num_heads, ctx.window, ctx.probability, key, ctx.call_index
     )
-    return dqkv_TX, dbias_X if dbias_X.numel() else None, *(None,) * 8
+    return dqkv_TX, partial_BX.sum(0) if partial_BX.numel() else None, *(None,) * 8
 
 
 short_attention.register_autograd(_gradients, setup_context=_save)

@@ -102,7 +102,7 @@ def test_compiles_ahead_of_time():
         kernels.narrow_feed_forward_backward(dy, x, *weights[:-1], *saved, *dropout)
 
     codes = compile_launches(launch)
-    del codes["_residual_norm_backward_kernel"]
+    del codes["_residual_norm_backward_kernel"], codes["_partial_sums_kernel"]
     assert len(codes) == 3
     for code in codes.values():
         code.check(programs_per_sm=8 // code.num_warps)

@@ -130,11 +130,12 @@ class _Attention(torch.autograd.Function):
         qkv_TX, in_bias_X, ids_BL, lse_NT, attention_key, mixed_TD = attended
         out_weight_DD, *normed, key = ctx.saved_tensors[8:]
         dropout = (ctx.probability, key, ctx.call_index)
-        dz_TD, dresidual_TD, dnorm = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
+        dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dmixed_TD, dout_weight_DD = dz_TD @ out_weight_DD, weight_gradient(dz_TD, mixed_TD)
         arguments = (qkv_TX, in_bias_X, ids_BL, None, None, lse_NT)
         attention_dropout = (attention_key, ctx.attention_call_index)
-        dqkv_TX, din_bias_X = kernels().short_attention_backward(dmixed_TD, *arguments, *ctx.heads, *attention_dropout)
+        dqkv_TX, partial_BX = kernels().short_attention_backward(dmixed_TD, *arguments, *ctx.heads, *attention_dropout)
+        din_bias_X, *dnorm = _vector_gradients(partial_BX, partial_P3D)
         din_weight_XD = weight_gradient(dqkv_TX, x_TD)
         dx_TD = dresidual_TD.addmm_(dqkv_TX, in_weight_XD)
         return dx_TD, din_weight_XD, din_bias_X, dout_weight_DD, *dnorm, *[None] * 10
@@ -175,12 +176,13 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key = ctx.saved_tensors
         dropout = (ctx.probability, key, ctx.call_index)
-        dz_TD, dresidual_TD, dnorm = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
+        dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dout_weight_DF = weight_gradient(dz_TD, inner_TF)
         if ctx.is_fused:
-            dh_TF, din_bias_F = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF)
+            dh_TF, partial_PF = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF)
         else:
-            dh_TF, din_bias_F = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, in_bias_F)
+            dh_TF, partial_PF = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, in_bias_F)
+        din_bias_F, *dnorm = _vector_gradients(partial_PF, partial_P3D)
         din_weight_FD = weight_gradient(dh_TF, x_TD)
         dx_TD = dresidual_TD.addmm_(dh_TF, in_weight_FD)
         return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *dnorm, *[None] * 5
@@ -240,12 +242,18 @@ def _residual_norm_backward(
     norm_weight_D: Tensor,
     mean_T: Tensor,
     rstd_T: Tensor,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of z and of the residual, and of output bias, norm weight and norm bias.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of z and of the residual, and partial sums for `_vector_gradients`.
 
     Without dropout the first two are one tensor: what is added to the second comes after all uses of the first.
     """
     norm = (z_TD, out_bias_D, x_TD, norm_weight_D, mean_T, rstd_T, True, *dropout)
-    dz_TD, dresidual_TD, (dnorm_weight_D, dnorm_bias_D, dout_bias_D) = kernels().residual_norm_backward(dy_TD, *norm)
-    gradients = (dout_bias_D, dnorm_weight_D, dnorm_bias_D)
-    return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, gradients
+    dz_TD, dresidual_TD, partial_P3D = kernels().residual_norm_backward(dy_TD, *norm)
+    return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, partial_P3D
+
+
+def _vector_gradients(partial_QX: Tensor, partial_P3D: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of input bias, output bias, norm weight and norm bias, from partial sums."""
+    sums, width = kernels().partial_sums(partial_QX, partial_P3D.flatten(1)), partial_P3D.shape[2]
+    din_bias_X, dnorm_weight_D, dnorm_bias_D, dout_bias_D = sums.split((partial_QX.shape[1], width, width, width))
+    return din_bias_X, dout_bias_D, dnorm_weight_D, dnorm_bias_D
