@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparison import DEVICE, DOT_DTYPES, assert_no_worse, sum_roundings, zeros
-from lib.ahead_of_time import compile_launches
+from lib.ahead_of_time import card_of_target, compile_launches
 from test_bias_gelu import eager_geglu
 
+from electra_fast.kernels import launch
 from electra_fast.kernels import matmul_gelu as kernels
 
 # Tokens, D, F. In fp32 D takes two blocks; in 16 bits one for D up to 256; blocks of F are whole in the second.
@@ -131,8 +132,16 @@ def test_registered_for_compilation():
         torch.library.opcheck(operation, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize(("width", "columns", "capability"), [(256, 1024, 90), (256, 1024, 80), (64, 256, 90)])
-def test_compiles_ahead_of_time(width, columns, capability):
+@pytest.mark.parametrize(
+    ("target", "width", "expected"), [(75, 64, False), (80, 256, True), (80, 257, False), ("gfx942", 256, True)]
+)
+def test_is_profitable_where_there_are_tensor_cores(monkeypatch, target, width, expected):
+    monkeypatch.setattr(launch, "card", lambda _: card_of_target(target))
+    assert kernels.is_profitable(zeros(1, width)) == expected
+
+
+@pytest.mark.parametrize(("width", "columns", "target"), [(256, 1024, 90), (256, 1024, 89), (64, 256, 90)])
+def test_compiles_ahead_of_time(width, columns, target):
     """D and F of `small` and its generator."""
     x, weight, next_weight = (zeros(*shape).bfloat16() for shape in ((128, width), (columns, width), (width, columns)))
 
@@ -140,7 +149,7 @@ def test_compiles_ahead_of_time(width, columns, capability):
         h, _ = kernels.matmul_gelu(x, weight, zeros(columns))
         kernels.matmul_gelu_backward(x, next_weight, h)
 
-    check_machine_code(launch, width, capability)
+    check_machine_code(launch, width, target)
 
 
 def test_geglu_compiles_ahead_of_time():
@@ -150,8 +159,8 @@ def test_geglu_compiles_ahead_of_time():
     check_machine_code(lambda: kernels.matmul_geglu_backward(x, next_weight, h), 256, 90)
 
 
-def check_machine_code(launch, width, capability):
-    for code in compile_launches(launch, capability).values():
+def check_machine_code(launch, width, target):
+    for code in compile_launches(launch, target).values():
         # The launcher counts on the memory of Hopper.
-        code.check(kernels.programs_per_sm(width) if capability >= 90 else 1)
+        code.check(kernels.programs_per_sm(width) if target == 90 else 1)
         assert code.tensor_core_instructions > 0
