@@ -230,7 +230,7 @@ def _(setting: Setting) -> Iterator[Case]:
             )
 
 
-@case("rotary positions in the qkv layer")
+@case("qkv layer of attention, with rotary positions")
 def _(setting: Setting) -> Iterator[Case]:
     for num_tokens, width, num_heads in setting.shapes([(65_536, 768, 12)], (7, 32, 2)):
         x, weight = setting.normal(num_tokens, width), setting.weight(3 * width, width)
