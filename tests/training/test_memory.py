@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import electra_fast as ef
+from electra_fast.card import Card
+from electra_fast.kernels import launch
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
@@ -19,8 +21,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts as a G
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
+    monkeypatch.setattr(launch, "card", lambda _: Card("NVIDIA H100", (9, 0)))
 
 
 def of_preset(name, recipe, **changes):
