@@ -2,7 +2,7 @@
 
     python bench/step_numerics.py [--only samples eager graph compile] [--device cpu]
 
-Kernels by themselves are `kernel_numerics.py`'s; attention backends and the other objectives have tests that run on a
+Kernels by themselves are `electra-fast doctor`'s; attention backends and the other objectives have tests that run on a
 GPU too (`gpu_peers.py`).
 """
 

@@ -1,4 +1,4 @@
-"""The cases of `bench/kernels.py` and `bench/kernel_numerics.py`: operations with a kernel, and their shapes.
+"""The cases of `bench/kernels.py`: operations with a kernel, and their shapes.
 
 A new case is a function of a few lines with `@case`, such as the last ones.
 """

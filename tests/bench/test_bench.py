@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_check
 import gpu_models
 import pytest
 import torch
@@ -113,6 +114,10 @@ def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
     assert before["ratio"] == 1 and now["ratio"] > 0 and min(now["rounds"]) > 0
     assert now["steps"] == len(now["rounds"]) >= 3
     assert before["mean_loss"] == pytest.approx(now["mean_loss"], rel=0.05)
+
+
+def test_the_first_script_has_time_for_all_its_groups():
+    assert sum(group.seconds for group in gpu_check.GROUPS) <= 8.5 * 60
 
 
 def test_every_kernel_case_is_in_a_group():

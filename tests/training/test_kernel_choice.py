@@ -213,7 +213,11 @@ def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):
 
 def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
     """For fine-tuning and prediction; whatever its vocabulary."""
-    shape = Config.preset("tiny", "modern").override({"model.num_layers": 1, "model.vocab_size": 99}).model
+    shape = (
+        Config.preset("tiny", "modern")
+        .override({"model.num_layers": 1, "model.max_positions": 16, "data.sequence_length": 16})
+        .model
+    )
     asked = []
     monkeypatch.setattr(kernel_choice, "settle_kernels", lambda *args: asked.append(args) or (args[0], {"*": "x"}, []))
     compute, _ = settle_encoder(shape, ComputeConfig("varlen", torch.bfloat16), torch.device("cuda"), 512, 3)
