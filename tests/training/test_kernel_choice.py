@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from electra_fast.kernels import launchers
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.ops import operations as ops
-from electra_fast.training import kernel_choice
+from electra_fast.training import kernel_check, kernel_choice
 from electra_fast.training.kernel_check import CALLS, REFERENCE, Checker, Record, Request
 from electra_fast.training.kernel_choice import (
     FILE,
@@ -77,6 +78,21 @@ class TestJudgment:
     def test_a_wrong_kernel_is_recognized(self, tiny_corpus, monkeypatch, fault, problem):
         found = self.layer_norm_record(tiny_corpus, monkeypatch, fault)
         assert found.problem.startswith(problem) and found.milliseconds is None and not found.is_right
+
+    def test_an_error_that_the_device_does_not_survive_ends_the_process(self, tiny_corpus, monkeypatch, capsys):
+        """Such as an illegal access; the parent finds what was tried, and the reason."""
+
+        def dead(*_, **__):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(launchers, "layer_norm", dead)
+        monkeypatch.setattr(Checker, "device", property(lambda _: torch.device("cuda"), lambda *_: None), raising=False)
+        monkeypatch.setattr(Checker, "_milliseconds", lambda *_, **__: 1.0)
+        monkeypatch.setattr(torch, "zeros", dead)
+        with pytest.raises(SystemExit):
+            monkeypatch.setattr(kernel_check.os, "_exit", sys.exit)
+            self.layer_norm_record(tiny_corpus, monkeypatch, "none")
+        assert capsys.readouterr().err.endswith("RuntimeError: CUDA error: an illegal memory access was encountered\n")
 
 
 def checked(*records):

@@ -11,6 +11,7 @@ tried, a `Record`, and the end of an answer.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -111,10 +112,16 @@ class Checker:
     """Answers a request; `tell` receives each attempt before it is made, and each record."""
 
     def __init__(self, request: Request, tell: Tell) -> None:
-        self.request, self.tell = request, tell
+        self.request, self.known, self._send = request, set(request.known), tell
         self.device = torch.device(request.device)
         self.calls: dict[str, int] = {}
         self.batch: Mapping[str, Tensor] = {}
+
+    def tell(self, what: Record | tuple[str, str]) -> None:
+        """Sends an attempt or a record, which is then known."""
+        if isinstance(what, Record):
+            self.known.add((what.operation, what.implementation))
+        self._send(what)
 
     def answer(self) -> None:
         """Tells all records."""
@@ -130,6 +137,7 @@ class Checker:
                 if self.request.num_rows == 1:
                     raise
                 self.request, self.calls = replace(self.request, num_rows=self.request.num_rows // 2), {}
+            _free_memory()
         for operation, calls in self.calls.items():
             self.tell(Record(operation, CALLS, calls=calls))
 
@@ -199,14 +207,14 @@ class Checker:
 
     def _compare(self, key: str, reference: _Work, works: Mapping[str, tuple[_Work, Mapping[str, str]]]) -> None:
         """Tells the records of an operation's implementations."""
-        left = {name: each for name, each in works.items() if (key, name) not in self.request.known}
-        if not left and (key, REFERENCE) in self.request.known:
+        left = {name: each for name, each in works.items() if (key, name) not in self.known}
+        if not left and (key, REFERENCE) in self.known:
             return
         with observe(None):
             with use_impl("reference"):
                 truth = [x.float() if x.is_floating_point() else x for x in reference.outcome(torch.float32)]
                 eager = reference.outcome()
-                if (key, REFERENCE) not in self.request.known:
+                if (key, REFERENCE) not in self.known:
                     self.tell(Record(key, REFERENCE, self._milliseconds(reference, must_capture=False)))
             for name, (work, choices) in left.items():
                 self.tell((key, name))
@@ -226,16 +234,16 @@ class Checker:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: a kernel that fails must only not be used
-            self._require_a_sound_device(replace(record, problem=_reason(error)))
+            self._require_a_sound_device(error)
             return replace(record, problem=_reason(error))
 
-    def _require_a_sound_device(self, record: Record) -> None:
+    def _require_a_sound_device(self, error: Exception) -> None:
         """Ends the process after an error that the CUDA context does not survive, such as an illegal access."""
         if self.device.type == "cuda":
             try:
                 torch.zeros(1, device=self.device).cpu()
             except RuntimeError:
-                self.tell(record)
+                print(_reason(error), file=sys.stderr, flush=True)
                 os._exit(3)
 
     def _milliseconds(self, work: _Work, *, must_capture: bool) -> float:
@@ -271,14 +279,14 @@ class Checker:
         """Tells time and memory of whole steps of one micro-batch, by execution."""
         first: dict[str, float] | None = None
         for execution in self.request.candidates:
-            if (STEP, execution) in self.request.known:
+            if (STEP, execution) in self.known:
                 continue
             self.tell((STEP, execution))
             try:
                 record, totals = self._step(execution)
             except Exception as error:
+                self._require_a_sound_device(error)
                 record, totals = Record(STEP, execution, problem=_reason(error)), None
-                self._require_a_sound_device(record)
             first = first or totals
             if totals and first and (differing := [name for name in first if not _close(first[name], totals[name])]):
                 record = replace(record, problem=f"{differing[0]} is {totals[differing[0]]:.6g}, not as eagerly")
@@ -288,6 +296,7 @@ class Checker:
         request, device = self.request, self.device
         one_batch = {"batch_size": request.num_rows, "accumulate": 1, "reduce": "fast", "sharding": "none"}
         config = request.config.replace({"train": one_batch}).resolved()
+        _free_memory()
         with use_choices(dict(request.compute.kernels)):
             model = Electra(config).to(device)
             optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=request.compute.dtype)
@@ -365,6 +374,8 @@ def _kernels_of(name: str, args: tuple[Any, ...]) -> list[str]:
 def _spread(model: Electra) -> None:
     """Gives the parameters values as after training: products of unit scale, and biases that are not 0."""
     generator = torch.Generator().manual_seed(0)
+    if model.proposal is not None:
+        model.proposal.set_counts(torch.arange(1, model.num_entries + 1))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.mul_(1.5 / (parameter.std() * parameter.shape[-1] ** 0.5).clamp(min=1e-6))
@@ -442,6 +453,14 @@ def _matrices(value: Any) -> Iterator[Tensor]:
     return (x for x in _tensors(value) if x.is_floating_point() and x.dim() > 1)
 
 
+def _free_memory() -> None:
+    """Returns to a GPU what earlier work has left behind, which a graph's pool could not take."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= ALLOWED_LOSS_DIFFERENCE * abs(a)
 
@@ -473,8 +492,6 @@ def main() -> None:
         except EOFError:
             return
         Checker(request, tell).answer()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         tell(None)
 
 
