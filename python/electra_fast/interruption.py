@@ -74,14 +74,14 @@ def requested_stop() -> int:
     return _active[-1].signal if _active else 0
 
 
-def stop_with_parent() -> None:
-    """Sends this process SIGTERM when its parent, such as torchrun, dies without notice."""
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Sends this process a signal when its parent, such as torchrun, dies without notice."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from faulty_kernels import faulty
 
 import electra_fast as ef
 from electra_fast.config.config import Config
+from electra_fast.errors import Interrupted
+from electra_fast.interruption import stop_requests
 from electra_fast.kernels import launchers
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
@@ -203,6 +207,15 @@ def test_without_any_check_references_are_used(tiny_corpus, tmp_path, cache, mon
     _, kernels, (line,) = settle_kernels(small_config(tiny_corpus), CPU, tmp_path / "run")
     assert kernels == {"*": REFERENCE} and not (tmp_path / "run").exists()
     assert line.startswith("warning: kernels could not be checked (its process ended (without a word)): references")
+
+
+def test_a_stop_ends_the_check_and_records_nothing(tiny_corpus, tmp_path, cache, faults):
+    faults(layer_norm="hang")
+    with stop_requests() as stop, pytest.raises(Interrupted, match="interrupted while kernels were checked"):
+        timer = threading.Timer(0.1, setattr, (stop, "signal", signal.SIGUSR1))
+        timer.start()
+        settle_kernels(small_config(tiny_corpus), CPU, tmp_path / "run")
+    assert not (tmp_path / "run").exists() and not cache.exists()
 
 
 def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
-from electra_fast.interruption import stop_with_parent
+from electra_fast.interruption import SIGNALS, stop_with_parent
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
@@ -479,7 +480,9 @@ def _reason(error: Exception) -> str:
 
 def main() -> None:
     """Answers requests until standard input ends."""
-    stop_with_parent()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # they are the run's, which ends this process
+    stop_with_parent(signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
 

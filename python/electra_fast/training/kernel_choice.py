@@ -30,9 +30,10 @@ from electra_fast import _data
 from electra_fast.card import card_of, missing_for_triton
 from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.config.file import did_you_mean
-from electra_fast.errors import InputError
+from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
+from electra_fast.interruption import requested_stop
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
 from electra_fast.objectives import objective_of
 from electra_fast.ops.choice import OPERATIONS
@@ -46,6 +47,7 @@ FILE = "kernels.json"
 MAX_TOKENS = 1 << 17
 # Longest time without an answer, and for all answers: beyond it, what is not checked is not used.
 PATIENCE_SECONDS, MAX_SECONDS = 60.0, 240.0
+_POLL_SECONDS = 0.5
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 # A reference must be faster by more than the noise of a measurement.
 NOISE = 1.03
@@ -297,11 +299,19 @@ class _Process:
             self._process.stdin.flush()
 
     def receive(self, seconds: float) -> Record | list[str] | str | None:
-        """Returns a record, an attempt, how the process was lost, or None at the end of an answer."""
-        try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            return f"no result after {seconds:.0f} s"
+        """Returns a record, an attempt, how the process was lost, or None at the end of an answer.
+
+        Raises Interrupted if a stop is requested meanwhile.
+        """
+        end, line = time.monotonic() + seconds, None
+        while line is None:
+            if number := requested_stop():
+                raise Interrupted(number, "interrupted while kernels were checked, before the first step")
+            with contextlib.suppress(queue.Empty):
+                line = self._lines.get(timeout=max(0.0, min(_POLL_SECONDS, end - time.monotonic())))
+            if line is None and time.monotonic() >= end:
+                return f"no result after {seconds:.0f} s"
+        assert line is not None
         if not line:
             code = self._process.wait()
             return f"its process ended by signal {-code}" if code < 0 else f"its process ended ({self._last_words()})"
