@@ -25,6 +25,7 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.errors import InputError
 from electra_fast.model.compute import choose_device
 from electra_fast.training.hardware import before_kernels, divided
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record
@@ -61,7 +62,10 @@ def doctor(config: Config) -> dict[str, Any]:
         shards = Path(folder) / "shards"
         report["data_engine"] = _data_engine(shards, config)
         if report["gpus"]:
-            report["kernels"] = _kernels(config, shards, Path(folder) / "run", problems)
+            try:
+                report["kernels"] = _kernels(config, shards, Path(folder) / "run", problems)
+            except InputError as error:  # such as a model that does not fit
+                problems.append(str(error))
     return report | {"problems": problems}
 
 
@@ -191,8 +195,8 @@ def _data_engine(shards: Path, config: Config) -> dict[str, str]:
 def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> dict[str, Any]:
     """Checks kernels, attention backends and executions for a configuration, whatever was found before."""
     device = choose_device()
-    vocab_size = config.model.vocab_size or 30_522
-    config = config.override({"data.corpus": str(shards), "model.vocab_size": vocab_size}).resolved()
+    keys = {"data.corpus": str(shards), "model.vocab_size": config.model.vocab_size or 30_522, "train.kernels": "auto"}
+    config = config.override(keys).resolved()
     config, memory = divided(config, device)
     settled, _, lines = settle_kernels(before_kernels(config, device), device, run, is_fresh=True)
     problems += [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
