@@ -8,6 +8,7 @@ import torch
 from electra_fast import doctor
 from electra_fast.cli import main
 from electra_fast.config.config import Config
+from electra_fast.data.corpus import Corpus
 from electra_fast.model.compute import choose_device
 from electra_fast.training import kernel_choice
 
@@ -44,8 +45,13 @@ def test_kernels_are_a_table(tiny_corpus, tmp_path, monkeypatch):
     """By the interpreter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["sdpa"])
-    tiny = {"model.num_layers": 1, "data.sequence_length": 8, "train.batch_size": 2, "model.vocab_size": 5000}
-    config, problems = Config.preset("tiny", "modern").override(tiny), []
+    tiny = {
+        "model.num_layers": 1,
+        "data.sequence_length": 8,
+        "train.batch_size": 2,
+        "model.vocab_size": Corpus(tiny_corpus).vocab_size,
+    }
+    config, problems = Config.preset("tiny", "modern", "mlm").override(tiny), []
     assert choose_device().type == "cpu"
     found = doctor._kernels(config, tiny_corpus, tmp_path / "run", problems)
     assert found["summary"].startswith("kernels checked in ") and found["execution"] in ("eager", "graph")
