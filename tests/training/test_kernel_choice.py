@@ -12,10 +12,12 @@ import torch
 from faulty_kernels import faulty
 
 import electra_fast as ef
+from electra_fast.card import Card
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted
 from electra_fast.interruption import stop_requests
 from electra_fast.kernels import launchers
+from electra_fast.model import compute as compute_module
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.ops import operations as ops
@@ -240,6 +242,40 @@ def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):
     assert agree_on_kernels(config, CPU, {"a:8": "kernel"}, tmp_path, World())["a:8"] == REFERENCE
     other.identity = check.identity
     assert agree_on_kernels(config, CPU, {"a:8": "kernel"}, tmp_path, World()) == {"a:8": "kernel"}
+
+
+def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, cache, monkeypatch):
+    """Attention first, compared with `sdpa` whatever would run; operations and steps with the backend chosen."""
+    asked = []
+
+    class Process:
+        has_answered = True
+        kill = send = lambda self, *request: asked.extend(request)
+
+        def receive(self, seconds):
+            if asked[-1].what != "attention" or asked[-1] in asked[:-1]:
+                return None
+            asked.append(asked[-1])
+            return Record("self_attention:64", "varlen", 1.0)
+
+    monkeypatch.setattr(kernel_choice, "_Process", Process)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    for module in (kernel_choice, compute_module):
+        monkeypatch.setattr(module, "card_of", lambda _: Card("NVIDIA A10", (8, 6)))
+        monkeypatch.setattr(module, "missing_for_triton", lambda _: None)
+    auto = dict.fromkeys(("model.attention", "train.execution"), "auto")
+    config = small_config(tiny_corpus, **auto | {"train.precision": "bf16"})
+    settled, kernels, _ = settle_kernels(config, torch.device("cuda"), tmp_path)
+    questions = {each.what: (each.compute.attention, each.candidates) for each in asked}
+    assert questions == {
+        "attention": ("sdpa", ("varlen", "sdpa", "flex")),
+        "operations": ("varlen", ("varlen",)),
+        "steps": ("varlen", ("eager", "graph")),
+    }
+    assert {each.device for each in asked} == {"cuda:3"} and {each.compute.dtype for each in asked} == {torch.bfloat16}
+    assert (settled.model.attention, settled.train.execution) == ("varlen", "eager")
+    assert asked[-1].compute.kernels == tuple(kernels.items()) == (("*", REFERENCE),)
 
 
 def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):

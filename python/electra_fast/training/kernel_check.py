@@ -62,9 +62,9 @@ class Request:
         config: The run's, with its corpus; without one, rows are random.
         objective: The class that the configuration names, which may come from outside this package.
         device: Device, such as "cuda:0".
-        compute: Dtype and attention backend; `kernels` are the choices by which whole steps run.
+        compute: Dtype, and attention backend: that of the references, of operations, or of whole steps with `kernels`.
         num_rows: Rows to read.
-        candidates: Attention backends, or executions.
+        candidates: Attention backends or executions; for operations, the attention backend.
         known: What is recorded already: (operation, implementation).
     """
 

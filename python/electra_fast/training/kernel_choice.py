@@ -186,51 +186,34 @@ def cache_folder() -> Path:
 
 
 class Checking:
-    """Asks a child process what a `KernelCheck` lacks, as a context manager that ends the process.
+    """Asks a child process what a `KernelCheck` lacks. Close it to end the process.
 
     Args:
         check: Takes the records.
-        config: The run's configuration, with its corpus and a number as `train.accumulate`.
+        config: The run's configuration; its `train.accumulate` is a number.
         device: The run's device.
-        compute: Dtype and, for operations, attention backend.
     """
 
-    def __init__(self, check: KernelCheck, config: Config, device: torch.device, compute: ComputeConfig) -> None:
-        self.check, self.config, self.device, self.compute = check, config, device, compute
+    def __init__(self, check: KernelCheck, config: Config, device: torch.device) -> None:
+        self.check, self.config = check, config
+        self._device = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else "cpu"
         self._process: _Process | None = None
         self._end = time.monotonic() + MAX_SECONDS
 
-    def __enter__(self) -> Checking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def attention(self, candidates: Sequence[str]) -> None:
-        """Checks attention backends."""
-        self._ask("attention", candidates)
-
-    def operations(self, compute: ComputeConfig) -> None:
-        """Checks the kernels of all operations, for a given attention backend."""
-        self.compute = compute
-        self._ask("operations", (compute.attention,))
-
-    def steps(self, candidates: Sequence[str], compute: ComputeConfig) -> None:
-        """Compares executions of whole steps with the chosen kernels."""
-        self.compute = compute
-        self._ask("steps", candidates)
-
-    def _ask(self, what: str, candidates: Sequence[str]) -> None:
-        left = [name for name in candidates if f"{what}: {name}" not in self.check.answered]
-        device = f"cuda:{torch.cuda.current_device()}" if self.device.type == "cuda" else "cpu"
+    def ask(self, what: str, candidates: Sequence[str], compute: ComputeConfig) -> None:
+        """Takes the records of candidates that have none yet; arguments as in `Request`."""
+        left = tuple(name for name in candidates if f"{what}: {name}" not in self.check.answered)
         while left and not self.check.failure and time.monotonic() < self._end:
-            request = Request(
-                *(what, self.config, type(objective_of(self.config)), device, self.compute, self._num_rows(what)),
-                *(tuple(left), frozenset(self.check.records)),
-            )
-            if self._answer(request):
+            subject = (what, self.config, type(objective_of(self.config)), self._device, compute, self._num_rows(what))
+            if self._answer(Request(*subject, left, frozenset(self.check.records))):
                 self.check.answered += [f"{what}: {name}" for name in left]
                 break
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     def _answer(self, request: Request) -> bool:
         """Asks, and takes over the answer; returns False if the process was lost on the way and must be asked again."""
@@ -249,7 +232,7 @@ class Checking:
             elif isinstance(answer, list):
                 attempt = (str(answer[0]), str(answer[1]))
             else:
-                self._close()
+                self.close()
                 if attempt is not None:
                     self.check.records[attempt] = Record(*attempt, problem=answer)
                 else:
@@ -262,11 +245,6 @@ class Checking:
         if what == "steps":
             return num_rows
         return max(1, min(num_rows, MAX_TOKENS // config.data.sequence_length))
-
-    def _close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
 
 
 class _Process:
@@ -375,14 +353,15 @@ def settle_kernels(
     if not (folder and check.read(folder / FILE)) and not is_fresh:
         check.read(cache)
     known, start = list(check.answered), time.perf_counter()
-    with Checking(check, config, device, choose_compute(config, device)) as checking:
-        config = _settle_attention(checking, config, device, has_kernels=not missing)
+    with contextlib.closing(Checking(check, config, device)) as checking:
+        config = _settle_attention(checking, device, has_kernels=not missing)
+        compute = choose_compute(config, device)
         if not missing:
-            checking.operations(choose_compute(config, device))
+            checking.ask("operations", [compute.attention], compute)
         kernels = check.kernels | given
         if config.train.execution == AUTO and config.train.sharding == "none":
-            compute = dataclasses.replace(choose_compute(config, device), kernels=tuple(kernels.items()))
-            checking.steps(("eager", "graph"), compute)
+            compute = dataclasses.replace(compute, kernels=tuple(kernels.items()))
+            checking.ask("steps", ["eager", "graph"], compute)
             config = config.override({"train.execution": check.execution or "eager"})
     if check.failure:
         return config, {"*": REFERENCE}, list(check.lines(""))
@@ -430,11 +409,14 @@ def settle_encoder(
     return dataclasses.replace(compute, kernels=tuple(kernels.items())), new
 
 
-def _settle_attention(checking: Checking, config: Config, device: torch.device, *, has_kernels: bool) -> Config:
-    requested = config.model.attention
+def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: bool) -> Config:
+    """Returns the configuration with the attention backend to use."""
+    config, requested = checking.config, checking.config.model.attention
     backends = available_attention(config, device) if requested == AUTO else [requested]
     backends = backends if has_kernels else _without_kernels(backends)
-    checking.attention(backends)
+    # The reference of every backend.
+    compute = dataclasses.replace(choose_compute(config, device), attention="sdpa")
+    checking.ask("attention", backends, compute)
     chosen = checking.check.attention(backends)
     if chosen is None and requested != AUTO:
         problem = next((each.problem for each in checking.check.records.values() if each.problem), "it was not checked")
@@ -484,9 +466,10 @@ def agree_on_kernels(
             return check if check.read(folder / FILE) else None
         if cards.index(check.identity) < world.rank:
             return None  # another rank looks at this card
-        with Checking(check, config, device, choose_compute(config, device)) as checking:
-            _settle_attention(checking, config, device, has_kernels=True)
-            checking.operations(choose_compute(config, device))
+        compute = choose_compute(config, device)
+        with contextlib.closing(Checking(check, config, device)) as checking:
+            _settle_attention(checking, device, has_kernels=True)
+            checking.ask("operations", [compute.attention], compute)
         return check
 
     if all(card == cards[0] for card in cards):
