@@ -16,11 +16,13 @@ from electra_fast.card import Card
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted
 from electra_fast.interruption import stop_requests
-from electra_fast.kernels import launchers
+from electra_fast.kernels import launch, launchers
 from electra_fast.model import compute as compute_module
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
+from electra_fast.ops.choice import observe, use_choices, use_impl
 from electra_fast.training import kernel_check, kernel_choice
 from electra_fast.training.kernel_check import CALLS, REFERENCE, Checker, Record, Request
 from electra_fast.training.kernel_choice import (
@@ -31,8 +33,10 @@ from electra_fast.training.kernel_choice import (
     settle_encoder,
     settle_kernels,
 )
+from electra_fast.training.memory import StepMemory
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+SHORT = ComputeConfig("short", torch.bfloat16)
 IDENTITY = {"card": "NVIDIA Test", "torch": "2", "triton": "3"}
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in the interpreter")
@@ -298,3 +302,36 @@ def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
     Checker(Request("operations", config, *arguments), told.append).answer()
     assert {"layer_norm:64", "rotary_qkv:64"} <= {each.operation for each in told if isinstance(each, Record)}
     assert not any(isinstance(each, Record) and each.problem for each in told)
+
+
+@pytest.mark.parametrize(("recipe", "attention"), [("google", "short"), ("modern", "varlen")])
+@pytest.mark.parametrize("what", ["attention", "operations"])
+def test_on_a_gpu_kernels_references_and_fp32_give_results_of_one_shape(what, recipe, attention, monkeypatch):
+    """Forward, on tensors without data; autograd's engine needs a device."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
+    monkeypatch.setattr(launch, "card", lambda _: Card("NVIDIA H100", (9, 0)))
+    config = Config.preset("tiny", recipe).override({"model.num_layers": 1, "model.vocab_size": 300})
+    compute = ComputeConfig("sdpa" if what == "attention" else attention, torch.bfloat16)
+    step, objective, compared = StepMemory(config, SHORT, CUDA), objective_of(config), []
+
+    def compare(checker, key, reference, works):
+        def results(work, choices=None, dtype=None):
+            with observe(None), use_impl(None if choices else "reference"), use_choices(choices or {}):
+                return [
+                    (x.shape, None if dtype else x.dtype, x.requires_grad, x.device) for x in work.outputs(dtype)[0]
+                ]
+
+        compared.append(key)
+        assert [x[0] for x in results(reference, dtype=torch.float32)] == [x[0] for x in results(reference)]
+        for work, choices in works.values():
+            assert results(work, choices) == results(reference)
+
+    monkeypatch.setattr(Checker, "_compare", compare)
+    request = Request(what, config, type(objective), "cuda:0", compute, 2, ("short", "varlen", "sdpa"))
+    checker = Checker(request, compared.append)
+    with step._mode:
+        checker.batch, key = step._batch(2), RngKey(torch.zeros(2, dtype=torch.int64, device=CUDA))
+        batch = MicroBatch(checker.batch, compute, key, objective.loss_denominators(checker.batch))
+        with observe(checker._observe if what == "operations" else checker._observe_attention), use_impl("reference"):
+            objective.forward(step._model.train(), batch)
+    assert len(compared) >= (2 if what == "attention" else 10)

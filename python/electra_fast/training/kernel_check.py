@@ -27,6 +27,7 @@ from torch import Tensor
 
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.errors import is_out_of_memory
 from electra_fast.interruption import SIGNALS, stop_with_parent
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.compute import ComputeConfig
@@ -134,9 +135,10 @@ class Checker:
             try:
                 self._pass_rows()
                 break
-            except torch.OutOfMemoryError:  # references need more than kernels
-                if self.request.num_rows == 1:
+            except (RuntimeError, MemoryError) as error:
+                if self.request.num_rows == 1 or not is_out_of_memory(error):
                     raise
+                # References need more than kernels.
                 self.request, self.calls = replace(self.request, num_rows=self.request.num_rows // 2), {}
             _free_memory()
         for operation, calls in self.calls.items():
@@ -232,9 +234,9 @@ class Checker:
             if again is not None and not all(map(torch.equal, found, again)):
                 return replace(record, problem="two calls give different results")
             return replace(record, milliseconds=self._milliseconds(work, must_capture=True))
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # of any kind: a kernel that fails must only not be used
+            if is_out_of_memory(error):
+                raise
             self._require_a_sound_device(error)
             return replace(record, problem=_reason(error))
 
@@ -336,7 +338,8 @@ class _Work:
         """Computes outputs and gradients."""
         self._call(None)
 
-    def _call(self, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    def outputs(self, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the outputs, and the inputs that require a gradient."""
         leaves: list[Tensor] = []
 
         def leaf(x: Tensor) -> Tensor:
@@ -350,14 +353,17 @@ class _Work:
 
         args, kwargs = _map(self._arguments, leaf, {self._dtype: dtype or self._dtype})
         with torch.enable_grad():
-            outputs = list(_tensors(self._function(*args, **kwargs)))
-            sources = [x for x in outputs if x.requires_grad]
-            if not sources or not leaves:
-                return outputs, []
-            if not self._upstream:
-                self._upstream = [_ramp(x) for x in sources]
-            upstream = [dy.to(x.dtype) for dy, x in zip(self._upstream, sources, strict=True)]
-            return outputs, list(torch.autograd.grad(sources, leaves, upstream, allow_unused=True))
+            return list(_tensors(self._function(*args, **kwargs))), leaves
+
+    def _call(self, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
+        outputs, leaves = self.outputs(dtype)
+        sources = [x for x in outputs if x.requires_grad]
+        if not sources or not leaves:
+            return outputs, []
+        if not self._upstream:
+            self._upstream = [_ramp(x) for x in sources]
+        upstream = [dy.to(x.dtype) for dy, x in zip(self._upstream, sources, strict=True)]
+        return outputs, list(torch.autograd.grad(sources, leaves, upstream, allow_unused=True))
 
 
 def _kernels_of(name: str, args: tuple[Any, ...]) -> list[str]:
@@ -473,9 +479,10 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _reason(error: Exception) -> str:
-    """An error's type and first line."""
+    """An error's type and first line, which says if memory ran out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    what = "out of memory, " if is_out_of_memory(error) else ""
+    return f"{what}{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def main() -> None:
