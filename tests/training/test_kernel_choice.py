@@ -105,6 +105,20 @@ class TestJudgment:
             self.layer_norm_record(tiny_corpus, monkeypatch, "none")
         assert capsys.readouterr().err.endswith("RuntimeError: CUDA error: an illegal memory access was encountered\n")
 
+    def test_references_that_run_out_of_memory_get_fewer_rows(self, tiny_corpus, monkeypatch):
+        config, tried = small_config(tiny_corpus), []
+
+        def pass_rows(checker):
+            tried.append(checker.request.num_rows)
+            checker.calls["a:8"] = tried[-1]
+            if tried[-1] > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(Checker, "_pass_rows", pass_rows)
+        told = []
+        Checker(Request("operations", config, type(objective_of(config)), "cpu", SHORT, 5), told.append).answer()
+        assert tried == [5, 2, 1] and told == [Record("a:8", CALLS, calls=1)]
+
 
 def checked(*records):
     return KernelCheck(IDENTITY, {(each.operation, each.implementation): each for each in records})
