@@ -12,6 +12,5 @@ def _poisoned(poisoned_memory: None) -> None:
 
 @pytest.fixture(autouse=True)
 def _warnings_of_others() -> None:
-    """Triton 3.6's interpreter converts arrays in a way that NumPy deprecates; torch's opcheck reads `.grad`."""
-    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
+    """torch's opcheck reads `.grad`."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
