@@ -131,14 +131,17 @@ class TestChoice:
             *(Record("b:8", REFERENCE, 2.0), Record("b:8", "kernel", 2.1)),
             *(Record("c:8", REFERENCE, 9.0), Record("c:8", "narrow", problem="wrong"), Record("c:8", "fused", 3.0)),
             *(Record("d:8", REFERENCE, 9.0), Record("d:8", "kernel", problem="wrong")),
+            *(Record("linear:8", REFERENCE, 1.0), Record("linear:8", "kernel", 9.0)),
+            *(Record("linear:16", REFERENCE, 1.0), Record("linear:16", "kernel", problem="wrong")),
             *(Record("step", "eager", 3.0), Record("step", "graph", 2.0)),
         )
         expected = {"a:8": "kernel", "b:8": REFERENCE, "c:8": "fused", "d:8": REFERENCE}
+        expected |= {"linear:8": "kernel", "linear:16": REFERENCE}
         assert check.kernels == {"*": REFERENCE} | expected
         assert check.execution == "graph"
-        summary, narrow, kernel = check.lines("in 9 s")
+        summary, narrow, kernel, _ = check.lines("in 9 s")
         assert summary == (
-            "kernels checked in 9 s on NVIDIA Test, 2, 3: 2 of 4 operations by kernel; "
+            "kernels checked in 9 s on NVIDIA Test, 2, 3: 3 of 6 operations by kernel; "
             "by reference, which is faster: b:8"
         )
         assert narrow == "warning: c:8 by narrow on NVIDIA Test, 2, 3: wrong; fused is used instead"
