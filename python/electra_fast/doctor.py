@@ -158,7 +158,7 @@ def _cache(problems: list[str]) -> dict[str, str]:
         return {"folder": str(folder), "state": str(error.strerror)}
     if free < MIN_FREE_DISK:
         problems.append(f"{folder}: only {free / GIB:.1f} GiB are free; set XDG_CACHE_HOME to another disk")
-    return {"folder": str(folder), "file system": _file_system(folder), "free": f"{free / GIB:.0f} GiB"}
+    return {"folder": str(folder), "file system": _file_system(folder), "space": f"{free / GIB:.0f} GiB free"}
 
 
 def _file_system(folder: Path) -> str:
@@ -215,7 +215,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ", ".join(f"{name} {version}" for name, version in software.items())
     yield ", ".join(report["machine"].values())
     for index, gpu in enumerate(report["gpus"]):
-        yield f"GPU {index}: {', '.join(gpu.values())}"
+        yield f"GPU {index}: {gpu['name']}, {gpu['architecture']}, driver {gpu['driver']}, {gpu['memory']}"
     if not report["gpus"]:
         yield "no GPU: training and prediction run on the processor"
     yield "extras: " + "; ".join(f"{name} {outcome}" for name, outcome in report["extras"].items())
