@@ -15,7 +15,7 @@ import torch
 from electra_fast.card import Card, missing_for_triton
 from electra_fast.config.config import Config, ModelConfig
 from electra_fast.model import compute
-from electra_fast.model.compute import DTYPES, choose_attention, choose_precision
+from electra_fast.model.compute import DTYPES, available_attention, choose_attention, choose_precision
 from electra_fast.training.reporting import settings
 
 # Name, capability, AMD's architecture; then architecture, and the peaks in TFLOP/s in bf16, fp16 and fp32.
@@ -76,6 +76,10 @@ def test_a_card(
     for length, best in ((128, "short" if found.is_hopper else "varlen"), (512, "varlen")):
         attention = choose_attention("auto", shape, CUDA, DTYPES[precision], length)
         assert attention == (best if has_flash else "sdpa")
+    if DTYPES[precision] != torch.float32:
+        fits = architecture in ("Hopper", "Blackwell", "gfx942")
+        config = Config().override({"train.precision": precision})
+        assert ("short" in available_attention(config, CUDA)) == fits
     assert choose_precision("auto", CUDA) == precision and choose_precision("fp32", CUDA) == "fp32"
     assert (missing_for_triton(found) is None) == (architecture not in ("", "Volta"))
 

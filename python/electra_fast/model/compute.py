@@ -21,6 +21,8 @@ Precision = Literal["auto", "fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Those of which a measurement finds the faster one on a CPU.
 CPU_PRECISIONS = ("fp32", "bf16")
+# Architectures on which the kernels of `short` compile without spilling a large part of their tiles.
+_WITH_SHORT = ("Hopper", "Blackwell", "gfx942")
 # Attention backends: `auto` is the first that can run.
 _BY_PREFERENCE = ("short", "varlen", "sdpa", "flex", "xformers")
 
@@ -106,10 +108,11 @@ def choose_attention(
     """Resolves `auto` to a backend's name; raises ValueError if the requested backend cannot run.
 
     `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere, the others on CUDA. `short` (our kernel for
-    rows of up to 128 tokens on Hopper), `varlen` (torch's flash attention over variable-length segments) and `xformers`
-    (the same from another package) need 16-bit activations, `xformers` also a model without local attention; `flex`
-    (compiled flex attention) has no dropout. `auto` is the first of `short`, `varlen` and `sdpa` that can run; never an
-    optional package, so that a run does not depend on what happens to be installed.
+    rows of up to 128 tokens, on cards into which it fits), `varlen` (torch's flash attention over variable-length
+    segments) and `xformers` (the same from another package) need 16-bit activations, `xformers` also a model without
+    local attention; `flex` (compiled flex attention) has no dropout. `auto` is the first of `short` (on Hopper, the
+    only cards that have run it), `varlen` and `sdpa` that can run; never an optional package, so that a run does not
+    depend on what happens to be installed.
 
     Args:
         requested: `auto` or a backend.
@@ -119,14 +122,16 @@ def choose_attention(
         row_length: Tokens per row, None where rows differ.
     """
     if requested == AUTO:
-        return next(name for name in _BY_PREFERENCE if not _missing_for(name, shape, device, dtype, row_length))
+        is_proven = device.type == "cuda" and card_of(device).is_hopper
+        names = [name for name in _BY_PREFERENCE if name != "short" or is_proven]
+        return next(name for name in names if not _missing_for(name, shape, device, dtype, row_length))
     if what := _missing_for(requested, shape, device, dtype, row_length):
         raise InputError(f'model.attention = "{requested}" needs {what}; or set model.attention = "sdpa"')
     return requested
 
 
 def available_attention(config: Config, device: torch.device) -> list[str]:
-    """Returns the attention backends that can run a configuration, that of `auto` first."""
+    """Returns the attention backends that can run a configuration."""
     run = (config.model, device, _dtype(config.train.precision, device), config.data.sequence_length)
     return [name for name in _BY_PREFERENCE if not _missing_for(name, *run)]
 
@@ -157,8 +162,8 @@ def _missing_for(
 
 
 def _missing_for_short(card: Card, row_length: int | None, head_dim: int) -> str | None:
-    if not card.is_hopper:
-        return f"a Hopper GPU, for which alone its kernels were made, and this is {card.name}"
+    if card.architecture not in _WITH_SHORT:
+        return f"a GPU into which its kernels fit ({', '.join(_WITH_SHORT)}), and this is {card.name}"
     if row_length is None or row_length > MAX_SHORT_ROW:
         found = "differ in length" if row_length is None else f"have {row_length}"
         return f"rows of at most {MAX_SHORT_ROW} tokens, and these {found}"
