@@ -166,8 +166,10 @@ class TestChoice:
 
     def test_kernels_can_be_given_by_operation(self):
         assert parse_kernels("auto,generator_head=reference") == ("auto", {"generator_head": REFERENCE})
-        with pytest.raises(ValueError, match="generator_heat is no operation; did you mean generator_head?"):
+        with pytest.raises(ValueError, match="generator_heat is none of the operations attention, bias_gelu, "):
             parse_kernels("triton,generator_heat=reference")
+        with pytest.raises(ValueError, match="layer_norm:256=narrow is none of reference, kernel"):
+            parse_kernels("auto,layer_norm:256=narrow")
         with pytest.raises(ValueError, match='train.kernels = "fast" is not auto, triton or reference'):
             Config().override({"train.kernels": "fast"})
 

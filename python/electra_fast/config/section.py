@@ -171,7 +171,12 @@ def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     """Returns a key's value, with strings (100k, 4h, true) and whole floats (1e5) converted to its type."""
     kind = _kind(field)
     if isinstance(value, str):
-        return value if _is_auto(field, value) else parse_value(name, value, kind)
+        if _is_auto(field, value):
+            return value
+        try:
+            return parse_value(name, value, kind)
+        except InputError as error:
+            raise InputError(f"{error}, or auto") if field.metadata["or_auto"] else error from None
     return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
 
 

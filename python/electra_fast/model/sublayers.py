@@ -55,14 +55,18 @@ def attention(
     return ops.residual_norm(mixed_TD, *weights[2:4], x_TD, *weights[4:], eps, dropout)
 
 
-def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
-    """Returns the kernels that `feed_forward` can run by, the preferred one first.
+# One kernel for all; the GELU in the epilogues of its products; the GELU beside them.
+FEED_FORWARD_KERNELS = ("narrow", "fused", "apart")
 
-    "narrow" has one kernel for all, "fused" the GELU in the epilogues of its products, "apart" beside them.
-    """
-    is_narrow = kernels().narrow_feed_forward_supports(x_TD, inner_width)
-    is_fused = kernels().matmul_gelu_is_profitable(x_TD)
-    return [*(["narrow"] if is_narrow else []), *(["fused"] if is_fused else []), "apart"]
+
+def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
+    """Returns those of `FEED_FORWARD_KERNELS` that `feed_forward` can run by, the preferred one first."""
+    runs = (
+        kernels().narrow_feed_forward_supports(x_TD, inner_width),
+        kernels().matmul_gelu_is_profitable(x_TD),
+        True,
+    )
+    return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
 
 
 @operation

@@ -29,12 +29,12 @@ import torch
 from electra_fast import _data
 from electra_fast.card import card_of, missing_for_triton
 from electra_fast.config.config import AUTO, Config, ModelConfig
-from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
 from electra_fast.interruption import requested_stop
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
+from electra_fast.model.sublayers import FEED_FORWARD_KERNELS
 from electra_fast.objectives import objective_of
 from electra_fast.ops.choice import OPERATIONS
 from electra_fast.training.division import rows_per_micro_batch
@@ -321,10 +321,13 @@ def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
     """Splits `train.kernels`, such as "auto,generator_head=reference", into the mode and choices by operation."""
     mode, *parts = text.split(",")
     given = dict(part.split("=", 1) for part in parts)
-    for key in given:
+    for key, value in given.items():
         name = key.partition(":")[0]
         if name not in OPERATIONS:
-            raise InputError(f"train.kernels: {name} is no operation{did_you_mean(name, OPERATIONS)}")
+            raise InputError(f"train.kernels: {name} is none of the operations {', '.join(sorted(OPERATIONS))}")
+        allowed = (REFERENCE, "kernel", *(FEED_FORWARD_KERNELS if name == "feed_forward" else ()))
+        if value not in allowed:
+            raise InputError(f"train.kernels: {key}={value} is none of {', '.join(allowed)}")
     return mode, given
 
 
