@@ -228,10 +228,20 @@ def test_a_check_is_kept_for_other_runs_of_the_same_card_and_shapes(tiny_corpus,
             settle_kernels(other, CPU, tmp_path / "third", is_fresh=is_fresh)
 
 
+def test_an_attention_backend_that_was_asked_for_and_is_wrong_is_refused(tiny_corpus, tmp_path, cache):
+    config = small_config(tiny_corpus)
+    check = KernelCheck(kernel_choice.identity_of(config, CPU), answered=["attention: sdpa"])
+    check.records["self_attention:64", "sdpa"] = Record("self_attention:64", "sdpa", problem="gives nan")
+    (tmp_path / FILE).write_text(check.text())
+    with pytest.raises(ValueError, match='model.attention = "sdpa" cannot be used on this GPU: gives nan; set "auto"'):
+        settle_kernels(config, CPU, tmp_path)
+
+
 def test_without_any_check_references_are_used(tiny_corpus, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(kernel_choice.sys, "executable", shutil.which("false"))
-    _, kernels, (line,) = settle_kernels(small_config(tiny_corpus), CPU, tmp_path / "run")
-    assert kernels == {"*": REFERENCE} and not (tmp_path / "run").exists()
+    config = small_config(tiny_corpus)
+    settled, kernels, (line,) = settle_kernels(config, CPU, tmp_path / "run")
+    assert settled == config and kernels == {"*": REFERENCE} and not (tmp_path / "run").exists()
     assert line.startswith("warning: kernels could not be checked (its process ended (without a word)): references")
 
 
@@ -267,8 +277,13 @@ def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):
     assert agree_on_kernels(config, CPU, {"a:8": "kernel"}, tmp_path, World()) == {"a:8": "kernel"}
 
 
-def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, cache, monkeypatch):
-    """Attention first, compared with `sdpa` whatever would run; operations and steps with the backend chosen."""
+def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch):
+    """Attention first, compared with `sdpa` whatever would run; operations and steps with the backend chosen.
+
+    The cache cannot be written.
+    """
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     asked = []
 
     class Process:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import pickle
 import queue
 import subprocess
@@ -29,6 +28,7 @@ import torch
 from electra_fast import _data
 from electra_fast.card import card_of, missing_for_triton
 from electra_fast.config.config import AUTO, Config, ModelConfig
+from electra_fast.data.loader import default_cache_dir
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
@@ -187,7 +187,7 @@ def read_records(path: Path) -> list[Record]:
 
 def cache_folder() -> Path:
     """The folder of all checks of this user: `electra-fast/kernels` in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "electra-fast/kernels"
+    return Path(default_cache_dir()).parent / "kernels"
 
 
 class Checking:
@@ -373,13 +373,20 @@ def settle_kernels(
             config = config.override({"train.execution": check.execution or "eager"})
     if check.failure:
         return config, {"*": REFERENCE}, list(check.lines(""))
-    # Problems may be of this moment: another run looks again.
-    has_problems = any(each.problem for each in check.records.values())
-    for path in (*([] if has_problems else [cache]), *([folder / FILE] if folder else [])):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, check.text())
+    if not any(
+        each.problem for each in check.records.values()
+    ):  # which may be of this moment: the next run looks again
+        with contextlib.suppress(OSError):  # costs the next run a minute; `doctor` tells why
+            _write(cache, check.text())
+    if folder:
+        _write(folder / FILE, check.text())
     when = f"in {time.perf_counter() - start:.0f} s" if check.answered != known else "before"
     return config, kernels, [f"no kernels of Triton: {missing}"] if missing else list(check.lines(when))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text)
 
 
 def settle_encoder(
@@ -427,8 +434,11 @@ def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: 
     checking.ask("attention", backends, compute)
     chosen = checking.check.attention(backends)
     if chosen is None and requested != AUTO:
-        problem = next((each.problem for each in checking.check.records.values() if each.problem), "it was not checked")
-        raise InputError(f'model.attention = "{requested}" cannot be used on this GPU: {problem}; set "auto"')
+        asked = f'model.attention = "{requested}"'
+        for (_, name), each in checking.check.records.items():
+            if name == requested and each.problem:
+                raise InputError(f'{asked} cannot be used on this GPU: {each.problem}; set "auto"')
+        chosen = requested  # though it could not be checked
     return config.override({"model.attention": chosen or "sdpa"})
 
 
