@@ -33,9 +33,9 @@ SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 103: 228, 12
 RESERVED_BYTES = 1024
 NUM_REGISTERS = 65_536
 POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+POINTERS |= {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 # Module, name, types, constants and options of a kernel.
 Request = tuple[str, str, dict[str, str], dict[str, Any], dict[str, Any]]
-POINTERS |= {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)

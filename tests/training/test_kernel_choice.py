@@ -81,14 +81,17 @@ class TestJudgment:
             ("output", "its error is "),
             ("gradient", "its error is "),
             ("element", "its error is "),
-            ("nan", "its error is inf times"),
+            ("nan", "it gives nan, infinity, or results of another shape"),
             ("random", "two calls give different results"),
             ("compile", "AssertionError: CompilationError: at 12:4: cannot be compiled"),
         ],
     )
-    def test_a_wrong_kernel_is_recognized(self, tiny_corpus, monkeypatch, fault, problem):
+    def test_a_wrong_kernel_is_recognized(self, tiny_corpus, tmp_path, monkeypatch, fault, problem):
         found = self.layer_norm_record(tiny_corpus, monkeypatch, fault)
         assert found.problem.startswith(problem) and found.milliseconds is None and not found.is_right
+        check = checked(found)
+        (tmp_path / FILE).write_text(check.text())
+        assert KernelCheck(IDENTITY).read(tmp_path / FILE)
 
     def test_an_error_that_the_device_does_not_survive_ends_the_process(self, tiny_corpus, monkeypatch, capsys):
         """Such as an illegal access; the parent finds what was tried, and the reason."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import pickle
 import signal
@@ -228,8 +229,11 @@ class Checker:
         is_repeatable = not record.operation.startswith("self_attention")
         try:
             found, again = work.outcome(), work.outcome() if is_repeatable else None
-            record = replace(record, error=round(excess(found, eager, truth), 4))
-            if not record.error <= 1:
+            error = excess(found, eager, truth)
+            if not math.isfinite(error):  # which JSON cannot say
+                return replace(record, problem="it gives nan, infinity, or results of another shape")
+            record = replace(record, error=round(error, 4))
+            if record.error > 1:
                 return replace(record, problem=f"its error is {record.error:.3g} times the allowed one")
             if again is not None and not all(map(torch.equal, found, again)):
                 return replace(record, problem="two calls give different results")
