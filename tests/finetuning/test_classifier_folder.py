@@ -21,6 +21,7 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
     ElectraConfig,
     ElectraForSequenceClassification,
     pipeline,
@@ -273,9 +274,12 @@ def test_a_pipe_is_answered_as_it_comes(classifier):
     assert [answer["id"] for answer in found] == ["0", "1", "2"]
 
 
-def test_a_folder_that_is_not_fine_tuned_is_refused(encoder_folder):
+def test_a_folder_that_is_not_fine_tuned_is_refused(encoder_folder, tmp_path):
     with pytest.raises(InputError, match="which is not fine-tuned .*electra-fast finetune --model"):
         ef.load_finetuned(encoder_folder)
+    BertConfig(architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="model_type = 'bert'; only fine-tuned models of electra and modernbert are"):
+        ef.load_finetuned(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such folder; name a fine-tuned model"):
         ef.load_finetuned("nowhere")
 

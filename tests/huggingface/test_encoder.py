@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,9 @@ from torch import Tensor
 
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.huggingface import weights
-from electra_fast.huggingface.config import describe_encoder
+from electra_fast.huggingface.config import describe_encoder, read_encoder_shape, read_table
 from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
-from electra_fast.huggingface.export import export
+from electra_fast.huggingface.export import export, load
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.model import Electra, Embeddings, Encoder
 from electra_fast.model.networks import PARTS
@@ -39,18 +41,19 @@ SIZES = {
     "pad_token_id": 0,
 }
 
+ROBERTA = {"pad_token_id": 3, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+
 
 def hf_folder(folder: Path, name: str, seed: int = 0, **settings: Any) -> transformers.PreTrainedModel:
     """A random model of a class of `transformers`, saved by it, with a tokenizer beside it."""
-    if name.startswith("Electra"):
-        config: Any = transformers.ElectraConfig(**SIZES | {"embedding_size": 32} | settings)
-    else:
-        special = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(
-            ("eos_token_id", "sep_token_id"), 3
-        )
-        config = transformers.ModernBertConfig(**SIZES | special | settings)
+    model_class = getattr(transformers, name)
+    more: dict[str, Any] = {"embedding_size": 32} if name.startswith("Electra") else {}
+    if name.startswith("ModernBert"):
+        more = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(("eos_token_id", "sep_token_id"), 3)
+    if name.startswith("DistilBert"):
+        more = {"hidden_dim": 96}  # the other sizes have attributes by these names
     torch.manual_seed(seed)
-    model: transformers.PreTrainedModel = getattr(transformers, name)(config).eval()
+    model: transformers.PreTrainedModel = model_class(model_class.config_class(**SIZES | more | settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
@@ -104,16 +107,40 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
         ("ElectraModel", {"embedding_size": 64}),
         ("ElectraForPreTraining", {"layer_norm_eps": 1e-3}),
         ("ElectraForSequenceClassification", {}),
+        ("BertModel", {}),
+        ("BertForPreTraining", {"layer_norm_eps": 1e-3, "hidden_act": "gelu_python"}),
+        ("BertForSequenceClassification", {"type_vocab_size": 1}),
+        ("RobertaModel", ROBERTA),
+        ("RobertaForMaskedLM", ROBERTA),
+        ("XLMRobertaForTokenClassification", ROBERTA),
+        ("CamembertForQuestionAnswering", ROBERTA | {"type_vocab_size": 2}),
+        ("DistilBertModel", {}),
+        ("DistilBertForMaskedLM", {"n_heads": 2}),
     ],
 )
-def test_any_electra_class_gives_the_hidden_states_of_transformers(
+def test_any_class_with_learned_positions_gives_the_hidden_states_of_transformers(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
+    """A token type that the model lacks is as type 0."""
     model = hf_folder(tmp_path, name, **settings)
     types = (torch.arange(LENGTH) > 11).long().expand(2, -1)
     found = load_encoder(tmp_path)
-    assert_close(padded_hidden(found, types), hf_hidden(model, token_type_ids=types))
+    has_types = settings.get("type_vocab_size", 2) == 2 and not name.startswith("DistilBert")
+    assert_close(padded_hidden(found, types), hf_hidden(model, **({"token_type_ids": types} if has_types else {})))
+    assert torch.equal(*found.state["embeddings.token_type"]) != has_types
+    assert found.shape.max_positions == 64 - settings.get("pad_token_id", -1) - 1
     assert Tokenizer(found.tokenizer).vocab_size == found.shape.vocab_size == 200
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert"])
+def test_a_config_without_sizes_has_those_of_its_type(tmp_path: Path, name: str) -> None:
+    config = getattr(transformers, f"{name}Config")()
+    table = {"model_type": config.model_type, "architectures": [f"{name}Model"], "pad_token_id": config.pad_token_id}
+    (tmp_path / "config.json").write_text(json.dumps(table), encoding="utf-8")
+    shortest = read_encoder_shape(tmp_path, read_table(tmp_path))
+    config.save_pretrained(tmp_path)
+    assert read_encoder_shape(tmp_path, read_table(tmp_path)) == shortest
+    assert (shortest.hidden_size, shortest.num_layers) == (768, config.num_hidden_layers)
 
 
 @pytest.mark.parametrize("name", ["ModernBertModel", "ModernBertForTokenClassification"])
@@ -239,21 +266,97 @@ def write_encoder(folder: Path, encoder: PretrainedEncoder) -> None:
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
 
 
-def test_sharded_weights_are_read_together(tmp_path: Path) -> None:
-    model = hf_folder(tmp_path, "ElectraModel")
-    whole = load_encoder(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    index = tmp_path / "model.safetensors.index.json"
-    assert index.is_file() and len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert load_encoder(tmp_path).content_hash == whole.content_hash
-    shard = min(tmp_path.glob("*.safetensors"))
-    shard.rename(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError, match=f"^{re.escape(str(shard))}: no such file"):
-        load_encoder(tmp_path)
+def first_release(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names that bert-base-uncased has, with a buffer, and the bias twice."""
+    names = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".LayerNorm.beta"}
+    renamed = {}
+    for name, tensor in tensors.items():
+        for ending, older in names.items():
+            name = name.replace(ending, older)
+        renamed[name] = tensor
+    bias = renamed["cls.predictions.bias"]
+    return renamed | {"bert.embeddings.position_ids": torch.arange(64)[None], "cls.predictions.decoder.bias": bias}
+
+
+def write_shards(folder: Path, name: str, tensors: dict[str, Tensor]) -> Path:
+    """Two files and their index."""
+    parts = [dict(list(tensors.items())[half::2]) for half in range(2)]
+    places = {}
+    for number, part in enumerate(parts):
+        stem, _, ending = name.partition(".")
+        file = f"{stem}-{number + 1:05}-of-00002.{ending}"
+        save_file(part, folder / file) if ending == "safetensors" else torch.save(part, folder / file)
+        places |= dict.fromkeys(part, file)
+    index = folder / f"{name}.index.json"
+    index.write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+    return index
+
+
+def test_weights_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
+    hf_folder(tmp_path, "BertForMaskedLM")
+    whole, stored = load_encoder(tmp_path), tmp_path / "model.safetensors"
+    logits = load(tmp_path).generator_logits(IDS, MASK)
+    tensors = load_file(stored)
+    stored.unlink()
+    for name in ("pytorch_model.bin", "model.safetensors"):  # the second is preferred
+        index = write_shards(tmp_path, name, tensors)
+        assert load_encoder(tmp_path).content_hash == whole.content_hash
+        index.unlink()
+    binary = tmp_path / "pytorch_model.bin"
+    for own, is_zip in ((tensors, True), (first_release(tensors), False)):
+        torch.save(
+            {name: torch.nn.Parameter(x, x.is_floating_point()) for name, x in own.items()},
+            binary,
+            _use_new_zipfile_serialization=is_zip,
+        )
+        assert load_encoder(tmp_path).content_hash == whole.content_hash
+        assert torch.equal(load(tmp_path).generator_logits(IDS, MASK), logits)
+
+
+def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    hf_folder(tmp_path, "BertModel")
+    stored = tmp_path / "model.safetensors"
+    index = write_shards(tmp_path, "pytorch_model.bin", load_file(stored))
+    stored.unlink()
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    first, second = (tmp_path / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
+    expect = partial(expect_line, tmp_path)
+    index.write_text(json.dumps({"weight_map": places | {"more.weight": first.name}}), encoding="utf-8")
+    expect(f"{index}: more.weight is in none of the files that it names")
+    index.write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+    second.unlink()
+    expect(f"{second}: no such file; 1 of the 2 files of {index.name} are missing")
     index.write_text('{"weight_map": {"x": "../x.safetensors"}}', encoding="utf-8")
-    with pytest.raises(ValueError, match="index.json: weight_map must map tensors to the names of files"):
-        load_encoder(tmp_path)
+    expect(f"{index}: weight_map must map tensors to the names of files in this folder")
+
+
+def expect_line(folder: Path, start: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load_encoder(folder)
+    assert str(caught.value).startswith(start) and "\n" not in str(caught.value)
+
+
+class Other:
+    """What a pickle may hold."""
+
+
+def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
+    hf_folder(tmp_path, "BertModel")
+    stored, binary = tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin"
+    tensors = load_file(stored)
+    stored.unlink()
+    broken = f"{binary}: not a complete file of tensors alone: torch.load(weights_only=True) raises "
+    torch.save(tensors, binary)
+    whole = binary.read_bytes()
+    for content in (b"", b"version https://git-lfs.github.com/spec/v1\n", pickle.dumps(Other()), whole[:-1000]):
+        binary.write_bytes(content)
+        expect_line(tmp_path, broken)
+    for content in (list(tensors), {"model": tensors}, tensors | {"epoch": 3}):
+        torch.save(content, binary)
+        expect_line(tmp_path, f"{binary}: holds something else than a table of tensors")
+    name = "encoder.layer.1.output.dense.bias"
+    torch.save(tensors | {name: torch.full((64,), torch.nan)}, binary)
+    expect_line(tmp_path, f"{binary}: {name} has values that are nan or infinite")
 
 
 def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
@@ -274,12 +377,29 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("ElectraModel", {"model_type": "bert"}, "model_type = 'bert' must be one of electra, modernbert"),
+        (
+            "BertModel",
+            {"model_type": "deberta-v2"},
+            "model_type = 'deberta-v2' must be one of electra, modernbert, bert, roberta, xlm-roberta, camembert, ",
+        ),
+        ("BertModel", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new' is not supported; it must be 'gelu' or 'ge"),
+        ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key' is not"),
+        ("BertModel", {"is_decoder": True}, "is_decoder = True is not supported; it must be False"),
+        ("BertModel", {"add_cross_attention": True}, "add_cross_attention = True is not supported; it must be False"),
+        ("BertModel", {"type_vocab_size": 3}, "type_vocab_size = 3 is not supported; it must be 2 or 1"),
+        ("BertModel", {"hidden_size": "64"}, "model.hidden_size = '64' must be an integer"),
+        ("BertModel", {"num_hidden_layers": 5}, ": tensor encoder.layer.4.attention.self.query.weight is missing"),
+        ("BertForMaskedLM", {"num_hidden_layers": 5}, ": tensor bert.encoder.layer.4.attention.self.query.weight is"),
+        ("RobertaModel", {"max_position_embeddings": 60}, "tensor embeddings.position_embeddings.weight has shape [64"),
+        ("RobertaModel", {"type_vocab_size": 1}, "tensor embeddings.token_type_embeddings.weight has shape [2, 64], "),
+        ("RobertaModel", {"pad_token_id": None}, "pad_token_id = None must be an id"),
+        ("DistilBertModel", {"activation": "relu"}, "activation = 'relu' is not supported; it must be 'gelu' or 'gel"),
+        ("DistilBertForMaskedLM", {"hidden_dim": 9}, "tensor distilbert.transformer.layer.0.ffn.lin1.weight has shape"),
         ("ElectraModel", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported; it must be 'gelu'"),
         ("ElectraModel", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key' is"),
         ("ElectraModel", {"type_vocab_size": 3}, "type_vocab_size = 3 is not supported; it must be 2"),
         ("ElectraModel", {"num_attention_heads": 5}, "model.num_heads = 5 does not divide model.hidden_size = 64"),
-        ("ElectraModel", {"num_hidden_layers": 5}, "electra.encoder.layer.4.attention.self.query.weight is missing"),
+        ("ElectraModel", {"num_hidden_layers": 5}, ": tensor encoder.layer.4.attention.self.query.weight is missing"),
         ("ElectraModel", {"num_hidden_layers": "4"}, "model.num_layers = '4' must be an integer"),
         ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], but config.json says [201"),
         ("ElectraModel", {"electra_fast_token_type_1_trained": "yes"}, "_1_trained = 'yes' must be true or false"),
@@ -326,10 +446,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     vocab.unlink()
     with pytest.raises(FileNotFoundError, match="model: holds no tokenizer; put its tokenizer.json or vocab.txt there"):
         load_encoder(tmp_path / "model")
-    stored.rename(stored.with_name("pytorch_model.bin"))
-    with pytest.raises(ValueError, match="model: weights only as pytorch_model.bin, which can run code when read"):
-        load_encoder(tmp_path / "model")
-    stored.with_name("pytorch_model.bin").unlink()
+    stored.unlink()
     with pytest.raises(FileNotFoundError, match="model.safetensors: no such file"):
         load_encoder(tmp_path / "model")
     config.unlink()

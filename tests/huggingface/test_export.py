@@ -314,8 +314,8 @@ def test_places_without_a_model_are_named(tmp_path: Path) -> None:
     (tmp_path / "generator").mkdir()
     with pytest.raises(FileNotFoundError, match="generator/config.json: no such file"):
         load(tmp_path)
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}', encoding="utf-8")
-    with pytest.raises(ValueError, match="architectures = .'BertModel'. must name one of ElectraForPreTraining"):
+    (tmp_path / "config.json").write_text('{"model_type": "electra", "architectures": ["X"]}', encoding="utf-8")
+    with pytest.raises(ValueError, match="architectures = .'X'. must name one of ElectraForPreTraining"):
         load(tmp_path)
     make_run(tmp_path / "run", "google", {})
     shutil.rmtree(tmp_path / "run" / "tokenizer")

@@ -31,6 +31,7 @@ from electra_fast.huggingface.config import (
     read_table,
 )
 from electra_fast.huggingface.encoder import read_state
+from electra_fast.huggingface.model_types import ORIGINAL_KEY, original
 
 HEAD_KEY = "electra_fast_head"
 """Our key in config.json, for a head without a class in `transformers`: "google"."""
@@ -121,6 +122,11 @@ def read_finetuned(folder: Path) -> Finetuned:
         what = "no config.json there" if folder.is_dir() else "no such folder"
         raise FileNotFoundError(f"{folder}: {what}; name a fine-tuned model, as DIR/TASK/seed-0/model")
     table, path = read_table(folder), folder / "config.json"
+    if ORIGINAL_KEY in table:  # their heads are others than Electra's
+        raise InputError(
+            f"{path}: model_type = {original(table)['model_type']!r}; only fine-tuned models of "
+            f"{' and '.join(MODEL_TYPES)} are read: fine-tune it with `electra-fast finetune --model {folder}`"
+        )
     architecture = MODEL_TYPES[table["model_type"]]
     head = str(table.get(HEAD_KEY, "hf"))
     labels = _labels(path, table)

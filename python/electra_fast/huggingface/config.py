@@ -18,6 +18,7 @@ from electra_fast.config.section import integers_as_floats
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 from electra_fast.huggingface import weights
+from electra_fast.huggingface.model_types import TRANSLATED, original, translated
 from electra_fast.model.networks import networks_of
 
 OWN_KEY = "electra_fast"
@@ -142,17 +143,20 @@ def role_shape(config: Config, role: str) -> ModelConfig:
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    """Reads a folder's config.json. Raises ValueError unless its model type is supported."""
+    """Reads a folder's config.json, with Electra's keys for the `TRANSLATED` model types.
+
+    Raises ValueError unless its model type and, if it is translated, its settings are supported.
+    """
     path = folder / "config.json"
     try:
         table = read_object(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; a Hugging Face model folder has one") from None
     found = table.get("model_type")
-    if not isinstance(found, str) or found not in MODEL_TYPES:
-        raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join(MODEL_TYPES)}")
+    if not isinstance(found, str) or found not in {*MODEL_TYPES, *TRANSLATED}:
+        raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join((*MODEL_TYPES, *TRANSLATED))}")
     named_classes(path, table)
-    return table
+    return table if found in MODEL_TYPES else translated(path, table, TOKEN_TYPE_KEY)
 
 
 def named_classes(path: Path, table: Mapping[str, Any]) -> list[str]:
@@ -203,7 +207,7 @@ def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
     name = CLASSES[MODEL_TYPES[table["model_type"]], role]
     classes = table.get("architectures") or [name]
     if name not in classes and not is_headless(table):
-        raise InputError(f"{path}: architectures = {classes!r}; a {role} is {name}")
+        raise InputError(f"{path}: architectures = {original(table)['architectures']!r}; a {role} is {name}")
 
 
 def is_headless(table: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """`load_encoder`: loads an encoder without its heads for fine-tuning.
 
-Sources are those of `source`, or a Hugging Face folder of any Electra or ModernBERT class.
+Sources are those of `source`, or a Hugging Face folder of any class of a known model type.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def read_state(
 
     Raises FileNotFoundError, or ValueError for a tensor that is missing or has another size.
     """
-    tensors = weights.with_prefix(read_weights(folder), shape.architecture)
+    tensors = read_weights(folder)
     with torch.device("meta"):
         modules = {"embeddings": Embeddings(shape), "encoder": Encoder(shape)}
     sizes = {name: parameter.shape for name, parameter in _parameters(modules).items()} | dict(head_sizes or {})

@@ -25,6 +25,7 @@ from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import (
+    MODEL_TYPES,
     OWN_KEY,
     SIZE_KEYS,
     TOKEN_TYPE_KEY,
@@ -36,7 +37,8 @@ from electra_fast.huggingface.config import (
     read_table,
     role_shape,
 )
-from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, State
+from electra_fast.huggingface.model_types import ORIGINAL_KEY, Tensors, electra_tensors, original_key
+from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, PREFIX, State
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS
@@ -68,7 +70,7 @@ class _Folder:
     role: str
     table: Mapping[str, Any]
     shape: ModelConfig
-    tensors: State
+    tensors: Tensors
 
     def pairs(self, shape: ModelConfig) -> list[weights.Pair]:
         """Returns `weights.pairs`, without the head if the folder has none."""
@@ -85,8 +87,8 @@ class _Folder:
 
     @property
     def weights_file(self) -> Path:
-        """The path, for error messages."""
-        return self.path / "model.safetensors"
+        """The path of the weights or their index, for error messages."""
+        return _weights_file(self.path)
 
 
 def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> Electra:
@@ -131,45 +133,74 @@ def _parameters(model: Electra) -> dict[str, torch.nn.Parameter]:
 def _read_folder(path: Path, role: str) -> _Folder:
     table = read_table(path)
     shape = read_shape(path, role, table)
-    folder = _Folder(path, role, table, shape, weights.with_prefix(read_weights(path), shape.architecture))
+    folder = _Folder(path, role, table, shape, read_weights(path))
     _check_tables(folder)
     return folder
 
 
-def read_weights(folder: Path) -> State:
-    """Reads the tensors of model.safetensors, or of the files that model.safetensors.index.json names.
+def read_weights(folder: Path) -> Tensors:
+    """Reads a folder's tensors by the names of Electra's or ModernBERT's classes.
 
-    Raises FileNotFoundError, or ValueError naming the file.
+    They are in model.safetensors or pytorch_model.bin, or in the files that the index of one of them names. Raises
+    FileNotFoundError, or ValueError naming the file.
     """
-    tensors: State = {}
-    for path in _weights_files(folder):
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; a Hugging Face model folder keeps its weights there")
-        try:
-            found = load_file(path)
-        except safetensors.SafetensorError as error:
-            raise InputError(f"{path}: not a complete safetensors file: {error}") from None
+    table, tensors = read_table(folder), dict[str, torch.Tensor]()
+    file = _weights_file(folder)
+    places = _shards(file) if file.suffix == ".json" else {}
+    for path in sorted({folder / name for name in places.values()}) if places else [file]:
+        found = _read_tensors(path)
         require_finite(path, found)
         tensors |= found
-    return tensors
+    if missing := places.keys() - tensors.keys():
+        raise InputError(f"{file}: {min(missing)} is in none of the files that it names")
+    try:
+        if ORIGINAL_KEY in table:
+            return electra_tensors(folder / "config.json", tensors, table)
+        prefix = PREFIX[MODEL_TYPES[table["model_type"]]]
+        return Tensors(tensors, {prefix: prefix})
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
 
 
-def _weights_files(folder: Path) -> list[Path]:
-    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if path.is_file():
-        return [path]
-    if index.is_file():
-        names = read_object(index).get("weight_map")
-        if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
-            raise InputError(f"{index}: weight_map must map tensors to the names of files in this folder")
-        return [folder / name for name in sorted(set(names.values()))]
-    others = [name for name in ("pytorch_model.bin", "tf_model.h5") if (folder / name).is_file()]
-    if others:
-        raise InputError(
-            f"{folder}: weights only as {others[0]}, which can run code when read; load it in transformers "
-            "and save_pretrained it as model.safetensors"
+def _weights_file(folder: Path) -> Path:
+    """Returns the file of a folder's tensors, or the index of several."""
+    names = (f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
+    return next((folder / name for name in names if (folder / name).is_file()), folder / "model.safetensors")
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Returns the file name of each tensor; checks that all files exist before the first is read."""
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or any(Path(str(name)).name != name for name in names.values()):
+        raise InputError(f"{index}: weight_map must map tensors to the names of files in this folder")
+    files = sorted(set(names.values()))
+    if missing := [name for name in files if not (index.parent / name).is_file()]:
+        raise FileNotFoundError(
+            f"{index.parent / missing[0]}: no such file; {len(missing)} of the {len(files)} files of {index.name} are "
+            "missing"
         )
-    return [path]
+    return names
+
+
+def _read_tensors(path: Path) -> State:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file; a Hugging Face model folder keeps its weights there or in pytorch_model.bin"
+        )
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{path}: not a complete safetensors file: {error}") from None
+    try:
+        found = torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # a pickle of something else raises anything
+        raise InputError(
+            f"{path}: not a complete file of tensors alone: torch.load(weights_only=True) raises {type(error).__name__}"
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise InputError(f"{path}: holds something else than a table of tensors; save model.state_dict() alone")
+    return {str(name): tensor.detach() for name, tensor in found.items()}
 
 
 def _check_tables(folder: _Folder) -> None:
@@ -180,12 +211,13 @@ def _check_tables(folder: _Folder) -> None:
     multiplied = folder.role != "discriminator" and weights.is_multiplied(shape)
     try:
         for name in (table, output) if multiplied else (table,):
-            weights.check_shape(tensors, name, (shape.vocab_size, width))
+            tensors.check_shape(name, (shape.vocab_size, width))
     except InputError as error:
         raise InputError(f"{folder.weights_file}: {error}") from None
     if not multiplied and output in tensors and not torch.equal(tensors[output], tensors[table]):
         raise InputError(
-            f"{folder.weights_file}: {output} differs from {table}; a generator's output table must be its input table"
+            f"{folder.weights_file}: {tensors.original_name(output)} differs from {tensors.original_name(table)}; "
+            "a generator's output table must be its input table"
         )
 
 
@@ -307,8 +339,9 @@ def _check_generator(folder: _Folder, config: Config) -> None:
     small, expected = folder.shape, config.generator_shape()
     for hf_key, (key, _) in SIZE_KEYS[small.architecture].items():
         if "dropout" not in key and getattr(small, key) != getattr(expected, key):
+            shown = original_key(folder.table, hf_key)
             raise InputError(
-                f"{folder.config_file}: {hf_key} = {getattr(small, key)}, but generator.fraction = "
+                f"{folder.config_file}: {shown} = {getattr(small, key)}, but generator.fraction = "
                 f"{config.generator.fraction:g} (its share of the discriminator's heads) makes it "
                 f"{getattr(expected, key)}"
             )

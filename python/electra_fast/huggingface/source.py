@@ -13,9 +13,10 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
-from electra_fast.files.json_files import parse_json, read_object
+from electra_fast.files.json_files import parse_json
 from electra_fast.huggingface.card import Origin
-from electra_fast.huggingface.config import CLASSES, HEADLESS, named_classes, token_type_1_trained
+from electra_fast.huggingface.config import CLASSES, HEADLESS, named_classes, read_table, token_type_1_trained
+from electra_fast.huggingface.model_types import original
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.model.networks import PARTS
 
@@ -51,14 +52,15 @@ def is_folder(source: Path) -> bool:
 
 def _role(path: Path) -> str:
     """Returns a single model's role by the class in its config.json; one without a head is a generator."""
-    classes = named_classes(path, read_object(path))
+    table = read_table(path.parent)
+    classes = named_classes(path, table)
     roles = {name: role for (_, role), name in reversed(CLASSES.items())} | dict.fromkeys(
         HEADLESS.values(), "generator"
     )
     if known := [name for name in classes if name in roles]:
         return roles[known[0]]
     names = ", ".join(dict.fromkeys((*CLASSES.values(), *HEADLESS.values())))
-    raise InputError(f"{path}: architectures = {classes!r} must name one of {names}")
+    raise InputError(f"{path}: architectures = {original(table).get('architectures')!r} must name one of {names}")
 
 
 def tokenizer_folder(source: Path, vocab_size: int) -> Path:

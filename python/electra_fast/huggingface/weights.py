@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
-from electra_fast.errors import InputError
+from electra_fast.huggingface.model_types import Tensors
 from electra_fast.model.networks import PARTS
 
 State = dict[str, Tensor]
@@ -152,7 +152,7 @@ def _product(table_VE: Tensor, projection_ED: Tensor) -> Tensor:
     return (table_VE.detach().double() @ projection_ED.detach().double()).float()
 
 
-def from_hf(tensors: Mapping[str, Tensor], names_of: Iterable[Pair], expected: Mapping[str, torch.Size]) -> State:
+def from_hf(tensors: Tensors, names_of: Iterable[Pair], expected: Mapping[str, torch.Size]) -> State:
     """Returns our fp32 parameters from the Hugging Face tensors that `names_of` (`pairs` or `encoder_pairs`) assigns.
 
     `expected` has the shapes of our parameters. Raises ValueError naming the first tensor that is missing or has
@@ -162,18 +162,9 @@ def from_hf(tensors: Mapping[str, Tensor], names_of: Iterable[Pair], expected: M
     for name_in_model, names in names_of:
         rows, *rest = expected[name_in_model]
         for name in names:
-            check_shape(tensors, name, (rows // len(names), *rest))
+            tensors.check_shape(name, (rows // len(names), *rest))
         parameters[name_in_model] = torch.cat([tensors[name] for name in names]).float()
     return parameters
-
-
-def check_shape(tensors: Mapping[str, Tensor], name: str, expected: tuple[int, ...]) -> None:
-    """Raises ValueError if a tensor is missing or its shape differs from config.json's."""
-    if name not in tensors:
-        raise InputError(f"tensor {name} is missing")
-    found = tuple(tensors[name].shape)
-    if found != expected:
-        raise InputError(f"tensor {name} has shape {list(found)}, but config.json says {list(expected)}")
 
 
 def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) -> State | None:
@@ -237,11 +228,3 @@ def num_parameters(path: Path) -> tuple[int, int]:
     with safe_open(path, "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dict
     return sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values()))), sum(sizes.values())
-
-
-def with_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:
-    """Adds the encoder's `PREFIX` to a folder's tensors, unless they have it already."""
-    prefix = PREFIX[architecture]
-    if INPUT_TABLE[architecture].removeprefix(prefix) not in tensors:
-        return dict(tensors)
-    return {prefix + name: tensor for name, tensor in tensors.items()}

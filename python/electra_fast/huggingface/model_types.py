@@ -1,0 +1,233 @@
+"""Model types of `transformers` that compute what Electra computes, with other names: BERT, RoBERTa and their kin.
+
+`translated` gives their config.json Electra's keys, and `electra_tensors` gives their tensors Electra's names, as they
+are read. All other modules know only Electra and ModernBERT. Messages name keys and tensors as the folder does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from electra_fast.errors import InputError
+
+ORIGINAL_KEY = "original"
+"""Key of a translated table: config.json as it is."""
+
+_POSITIONS = "electra.embeddings.position_embeddings.weight"
+_TOKEN_TYPES = "electra.embeddings.token_type_embeddings.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """Differences of a model type from Electra.
+
+    Args:
+        names: Parts of tensors' names and Electra's for them. The first is the prefix of the encoder's tensors, which
+            classes without a head save without it. Replaced in this order in both directions.
+        keys: Electra's keys in config.json, and the folder's for them where they differ.
+        defaults: Values of `transformers` for keys that config.json lacks, by Electra's keys.
+        has_offset: Positions are counted from `pad_token_id` + 1.
+        token_types: Rows of the token type table that this type may have; 0: no table.
+    """
+
+    names: Mapping[str, str]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_offset: bool = False
+    token_types: tuple[int, ...] = (2, 1)
+
+
+# Those of BertConfig. Electra's are smaller.
+_DEFAULTS = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "layer_norm_eps": 1e-12,
+}
+# Settings that our encoder fixes; the first value is the default.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("gelu", "gelu_python"),
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+_BERT = ModelType(
+    names={
+        "bert.": "electra.",
+        "cls.predictions.transform": "generator_predictions",
+        "cls.predictions.bias": "generator_lm_head.bias",
+        "cls.predictions.decoder": "generator_lm_head",
+    }
+)
+_ROBERTA_NAMES = {
+    "roberta.": "electra.",
+    "lm_head.dense": "generator_predictions.dense",
+    "lm_head.layer_norm": "generator_predictions.LayerNorm",
+    "lm_head.bias": "generator_lm_head.bias",
+    "lm_head.decoder": "generator_lm_head",
+}
+_DISTILBERT = ModelType(
+    names={
+        "distilbert.": "electra.",
+        "transformer.layer": "encoder.layer",
+        "attention.q_lin": "attention.self.query",
+        "attention.k_lin": "attention.self.key",
+        "attention.v_lin": "attention.self.value",
+        "attention.out_lin": "attention.output.dense",
+        "sa_layer_norm": "attention.output.LayerNorm",
+        "ffn.lin1": "intermediate.dense",
+        "ffn.lin2": "output.dense",
+        "output_layer_norm": "output.LayerNorm",
+        "vocab_transform": "generator_predictions.dense",
+        "vocab_layer_norm": "generator_predictions.LayerNorm",
+        "vocab_projector": "generator_lm_head",
+    },
+    keys={
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+        "hidden_act": "activation",
+        "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+    },
+    defaults={"num_hidden_layers": 6},
+    token_types=(0,),
+)
+TRANSLATED: dict[str, ModelType] = {
+    "bert": _BERT,
+    "roberta": ModelType(names=_ROBERTA_NAMES, defaults={"vocab_size": 50265}, has_offset=True),
+    "xlm-roberta": ModelType(names=_ROBERTA_NAMES, has_offset=True),
+    "camembert": ModelType(names=_ROBERTA_NAMES, has_offset=True),
+    "distilbert": _DISTILBERT,
+}
+"""The model types by their names in config.json."""
+
+
+def translated(path: Path, table: Mapping[str, Any], token_type_key: str) -> dict[str, Any]:
+    """Returns a config.json of one of the `TRANSLATED` types as Electra's.
+
+    Classes with a masked language model become ElectraForMaskedLM, all others ElectraModel; `token_type_key` becomes
+    true if token type 1 has a row of its own. Raises InputError for settings that Electra does not have.
+    """
+    kind = TRANSLATED[table["model_type"]]
+    num_types = _num_token_types(table)
+    fixed = _FIXED if kind.token_types == (0,) else _FIXED | {"type_vocab_size": kind.token_types}
+    for key, values in fixed.items():
+        name = kind.keys.get(key, key)
+        if table.get(name, values[0]) not in values:
+            accepted = " or ".join(map(repr, values))
+            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {accepted}")
+    defaults = _DEFAULTS | dict(kind.defaults)
+    found = {key: table.get(kind.keys.get(key, key), default) for key, default in defaults.items()}
+    if kind.has_offset and isinstance(found["max_position_embeddings"], int):
+        found["max_position_embeddings"] -= _offset(path, table)
+    found |= {"model_type": "electra", "embedding_size": found["hidden_size"], ORIGINAL_KEY: table}
+    classes = table.get("architectures")
+    if isinstance(classes, list) and classes:
+        has_head = any(str(name).endswith(("ForMaskedLM", "BertForPreTraining")) for name in classes)
+        classes = ["ElectraForMaskedLM" if has_head else "ElectraModel"]
+    return found | {"architectures": classes, token_type_key: num_types == 2}
+
+
+def _num_token_types(table: Mapping[str, Any]) -> Any:
+    kind = TRANSLATED[table["model_type"]]
+    return 0 if kind.token_types == (0,) else table.get("type_vocab_size", 2)
+
+
+def _offset(path: Path, table: Mapping[str, Any]) -> int:
+    pad = table.get("pad_token_id", 1)
+    if type(pad) is not int or pad < 0:
+        raise InputError(f"{path}: pad_token_id = {pad!r} must be an id, since positions are counted from there")
+    return pad + 1
+
+
+def original(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns config.json as it is, of a table that may be translated."""
+    found: Mapping[str, Any] = table.get(ORIGINAL_KEY, table)
+    return found
+
+
+def original_key(table: Mapping[str, Any], key: str) -> str:
+    """Returns the folder's own key for one of Electra's or ModernBERT's."""
+    kind = TRANSLATED.get(original(table)["model_type"])
+    return key if kind is None else kind.keys.get(key, key)
+
+
+class Tensors(dict[str, Tensor]):
+    """Tensors by the names in Electra's and ModernBERT's classes with a head.
+
+    `original_name` returns the folder's own name of a tensor, for messages.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        """Translates the names of a folder's tensors by `ModelType.names`.
+
+        Raises InputError if the folder has two tensors for one and they differ.
+        """
+        super().__init__()
+        self._names, prefix = names, next(iter(names))
+        self._prefix = "" if any(name.startswith(prefix) for name in tensors) else prefix
+        self._originals: dict[str, str] = {}
+        for original_name, tensor in tensors.items():
+            name = self._prefix + original_name
+            for ending, ours in ((".gamma", ".weight"), (".beta", ".bias")):  # of the first releases
+                name = name.removesuffix(ending) + ours if name.endswith(ending) else name
+            for theirs, ours in names.items():
+                name = name.replace(theirs, ours)
+            if name in self and not torch.equal(self[name], tensor):
+                raise InputError(f"{original_name} differs from {self._originals[name]}, which must be the same tensor")
+            self[name] = tensor
+            self._originals.setdefault(name, original_name)
+
+    def original_name(self, name: str) -> str:
+        """Returns the folder's own name of a tensor, which it may lack."""
+        if name in self._originals:
+            return self._originals[name]
+        for theirs, ours in self._names.items():
+            name = name.replace(ours, theirs)
+        return name.removeprefix(self._prefix)
+
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raises InputError if a tensor is missing or its shape differs from config.json's."""
+        shown = self.original_name(name)
+        if name not in self:
+            raise InputError(f"tensor {shown} is missing")
+        found = tuple(self[name].shape)
+        if found != expected:
+            raise InputError(f"tensor {shown} has shape {list(found)}, but config.json says {list(expected)}")
+
+
+def electra_tensors(path: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> Tensors:
+    """Returns the tensors of a folder of one of the `TRANSLATED` types by Electra's names and with its shapes.
+
+    `table` is the translated config.json at `path`. Token types that the folder lacks become copies of type 0's, or
+    zeros. Raises InputError for a table of another shape.
+    """
+    config, width = original(table), table["hidden_size"]
+    kind = TRANSLATED[config["model_type"]]
+    found = Tensors(tensors, kind.names)
+    if kind.has_offset:
+        offset = _offset(path, config)
+        found.check_shape(_POSITIONS, (table["max_position_embeddings"] + offset, width))
+        found[_POSITIONS] = found[_POSITIONS][offset:]
+    if (num_types := _num_token_types(config)) == 0:
+        found[_TOKEN_TYPES] = torch.zeros(2, width)
+    elif num_types == 1:
+        found.check_shape(_TOKEN_TYPES, (1, width))
+        found[_TOKEN_TYPES] = found[_TOKEN_TYPES].repeat(2, 1)
+    # Neither is part of the encoder: a head's layer, and constants that older releases saved.
+    for name in [name for name in found if ".pooler." in name or name.endswith(("position_ids", "token_type_ids"))]:
+        del found[name]
+    return found
