@@ -47,6 +47,7 @@ _MODERN_HEAD = {
     "discriminator": {"dense": "head.dense", "norm": "head.norm", "classifier": "classifier"},
     "masked_lm": {"dense": "head.dense", "norm": "head.norm"},
 }
+_DETECTOR_ROWS = ("classifier.weight", "classifier.bias")
 _MODERN_LAYER = {
     "attention_norm": "attn_norm",
     "qkv": "attn.Wqkv",
@@ -121,6 +122,9 @@ def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
     """Returns one folder's tensors, fp32 and contiguous, without an output table that is tied to the input table."""
     embeddings, encoder, head = PARTS[role]
     tensors = encoder_to_hf(state, shape, embeddings, encoder) | _renamed(state, _head_pairs(role, shape, head))
+    if shape.architecture == "modern" and role == "discriminator":
+        for name in _DETECTOR_ROWS:  # the logit of "original" is 0, so a softmax gives the sigmoid of the other
+            tensors[name] = torch.cat([torch.zeros_like(tensors[name]), tensors[name]])
     if is_multiplied(shape) and role != "discriminator":
         tensors[OUTPUT_TABLE["modern"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
     return tensors
@@ -165,6 +169,16 @@ def from_hf(tensors: Mapping[str, Tensor], names_of: Iterable[Pair], expected: M
             check_shape(tensors, name, (rows // len(names), *rest))
         parameters[name_in_model] = torch.cat([tensors[name] for name in names]).float()
     return parameters
+
+
+def with_one_logit(tensors: Mapping[str, Tensor]) -> State:
+    """Returns a ModernBERT detector's tensors with the difference of its two rows, the logit of "replaced".
+
+    Raises ValueError if there are not two rows.
+    """
+    for name in _DETECTOR_ROWS:
+        check_shape(tensors, name, (2, *tensors[name].shape[1:]) if name in tensors else ())
+    return dict(tensors) | {name: tensors[name][1:] - tensors[name][:1] for name in _DETECTOR_ROWS}
 
 
 def check_shape(tensors: Mapping[str, Tensor], name: str, expected: tuple[int, ...]) -> None:
@@ -236,7 +250,14 @@ def num_parameters(path: Path) -> tuple[int, int]:
     """Counts the parameters in a model.safetensors: those of the encoder, which `AutoModel` reads, and all."""
     with safe_open(path, "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dict
-    return sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values()))), sum(sizes.values())
+    total = sum(sizes.values())
+    encoder = sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values())))
+    return encoder or total, total
+
+
+def without_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:
+    """Names an encoder's tensors as `ElectraModel` and `ModernBertModel` do."""
+    return {name.removeprefix(PREFIX[architecture]): tensor for name, tensor in tensors.items()}
 
 
 def with_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:
