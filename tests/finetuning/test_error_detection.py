@@ -62,8 +62,10 @@ class Reference:
     def pieces(self, ids: list[int]) -> list[float]:
         """The probability of each piece of a text that is read whole."""
         row = [self.tokenizer.cls_token_id, *ids, self.tokenizer.sep_token_id]
-        logits = self.model(torch.tensor([row])).logits.flatten()
-        return list(torch.sigmoid(logits.double())[1:-1].tolist())
+        logits = self.model(torch.tensor([row])).logits[0].double()
+        has_labels = self.model.config.architectures == ["ModernBertForTokenClassification"]
+        replaced = logits.softmax(-1)[:, 1] if has_labels else torch.sigmoid(logits)
+        return list(replaced[1:-1].tolist())
 
     def words(self, text: str, length: int) -> list[float]:
         """That any of a word's pieces is replaced, each in the chunk with most context around it."""

@@ -19,7 +19,9 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.huggingface.config import CLASSES
+from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
@@ -66,6 +68,16 @@ def logits(model: Electra) -> dict[str, torch.Tensor]:
     return {role: logits[role](IDS, MASK) for role in model.networks}
 
 
+def hf_logits(hf_model: Any, types: torch.Tensor | None = None) -> torch.Tensor:
+    """Those of `transformers`; of the two labels of ModernBERT's detector, the difference."""
+    inputs = {} if types is None else {"token_type_ids": types}
+    with torch.no_grad():
+        found: torch.Tensor = hf_model.eval()(input_ids=IDS, attention_mask=MASK, **inputs).logits
+    if "TokenClassification" in type(hf_model).__name__:
+        assert found.shape[-1] == 2 and not found[..., 0].any()
+    return found[..., 1] - found[..., 0] if found.shape[-1] == 2 else found
+
+
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """At all tokens; what padding far from every token gives in local attention is nobody's business."""
     assert found.keys() == expected.keys()
@@ -101,16 +113,14 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
     expected = logits(model)
     assert_same(logits(load(tmp_path / "run")), expected)
     export(tmp_path / "run", tmp_path / "out")
-    assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == sorted(expected)
+    assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == sorted({*expected, "encoder"})
     for role, tensor in expected.items():
         folder = tmp_path / "out" / role
         assert "secret" not in (folder / "config.json").read_text(encoding="utf-8")
         name = CLASSES[model.config.model.architecture, role]
         hf_model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
         assert {key: value for key, value in info.items() if value} == {}
-        with torch.no_grad():
-            found = hf_model.eval()(input_ids=IDS, attention_mask=MASK).logits.view(tensor.shape)
-        assert_same({role: found}, {role: tensor})
+        assert_same({role: hf_logits(hf_model)}, {role: tensor})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         batch = tokenizer(["The cats sat", "cat"], padding=True, return_tensors="pt")
         assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 8, 3], [2, 6, 3, 0, 0, 0]]
@@ -158,8 +168,7 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
         typed["generator"] = back.generator_logits(IDS, MASK, types)
         for role, expected in typed.items():
             hf_model = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
-            found = hf_model(input_ids=IDS, attention_mask=MASK, token_type_ids=types).logits.view(expected.shape)
-            assert_same({role: found}, {role: expected})
+            assert_same({role: hf_logits(hf_model, types)}, {role: expected})
     assert_same(typed, logits(model))  # those of token type 0
 
 
@@ -226,7 +235,7 @@ def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out" / "discriminator")
     assert set(config.layer_types) == {"full_attention"}
     assert {rope["rope_theta"] for rope in config.rope_parameters.values()} == {10_000.0}
-    assert config.num_labels == 1
+    assert config.id2label == {0: "original", 1: "replaced"}
 
 
 def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: Path) -> None:
@@ -264,6 +273,73 @@ def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only the discriminator; export needs the generator too"):
         export(tmp_path / "out" / "discriminator", tmp_path / "more")
     assert not (tmp_path / "again").exists() and not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> None:
+    """`transformers` reads it without a missing tensor; for us the folder is what it was without it."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    make_run(run, recipe, {"model": {"embedding_size": 48}, "data": {"packing": "best-fit"}})
+    export(run, out)
+    name = "ElectraModel" if recipe == "google" else "ModernBertModel"
+    encoder, info = transformers.AutoModel.from_pretrained(out / "encoder", output_loading_info=True)
+    assert type(encoder).__name__ == name and {key: value for key, value in info.items() if value} == {}
+    whole = transformers.AutoModel.from_pretrained(out / "discriminator")
+    assert encoder.state_dict().keys() == whole.state_dict().keys()
+    assert all(map(torch.equal, encoder.state_dict().values(), whole.state_dict().values()))
+    tables = encoder.state_dict().get("embeddings.token_type_embeddings.weight")
+    assert tables is None or torch.equal(*tables)  # as in the others, a copy
+    tokens = load_encoder(out / "encoder")
+    assert tokens.content_hash == load_encoder(out).content_hash == load_encoder(out / "discriminator").content_hash
+    with pytest.raises(ValueError, match="out: has no encoder, only the discriminator and the generator"):
+        load_encoder(out, "encoder")
+    shutil.rmtree(out / "discriminator")
+    with pytest.raises(
+        ValueError, match="encoder: an encoder without a head"
+    ):  # of `electra`: not that of a generator/
+        load(out)
+
+
+def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "google", {"objective": {"name": "replace-mlm"}, "data": {"masking": "paper"}})
+    export(tmp_path / "run", tmp_path / "out")
+    hf_model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "encoder")
+    assert_same({"encoder": hf_logits(hf_model)}, {"encoder": load(tmp_path / "out").encoder_logits(IDS, MASK)})
+    shutil.copytree(tmp_path / "out" / "generator", tmp_path / "out" / "discriminator")
+    with pytest.raises(ValueError, match="has both discriminator/ and encoder/, but no model has both; remove one"):
+        load(tmp_path / "out")
+
+
+def relabeled(folder: Path, labels: dict[str, str] | None) -> None:
+    path = folder / "config.json"
+    table = json.loads(path.read_text(encoding="utf-8")) | {"id2label": labels}
+    path.write_text(json.dumps(table), encoding="utf-8")
+
+
+def test_a_detector_of_one_label_as_in_earlier_exports_is_read(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "modern", {})
+    export(tmp_path / "run", tmp_path / "out")
+    expected = logits(load(tmp_path / "out"))
+    path = tmp_path / "out" / "discriminator" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name][1:] for name in ("classifier.weight", "classifier.bias")}, path)
+    with pytest.raises(ValueError, match=r"classifier.weight has shape \[1, 64\], but config.json says \[2, 64\]"):
+        load(tmp_path / "out")
+    relabeled(tmp_path / "out" / "discriminator", {"0": "replaced"})
+    found = logits(load(tmp_path / "out"))
+    assert all(torch.equal(found[role], tensor) for role, tensor in expected.items())
+
+
+@pytest.mark.parametrize("labels", [{"0": "O", "1": "NAME"}, {"0": "replaced", "1": "original"}, None])
+def test_a_tagger_is_no_detector(tmp_path: Path, labels: dict[str, str] | None) -> None:
+    """The class of ModernBERT's detector is also that of taggers; only the labels tell."""
+    make_run(tmp_path / "run", "modern", {})
+    export(tmp_path / "run", tmp_path / "out")
+    relabeled(tmp_path / "out" / "discriminator", labels)
+    for read in (load, lambda folder: load_encoder(folder, "discriminator"), load_error_detector):
+        with pytest.raises(ValueError, match="config.json: id2label = .* has the labels original and replaced"):
+            read(tmp_path / "out" / "discriminator")
+    load_encoder(tmp_path / "out" / "discriminator")  # any model has one
 
 
 def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> None:

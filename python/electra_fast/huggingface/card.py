@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
-from electra_fast.huggingface.config import CLASSES, role_shape
+from electra_fast.huggingface.config import class_of, role_shape
 from electra_fast.messages import printable
 from electra_fast.objectives import objective_of
 
@@ -50,38 +50,45 @@ def metadata(languages: Sequence[str], license: str | None) -> list[str]:
 
 
 def model_card(
-    config: Config, role: str, num_parameters: tuple[int, int], origin: Origin, front_matter: Sequence[str] = ()
+    config: Config,
+    role: str,
+    num_parameters: tuple[int, int],
+    origin: Origin,
+    front_matter: Sequence[str] = (),
+    *,
+    headless: bool = False,
 ) -> str:
-    """Returns the README.md of one role's folder.
+    """Returns the README.md of the folder of a role, or of its encoder alone.
 
     `num_parameters` are those of the encoder and of the whole model; `front_matter` has lines of `metadata`.
     """
-    architecture = CLASSES[config.model.architecture, role]
+    architecture = class_of(config.model.architecture, role, headless)
     title, summary = objective_of(config).describe(role)
+    title += ", without its head" if headless else ""
     sections = (
-        _front_matter(config, role, front_matter),
+        _front_matter(config, role, front_matter, headless),
         f"# {title}\n\n{summary} Class in `transformers`: `{architecture}`.",
         "## Model\n\n" + "\n".join(_sizes(config, role, num_parameters, origin)),
         "## Training\n\n" + "\n".join(_training(config, role, origin)),
-        "## Use\n\n" + _use(architecture, role),
+        "## Use\n\n" + _use(architecture, role, headless),
         _token_types() if config.model.architecture == "bert" and not origin.token_type_1_trained else "",
     )
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def _front_matter(config: Config, role: str, more: Sequence[str]) -> str:
+def _front_matter(config: Config, role: str, more: Sequence[str], headless: bool) -> str:
     task = {"discriminator": "replaced-token-detection", "encoder": "masked-lm", "generator": "fill-mask"}[role]
     family = "electra" if config.model.architecture == "bert" else "modernbert"
     lines = ["library_name: transformers", "tags:", f"- {family}", "- pretraining", f"- {task}"]
-    if role == "generator":
-        lines.insert(1, "pipeline_tag: fill-mask")
+    if headless or role == "generator":
+        lines.insert(1, f"pipeline_tag: {'feature-extraction' if headless else 'fill-mask'}")
     return "\n".join(("---", *more, *lines, "---"))
 
 
 def _sizes(config: Config, role: str, num_parameters: tuple[int, int], origin: Origin) -> Iterator[str]:
     shape, length = role_shape(config, role), config.data.sequence_length
     encoder, whole = num_parameters
-    yield f"- {encoder:,} parameters in `AutoModel`, {whole:,} with the head"
+    yield f"- {encoder:,} parameters" + (f" in `AutoModel`, {whole:,} with the head" if whole > encoder else "")
     yield f"- {shape.num_layers} layers of width {shape.hidden_size}, {shape.num_heads} attention heads"
     yield f"- feed-forward width {shape.intermediate_size}, embeddings of {shape.embedding_size}"
     yield f"- vocabulary of {shape.vocab_size:,}, at most {shape.max_positions:,} positions"
@@ -119,9 +126,13 @@ def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
     yield f"- seed {train.seed}, exported by electra-fast {version('electra-fast')}"
 
 
-def _use(architecture: str, role: str) -> str:
+def _use(architecture: str, role: str, headless: bool) -> str:
     meaning = (
-        "Positive logits mark replaced tokens." if role == "discriminator" else "The logits are over the vocabulary."
+        "`AutoModelForSequenceClassification` and the like read it too, with a new head to fine-tune."
+        if headless
+        else "Positive logits mark replaced tokens."
+        if role == "discriminator"
+        else "The logits are over the vocabulary."
     )
     return (
         "```python\n"

@@ -37,6 +37,8 @@ CLASSES = {
     ("modern", "encoder"): "ModernBertForMaskedLM",
 }
 
+DETECTOR_LABELS = ("original", "replaced")
+"""Labels of ModernBERT's detector, a token classifier: two, since `transformers` takes a softmax over them."""
 HEADLESS = {"electra": "ElectraModel", "modernbert": "ModernBertModel"}
 """Classes of encoders without a head, by model type. Their folders serve any role, with a new head."""
 
@@ -88,16 +90,25 @@ _FIXED_HEAD: dict[str, dict[str, Any]] = {
 }
 
 
-def describe(config: Config, role: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Returns config.json for one role ("discriminator", "encoder" or "generator") of a model.
+def class_of(architecture: str, role: str, headless: bool = False) -> str:
+    """Returns the class of `transformers` for a role, or for its encoder alone."""
+    (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
+    return HEADLESS[model_type] if headless else CLASSES[architecture, role]
+
+
+def describe(config: Config, role: str, special_ids: Mapping[str, int], headless: bool = False) -> dict[str, Any]:
+    """Returns config.json for one role ("discriminator", "encoder" or "generator") of a model, or for its encoder.
 
     `special_ids` come from `huggingface.tokenizer.special_ids`.
     """
     shape = role_shape(config, role)
-    table: dict[str, Any] = {"architectures": [CLASSES[shape.architecture, role]]}
-    table |= describe_encoder(shape, special_ids) | _FIXED_HEAD[shape.architecture]
-    if shape.architecture == "modern" and role == "discriminator":
-        table |= {"id2label": {"0": "replaced"}, "label2id": {"replaced": 0}}
+    table: dict[str, Any] = {"architectures": [class_of(shape.architecture, role, headless)]}
+    table |= describe_encoder(shape, special_ids)
+    if not headless:
+        table |= _FIXED_HEAD[shape.architecture]
+    if shape.architecture == "modern" and role == "discriminator" and not headless:
+        table["id2label"] = {str(i): label for i, label in enumerate(DETECTOR_LABELS)}
+        table["label2id"] = {label: i for i, label in enumerate(DETECTOR_LABELS)}
     # A published folder must not reveal local paths.
     own = config.replace({"data": {"corpus": ""}, "train": {"out": ""}})
     return table | {OWN_KEY: dataclasses.asdict(own)}
@@ -203,11 +214,30 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
 
 
 def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
-    """Raises ValueError unless a config.json has the class of this role."""
-    name = CLASSES[MODEL_TYPES[table["model_type"]], role]
+    """Raises ValueError unless a config.json has the class of this role; a ModernBERT's detector, its labels too."""
+    architecture = MODEL_TYPES[table["model_type"]]
+    name = CLASSES[architecture, role]
     classes = table.get("architectures") or [name]
-    if name not in classes and not is_headless(table):
+    if is_headless(table):
+        return
+    if name not in classes:
         raise InputError(f"{path}: architectures = {original(table)['architectures']!r}; a {role} is {name}")
+    if (architecture, role) == ("modern", "discriminator"):
+        num_detector_labels(path, table)
+
+
+def num_detector_labels(path: Path, table: Mapping[str, Any]) -> int:
+    """Returns the labels of a ModernBERT's detector: two, or the one of earlier exports.
+
+    Raises ValueError for other labels: the class is also that of models fine-tuned to tag words.
+    """
+    names = table.get("id2label")
+    if names == {str(i): label for i, label in enumerate(DETECTOR_LABELS)}:
+        return 2
+    if isinstance(names, dict) and len(names) == 1:
+        return 1
+    expected = " and ".join(DETECTOR_LABELS)
+    raise InputError(f"{path}: id2label = {names!r}, but a detector of replaced tokens has the labels {expected}")
 
 
 def is_headless(table: Mapping[str, Any]) -> bool:

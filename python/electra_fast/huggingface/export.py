@@ -44,11 +44,12 @@ def export(
     languages: Sequence[str] = (),
     license: str | None = None,
 ) -> None:
-    """Writes out/discriminator and out/generator, each with its tokenizer and model card, for `transformers`.
+    """Writes out/encoder, out/discriminator and out/generator, each with tokenizer and model card, for `transformers`.
 
-    Objectives without a discriminator have out/encoder in its place, or nothing. Heads that no class of `transformers`
-    has are left out and named on standard error. If token type 1 never occurred in training, its embedding becomes a
-    copy of type 0's.
+    encoder/ is the model to fine-tune or to use elsewhere: the discriminator's encoder without a head or, for the
+    objective `mlm`, the generator's. Objectives whose result is a masked language model of another kind keep its head
+    there, and have no discriminator/. Heads that no class of `transformers` has are left out and named on standard
+    error. If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
 
     Args:
         source: A run (its latest checkpoint), a checkpoint, or Hugging Face folders.
@@ -78,13 +79,19 @@ def export(
     if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
 
+    def write_role(folder: Path, role: str, headless: bool = False) -> None:
+        copy_tokenizer(tokenizer, folder, INPUT_NAMES[model.config.model.architecture])
+        trained = source_origin.token_type_1_trained
+        write_model(folder, model, role, special_ids(folder), trained, headless=headless)
+        sizes = num_parameters(folder / "model.safetensors")
+        card = model_card(model.config, role, sizes, source_origin, front_matter, headless=headless)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
     def write(folder: Path) -> None:
         for role in model.networks:
-            copy_tokenizer(tokenizer, folder / role, INPUT_NAMES[model.config.model.architecture])
-            write_model(folder / role, model, role, special_ids(folder / role), source_origin.token_type_1_trained)
-            sizes = num_parameters(folder / role / "model.safetensors")
-            card = model_card(model.config, role, sizes, source_origin, front_matter)
-            (folder / role / "README.md").write_text(card, encoding="utf-8")
+            write_role(folder / role, role)
+        if "encoder" not in model.networks:
+            write_role(folder / "encoder", next(role for role in PARTS if role in model.networks), headless=True)
 
     _write_folder(out, write)
 

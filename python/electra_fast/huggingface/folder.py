@@ -31,6 +31,7 @@ from electra_fast.huggingface.config import (
     TOKEN_TYPE_KEY,
     describe,
     is_headless,
+    num_detector_labels,
     own_config,
     preset_of_size,
     read_shape,
@@ -51,12 +52,22 @@ _AGREEING = (
 
 
 def write_model(
-    directory: Path, model: Electra, role: str, special_ids: Mapping[str, int], token_type_1_trained: bool = True
+    directory: Path,
+    model: Electra,
+    role: str,
+    special_ids: Mapping[str, int],
+    token_type_1_trained: bool = True,
+    *,
+    headless: bool = False,
 ) -> None:
-    """Writes config.json and model.safetensors of one role to an existing folder."""
-    tensors = weights.to_hf(model.state_dict(), role, role_shape(model.config, role))
-    table = describe(model.config, role, special_ids)
-    if model.config.model.architecture == "bert":
+    """Writes config.json and model.safetensors of one role, or of its encoder alone, to an existing folder."""
+    shape, state = role_shape(model.config, role), model.state_dict()
+    if headless:
+        tensors = weights.without_prefix(weights.encoder_to_hf(state, shape, *PARTS[role][:2]), shape.architecture)
+    else:
+        tensors = weights.to_hf(state, role, shape)
+    table = describe(model.config, role, special_ids, headless)
+    if shape.architecture == "bert":
         table[TOKEN_TYPE_KEY] = token_type_1_trained
     write_object(directory / "config.json", table)
     write_tensors(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -134,6 +145,12 @@ def _read_folder(path: Path, role: str) -> _Folder:
     table = read_table(path)
     shape = read_shape(path, role, table)
     folder = _Folder(path, role, table, shape, read_weights(path))
+    is_classifier = role == "discriminator" and table["model_type"] == "modernbert" and not is_headless(table)
+    if is_classifier and num_detector_labels(folder.config_file, table) == 2:
+        try:
+            weights.one_logit(folder.tensors)
+        except InputError as error:
+            raise InputError(f"{folder.weights_file}: {error}") from None
     _check_tables(folder)
     return folder
 

@@ -1,21 +1,32 @@
 """Sources of models: a run, one of its checkpoints, or Hugging Face folders; their tokenizer and origin.
 
 A Hugging Face source is a single model, or a folder with one per network: `discriminator/` or `encoder/`, and
-`generator/`. `export` reads whole models from a source, `encoder` only an encoder.
+`generator/`. An encoder/ without a head that `export` wrote beside them is a copy for other tools, and not read.
+`export` reads whole models from a source, `encoder` only an encoder.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 
 from electra_fast.config.config import Config
+from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.json_files import parse_json
 from electra_fast.huggingface.card import Origin
-from electra_fast.huggingface.config import CLASSES, HEADLESS, named_classes, read_table, token_type_1_trained
+from electra_fast.huggingface.config import (
+    CLASSES,
+    HEADLESS,
+    is_headless,
+    named_classes,
+    own_config,
+    read_table,
+    token_type_1_trained,
+)
 from electra_fast.huggingface.model_types import original
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.model.networks import PARTS
@@ -40,9 +51,26 @@ def folders_of(source: Path) -> dict[str, Path]:
     if not folders:
         looked_for = ", ".join(("checkpoints/", "state.json", "config.json", *(f"{role}/" for role in PARTS)))
         raise FileNotFoundError(f"{source}: no model here (looked for {looked_for})")
+    if len(folders) > 1 and "encoder" in folders and _is_copy(folders["encoder"], folders):
+        del folders["encoder"]
     if len(folders) == len(PARTS):
         raise InputError(f"{source}: has both discriminator/ and encoder/, but no model has both; remove one")
     return folders
+
+
+def _is_copy(encoder: Path, folders: Collection[str]) -> bool:
+    """Returns whether an encoder/ has no head and is that of another folder.
+
+    Beside generator/ alone, which `replace-mlm` has too, our key in its config.json tells.
+    """
+    path = encoder / "config.json"
+    if not path.is_file():
+        return False  # reading it names what is missing
+    table = read_table(encoder)
+    own = own_config(path, table)
+    return is_headless(table) and (
+        "discriminator" in folders or (own is not None and OBJECTIVE_SPECS[own.objective.name].roles == ("generator",))
+    )
 
 
 def is_folder(source: Path) -> bool:

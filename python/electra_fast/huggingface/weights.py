@@ -47,6 +47,7 @@ _MODERN_HEAD = {
     "discriminator": {"dense": "head.dense", "norm": "head.norm", "classifier": "classifier"},
     "masked_lm": {"dense": "head.dense", "norm": "head.norm"},
 }
+_DETECTOR_ROWS = ("classifier.weight", "classifier.bias")
 _MODERN_LAYER = {
     "attention_norm": "attn_norm",
     "qkv": "attn.Wqkv",
@@ -121,6 +122,9 @@ def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
     """Returns one folder's tensors, fp32 and contiguous, without an output table that is tied to the input table."""
     embeddings, encoder, head = PARTS[role]
     tensors = encoder_to_hf(state, shape, embeddings, encoder) | _renamed(state, _head_pairs(role, shape, head))
+    if shape.architecture == "modern" and role == "discriminator":
+        for name in _DETECTOR_ROWS:  # the logit of "original" is 0, so a softmax gives the sigmoid of the other
+            tensors[name] = torch.cat([torch.zeros_like(tensors[name]), tensors[name]])
     if is_multiplied(shape) and role != "discriminator":
         tensors[OUTPUT_TABLE["modern"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
     return tensors
@@ -165,6 +169,16 @@ def from_hf(tensors: Tensors, names_of: Iterable[Pair], expected: Mapping[str, t
             tensors.check_shape(name, (rows // len(names), *rest))
         parameters[name_in_model] = torch.cat([tensors[name] for name in names]).float()
     return parameters
+
+
+def one_logit(tensors: Tensors) -> None:
+    """Replaces the two rows of a ModernBERT's detector by their difference, the logit of "replaced".
+
+    Raises ValueError if there are not two rows.
+    """
+    for name in _DETECTOR_ROWS:
+        tensors.check_shape(name, (2, *tensors[name].shape[1:]) if name in tensors else ())
+        tensors[name] = tensors[name][1:] - tensors[name][:1]
 
 
 def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) -> State | None:
@@ -227,4 +241,11 @@ def num_parameters(path: Path) -> tuple[int, int]:
     """Counts the parameters in a model.safetensors: those of the encoder, which `AutoModel` reads, and all."""
     with safe_open(path, "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dict
-    return sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values()))), sum(sizes.values())
+    total = sum(sizes.values())
+    encoder = sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values())))
+    return encoder or total, total
+
+
+def without_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:
+    """Names an encoder's tensors as `ElectraModel` and `ModernBertModel` do."""
+    return {name.removeprefix(PREFIX[architecture]): tensor for name, tensor in tensors.items()}
