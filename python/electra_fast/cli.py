@@ -286,7 +286,7 @@ def _export(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import import_folder
 
-    import_folder(options.directory, options.out)
+    import_folder(options.directory, options.out, generator=options.generator)
     say(
         f"{options.out}: a run at step 0 with a new learning-rate schedule and no optimizer state; "
         f"train it with `electra-fast pretrain --out {options.out} --data DIR`"

@@ -309,6 +309,12 @@ def build_parser() -> Parser:
     sub = command("import", "create a run from exported folders, to continue training")
     sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/, or one model")
     sub.add_argument("--out", type=Path, required=True, help="run folder")
+    sub.add_argument(
+        "--generator",
+        metavar="small|same-layers:N|MODEL",
+        help="adapt one encoder to other text by replaced-token detection, with a new small generator, copies of its "
+        "first N layers, or another masked language model of its vocabulary",
+    )
 
     sub = command("doctor", "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem")
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="check the kernels of this run")

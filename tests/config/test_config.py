@@ -227,6 +227,10 @@ def test_differences_name_the_keys() -> None:
             '[model]\ntying = "all"',
             "needs a generator of the same size: set generator.fraction = 1.0",
         ),
+        (
+            "[generator]\nembedding_size = 64",
+            'generator.embedding_size = 64 needs model.tying = "none", since the model\'s is 128',
+        ),
         ('preset = "smal"', "unknown preset 'smal'; did you mean small?"),
         ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
         ('preset = "small"\n[objective]\nname = "mml"', "objective.name = 'mml' must be one of electra, mlm"),

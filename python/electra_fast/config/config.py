@@ -112,6 +112,9 @@ class GeneratorConfig(Section):
         0.25, "width, feed-forward width and heads, relative to the model's", low=0, high=1, open_low=True
     )
     num_layers: int = config_key(0, "transformer layers; 0: as many as the model", low=0, high=1000)
+    embedding_size: int = config_key(
+        0, "width of the embedding table; 0: the model's, as shared embeddings need", low=0, high=1 << 16
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +332,11 @@ class Config(Configuration):
                     'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
                     "and generator.num_layers = 0"
                 )
+            if model.tying != "none" and shape.embedding_size != model.embedding_size:
+                raise InputError(
+                    f'generator.embedding_size = {shape.embedding_size} needs model.tying = "none", since the model\'s '
+                    f"is {model.embedding_size}"
+                )
 
     def generator_shape(self) -> ModelConfig:
         """Returns the generator's sizes: `generator.fraction` of the widths and heads, the same head_dim."""
@@ -343,6 +351,7 @@ class Config(Configuration):
             model,
             num_layers=self.generator.num_layers or model.num_layers,
             num_heads=num_heads,
+            embedding_size=self.generator.embedding_size or model.embedding_size,
             hidden_size=num_heads * (model.hidden_size // model.num_heads),
             intermediate_size=round(model.intermediate_size * hidden_fraction),
         )

@@ -43,6 +43,7 @@ OBJECTIVE_SPECS = {
             "generator.kind": ("model",),
             "generator.fraction": (1.0,),
             "generator.num_layers": (0,),
+            "generator.embedding_size": (0,),
             "model.tying": ("none",),
         },
         num_stages=2,

@@ -117,3 +117,25 @@ SIZE_RECIPES: dict[tuple[str, str], dict[str, Scalar]] = {
     ("large", "modern"): {"model.intermediate_size": 2752},
     ("xlarge", "modern"): {"model.intermediate_size": 5504},
 }
+
+ADAPTATION: tuple[tuple[dict[str, Scalar], str], ...] = (
+    (
+        {
+            "optimizer.name": "adamw",
+            "optimizer.learning_rate": 1e-4,
+            "optimizer.schedule": "linear",
+            "optimizer.bias_correction": True,
+        },
+        "a low rate with warmup keeps what the encoder has learned; Muon's rates are for beginning",
+    ),
+    (
+        {"train.steps": 2_000, "train.batch_size": 64, "data.sequence_length": 128},
+        "16 M tokens; take more steps for more text",
+    ),
+    ({"data.masking": "paper", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, "as ELECTRA was trained"),
+    (
+        {"train.log_every": 50, "train.eval_every": 500, "train.checkpoint_every": 500},
+        "four times in 2,000 steps",
+    ),
+)
+"""Settings for continuing a pre-trained encoder on text of a domain, and why: `import --generator` sets them."""

@@ -191,7 +191,8 @@ def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig
     own = own_config(path, table)
     if shape.architecture == "bert" or own is None or is_headless(table):
         return shape
-    return dataclasses.replace(shape, embedding_size=own.model.embedding_size)
+    network = networks_of(own).get(role)
+    return dataclasses.replace(shape, embedding_size=(network.shape if network else own.model).embedding_size)
 
 
 def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:

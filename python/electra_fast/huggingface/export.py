@@ -13,10 +13,11 @@ from electra_fast.config.config import AUTO, HARDWARE_KEYS
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, replace_folder
 from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.huggingface.adaptation import read_with_generator
 from electra_fast.huggingface.card import Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
-from electra_fast.huggingface.folder import read_models, write_model
-from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
+from electra_fast.huggingface.folder import read_model, read_models, write_model
+from electra_fast.huggingface.source import folders_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import say
@@ -30,10 +31,7 @@ def load(path: str | Path) -> Electra:
     Using a network that the folder lacks raises ValueError. Raises FileNotFoundError, or ValueError naming the file,
     field, value and remedy.
     """
-    source = Path(path)
-    stored = checkpoint_of(source)
-    model = read_models(folders_of(source)) if stored is None else checkpoint.load_model(stored)
-    return model.eval()
+    return read_model(Path(path)).eval()
 
 
 def export(
@@ -96,29 +94,30 @@ def export(
     _write_folder(out, write)
 
 
-def import_folder(directory: str | Path, out: str | Path) -> None:
+def import_folder(directory: str | Path, out: str | Path, *, generator: str | Path | None = None) -> None:
     """Creates a run at step 0 from Hugging Face folders, which `pretrain` can continue.
 
     `directory` holds an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
-    those without a head get a new one. `out` must be missing or empty. Sizes and tying come from the folders, the rest
-    of config.toml from the exported run or, for other models, from the preset of that size. The learning-rate schedule
-    restarts, with a warmup of 5% of the steps unless set, and peak rates derived from the steps if those of the
-    exported run were; precision, attention backend and execution are `auto` again.
+    those without a head get a new one. Sizes and tying come from the folders, the rest of config.toml from the exported
+    run or, for other models, from the preset of that size. The learning-rate schedule restarts, with a warmup of 5% of
+    the steps unless set, and peak rates derived from the steps if those of the exported run were; precision, attention
+    backend and execution are `auto` again.
+
+    Args:
+        directory: The folders. With `generator`, one encoder: a folder of any class, an export, a run or a checkpoint.
+        out: The run's folder, missing or empty.
+        generator: Makes a run for replaced-token detection from one encoder, with the settings of
+            `config.presets.ADAPTATION`. "small": a new generator of about a quarter of its width, which shares its
+            embeddings. "same-layers:N": copies of its first N layers, which share its embeddings. Or a masked language
+            model of the same vocabulary: a folder, a run or a checkpoint.
+
+    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    model = read_models(folders_of(source), with_new_heads=True)
-    _check_whole(source, model, "training needs")
-    _say_own_heads(model, "not in the folder, so it starts untrained")
+    model = _read_to_continue(source) if generator is None else read_with_generator(source, str(generator))
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
-    # Chosen when training starts, since its length and hardware may differ from the exported run's.
-    rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
-    fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
-    if model.config.model.architecture == "modern":
-        left = model.config.override(dict.fromkeys(rates, "0")).resolved()
-        fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}
-    model.config = model.config.override(fresh)
 
     def write(folder: Path) -> None:
         copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[model.config.model.architecture])
@@ -127,6 +126,21 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
         checkpoint.save(folder, model, None, state, keep=1)
 
     _write_folder(out, write)
+
+
+def _read_to_continue(source: Path) -> Electra:
+    """Returns a whole model from folders, configured for a training that starts again."""
+    model = read_models(folders_of(source), with_new_heads=True)
+    _check_whole(source, model, "training needs", "; make one with --generator small (generator=...)")
+    _say_own_heads(model, "not in the folder, so it starts untrained")
+    # Chosen when training starts, since its length and hardware may differ from the exported run's.
+    rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
+    fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
+    if model.config.model.architecture == "modern":
+        left = model.config.override(dict.fromkeys(rates, "0")).resolved()
+        fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}
+    model.config = model.config.override(fresh)
+    return model
 
 
 def _check_finished(source: Path, source_origin: Origin) -> None:
@@ -138,11 +152,11 @@ def _check_finished(source: Path, source_origin: Origin) -> None:
         )
 
 
-def _check_whole(source: Path, model: Electra, needs: str) -> None:
+def _check_whole(source: Path, model: Electra, needs: str, remedy: str = "") -> None:
     missing = networks_of(model.config).keys() - model.networks.keys()
     if missing:
         present = " and ".join(model.networks)
-        raise InputError(f"{source}: only the {present}; {needs} the {' and '.join(sorted(missing))} too")
+        raise InputError(f"{source}: only the {present}; {needs} the {' and '.join(sorted(missing))} too{remedy}")
 
 
 def _say_own_heads(model: Electra, what: str) -> None:

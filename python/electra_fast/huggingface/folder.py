@@ -17,7 +17,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from electra_fast.checkpoint import require_finite, write_tensors
+from electra_fast.checkpoint import load_model, require_finite, write_tensors
 from electra_fast.config.config import Config, ModelConfig
 from electra_fast.config.file import Scalar
 from electra_fast.config.objectives import OBJECTIVE_SPECS
@@ -38,7 +38,8 @@ from electra_fast.huggingface.config import (
     read_table,
     role_shape,
 )
-from electra_fast.huggingface.model_types import ORIGINAL_KEY, Tensors, electra_tensors, original_key
+from electra_fast.huggingface.model_types import ORIGINAL_KEY, Tensors, electra_tensors
+from electra_fast.huggingface.source import checkpoint_of, folders_of
 from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, PREFIX, State
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
@@ -46,9 +47,15 @@ from electra_fast.model.networks import PARTS
 
 # Settings that the result and its generator must share.
 _AGREEING = (
-    *("architecture", "vocab_size", "embedding_size", "max_positions", "norm_eps"),
+    *("architecture", "vocab_size", "max_positions", "norm_eps", "heads"),
     *("rope_theta", "local_rope_theta", "local_attention", "global_attention_every"),
 )
+
+
+def read_model(source: Path) -> Electra:
+    """Reads the model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32."""
+    stored = checkpoint_of(source)
+    return read_models(folders_of(source)) if stored is None else load_model(stored)
 
 
 def write_model(
@@ -241,7 +248,8 @@ def _check_tables(folder: _Folder) -> None:
 def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
     """Returns the tying of two networks (None for one), and the factors of tables with a projection multiplied in."""
     if len(folders) == 2:
-        _check_agreement(*folders.values())
+        main, generator = folders.values()
+        check_agreement(generator.config_file, generator.shape, main.role, main.shape)
     multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
     state: State = {}
     if multiplied:
@@ -263,14 +271,12 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
     return "all" if same_size and _tensors_equal(main, generator, names) else "embeddings", state
 
 
-def _check_agreement(main: _Folder, generator: _Folder) -> None:
+def check_agreement(path: Path, generator: ModelConfig, role: str, shape: ModelConfig) -> None:
+    """Raises ValueError naming the generator's `path` for a setting that must be that of the other `role`."""
     for name in _AGREEING:
-        found, expected = getattr(generator.shape, name), getattr(main.shape, name)
+        found, expected = getattr(generator, name), getattr(shape, name)
         if found != expected:
-            raise InputError(
-                f"{generator.config_file}: {name} = {found!r}, but the {main.role}'s is {expected!r}; "
-                "the two must agree"
-            )
+            raise InputError(f"{path}: {name} = {found!r}, but the {role}'s is {expected!r}; the two must agree")
 
 
 def _products(*folders: _Folder) -> State:
@@ -334,6 +340,7 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
             "kind": "model",
             "fraction": small.num_heads / shape.num_heads,
             "num_layers": 0 if small.num_layers == shape.num_layers else small.num_layers,
+            "embedding_size": 0 if small.embedding_size == shape.embedding_size else small.embedding_size,
         }
     try:
         config = base.replace(
@@ -347,18 +354,17 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
     except InputError as error:
         raise InputError(f"{main.config_file}: {error}") from None
     if len(folders) == 2:
-        _check_generator(folders["generator"], config)
+        check_generator(folders["generator"].config_file, small, config)
     return config
 
 
-def _check_generator(folder: _Folder, config: Config) -> None:
-    """Checks that the generator is a fraction of the discriminator in widths and heads."""
-    small, expected = folder.shape, config.generator_shape()
-    for hf_key, (key, _) in SIZE_KEYS[small.architecture].items():
+def check_generator(path: Path, small: ModelConfig, config: Config) -> None:
+    """Raises ValueError naming the generator's `path` unless it is a fraction of the model in widths and heads."""
+    expected = config.generator_shape()
+    for key, _ in SIZE_KEYS[small.architecture].values():
         if "dropout" not in key and getattr(small, key) != getattr(expected, key):
-            shown = original_key(folder.table, hf_key)
             raise InputError(
-                f"{folder.config_file}: {shown} = {getattr(small, key)}, but generator.fraction = "
+                f"{path}: {key} = {getattr(small, key)}, but generator.fraction = "
                 f"{config.generator.fraction:g} (its share of the discriminator's heads) makes it "
                 f"{getattr(expected, key)}"
             )

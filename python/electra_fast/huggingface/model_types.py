@@ -16,7 +16,7 @@ from torch import Tensor
 
 from electra_fast.errors import InputError
 
-ORIGINAL_KEY = "original"
+ORIGINAL_KEY = "electra_fast original"
 """Key of a translated table: config.json as it is."""
 
 _POSITIONS = "electra.embeddings.position_embeddings.weight"
@@ -157,12 +157,6 @@ def original(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns config.json as it is, of a table that may be translated."""
     found: Mapping[str, Any] = table.get(ORIGINAL_KEY, table)
     return found
-
-
-def original_key(table: Mapping[str, Any], key: str) -> str:
-    """Returns the folder's own key for one of Electra's or ModernBERT's."""
-    kind = TRANSLATED.get(original(table)["model_type"])
-    return key if kind is None else kind.keys.get(key, key)
 
 
 class Tensors(dict[str, Tensor]):

@@ -97,7 +97,7 @@ def tokenizer_folder(source: Path, vocab_size: int) -> Path:
     if stored is not None:
         places = [run_tokenizer(stored.parent.parent)]
     else:
-        folders = [source] if is_folder(source) else [*folders_of(source).values()]
+        folders = _folders(source)
         places = [place for place in folders if _has_tokenizer(place)] or [source]
         if not _has_tokenizer(places[0]):
             raise FileNotFoundError(f"{folders[0]}: holds no tokenizer; put its tokenizer.json or vocab.txt there")
@@ -113,6 +113,11 @@ def tokenizer_folder(source: Path, vocab_size: int) -> Path:
     return places[0]
 
 
+def _folders(source: Path) -> list[Path]:
+    """Returns the Hugging Face folders, of any class."""
+    return [source] if is_folder(source) else [*folders_of(source).values()]
+
+
 def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file() or (folder / "vocab.txt").is_file()
 
@@ -121,7 +126,7 @@ def origin(source: Path) -> Origin:
     """Returns what a source records about its model's training."""
     stored = checkpoint_of(source)
     if stored is None:
-        return Origin(token_type_1_trained=any(token_type_1_trained(folder) for folder in folders_of(source).values()))
+        return Origin(token_type_1_trained=any(map(token_type_1_trained, _folders(source))))
     state, config = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml")
     tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
     return Origin(

@@ -1,0 +1,158 @@
+"""A model for replaced-token detection from one encoder, to continue on text of a domain.
+
+`read_with_generator` is `import_folder` with a generator. The encoder becomes the discriminator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from electra_fast.config.config import AUTO, Config, GeneratorConfig, ModelConfig, by_section
+from electra_fast.config.file import Scalar, format_value
+from electra_fast.config.presets import ADAPTATION
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.huggingface.config import CLASSES, named_classes, read_table, role_shape
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.huggingface.folder import check_agreement, check_generator, read_model
+from electra_fast.huggingface.source import is_folder, tokenizer_folder
+from electra_fast.messages import say
+from electra_fast.model.model import Electra
+from electra_fast.model.networks import PARTS
+
+SMALL = "small"
+_SAME_LAYERS = re.compile(r"same-layers:(\d+)")
+_MASKED_LM_HEADS = (PARTS["encoder"][2], PARTS["generator"][2])
+
+
+@dataclass(frozen=True)
+class _Network:
+    """An encoder, and its head if the source has one that we know.
+
+    `state` has the fp32 parameters under `embeddings.`, `encoder.` and `head.`; `head` is the attribute of `Electra`
+    that holds such a head.
+    """
+
+    source: Path
+    shape: ModelConfig
+    state: Mapping[str, Tensor]
+    head: str | None = None
+
+
+def read_with_generator(source: Path, generator: str) -> Electra:
+    """Returns a model whose discriminator is the encoder of `source`; prints the settings that it chooses, and why.
+
+    Args:
+        source: A folder of any class, an export, a run or a checkpoint.
+        generator: "small", "same-layers:N", or the path of a masked language model.
+
+    Raises FileNotFoundError, or ValueError naming the file, value and remedy.
+    """
+    main = _read(source, PARTS)
+    small, tying = _generator(main, generator)
+    config = _config(main, small, generator, tying)
+    if small is not None:
+        check_generator(small.source, small.shape, config)
+    for settings, reason in ADAPTATION:
+        say(f"{', '.join(f'{key} = {format_value(config.value(key))}' for key in settings)}: {reason}")
+    model = Electra(config)
+    _fill(model, "discriminator", main, (PARTS["discriminator"][2],))
+    if small is None:
+        say(f"note: generator: new, so it starts untrained; {_size(config.generator_shape())}")
+    else:
+        _fill(model, "generator", small, _MASKED_LM_HEADS)
+    return model
+
+
+def _read(source: Path, roles: Iterable[str]) -> _Network:
+    """Reads the network of the first of `roles` that a source has; without a head if its class has none that we do."""
+    if is_folder(source) and not _has_known_head(source):
+        found = load_encoder(source)
+        return _Network(source, found.shape, found.state)
+    model = read_model(source)
+    role = next((each for each in roles if each in model.networks), None)
+    if role is None:
+        raise InputError(f"{source}: only the {' and the '.join(model.networks)}; a generator predicts masked tokens")
+    state = {
+        f"{part}.{name}": parameter.detach()
+        for part, module in zip(("embeddings", "encoder", "head"), PARTS[role], strict=True)
+        for name, parameter in model.get_submodule(module).named_parameters()
+    }
+    return _Network(source, role_shape(model.config, role), state, PARTS[role][2])
+
+
+def _has_known_head(folder: Path) -> bool:
+    table = read_table(folder)
+    names = set(named_classes(folder / "config.json", table)) & {*CLASSES.values()}
+    if names == {CLASSES["modern", "discriminator"]}:  # which may as well be a tagger
+        labels = table.get("id2label")
+        return isinstance(labels, dict) and "replaced" in labels.values()
+    return bool(names)
+
+
+def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
+    """Returns the generator, None for a new one, and the tying of the two networks."""
+    if generator == SMALL:
+        return None, "embeddings"
+    if match := _SAME_LAYERS.fullmatch(generator):
+        num_layers = int(match[1])
+        if not 1 <= num_layers <= main.shape.num_layers:
+            raise InputError(
+                f"generator = {generator!r}: {main.source} has {main.shape.num_layers} layers; give a number from 1 "
+                f"to {main.shape.num_layers}"
+            )
+        return replace(main, shape=replace(main.shape, num_layers=num_layers)), "embeddings"
+    path = Path(generator)
+    if not path.is_dir():
+        raise InputError(f"generator = {generator!r} must be small, same-layers:N or the folder of a model")
+    small = _read(path, ("generator", "encoder"))
+    if small.head is None:
+        raise InputError(f"{path}: an encoder without a masked-language-model head; give a folder that has one")
+    check_agreement(path, small.shape, "discriminator", main.shape)
+    places = [tokenizer_folder(each.source, each.shape.vocab_size) for each in (small, main)]
+    ours, theirs = map(Tokenizer, places)
+    if ours.content_hash != theirs.content_hash:
+        raise InputError(f"{ours.path}: another vocabulary than that of {theirs.path}; both models need the same")
+    names = [name for name in main.state if name.startswith("embeddings.")]
+    shared = all(torch.equal(main.state[name], small.state[name]) for name in names)
+    return small, "embeddings" if shared else "none"
+
+
+def _config(main: _Network, small: _Network | None, generator: str, tying: str) -> Config:
+    """Returns the configuration of the run, with its settings for continuing."""
+    shape = main.shape
+    num_heads = max(1, round(shape.num_heads * GeneratorConfig.fraction)) if small is None else small.shape.num_heads
+    sizes: dict[str, Scalar] = {"fraction": num_heads / shape.num_heads}
+    if small is not None:
+        for key in ("num_layers", "embedding_size"):
+            own, other = getattr(small.shape, key), getattr(shape, key)
+            sizes[key] = 0 if own == other else own
+    model = asdict(shape) | {"tying": tying, "attention": AUTO}
+    settings = {key: value for values, _ in ADAPTATION for key, value in values.items()}
+    length = min(int(settings["data.sequence_length"]), shape.max_positions)
+    changes = by_section(settings | {"data.sequence_length": length})
+    try:
+        return Config().replace({"model": model, "generator": sizes}, changes)
+    except InputError as error:
+        raise InputError(f"{main.source} with the generator {generator}: {error}") from None
+
+
+@torch.no_grad()
+def _fill(model: Electra, role: str, network: _Network, heads: Collection[str | None]) -> None:
+    """Copies a network's parameters into a role of the model; leaves its head as it is if it is not one of `heads`."""
+    for part, module in zip(("embeddings", "encoder", "head"), PARTS[role], strict=True):
+        if part == "head" and network.head not in heads:
+            say(f"note: {module}: not in {network.source}, so it starts untrained")
+            continue
+        for name, parameter in model.get_submodule(module).named_parameters():
+            parameter.copy_(network.state[f"{part}.{name}"])
+
+
+def _size(shape: ModelConfig) -> str:
+    return f"{shape.num_layers} layers of width {shape.hidden_size} and {shape.num_heads} heads"

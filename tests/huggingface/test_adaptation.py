@@ -1,0 +1,236 @@
+"""`import --generator`: a run for replaced-token detection from one encoder, compared with `transformers`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from in_process import run
+from test_encoder import IDS, MASK, SIZES, hf_folder, hf_hidden
+from test_export import WORDS, make_run
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+
+from electra_fast.config.config import Config
+from electra_fast.config.presets import ADAPTATION
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.model.model import Electra
+
+SPECIAL = WORDS[:5]
+
+
+@torch.no_grad()
+def hidden(model: Electra, role: str) -> Tensor:
+    found: Tensor = model.hidden(role, *model._flat_inputs(IDS, MASK, None))
+    return found.view(*IDS.shape, -1)
+
+
+@torch.no_grad()
+def hf_logits(model: transformers.PreTrainedModel) -> Tensor:
+    found: Tensor = model(input_ids=IDS, attention_mask=MASK).logits
+    return found
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape and expected.std() > 0.01
+    assert (found - expected)[MASK.bool()].abs().max() <= 1e-5
+
+
+CLASSES: dict[str, dict[str, Any]] = {
+    "ElectraForPreTraining": {"hidden_dropout_prob": 0.2},
+    "ElectraModel": {"embedding_size": 64},
+    "ElectraForMaskedLM": {},
+    "ElectraForSequenceClassification": {"num_labels": 3},
+    "ModernBertModel": {"local_attention": 8},
+    "ModernBertForMaskedLM": {},
+    "ModernBertForTokenClassification": {"num_labels": 1},  # whose head has the shape of a discriminator's
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_encoder_of_any_class_becomes_the_discriminator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    theirs = hf_folder(tmp_path / "model", name, **CLASSES[name])
+    import_folder(tmp_path / "model", tmp_path / "run", generator="small")
+    said, ours = capsys.readouterr().err, load(tmp_path / "run")
+    assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
+    config = ours.config
+    assert ("note: discriminator_head: not in" in said) == (name != "ElectraForPreTraining")
+    if name == "ElectraForPreTraining":
+        assert_close(ours.discriminator_logits(IDS, MASK).detach(), hf_logits(theirs))
+        assert config.model.dropout == 0.2
+    assert (config.objective.name, config.generator.fraction, config.model.tying) == ("electra", 0.25, "embeddings")
+    assert ours.generator_embeddings is ours.embeddings and "note: generator: new, so it starts untrained" in said
+    settings = {key: value for values, _ in ADAPTATION for key, value in values.items()}
+    assert all(f"{key} = " in said for key in settings)
+    settings["data.sequence_length"] = SIZES["max_position_embeddings"]
+    assert {key: config.value(key) for key in settings} == settings
+    state = TrainState(imported=True, token_type_1_trained=True)
+    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")) == state
+
+
+@pytest.mark.parametrize(("num_heads", "fraction"), [(12, 0.25), (16, 0.25), (2, 0.5), (6, 1 / 3)])
+def test_a_small_generator_has_a_whole_number_of_heads(tmp_path: Path, num_heads: int, fraction: float) -> None:
+    hf_folder(tmp_path / "model", "ElectraModel", hidden_size=96, num_attention_heads=num_heads)
+    import_folder(tmp_path / "model", tmp_path / "run", generator="small")
+    assert Config.load(tmp_path / "run" / "config.toml").generator.fraction == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize("name", ["ElectraForMaskedLM", "ModernBertForMaskedLM", "ElectraForPreTraining"])
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_the_first_layers_become_the_generator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, num_layers: int
+) -> None:
+    """All of them: another copy, not the same weights."""
+    theirs = hf_folder(tmp_path / "model", name)
+    import_folder(tmp_path / "model", tmp_path / "run", generator=f"same-layers:{num_layers}")
+    ours, said = load(tmp_path / "run"), capsys.readouterr().err
+    assert ours.config.model.tying == "embeddings" and ours.config.generator_shape().num_layers == num_layers
+    assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
+    layers = theirs.base_model.layers if name.startswith("Modern") else theirs.base_model.encoder.layer
+    del layers[num_layers:]
+    has_head = name.endswith("MaskedLM")
+    assert ("note: generator_head: not in" in said) != has_head
+    if has_head:
+        assert_close(ours.generator_logits(IDS, MASK).detach(), hf_logits(theirs))
+    else:
+        assert_close(hidden(ours, "generator"), hf_hidden(theirs))
+
+
+# A generator of half of the heads: the smaller models of a family have narrower embeddings.
+HALF = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+GENERATORS: list[tuple[str, str, dict[str, Any], int]] = [
+    ("ElectraModel", "ElectraForMaskedLM", {"embedding_size": 24, "num_hidden_layers": 2}, 24),
+    ("ElectraModel", "ElectraForMaskedLM", {}, 0),
+    ("ModernBertForMaskedLM", "ModernBertForMaskedLM", {"num_hidden_layers": 2}, 32),
+]
+
+
+@pytest.mark.parametrize(("name", "small_name", "settings", "embedding_size"), GENERATORS)
+def test_another_model_becomes_the_generator(
+    tmp_path: Path, name: str, small_name: str, settings: dict[str, Any], embedding_size: int
+) -> None:
+    theirs = hf_folder(tmp_path / "model", name)
+    small = hf_folder(tmp_path / "small", small_name, seed=1, **HALF | settings)
+    import_folder(tmp_path / "model", tmp_path / "run", generator=tmp_path / "small")
+    ours = load(tmp_path / "run")
+    assert (ours.config.model.tying, ours.config.generator.embedding_size) == ("none", embedding_size)
+    assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
+    assert_close(ours.generator_logits(IDS, MASK).detach(), hf_logits(small))
+    export(tmp_path / "run", tmp_path / "out")
+    again = getattr(transformers, small_name).from_pretrained(tmp_path / "out" / "generator").eval()
+    assert_close(hf_logits(again), hf_logits(small))
+    import_folder(tmp_path / "out", tmp_path / "again")
+    assert load(tmp_path / "again").config.generator == ours.config.generator
+    assert_close(load(tmp_path / "again").generator_logits(IDS, MASK).detach(), hf_logits(small))
+
+
+def test_equal_embeddings_are_shared(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path / "model", "ElectraModel")
+    small = transformers.ElectraForMaskedLM(transformers.ElectraConfig(**SIZES | HALF | {"embedding_size": 32}))
+    small.electra.embeddings.load_state_dict(model.embeddings.state_dict())
+    small.save_pretrained(tmp_path / "small")
+    (tmp_path / "small" / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    import_folder(tmp_path / "model", tmp_path / "run", generator=tmp_path / "small")
+    ours = load(tmp_path / "run")
+    assert ours.config.model.tying == "embeddings" and ours.embeddings is ours.generator_embeddings
+
+
+@pytest.mark.parametrize("source", ["run", "run/checkpoints/step-3", "out", "out/discriminator"])
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str) -> None:
+    """With a projection beside the table, or multiplied into it."""
+    whole = make_run(tmp_path / "run", recipe, {"model": {"embedding_size": 48}})
+    export(tmp_path / "run", tmp_path / "out")
+    for number, generator in enumerate(("small", "same-layers:1", str(tmp_path / "run"), str(tmp_path / "out"))):
+        import_folder(tmp_path / source, tmp_path / str(number), generator=generator)
+        ours = load(tmp_path / str(number))
+        assert_close(ours.discriminator_logits(IDS, MASK).detach(), whole.discriminator_logits(IDS, MASK).detach())
+    assert_close(ours.generator_logits(IDS, MASK).detach(), whole.generator_logits(IDS, MASK).detach())
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    hf_folder(tmp_path / "model", "ElectraForPreTraining")
+
+    def refused(generator: str | Path | None, message: str) -> None:
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            import_folder(tmp_path / "model", tmp_path / "run", generator=generator)
+        assert not (tmp_path / "run").exists()
+
+    refused(None, "model: only the discriminator; training needs the generator too; make one with --generator small")
+    for number in (0, 5):
+        refused(f"same-layers:{number}", f"'same-layers:{number}': .*model has 4 layers; give a number from 1 to 4")
+    refused("smal", "generator = 'smal' must be small, same-layers:N or the folder of a model")
+    refused(tmp_path / "model", "model: only the discriminator; a generator predicts masked tokens")
+    changes: dict[str, tuple[str, dict[str, Any], str]] = {
+        "headless": ("ElectraModel", {}, "headless: an encoder without a masked-language-model head"),
+        "others": ("ModernBertForMaskedLM", {}, "others: architecture = 'modern', but the discriminator's is 'bert'"),
+        "more": ("ElectraForMaskedLM", {"vocab_size": 240}, "more: vocab_size = 240, but the discriminator's is 200"),
+        "odd": ("ElectraForMaskedLM", {"intermediate_size": 60}, "odd: intermediate_size = 60, but generator.fraction"),
+        "wide": ("ElectraForMaskedLM", {"num_attention_heads": 8}, "the generator .*wide: generator.fraction = 2"),
+        "words": ("ElectraForMaskedLM", {}, "words/vocab.txt: another vocabulary than that of .*model/vocab.txt"),
+        "none": ("ElectraForMaskedLM", {}, "none: holds no tokenizer"),
+    }
+    for folder, (name, settings, message) in changes.items():
+        hf_folder(tmp_path / folder, name, **settings)
+        vocab = tmp_path / folder / "vocab.txt"
+        if folder == "words":
+            vocab.write_text("\n".join([*SPECIAL, *reversed(WORDS[5:])]) + "\n", encoding="utf-8")
+        if folder == "none":
+            vocab.unlink()
+        refused(tmp_path / folder, message)
+
+
+def own_tokenizer(kind: str, texts: list[str]) -> tokenizers.Tokenizer:
+    if kind == "byte-level":
+        made = tokenizers.Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer: Any = trainers.BpeTrainer(
+            vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        )
+    elif kind == "unigram":
+        made = tokenizers.Tokenizer(models.Unigram())
+        made.normalizer, made.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=SPECIAL, unk_token="[UNK]")
+    else:
+        made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-level", "unigram"])
+def test_an_encoder_is_adapted_from_the_command_line(tmp_path: Path, tiny_text: list[str], kind: str) -> None:
+    """Its tokenizer comes along: the text is prepared with the run's, and the export has it."""
+    name, model = ("ModernBertModel" if kind == "byte-level" else "ElectraModel"), tmp_path / "model"
+    tokenizer = own_tokenizer(kind, tiny_text)
+    hf_folder(model, name, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=2)
+    (model / "vocab.txt").unlink()
+    tokenizer.save(str(model / "tokenizer.json"))
+    roles = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "text.txt").write_text("\n\n".join(tiny_text), encoding="utf-8")
+    fast = "--train.steps 2 --train.batch_size 4 --train.eval_batches 1 --data.sequence_length 32".split()
+    for command in (
+        ("import", model, "--generator", "small", "--out", tmp_path / "run"),
+        ("prepare", tmp_path / "text.txt", "--vocab", tmp_path / "run", "--out", tmp_path / "shards"),
+        ("pretrain", "--out", tmp_path / "run", "--data", tmp_path / "shards", *fast),
+        ("export", tmp_path / "run", "--out", tmp_path / "out"),
+    ):
+        done = run(*command)
+        assert done.returncode == 0, done.stderr
+    text = "The value of the expression is a naïve name."
+    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out" / "discriminator"))
+    assert found.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False).ids
+    adapted = load(tmp_path / "out")
+    assert not torch.equal(adapted.embeddings.token, load(tmp_path / "run/checkpoints/step-0").embeddings.token)
