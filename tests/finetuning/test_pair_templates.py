@@ -82,17 +82,22 @@ KINDS = {
 }
 
 
+def save_tokenizer(folder, kind):
+    make, post_processor, name, _ = KINDS[kind]
+    make(post_processor).save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": name, "do_lower_case": True} if name else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_token_types_are_those_of_transformers(kind, tmp_path):
     """Of the model's own folder, unless it has no template, and of a copy whose config.json is Electra's."""
-    make, post_processor, name, template = KINDS[kind]
+    make, *_, template = KINDS[kind]
     source = tmp_path / "source"
     source.mkdir()
-    make(post_processor).save(str(source / "tokenizer.json"))
     model_type = {bert: "bert", byte_level: "roberta", unigram: "xlm-roberta"}[make]
     (source / "config.json").write_text(json.dumps({"model_type": model_type}))
-    settings = {"tokenizer_class": name, "do_lower_case": True} if name else {}
-    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(source, kind)
     tokenizer = ef.Tokenizer(source)
     assert tokenizer.pair_template == template
     folders = [source] if template else []

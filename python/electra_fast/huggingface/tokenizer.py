@@ -61,8 +61,8 @@ def copy_tokenizer(
 
     `settings` override those of tokenizer_config.json. With `split_special_tokens`, only the model's own special tokens
     are split in text: others are written as ordinary added tokens. Rules that are not BERT's are written for
-    PreTrainedTokenizerFast, since a model type's class, such as RobertaTokenizer, applies its own. A post-processor with
-    another form than `PairTemplate` becomes BERT's, which training uses then.
+    PreTrainedTokenizerFast, since a model type's class, such as RobertaTokenizer, applies its own. A post-processor of
+    another form than `PairTemplate` becomes BERT's, as which training joins texts then.
 
     If the source has only a vocab.txt, like the released ELECTRA models, creates the other files. Raises
     FileNotFoundError if there is no tokenizer.
