@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_pair_templates import save_tokenizer
 from tiny_reading import flags as settings
 from tiny_task import QUICK, save_encoder, sentences, write_mrpc, write_sst2, write_stsb
 from transformers import (
@@ -24,6 +25,8 @@ from transformers import (
     BertConfig,
     ElectraConfig,
     ElectraForSequenceClassification,
+    RobertaConfig,
+    RobertaModel,
     pipeline,
 )
 
@@ -99,6 +102,17 @@ def test_published_head_on_modernbert_is_used_as_its_card_says(tmp_path, tiny_vo
             ef.load_finetuned(folder).outputs(["a text"]), found["logits"].detach().numpy(), atol=1e-5
         )
     assert AutoModel.from_pretrained(folder).config.electra_fast_head == "google"
+
+
+def test_pairs_of_roberta_are_joined_as_in_transformers(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = RobertaConfig(
+        **sizes, vocab_size=320, max_position_embeddings=66, type_vocab_size=1, initializer_range=0.2
+    )
+    RobertaModel(config).save_pretrained(tmp_path / "encoder")
+    save_tokenizer(tmp_path / "encoder", "RoBERTa")
+    folder = trained("mrpc", tmp_path / "encoder", tmp_path, write_mrpc)
+    np.testing.assert_allclose(ef.load_finetuned(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
 
 
 def test_regression_gives_values_in_the_units_of_the_data(encoder, tmp_path):

@@ -444,8 +444,13 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 201 entries, but the model has 200; put the model's own tokenizer"):
         load_encoder(tmp_path / "model")
     vocab.unlink()
-    with pytest.raises(FileNotFoundError, match="model: holds no tokenizer; put its tokenizer.json or vocab.txt there"):
+    missing = "model: holds no tokenizer.json or vocab.txt; "
+    with pytest.raises(FileNotFoundError, match=f"{missing}put its tokenizer.json or vocab.txt there"):
         load_encoder(tmp_path / "model")
+    for name in ("sentencepiece.bpe.model", "vocab.json"):
+        (tmp_path / "model" / name).touch()
+        with pytest.raises(FileNotFoundError, match=f"{missing}save_pretrained of AutoTokenizer .* from {name}"):
+            load_encoder(tmp_path / "model")
     stored.unlink()
     with pytest.raises(FileNotFoundError, match="model.safetensors: no such file"):
         load_encoder(tmp_path / "model")

@@ -12,11 +12,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_export import IDS, MASK, WORDS, logits, randomise
+from test_encoder import ROBERTA, hf_folder
+from test_export import IDS, MASK, WORDS, assert_same, logits, randomise
+from test_pair_templates import save_tokenizer
 
 from electra_fast.config.config import Config
+from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface import weights as huggingface_weights
 from electra_fast.huggingface.config import CLASSES, preset_of_size
+from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.huggingface.folder import write_model
 from electra_fast.model.model import Electra
@@ -130,6 +134,55 @@ def test_encoders_without_heads_continue_with_new_ones(
     assert found.config.objective.name == "electra" and logits(found)["generator"].isfinite().all()
     import_folder(tmp_path / "bare" / "discriminator", tmp_path / "alone")  # a masked language model with a new head
     assert load(tmp_path / "alone").config.objective.name == "mlm"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "tokenizer"),
+    [
+        ("BertForMaskedLM", {"layer_norm_eps": 1e-3}, "BERT"),
+        ("BertForPreTraining", {}, "BERT"),
+        ("RobertaForMaskedLM", ROBERTA, "RoBERTa"),
+        ("XLMRobertaForMaskedLM", ROBERTA, "XLM-R"),
+        ("CamembertForMaskedLM", ROBERTA, "CamemBERT"),
+        ("DistilBertForMaskedLM", {}, "DistilBERT"),
+    ],
+)
+def test_masked_language_models_of_other_types_come_in_and_go_out(
+    tmp_path: Path, name: str, settings: dict[str, Any], tokenizer: str
+) -> None:
+    model = hf_folder(tmp_path / "model", name, vocab_size=320, **settings)
+    (tmp_path / "model" / "vocab.txt").unlink()
+    save_tokenizer(tmp_path / "model", tokenizer)
+    with torch.no_grad():
+        outputs = model(input_ids=IDS, attention_mask=MASK)
+    expected = outputs["prediction_logits" if name == "BertForPreTraining" else "logits"]
+    assert_same(logits(load(tmp_path / "model")), {"generator": expected})
+    import_folder(tmp_path / "model", tmp_path / "run")
+    trained = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")).token_type_1_trained
+    assert trained == name.startswith("Bert")
+    export(tmp_path / "run", tmp_path / "out")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "generator").eval()
+    with torch.no_grad():
+        assert_same({"generator": again(input_ids=IDS, attention_mask=MASK).logits}, {"generator": expected})
+        hidden = model.base_model(input_ids=IDS, attention_mask=MASK).last_hidden_state
+        assert_same({"": again.electra(input_ids=IDS, attention_mask=MASK).last_hidden_state}, {"": hidden})
+    pairs = [("the cats sat", "a café in new york"), ("naïve", "")]
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / each) for each in ("model", "out/generator")]
+    theirs, ours = (each(pairs).input_ids for each in tokenizers)
+    assert theirs == ours and len(ours[0]) > 10
+
+
+def test_a_separate_output_table_of_another_type_is_refused_by_its_name(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path, "RobertaForMaskedLM", tie_word_embeddings=False, **ROBERTA)
+    with pytest.raises(ValueError, match="lm_head.decoder.weight differs from roberta.embeddings.word_embeddings.weig"):
+        load(tmp_path)
+    tensors = model.state_dict()
+    tensors["lm_head.decoder.weight"] = tensors["roberta.embeddings.word_embeddings.weight"].clone()
+    tensors["lm_head.decoder.bias"] = tensors["lm_head.bias"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="tensors lm_head.bias and lm_head.decoder.bias differ, but are one"):
+        load(tmp_path)
+    load_encoder(tmp_path)
 
 
 def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> None:

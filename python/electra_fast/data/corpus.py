@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from electra_fast import _data
 from electra_fast.data.coverage import Coverage
 from electra_fast.data.inputs import StrPath
+from electra_fast.data.pair_template import PairTemplate, template_of
 from electra_fast.errors import InputError
 
 Ids = NDArray[np.int32]
@@ -133,6 +136,14 @@ class Tokenizer:
     def to_json(self) -> str:
         """The text of a complete `tokenizer.json`."""
         return self._inner.to_json()
+
+    @cached_property
+    def pair_template(self) -> PairTemplate | None:
+        """How the tokenizer's post-processor joins texts; None if in another way than any `PairTemplate`."""
+        name, content = self.file
+        rules = {} if name == "vocab.txt" else json.loads(content)
+        special = self.special_tokens
+        return template_of(rules.get("post_processor"), special["cls"], special["sep"])
 
     @property
     def casing_inferred(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.data.corpus import Pieces, Tokenizer
+from electra_fast.data.pair_template import BERT
 
 Ints = NDArray[Any]
 # Texts that are tokenized together.
@@ -23,11 +24,11 @@ _CHUNK = 8192
 
 @dataclass(frozen=True)
 class EncodedExamples:
-    """Token ids of examples, each `[CLS] text [SEP]` or `[CLS] text [SEP] second text [SEP]`.
+    """Token ids of examples, each `[CLS] text [SEP]` or a pair as the tokenizer joins it.
 
     Args:
         ids: Token ids of all examples, concatenated, int32.
-        token_types: 1 for the second text and its [SEP], else 0; int32.
+        token_types: 1 for the second text and its [SEP], unless the tokenizer has 0 there too; else 0; int32.
         offsets: Start of each example in them, and the end of the last; int64 [n + 1].
         num_truncated: Number of examples that were too long.
         empty: Indices of the examples without a token of text.
@@ -51,8 +52,11 @@ class EncodedExamples:
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
     """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
 
-    In a pair, the longer text loses its last token until both fit; at a tie, the second does.
+    In a pair, the longer text loses its last tokens until it is as long as the other, and then both do, as with
+    `longest_first` in `transformers`. Texts are joined as the tokenizer joins them (`Tokenizer.pair_template`), or as
+    BERT's does if that is in another way.
     """
+    template = tokenizer.pair_template or BERT
     special = tokenizer.special_tokens
     cls, sep = [special["cls"]], [special["sep"]]
     ids: list[Ints] = []
@@ -63,16 +67,19 @@ def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: i
         parts = iter(tokenizer.encode_batch([text for example in chunk for text in example]))
         for index, example in enumerate(chunk, start):
             own = [next(parts) for _ in example]
-            lengths = _truncated_lengths([len(part) for part in own], max_length - 1 - len(own))
+            num_special = 2 if len(own) == 1 else template.num_special
+            lengths = _truncated_lengths([len(part) for part in own], max_length - num_special)
             num_truncated += sum(lengths) < sum(map(len, own))
             if not sum(lengths):
                 empty.append(index)
-            pieces: list[Any] = [cls]
-            for part, length in zip(own, lengths, strict=True):
-                pieces += [part[:length], sep]
+            first, *second = (part[:length] for part, length in zip(own, lengths, strict=True))
+            pieces: list[Any] = [cls, first, sep]
+            if second:
+                pieces += [sep * (template.num_separators - 1), *second, sep]
             ids.append(np.concatenate(pieces).astype(np.int32))
             types = np.zeros(len(ids[-1]), np.int32)
-            types[2 + lengths[0] :] = 1
+            if second:
+                types[-1 - lengths[1] :] = template.second_type
             token_types.append(types)
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([len(each) for each in ids], out=offsets[1:])
@@ -87,14 +94,14 @@ def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     first, second = lengths
+    half = room // 2
     if first + second <= room:
         return lengths
-    # Taking tokens from the longer one, from the second at a tie, ends here.
-    if second <= room // 2:
+    if second <= half:
         return [room - second, second]
-    if first <= room - room // 2:
+    if first <= half:
         return [first, room - first]
-    return [room - room // 2, room // 2]
+    return [room - half, half] if first > second else [half, room - half]
 
 
 def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:

@@ -166,24 +166,22 @@ class Tensors(dict[str, Tensor]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        """Translates the names of a folder's tensors by `ModelType.names`.
-
-        Raises InputError if the folder has two tensors for one and they differ.
-        """
+        """Translates the names of a folder's tensors by `ModelType.names`."""
         super().__init__()
         self._names, prefix = names, next(iter(names))
         self._prefix = "" if any(name.startswith(prefix) for name in tensors) else prefix
         self._originals: dict[str, str] = {}
+        self._others: dict[str, str] = {}
         for original_name, tensor in tensors.items():
             name = self._prefix + original_name
             for ending, ours in ((".gamma", ".weight"), (".beta", ".bias")):  # of the first releases
                 name = name.removesuffix(ending) + ours if name.endswith(ending) else name
             for theirs, ours in names.items():
                 name = name.replace(theirs, ours)
-            if name in self and not torch.equal(self[name], tensor):
-                raise InputError(f"{original_name} differs from {self._originals[name]}, which must be the same tensor")
+            if name in self and not torch.equal(self[name], tensor):  # a matter only for who reads it
+                self._others[name] = self._originals[name]
             self[name] = tensor
-            self._originals.setdefault(name, original_name)
+            self._originals[name] = original_name
 
     def original_name(self, name: str) -> str:
         """Returns the folder's own name of a tensor, which it may lack."""
@@ -194,8 +192,10 @@ class Tensors(dict[str, Tensor]):
         return name.removeprefix(self._prefix)
 
     def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        """Raises InputError if a tensor is missing or its shape differs from config.json's."""
+        """Raises InputError if a tensor is missing, its shape differs from config.json's, or there are two of it."""
         shown = self.original_name(name)
+        if name in self._others:
+            raise InputError(f"tensors {self._others[name]} and {shown} differ, but are one in the model")
         if name not in self:
             raise InputError(f"tensor {shown} is missing")
         found = tuple(self[name].shape)

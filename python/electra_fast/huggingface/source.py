@@ -31,6 +31,8 @@ from electra_fast.huggingface.model_types import original
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.model.networks import PARTS
 
+_OLDER_TOKENIZERS = ("vocab.json", "sentencepiece.bpe.model", "spiece.model")
+
 
 def checkpoint_of(source: Path) -> Path | None:
     """Returns the checkpoint of a run or checkpoint folder; None for Hugging Face folders."""
@@ -100,7 +102,13 @@ def tokenizer_folder(source: Path, vocab_size: int) -> Path:
         folders = _folders(source)
         places = [place for place in folders if _has_tokenizer(place)] or [source]
         if not _has_tokenizer(places[0]):
-            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer; put its tokenizer.json or vocab.txt there")
+            older = [name for name in _OLDER_TOKENIZERS if (folders[0] / name).is_file()]
+            remedy = (
+                f"; save_pretrained of AutoTokenizer in transformers writes one from {older[0]}"
+                if older
+                else "; put its tokenizer.json or vocab.txt there"
+            )
+            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer.json or vocab.txt{remedy}")
     first, *others = map(Tokenizer, places)
     for other in others:
         if other.content_hash != first.content_hash:

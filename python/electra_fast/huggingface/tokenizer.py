@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.pair_template import BERT, bert_post_processor
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object, write_object
 
@@ -59,17 +60,22 @@ def copy_tokenizer(
     """Copies a tokenizer's files into the folder of a model with the inputs `input_names`.
 
     `settings` override those of tokenizer_config.json. With `split_special_tokens`, only the model's own special tokens
-    are split in text: others are written as ordinary added tokens.
+    are split in text: others are written as ordinary added tokens. Rules that are not BERT's are written for
+    PreTrainedTokenizerFast, since a model type's class, such as RobertaTokenizer, applies its own. A post-processor of
+    another form than `PairTemplate` becomes BERT's, as which training joins texts then.
 
     If the source has only a vocab.txt, like the released ELECTRA models, creates the other files. Raises
     FileNotFoundError if there is no tokenizer.
     """
     tokenizer = Tokenizer(source)
     rules = json.loads(tokenizer.to_json())
-    special = tokenizer.special_tokens.values()
-    others = [token for token in rules["added_tokens"] if token["special"] and token["id"] not in special]
-    rewritten = bool(others) and (settings or {}).get("split_special_tokens")
-    if (source / "tokenizer.json").is_file() and not rewritten:
+    special, template = tokenizer.special_tokens, tokenizer.pair_template
+    splits = (settings or {}).get("split_special_tokens")
+    others = [
+        each for each in rules["added_tokens"] if splits and each["special"] and each["id"] not in special.values()
+    ]
+    of_bert = rules["model"]["type"] == "WordPiece" and template == BERT
+    if (source / "tokenizer.json").is_file() and of_bert and not others:
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             if (source / name).is_file():
@@ -82,9 +88,12 @@ def copy_tokenizer(
             raise InputError(f"{path}: model_max_length = {length!r} must be a number of tokens")
         length = int(min(length, 1 << 30))
         write_tokenizer(directory, tokenizer, length)
-    if rewritten:
-        for token in others:
-            token["special"] = False
+    for token in others:
+        token["special"] = False
+    if template is None:
+        cls, sep = ((tokenizer.id_to_token(special[name]), special[name]) for name in ("cls", "sep"))
+        rules["post_processor"] = bert_post_processor(cls, sep)
+    if others or template is None:
         write_object(directory / "tokenizer.json", rules)
     path = directory / "tokenizer_config.json"
     config = _read_config(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}

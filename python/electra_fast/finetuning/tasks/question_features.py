@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from electra_fast.data.corpus import Pieces, Tokenizer
+from electra_fast.data.pair_template import BERT
 from electra_fast.errors import InputError
 from electra_fast.finetuning.encoding import EncodedExamples, Ints, chunk_spans
 from electra_fast.finetuning.task import Answer
@@ -80,36 +81,37 @@ def question_features(
     Raises:
         InputError: A context has no tokens, or the configuration leaves no room for it.
     """
-    _check_room(sequence_length, max_query_length)
+    template = tokenizer.pair_template or BERT
+    _check_room(sequence_length, max_query_length, template.num_special)
     contexts = _contexts(tokenizer, texts, names or [str(number) for number in range(len(texts))])
     questions = tokenizer.encode_batch([question for question, _ in texts])
     special = tokenizer.special_tokens
     cls, sep = np.array([special["cls"]], np.int32), np.array([special["sep"]], np.int32)
     ids, chunks = [np.zeros(0, np.int32)], []
     for number, (question, context) in enumerate(zip(questions, contexts, strict=True)):
-        head = np.concatenate((cls, question[:max_query_length], sep))
+        head = np.concatenate((cls, question[:max_query_length], *[sep] * template.num_separators))
         for first, length in chunk_spans(len(context.ids), sequence_length - len(head) - 1, doc_stride):
             ids += [head, context.ids[first : first + length], sep]
             chunks.append((number, first, len(head), length + 1))
     chunks_n4 = np.array(chunks, np.int64).reshape(-1, 4)
     num_truncated = sum(len(question) > max_query_length for question in questions)
-    encoded = _encoded(np.concatenate(ids), chunks_n4[:, 2:], num_truncated)
+    encoded = _encoded(np.concatenate(ids), chunks_n4[:, 2:], num_truncated, template.second_type)
     return QuestionFeatures(encoded, chunks_n4[:, 0], chunks_n4[:, 1], chunks_n4[:, 2], contexts)
 
 
-def _check_room(sequence_length: int, max_query_length: int) -> None:
-    room = sequence_length - max_query_length - 3
+def _check_room(sequence_length: int, max_query_length: int, num_special: int) -> None:
+    room = sequence_length - max_query_length - num_special
     if room < _LEAST_ROOM:
         raise InputError(
             f"finetune.sequence_length = {sequence_length} leaves room for {max(room, 0)} tokens of the context after "
             f"a question of finetune.max_query_length = {max_query_length}; make it at least "
-            f"{max_query_length + 3 + _LEAST_ROOM}, or questions shorter"
+            f"{max_query_length + num_special + _LEAST_ROOM}, or questions shorter"
         )
 
 
-def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int) -> EncodedExamples:
+def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int, second_type: int) -> EncodedExamples:
     """Returns examples of two segments with these lengths, special tokens included."""
-    types = np.repeat(np.tile(np.array([0, 1], np.int32), len(lengths_n2)), lengths_n2.flatten())
+    types = np.repeat(np.tile(np.array([0, second_type], np.int32), len(lengths_n2)), lengths_n2.flatten())
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths_n2.sum(axis=1))))
     return EncodedExamples(ids, types, offsets, num_truncated, ())
 
