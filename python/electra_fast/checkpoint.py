@@ -75,9 +75,12 @@ def load_parameters(model: Electra, directory: Path) -> None:
 
 
 def read_parameters(model: Electra, directory: Path) -> dict[str, Tensor]:
-    """Returns a model's parameters from a checkpoint. Raises ValueError naming the first one that does not fit."""
+    """Returns a model's parameters from a checkpoint, `lengthened`.
+
+    Raises ValueError naming the first one that does not fit.
+    """
     path = directory / "model.safetensors"
-    found = read_tensors(path)
+    found = lengthened(read_tensors(path), model.config.model.max_positions)
     own = stored(model)
     for name in sorted(own.keys() | found.keys()):
         if name not in found or name not in own:
@@ -89,6 +92,21 @@ def read_parameters(model: Electra, directory: Path) -> dict[str, Tensor]:
                 f"{list(own[name].shape)} in this configuration; the checkpoint is of another model"
             )
     return found
+
+
+def lengthened(tensors: Mapping[str, Tensor], num_positions: int) -> dict[str, Tensor]:
+    """Returns tensors of a checkpoint for a model of `num_positions`, which may have grown since.
+
+    Learned positions repeat from the first row on, and so do their moments: with second moments of 0, the first updates
+    of the new rows would be many times too large.
+    """
+    repeated = torch.arange(num_positions)
+    return {
+        name: tensor[repeated % len(tensor)]
+        if name.endswith("embeddings.position") and len(tensor) < num_positions
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def stored(model: Electra) -> dict[str, Tensor]:

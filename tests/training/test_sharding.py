@@ -1,6 +1,7 @@
 """A model whose parameters are divided over ranks trains, evaluates, is saved and resumes as a whole one."""
 
 import itertools
+import json
 import shutil
 import signal
 
@@ -48,8 +49,14 @@ def test_a_sharded_model_trains_as_a_whole_one(
 
 
 def test_a_sharded_run_resumes_a_whole_one_and_is_resumed_by_one(server, validation_corpus, tmp_path):
-    changes = NO_DROPOUT | {"train.steps": "12", "train.batch_size": "10"}
-    server.run(1, validation_corpus, tmp_path / "whole", **changes, **{"train.keep_checkpoints": "9"})
+    """With longer texts from then on."""
+    changes = NO_DROPOUT | {"train.steps": "12", "train.batch_size": "10", "train.keep_checkpoints": "9"}
+    server.run(1, validation_corpus, tmp_path / "whole", **changes)
+    truncate(tmp_path / "whole", 6)
+    record = {"step": 6, "changes": {"model.max_positions": [128, 200]}}
+    (tmp_path / "whole" / "changes.jsonl").write_text(json.dumps(record) + "\n")
+    changes["model.max_positions"] = "200"
+    server.run(1, validation_corpus, tmp_path / "whole", **changes)
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for world_size, step, sharding in ((3, 6, SHARDED), (1, 9, {})):
         truncate(tmp_path / "run", step)

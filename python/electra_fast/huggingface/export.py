@@ -78,7 +78,9 @@ def export(
         _copy_token_type_0(model)
 
     def write_role(folder: Path, role: str, headless: bool = False) -> None:
-        copy_tokenizer(tokenizer, folder, INPUT_NAMES[model.config.model.architecture])
+        shape = model.config.model
+        length = {"model_max_length": shape.max_positions}  # which may have grown
+        copy_tokenizer(tokenizer, folder, INPUT_NAMES[shape.architecture], length)
         trained = source_origin.token_type_1_trained
         write_model(folder, model, role, special_ids(folder), trained, headless=headless)
         sizes = num_parameters(folder / "model.safetensors")

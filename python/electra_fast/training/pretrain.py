@@ -51,7 +51,8 @@ def pretrain(
             by default.
         out: Run folder; `train.out` by default.
         allow_changes: Resume with changed optimizer, objective, data and training keys, or other corpora of the same
-            vocabulary or other weights. Changes are recorded in RUN/changes.jsonl. Model sizes can never change.
+            vocabulary or other weights. Changes are recorded in RUN/changes.jsonl. Model sizes can never change, except
+            that `model.max_positions` and the bases of rotary positions may grow.
         from_step: Go back to the checkpoint of this step instead of the newest one. Renames later checkpoints and
             removes later log lines.
 

@@ -57,6 +57,8 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
         yield from words_to_mask(config, mixture)
     for name, (was, now) in run.changes.items():
         yield f"changed at step {state.step}: {name} = {was!r} is now {now!r}"
+    if "model.max_positions" in run.changes and config.model.architecture == "bert":
+        yield "the learned positions and their moments repeat from the first one on, until they are trained"
     if "train.steps" in run.changes:
         yield _rate_change(run, state.step, int(str(run.changes["train.steps"][0])))
     yield from _low_peak(run)

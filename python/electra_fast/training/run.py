@@ -52,7 +52,9 @@ FREE_KEYS = {
 # Keys that determine the parameters and moments, which a run can never change.
 FIXED_KEYS = {"objective.name", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")
-NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
+# Of these, sizes that may grow: `checkpoint.lengthened` extends learned positions.
+GROWING = ("model.max_positions", "model.rope_theta", "model.local_rope_theta")
+NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention", *GROWING}
 # Weights of losses with a head, which exists from the start or not at all.
 HEAD_WEIGHTS = {"objective.corrective_weight", "objective.contrastive_weight"}
 # Name of the corpora, given as content hashes and weights, among the changed keys.
@@ -159,6 +161,10 @@ def _resumed_run(
     kept = _hardware_choices(config, saved, recorded)
     size = config.model.vocab_size or saved.model.vocab_size
     config = _resolved(_with(config.override(kept), "model", vocab_size=size), mixture)
+    for name in GROWING:
+        was, now = saved.value(name), config.value(name)
+        if float(str(now)) < float(str(was)):
+            raise InputError(f"{folder}: {name} = {now!r}, but this run has {was!r}, which can only grow")
     changes: Changes = {
         name: pair
         for name, pair in saved.differences(config).items()
@@ -173,7 +179,7 @@ def _resumed_run(
             "give at least that many, or another --out"
         )
     unrecorded = _since(recorded, changes)
-    _refuse(folder, directory, unrecorded, config, allow_changes)
+    _refuse(folder, directory, unrecorded, config, allow_changes or is_import)
     if goes_back:
         _forget_changes(folder, state.step)
         for message in checkpoint_folder.set_aside_after(folder, state.step):

@@ -91,7 +91,8 @@ class RunTensors:
         model |= checkpoint.read_parameters(self._model, directory)
         if not has_optimizer:
             return 0
-        own, step = split_state(checkpoint.read_tensors(directory / "optimizer.safetensors"))
+        state = checkpoint.read_tensors(directory / "optimizer.safetensors")
+        own, step = split_state(checkpoint.lengthened(state, self._model.config.model.max_positions))
         self._optimizer.check_state(own)
         optimizer |= own | {name: tensor for name, tensor in step.items() if name in self._step}
         return int(optimizer.pop("num_updates"))

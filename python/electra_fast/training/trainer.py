@@ -63,7 +63,7 @@ from electra_fast.training.timing import StepTimer, TimeLimit
 from electra_fast.training.world import World
 
 # Changes of keys with these prefixes make losses incomparable.
-_OTHER_LOSSES = ("data.", "objective.", CORPUS)
+_OTHER_LOSSES = ("data.", "objective.", "model.rope_theta", "model.local_rope_theta", CORPUS)
 # Batches for the verdict on a run without evaluations.
 _VERDICT_BATCHES = 10
 
