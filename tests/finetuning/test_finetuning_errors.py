@@ -199,8 +199,8 @@ def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_
     arguments = {"task": "classification", "train": tmp_path / "missing.csv", "out": tmp_path / "out"}
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         ef.finetune(model=tmp_path / "nowhere", **arguments)
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(InputError, match="model_type = 'bert' must be one of electra, modernbert"):
+    (tmp_path / "config.json").write_text('{"model_type": "deberta"}')
+    with pytest.raises(InputError, match="model_type = 'deberta' must be one of electra, modernbert, bert, roberta"):
         ef.finetune(model=tmp_path, **arguments)
     for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
         with pytest.raises(InputError, match=key):

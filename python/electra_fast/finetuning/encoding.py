@@ -52,9 +52,9 @@ class EncodedExamples:
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
     """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
 
-    In a pair, the longer text loses its last tokens until it is as long as the other, and then both do, as with
-    `longest_first` in `transformers`. Texts are joined as the tokenizer joins them (`Tokenizer.pair_template`), or as
-    BERT's does if that is in another way.
+    In a pair, the longer text loses its last token until both fit; at a tie, the second does, as in the published code.
+    (`transformers` may leave one token more of the second instead of the first.) Texts are joined as the tokenizer
+    joins them (`Tokenizer.pair_template`), or as BERT's does if that is in another way.
     """
     template = tokenizer.pair_template or BERT
     special = tokenizer.special_tokens
@@ -94,14 +94,14 @@ def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
     if len(lengths) == 1:
         return [min(lengths[0], room)]
     first, second = lengths
-    half = room // 2
     if first + second <= room:
         return lengths
-    if second <= half:
+    # Taking tokens from the longer one, from the second at a tie, ends here.
+    if second <= room // 2:
         return [room - second, second]
-    if first <= half:
+    if first <= room - room // 2:
         return [first, room - first]
-    return [room - half, half] if first > second else [half, room - half]
+    return [room - room // 2, room // 2]
 
 
 def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
