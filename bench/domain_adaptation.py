@@ -116,7 +116,7 @@ def measure(name: str, source: Path, options: argparse.Namespace) -> dict[str, o
     """The scores of a model: of validation text, unless it has no head, and of the task."""
     found: dict[str, object] = {"name": name, "processor": processor()}
     if name != "as it is":
-        report = ef.evaluate(source, options.out / "shards", mlm_examples=400, sequence_length=128)
+        report = ef.evaluate(source, options.out / "shards", mlm_examples=150, sequence_length=128)
         run = ef.Config.load(source / "config.toml")
         tokens = run.train.steps * run.train.batch_size * run.data.sequence_length
         found |= {"tokens": tokens, "FLOPs": tokens * flops_per_token(run).total}
