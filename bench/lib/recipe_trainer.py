@@ -85,27 +85,5 @@ def train(name: str, config: ef.Config, num_steps: int, corpus: str | Path, out:
         rows = Chunks(corpus, config.data.sequence_length)
         trainer = Trainer(model, arguments, collate, rows)
         trainer.train(resume_from_checkpoint=any((out / "checkpoints").glob("checkpoint-*")))
-    save(model, tokenizer, out / "model")
-
-
-def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes a model; BERT is written as an ELECTRA whose embeddings are as wide as its layers."""
-    from transformers import BertForMaskedLM, ElectraConfig, ElectraForMaskedLM
-
-    if isinstance(model, BertForMaskedLM):
-        config = {**model.config.to_dict(), "embedding_size": model.config.hidden_size}
-        electra = ElectraForMaskedLM(ElectraConfig(**{k: v for k, v in config.items() if k != "model_type"}))
-        names = {
-            "bert.": "electra.",
-            "cls.predictions.transform.": "generator_predictions.",
-            "cls.predictions.decoder.": "generator_lm_head.",
-            "cls.predictions.bias": "generator_lm_head.bias",
-        }
-        state = {}
-        for name, tensor in model.state_dict().items():
-            old, new = next(each for each in names.items() if name.startswith(each[0]))
-            state[new + name.removeprefix(old)] = tensor
-        electra.load_state_dict(state)
-        model = electra
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")

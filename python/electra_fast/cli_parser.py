@@ -197,7 +197,13 @@ def build_parser() -> Parser:
         help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, several separated by commas; glue: all in --data; "
         "squad1, squad2; for your own data: classification, regression, tagging, question-answering",
     )
-    sub.add_argument("--model", type=Path, required=True, help="run, checkpoint or Hugging Face folder")
+    sub.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="run, checkpoint or Hugging Face folder of any class: ELECTRA, ModernBERT, BERT, RoBERTa, XLM-R, "
+        "CamemBERT, DistilBERT",
+    )
     sub.add_argument("--out", type=Path, required=True, help="output folder for models, predictions and results.json")
     sub.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per task, with seeds 0 to N-1")
     sub.add_argument("--recipe", default=FINETUNING_RECIPE, help=f"{', '.join(FINETUNING_RECIPES)}")

@@ -71,8 +71,12 @@ def read_pairs(path):
 
 
 def pair_ids(tokenizer, pair, max_length=24):
-    encoded = tokenizer(*pair, truncation=True, max_length=max_length)
-    return encoded["input_ids"], encoded["token_type_ids"]
+    """[CLS] a [SEP] b [SEP]; the longer text loses its last token until both fit, at a tie the second."""
+    a, b = (tokenizer.encode(text, add_special_tokens=False) for text in pair)
+    while len(a) + len(b) > max_length - 3:
+        (a if len(a) > len(b) else b).pop()
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    return [cls, *a, sep, *b, sep], [0] * (len(a) + 2) + [1] * (len(b) + 1)
 
 
 @pytest.mark.parametrize(
