@@ -47,6 +47,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "ElectraForPreTraining": {"hidden_dropout_prob": 0.2},
     "ElectraModel": {"embedding_size": 64},
     "ElectraForMaskedLM": {},
+    "BertModel": {},
     "ElectraForSequenceClassification": {"num_labels": 3},
     "ModernBertModel": {"local_attention": 8},
     "ModernBertForMaskedLM": {},
@@ -84,7 +85,9 @@ def test_a_small_generator_has_a_whole_number_of_heads(tmp_path: Path, num_heads
     assert Config.load(tmp_path / "run" / "config.toml").generator.fraction == pytest.approx(fraction)
 
 
-@pytest.mark.parametrize("name", ["ElectraForMaskedLM", "ModernBertForMaskedLM", "ElectraForPreTraining"])
+@pytest.mark.parametrize(
+    "name", ["ElectraForMaskedLM", "ModernBertForMaskedLM", "RobertaForMaskedLM", "ModernBertModel"]
+)
 @pytest.mark.parametrize("num_layers", [2, 4])
 def test_the_first_layers_become_the_generator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, num_layers: int

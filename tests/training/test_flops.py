@@ -82,6 +82,7 @@ OTHER_SHAPES = {
     "a projection": {"model.embedding_size": "32", "model.num_layers": "3"},
     "a projection, modern mlm": {"model.architecture": "modern", "objective.name": "mlm", "model.embedding_size": "32"},
     "no projection": {"model.embedding_size": "64"},
+    "generator first": {"objective.generator_first": "9", "model.tying": "none", "generator.embedding_size": "16"},
 }
 
 
@@ -139,6 +140,15 @@ def test_a_run_costs_what_its_stages_cost() -> None:
     assert second.generator == pytest.approx(mlm.generator / 3)  # frozen: forward only
     assert second.discriminator == flops_per_token(config.with_objective("electra")).discriminator
     assert flops_per_token(config).total == pytest.approx((first.total + second.total) / 2)
+
+
+def test_a_generator_that_is_first_costs_itself_alone() -> None:
+    config = Config.preset("small", "google").override({"train.steps": "100", "objective.generator_first": "25"})
+    first, second = (flops_per_token(config, [stage]) for stage in objective_of(config).stages())
+    assert second == flops_per_token(config.override({"objective.generator_first": "0"}))
+    assert (first.generator, first.generator_head) == (second.generator, second.generator_head)
+    assert first.total == first.generator + first.generator_head
+    assert flops_per_token(config).total == pytest.approx((first.total + 3 * second.total) / 4)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,11 @@ class ObjectiveConfig(Section):
     contrastive_weight: float = config_key(
         0.0, "weight of the loss for recognizing unchanged segments (electra); 0: no segments are left unchanged", low=0
     )
+    generator_first: int = config_key(
+        0,
+        "steps at the start that train the generator alone (electra): a new one would disturb a trained discriminator",
+        low=0,
+    )
     disc_positions: Literal["masked", "random"] = config_key(
         "masked", "tokens of electra15's discriminator loss: the masked ones, or as many drawn independently"
     )
@@ -324,6 +329,11 @@ class Config(Configuration):
         num_stages = OBJECTIVE_SPECS[name].num_stages
         if self.train.steps < num_stages:
             raise InputError(f'objective.name = "{name}" needs train.steps = {num_stages} or more, one per stage')
+        if self.train.steps <= self.objective.generator_first:
+            raise InputError(
+                f"objective.generator_first = {self.objective.generator_first} leaves none of train.steps = "
+                f"{self.train.steps} to the discriminator; lower it"
+            )
         if self.generator.kind == "model" and len(OBJECTIVE_SPECS[name].roles) > 1:
             shape = self.generator_shape()
             same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
@@ -359,7 +369,8 @@ class Config(Configuration):
     @property
     def schedule_steps(self) -> int:
         """Steps of the learning-rate schedule: `train.steps`, or those of the longest stage, since each has its own."""
-        return -(-self.train.steps // OBJECTIVE_SPECS[self.objective.name].num_stages)
+        steps, first = self.train.steps, self.objective.generator_first
+        return max(first, steps - first) if first else -(-steps // OBJECTIVE_SPECS[self.objective.name].num_stages)
 
     def resolved(self) -> Config:
         """Returns a copy with the warmup and learning rates that depend on `schedule_steps` filled in."""

@@ -60,6 +60,10 @@ OBJECTIVE_SPECS = {
 
 OPTION_NEEDS: dict[str, tuple[Scalar, Needs]] = {
     "objective.contrastive_weight": (0.0, {"data.masking": DISTINCT, "objective.name": ("electra",)}),
+    "objective.generator_first": (
+        0,
+        {"objective.name": ("electra",), "generator.kind": ("model",), "model.tying": ("none", "embeddings")},
+    ),
     "objective.disc_positions": ("masked", {"objective.name": ("electra15",)}),
     "generator.kind": ("model", {"objective.temperature": (1.0,), "objective.disallow_correct": (False,)}),
 }

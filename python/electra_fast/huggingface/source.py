@@ -90,7 +90,10 @@ def _role(path: Path) -> str:
     if known := [name for name in classes if name in roles]:
         return roles[known[0]]
     names = ", ".join(dict.fromkeys((*CLASSES.values(), *HEADLESS.values())))
-    raise InputError(f"{path}: architectures = {original(table).get('architectures')!r} must name one of {names}")
+    raise InputError(
+        f"{path}: architectures = {original(table).get('architectures')!r} must name one of {names}; others can be "
+        "fine-tuned, or imported with --generator"
+    )
 
 
 def tokenizer_folder(source: Path, vocab_size: int) -> Path:

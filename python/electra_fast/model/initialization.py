@@ -19,6 +19,8 @@ def initialize(model: nn.Module, architecture: str, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     modern = architecture == "modern"
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:  # has no values, and torch would import its compiler to draw none
+            continue
         with torch.no_grad():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # nn.Linear draws its biases

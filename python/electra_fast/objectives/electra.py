@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from electra_fast.model.model import Electra
-from electra_fast.model.networks import corrective_weight
+from electra_fast.model.networks import Network, corrective_weight
+from electra_fast.objectives.mlm import MaskedLMObjective
 from electra_fast.objectives.objective import (
     MicroBatch,
     NetworkInputs,
@@ -22,6 +23,7 @@ from electra_fast.objectives.objective import (
     Output,
     Predictions,
     RngKey,
+    Stage,
     Totals,
     corrupt,
     generate,
@@ -59,6 +61,15 @@ class GeneratorObjective(Objective):
 
 
 @dataclass(frozen=True)
+class GeneratorAloneObjective(MaskedLMObjective):
+    """Masked language modeling of the generator, before its discriminator trains with it."""
+
+    def networks(self) -> dict[str, Network]:
+        """Returns the generator."""
+        return {"generator": ElectraObjective(self.config).networks()["generator"]}
+
+
+@dataclass(frozen=True)
 class ElectraObjective(GeneratorObjective):
     """gen_weight * masked language modeling of the generator + disc_weight * replaced-token detection.
 
@@ -67,6 +78,10 @@ class ElectraObjective(GeneratorObjective):
     own and its embedding table (after the corrective language modeling of COCO-LM, arXiv 2102.08473, which has a loss
     over all tokens and a copy mechanism). With a contrastive weight, a fifth of the segments stay unchanged, and a head
     on [CLS] recognizes them (Appendix H).
+
+    With `generator_first`, the generator trains alone in so many steps, a stage with a learning-rate schedule of its
+    own, as is the rest. Nothing of the discriminator moves meanwhile, and so neither do shared embeddings: it is the
+    large first gradients of a new generator that they have to be protected from.
     """
 
     name = "electra"
@@ -88,6 +103,17 @@ class ElectraObjective(GeneratorObjective):
     )
     denominator: ClassVar[str] = "tokens"
     """The total that counts the tokens of the discriminator's loss."""
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Returns one stage, or two with `generator_first`."""
+        first, steps = self.config.objective.generator_first, self.config.train.steps
+        if not first:
+            return super().stages()
+        frozen = ("embeddings", "discriminator", *self.networks()["discriminator"].heads)
+        return (
+            Stage("masked language modeling", GeneratorAloneObjective(self.config), 0, first, frozen),
+            Stage("replaced-token detection", self, first, steps - first),
+        )
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Adds the number of segments if they have a loss."""

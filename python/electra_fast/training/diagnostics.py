@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast.config.config import Config, OptimizerConfig
+from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LossHistory, TrainState
-from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number, Objective
 
 # A run has exploded above this multiple of the loss of uniform predictions.
@@ -182,8 +182,8 @@ def _auc_amount(auc: float, found: Mapping[str, Number]) -> str:
 
 
 def _reasons(config: Config, trained_tokens: int, corpus_tokens: int) -> Iterator[str]:
-    steps, has_stages = config.train.steps, len(objective_of(config).stages()) > 1
-    longer = f"{'start again' if has_stages else 'continue'} with --train.steps {10 * steps}"
+    steps, is_fixed = config.train.steps, OBJECTIVE_SPECS[config.objective.name].num_stages > 1
+    longer = f"{'start again' if is_fixed else 'continue'} with --train.steps {10 * steps}"
     yield f"too little training ({steps:,} steps, {trained_tokens / 1e6:.2f} M tokens): {longer}"
     if config.model.architecture == "bert":
         yield "recipes google and paper learn late: start again with --recipe modern"

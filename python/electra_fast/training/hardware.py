@@ -244,7 +244,7 @@ def _num_rows(config: Config, num_processes: int) -> int:
 def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
     """Returns a function that computes the gradients of the run's first rows in a precision."""
     loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
-    batch, stage = to_torch(next(loader)), objective_of(config).stage(0)
+    batch, stage = to_torch(next(loader)), max(objective_of(config).stages(), key=lambda each: each.num_steps)
     model = Electra(config).train()
     for name in stage.frozen:
         model.get_submodule(name).requires_grad_(False)

@@ -107,8 +107,11 @@ def _word_lengths(config: Config, mixture: Mixture, starts_V: torch.Tensor) -> t
 def _rate_change(run: Run, step: int, num_steps: int) -> str:
     """Describes the effect of stretching the schedule from `num_steps` on the learning rate."""
     optimizer, steps = run.config.optimizer, run.config.train.steps
+    first = run.config.objective.generator_first  # steps with a schedule of their own
+    step = max(step, first)
     before, after = (
-        lr_scale(optimizer, min(step, total), total) * optimizer.learning_rate for total in (num_steps, steps)
+        lr_scale(optimizer, min(step, total) - first, total - first) * optimizer.learning_rate
+        for total in (num_steps, steps)
     )
     return (
         f"the schedule is stretched: the learning rate of step {step} is {after:.3g} "

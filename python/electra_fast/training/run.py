@@ -50,7 +50,7 @@ FREE_KEYS = {
     "train.capture_collectives",
 }
 # Keys that determine the parameters and moments, which a run can never change.
-FIXED_KEYS = {"objective.name", "optimizer.name"}
+FIXED_KEYS = {"objective.name", "objective.generator_first", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")
 # Of these, sizes that may grow: `checkpoint.lengthened` extends learned positions.
 GROWING = ("model.max_positions", "model.rope_theta", "model.local_rope_theta")
