@@ -299,10 +299,11 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print results.json")
     sub.epilog = _key_help(Config.preset("small", "google"), FinetuningConfig())
 
-    sub = command("export", "export a run as Hugging Face folders, discriminator/ and generator/")
+    sub = command("export", "export a run as Hugging Face folders: encoder/, discriminator/ and generator/")
     sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
     sub.add_argument("--out", type=Path, required=True, help="output folder")
     sub.add_argument("--unfinished", action="store_true", help="export a run that has steps left")
+    sub.add_argument("--onnx", action="store_true", help="also write model.onnx, compared with torch by onnxruntime")
     sub.add_argument(
         "--language",
         type=comma_separated,

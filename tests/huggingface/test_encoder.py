@@ -402,7 +402,6 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
         ("ElectraModel", {"num_hidden_layers": 5}, ": tensor encoder.layer.4.attention.self.query.weight is missing"),
         ("ElectraModel", {"num_hidden_layers": "4"}, "model.num_layers = '4' must be an integer"),
         ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], but config.json says [201"),
-        ("ElectraModel", {"electra_fast_token_type_1_trained": "yes"}, "_1_trained = 'yes' must be true or false"),
         ("ModernBertModel", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
         ("ModernBertModel", {"attention_bias": True}, "attention_bias = True is not supported; it must be False"),
         ("ModernBertModel", {"mlp_bias": True}, "mlp_bias = True is not supported; it must be False"),

@@ -170,6 +170,11 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
             hf_model = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
             assert_same({role: hf_logits(hf_model, types)}, {role: expected})
     assert_same(typed, logits(model))  # those of token type 0
+    path = tmp_path / "out" / "generator" / "config.json"
+    table = json.loads(path.read_text(encoding="utf-8")) | {"electra_fast_token_type_1_trained": "yes"}
+    path.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes' must be true or fals"):
+        import_folder(tmp_path / "out", tmp_path / "again")
 
 
 def others_folders(folder: Path) -> None:

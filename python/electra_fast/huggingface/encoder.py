@@ -23,7 +23,6 @@ from electra_fast.huggingface.config import (
     read_encoder_shape,
     read_table,
     role_shape,
-    token_type_1_trained,
 )
 from electra_fast.huggingface.folder import read_weights
 from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
@@ -50,7 +49,7 @@ class PretrainedEncoder:
 def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncoder:
     """Loads the encoder of a run (its latest checkpoint), a checkpoint or any Hugging Face folder.
 
-    If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
+    If token type 1 never occurred in the training of a run, its embedding becomes a copy of type 0's, as in an export.
 
     Args:
         source: Run, checkpoint or folder.
@@ -66,12 +65,10 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
             folders = folders_of(source)
             folder = folders[_choose(source, folders, role)]
         shape, state = _read_folder(folder, role)
-        trained = token_type_1_trained(folder)
     else:
         shape, state = _read_checkpoint(stored, role)
-        trained = origin(source).token_type_1_trained
-    if shape.architecture == "bert" and not trained:
-        state["embeddings.token_type"] = state["embeddings.token_type"][:1].repeat(2, 1)
+        if shape.architecture == "bert" and not origin(source).token_type_1_trained:
+            state["embeddings.token_type"] = state["embeddings.token_type"][:1].repeat(2, 1)
     return PretrainedEncoder(shape, state, tokenizer_folder(source, shape.vocab_size), _content_hash(state))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from electra_fast import checkpoint
 from electra_fast.config.config import AUTO, HARDWARE_KEYS
@@ -17,7 +19,8 @@ from electra_fast.huggingface.adaptation import read_with_generator
 from electra_fast.huggingface.card import Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_model, read_models, write_model
-from electra_fast.huggingface.source import folders_of, origin, tokenizer_folder
+from electra_fast.huggingface.onnx import FILE, require_packages, write_onnx
+from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import say
@@ -39,6 +42,7 @@ def export(
     out: str | Path,
     *,
     unfinished: bool = False,
+    onnx: bool = False,
     languages: Sequence[str] = (),
     license: str | None = None,
 ) -> None:
@@ -53,12 +57,17 @@ def export(
         source: A run (its latest checkpoint), a checkpoint, or Hugging Face folders.
         out: Output folder; an earlier export is replaced atomically.
         unfinished: Export even if the run has steps left.
+        onnx: Also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits), compared with
+            torch. Needs the packages of the extra `onnx`.
         languages: Codes of the text's languages, such as `hu`, for the model card.
         license: Identifier of the model's license, such as `apache-2.0`, for the model card.
 
-    Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export.
+    Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export; ElectraFastError if
+    the outputs of an ONNX file are wrong.
     """
     source, out = Path(source), Path(out)
+    if onnx:
+        require_packages()
     front_matter = metadata(languages, license)
     if not _is_empty(out) and not _is_export(out):
         raise InputError(f"{out}: not empty and not an earlier export; choose another folder")
@@ -66,6 +75,7 @@ def export(
     if not unfinished:
         _check_finished(source, source_origin)
     model = load(source)
+    source_origin = _with_trained_types(source, source_origin, model)
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
     _check_whole(source, model, "export needs")
     if model.config.model.heads != "dense":
@@ -76,6 +86,8 @@ def export(
 
     if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
+
+    measured: list[str] = []
 
     def write_role(folder: Path, role: str, headless: bool = False) -> None:
         shape = model.config.model
@@ -92,8 +104,13 @@ def export(
             write_role(folder / role, role)
         if "encoder" not in model.networks:
             write_role(folder / "encoder", next(role for role in PARTS if role in model.networks), headless=True)
+        for name, output in {"encoder": "last_hidden_state", "discriminator": "logits"}.items() if onnx else ():
+            if (folder / name).is_dir():
+                measured.append(f"{out / name / FILE}: {write_onnx(folder / name, output)}")
 
     _write_folder(out, write)
+    for line in measured:
+        say(line)
 
 
 def import_folder(directory: str | Path, out: str | Path, *, generator: str | Path | None = None) -> None:
@@ -124,7 +141,8 @@ def import_folder(directory: str | Path, out: str | Path, *, generator: str | Pa
     def write(folder: Path) -> None:
         copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[model.config.model.architecture])
         (folder / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
-        state = TrainState(imported=True, token_type_1_trained=origin(source).token_type_1_trained)
+        trained = _with_trained_types(source, origin(source), model).token_type_1_trained
+        state = TrainState(imported=True, token_type_1_trained=trained)
         checkpoint.save(folder, model, None, state, keep=1)
 
     _write_folder(out, write)
@@ -143,6 +161,20 @@ def _read_to_continue(source: Path) -> Electra:
         fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}
     model.config = model.config.override(fresh)
     return model
+
+
+def _with_trained_types(source: Path, source_origin: Origin, model: Electra) -> Origin:
+    """Returns a source's origin, with token type 1 as trained if it is no longer a copy in a folder of `export`.
+
+    Other programs that fine-tune such a folder keep what its config.json says.
+    """
+    if checkpoint_of(source) is not None or all(torch.equal(*table) for table in _token_types(model)):
+        return source_origin
+    return dataclasses.replace(source_origin, token_type_1_trained=True)
+
+
+def _token_types(model: Electra) -> Iterator[Tensor]:
+    return (table for name, table in model.named_parameters() if name.endswith(".token_type"))
 
 
 def _check_finished(source: Path, source_origin: Origin) -> None:
@@ -170,9 +202,8 @@ def _say_own_heads(model: Electra, what: str) -> None:
 
 @torch.no_grad()
 def _copy_token_type_0(model: Electra) -> None:
-    for name, table in model.named_parameters():
-        if name.endswith(".token_type"):
-            table[1] = table[0]
+    for table in _token_types(model):
+        table[1] = table[0]
 
 
 def _is_empty(folder: Path) -> bool:

@@ -1,0 +1,163 @@
+"""ONNX files of exported folders, which onnxruntime and other engines run without torch.
+
+They are written by torch's exporter on `torch.export` (dynamo=True). Its older one, which traces a call, keeps the
+masks of the batch that it saw: a ModernBERT with local attention then gives wrong outputs at other lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.errors import ElectraFastError, InputError
+from electra_fast.huggingface.config import MODEL_TYPES, read_encoder_shape, read_table
+from electra_fast.huggingface.tokenizer import INPUT_NAMES
+
+FILE = "model.onnx"
+MAX_ERROR = 3e-5
+"""Largest difference from torch, as a fraction of the largest output. Rounding made 4e-6 in 22 layers of width 512."""
+_PACKAGES = ("transformers", "onnx", "onnxscript", "onnxruntime")
+_EXPORTED_SHAPE = (2, 16)
+_TIMED_LENGTH, _TIMED_RUNS = 128, 10
+
+
+def require_packages() -> None:
+    """Raises ValueError naming the packages that are not installed."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise InputError(f'--onnx (onnx=True) needs {", ".join(missing)}: pip install "electra-fast[onnx]"')
+
+
+@torch.no_grad()
+def write_onnx(folder: Path, output: str) -> str:
+    """Writes model.onnx of a model's folder, which has its inputs with any batch size and length, and one output.
+
+    Args:
+        folder: A folder that `transformers` loads.
+        output: `last_hidden_state` of the encoder alone, or `logits` of the whole model; fp32.
+
+    Returns a sentence with the difference from torch and the time per example of both. Raises ElectraFastError, without
+    leaving the file, if onnxruntime's output differs from torch's.
+    """
+    import onnxruntime
+
+    table, path = read_table(folder), folder / FILE
+    shape, names = read_encoder_shape(folder, table), INPUT_NAMES[MODEL_TYPES[table["model_type"]]]
+    with _quiet():
+        model = _OneOutput(_load(folder, table, output), names, output).eval()
+        axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=shape.max_positions)}
+        torch.onnx.export(
+            model,
+            _inputs(names, shape.vocab_size, *_EXPORTED_SHAPE),
+            path,
+            dynamo=True,
+            dynamic_shapes={"inputs": (axes,) * len(names)},
+            input_names=names,
+            output_names=[output],
+            external_data=False,
+        )
+        model.set_attention("sdpa")  # as `transformers` loads it; the eager one is exported, since it has fewer parts
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def run(*inputs: Tensor) -> Any:
+        (found,) = session.run([output], {name: each.numpy() for name, each in zip(names, inputs, strict=True)})
+        return found
+
+    # Rows longer and shorter than the window of local attention, padded.
+    length = min(shape.max_positions, max(64, 2 * shape.local_attention))
+    error = 0.0
+    for lengths in ([length, length // 3, 1], [max(2, min(9, length))]):
+        inputs = _inputs(names, shape.vocab_size, len(lengths), max(lengths))
+        is_token = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        inputs[names.index("attention_mask")].copy_(is_token)
+        expected, found = model(*inputs)[is_token], torch.from_numpy(run(*inputs))[is_token]
+        error = max(error, float((found - expected).abs().max() / expected.abs().max()))
+    if not error <= MAX_ERROR:
+        path.unlink()
+        raise ElectraFastError(
+            f"{folder.name}/{FILE}: onnxruntime's {output} differs from torch's by {error:.1e} of its largest entry, "
+            f"more than {MAX_ERROR:g}; nothing was written, since the exporter has a fault: try other versions of "
+            "torch, onnx, onnxscript and onnxruntime"
+        )
+    example = _inputs(names, shape.vocab_size, 1, min(shape.max_positions, _TIMED_LENGTH))
+    times = {"onnxruntime": _milliseconds(lambda: run(*example)), "torch": _milliseconds(lambda: model(*example))}
+    return (
+        f"{output} within {error:.1e} of torch's; one example of {example[0].shape[1]} tokens takes "
+        + " and ".join(f"{value:.3g} ms by {name}" for name, value in times.items())
+        + f" ({torch.get_num_threads()} threads)"
+    )
+
+
+class _OneOutput(nn.Module):
+    """A model of `transformers` as a function of tensors, in order of their names, to one of its outputs."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], output: str) -> None:
+        super().__init__()
+        self.model, self.names, self.output = model, names, output
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        found: Tensor = self.model(**dict(zip(self.names, inputs, strict=True)))[self.output]
+        return found
+
+    def set_attention(self, implementation: str) -> None:
+        self.model.set_attn_implementation(implementation)  # type: ignore[operator]
+
+
+def _load(folder: Path, table: dict[str, Any], output: str) -> Any:
+    import transformers
+
+    whole = getattr(transformers, table["architectures"][0]).from_pretrained(folder, attn_implementation="eager")
+    return whole if output == "logits" else whole.base_model
+
+
+def _inputs(names: Sequence[str], vocab_size: int, num_rows: int, length: int) -> tuple[Tensor, ...]:
+    """Returns random inputs without padding, int64 [B, L]."""
+    random = torch.Generator().manual_seed(length)
+    limits = {"input_ids": vocab_size, "token_type_ids": 2}
+    return tuple(
+        torch.ones(num_rows, length, dtype=torch.int64)
+        if name == "attention_mask"
+        else torch.randint(limits[name], (num_rows, length), generator=random)
+        for name in names
+    )
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """Returns the median time of a call."""
+    call()
+    times = []
+    for _ in range(_TIMED_RUNS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the libraries' remarks from the terminal; the file is checked instead."""
+    from transformers.utils import logging as transformers_logging
+
+    had_bar, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(None):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        if had_bar:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,257 @@
+"""Exports in the libraries that people use them with, of both architectures, and what these save read back here.
+
+Libraries that no other test needs are imported where they are used: every worker imports every test file.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import in_process
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_encoder import Bare
+from test_export import make_run
+from torch import Tensor
+
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import ElectraFastError
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.onnx import write_onnx
+from electra_fast.model.attention import AttentionMask
+
+TEXTS = ["The cats sat", "w1 w2 w3 cat w4", "w5", "the w6 sat w7 w8 w9 the cats"]
+PAIRS = [("w1 the cat", "cats sat"), ("w2", "w3 w4 w5 w6"), ("the", "w7"), ("w8 w9", "w1")]
+RECIPES = {
+    "bert": ("google", {"data": {"packing": "best-fit"}, "model": {"embedding_size": 16, "hidden_size": 32}}),
+    "modern": ("modern", {"model": {"hidden_size": 32, "local_attention": 4, "global_attention_every": 2}}),
+}
+Export = tuple[str, Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline() -> Iterator[None]:
+    """sentence-transformers asks the hub, even about folders, unless told otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        yield
+
+
+@pytest.fixture(scope="module", params=["bert", "modern"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """Architecture and folder of an export; token type 1 of the first never occurred in training."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_run(folder / "run", *RECIPES[request.param])
+    export(folder / "run", folder / "out")
+    return request.param, folder / "out"
+
+
+def tokenized(folder: Path, *texts: list[str]) -> dict[str, Tensor]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return dict(tokenizer(*texts, padding=True, return_tensors="pt"))
+
+
+@torch.no_grad()
+def assert_read_back(folder: Path, base: Any, before: Path) -> None:
+    """A folder that another library saved gives that library's hidden states here, and has the same vocabulary."""
+    found, batch = load_encoder(folder), tokenized(before, *map(list, zip(*PAIRS, strict=True)))
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    num_rows, length = ids.shape
+    padded = AttentionMask.padded(num_rows, length, mask, found.shape.local_attention)
+    hidden = Bare(found)(ids, torch.arange(length).repeat(num_rows), padded, batch.get("token_type_ids"))
+    expected = base.eval()(**batch).last_hidden_state
+    assert (hidden - expected)[mask.bool()].abs().max() <= 1e-5
+    assert Tokenizer(found.tokenizer).content_hash == Tokenizer(before).content_hash
+    changed = found.state.keys() - {n for n, each in load_encoder(before).state.items() if found.state[n].equal(each)}
+    assert changed  # it was trained
+
+
+def steps(parameters: Any, loss: Callable[[], Tensor]) -> None:
+    """Takes a few steps, which lower a loss."""
+    optimizer = torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_automatic_classes_load_with_any_number_of_labels(exported: Export, task: str) -> None:
+    architecture, out = exported
+    numbers = [{}] if task == "QuestionAnswering" else [{"num_labels": 2}, {"num_labels": 3}]
+    folders = [(out / "encoder", number) for number in numbers]
+    if architecture == "modern" and task != "QuestionAnswering":
+        folders.append((out / "discriminator", {"num_labels": 2}))
+    encoder = transformers.AutoModel.from_pretrained(out / "encoder").state_dict()
+    for folder, number in folders:
+        model, info = getattr(transformers, f"AutoModelFor{task}").from_pretrained(
+            folder, output_loading_info=True, **number
+        )
+        assert not info["unexpected_keys"] and not info["mismatched_keys"]
+        assert bool(info["missing_keys"]) == (folder.name == "encoder")
+        assert all(name.startswith(("classifier.", "head.", "qa_outputs.")) for name in info["missing_keys"])
+        found = model.base_model.state_dict()
+        assert found.keys() == encoder.keys() and all(found[name].equal(encoder[name]) for name in encoder)
+        if number:
+            assert model(**tokenized(folder, TEXTS)).logits.shape[-1] == number["num_labels"]
+
+
+def test_pipelines(exported: Export) -> None:
+    architecture, out = exported
+    model = load(out)
+    folder = {name: str(out / name) for name in ("encoder", "generator", "discriminator")}
+    best = transformers.pipeline("fill-mask", folder["generator"])("the [MASK] sat", top_k=3)
+    batch = tokenized(out / "generator", ["the [MASK] sat"])
+    with torch.no_grad():
+        likeliest = model.generator_logits(batch["input_ids"])[0, 2].softmax(-1).topk(3)
+    assert [each["token"] for each in best] == likeliest.indices.tolist()
+    assert [each["score"] for each in best] == pytest.approx(likeliest.values.tolist(), abs=1e-5)
+
+    (features,) = transformers.pipeline("feature-extraction", folder["encoder"])(TEXTS[0])
+    with torch.no_grad():
+        expected = transformers.AutoModel.from_pretrained(folder["discriminator"])(
+            **tokenized(out / "encoder", [TEXTS[0]])
+        )
+    np.testing.assert_allclose(features, expected.last_hidden_state[0].numpy(), atol=1e-6)
+
+    if architecture == "modern":  # of ElectraForPreTraining there is none
+        found = transformers.pipeline("token-classification", folder["discriminator"], ignore_labels=[])(TEXTS[1])
+        with torch.no_grad():
+            ids = tokenized(out / "discriminator", [TEXTS[1]])["input_ids"]
+            replaced = model.discriminator_logits(ids)[0, 1:-1].sigmoid().tolist()
+        assert [each["entity"] for each in found] == ["replaced" if p > 0.5 else "original" for p in replaced]
+        assert [each["score"] for each in found] == pytest.approx([max(p, 1 - p) for p in replaced], abs=1e-5)
+        assert max(replaced) - min(replaced) > 0.1
+
+
+def test_trainer(exported: Export, tmp_path: Path) -> None:
+    """On pairs: token type 1 is trained now, though the export's config.json says that it was not."""
+    architecture, out = exported
+    batch = tokenized(out / "encoder", *map(list, zip(*PAIRS, strict=True)))
+    rows = [{name: each[i] for name, each in batch.items()} | {"labels": i % 2} for i in range(len(PAIRS))]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "encoder", num_labels=2)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=6, learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "encoder")
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    assert losses[-1] < losses[0]
+    trainer.save_model(str(tmp_path / "saved"))
+    assert_read_back(tmp_path / "saved", model.base_model, out / "encoder")
+    if architecture == "bert":
+        model.base_model.save_pretrained(tmp_path / "pair" / "generator")  # to continue its pre-training, and export it
+        tokenizer.save_pretrained(tmp_path / "pair" / "generator")
+        import_folder(tmp_path / "pair", tmp_path / "run")
+        export(tmp_path / "run", tmp_path / "again")
+        assert_read_back(tmp_path / "again", model.base_model, out / "encoder")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_lora_of_peft(exported: Export, tmp_path: Path) -> None:
+    import peft
+
+    _, out = exported
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "encoder", num_labels=3)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear"))
+    batch = tokenized(out / "encoder", TEXTS)
+    steps(adapted.parameters(), lambda: adapted(**batch, labels=torch.tensor([0, 1, 2, 0])).loss)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    transformers.AutoTokenizer.from_pretrained(out / "encoder").save_pretrained(tmp_path / "merged")
+    assert_read_back(tmp_path / "merged", merged.base_model, out / "encoder")
+
+
+def test_embeddings_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
+    import sentence_transformers
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    _, out = exported
+    model = sentence_transformers.SentenceTransformer(str(out / "encoder"), device="cpu")
+    assert model[1].pooling_mode == "mean"
+    loss = MultipleNegativesRankingLoss(model)
+    columns = [model.preprocess(list(column)) for column in zip(*PAIRS, strict=True)]
+    steps(model.parameters(), lambda: loss([dict(column) for column in columns], None))
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
+    assert_read_back(tmp_path / "saved", model[0].auto_model, out / "encoder")
+
+
+def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
+    import sentence_transformers
+
+    _, out = exported
+    model = sentence_transformers.CrossEncoder(str(out / "encoder"), num_labels=1, device="cpu")
+    batch, targets = model.preprocess(PAIRS), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    score = torch.nn.functional.binary_cross_entropy_with_logits
+    steps(model.parameters(), lambda: score(model(dict(batch))["scores"].flatten(), targets))
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = sentence_transformers.CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    np.testing.assert_array_equal(again.predict(PAIRS), model.predict(PAIRS))
+    assert_read_back(tmp_path / "saved", model[0].auto_model.base_model, out / "encoder")
+
+
+def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
+    """At tokens, in batches of other sizes and lengths than the exporter saw; a local layer's window is 4 tokens."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    inputs = transformers.AutoTokenizer.from_pretrained(folder).model_input_names
+    assert {each.name: each.shape for each in session.get_inputs()} == dict.fromkeys(inputs, ["batch", "sequence"])
+    for length in (1, 3, 41):
+        ids = torch.randint(5, 200, (3, length), generator=torch.Generator().manual_seed(1))
+        mask = (torch.arange(length) < torch.tensor([[length], [1 + length // 3], [1]])).long()
+        batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
+        batch = {name: batch[name] for name in inputs}
+        with torch.no_grad():
+            expected = hf_model.eval()(**batch)[output]
+        (found,) = session.run([output], {name: each.numpy() for name, each in batch.items()})
+        assert np.abs(found - expected.numpy())[mask.bool().numpy()].max() <= 1e-5
+
+
+def test_onnx_of_a_detector_with_local_attention(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", *RECIPES["modern"])
+    export(tmp_path / "run", tmp_path / "out")
+    folder = tmp_path / "out/discriminator"
+    write_onnx(folder, "logits")
+    assert_onnx_agrees(folder, "logits", transformers.AutoModelForTokenClassification.from_pretrained(folder))
+
+
+def test_export_with_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    make_run(run, "google", {"objective": {"name": "mlm"}, "model": {"num_layers": 1}})
+    done = in_process.run("export", run, "--out", out, "--onnx")
+    assert done.returncode == 0 and not done.stdout
+    line = r"/encoder/model.onnx: last_hidden_state within [\d.]+e-\d\d of torch's; one example of 128 tokens takes"
+    assert re.match(re.escape(str(out)) + line, done.stderr), done.stderr
+    assert [path.parent.name for path in out.glob("*/model.onnx")] == ["encoder"]
+    assert_onnx_agrees(out / "encoder", "last_hidden_state", transformers.AutoModel.from_pretrained(out / "encoder"))
+
+    # The same file in place of the exporter's, for other weights
+    stale = shutil.copyfile(out / "encoder/model.onnx", tmp_path / "stale.onnx")
+    whole = out / "generator/model.safetensors"
+    tensors = load_file(whole)
+    (name,) = (name for name in tensors if name.endswith("layer.0.output.LayerNorm.bias"))
+    save_file(tensors | {name: tensors[name] + 1e-3}, whole, {"format": "pt"})
+    monkeypatch.setattr(torch.onnx, "export", lambda model, inputs, path, **_: shutil.copyfile(stale, path))
+    with pytest.raises(ElectraFastError, match="^encoder/model.onnx: onnxruntime's last_hidden_state differs .* by"):
+        export(out, tmp_path / "never", onnx=True)
+    assert not (tmp_path / "never").exists() and len(list(tmp_path.iterdir())) == 4
+    monkeypatch.setattr("electra_fast.huggingface.onnx.find_spec", lambda name: None if "script" in name else "here")
+    done = in_process.run("export", run, "--out", out, "--onnx")
+    assert done.returncode == 2 and 'needs onnxscript: pip install "electra-fast[onnx]"' in done.stderr
