@@ -14,8 +14,8 @@ labeled=$3
 out=$4
 shift 4
 
-# The encoder becomes the discriminator. Its generator is new, shares its embeddings, and costs a tenth of a step; with
-# `same-layers:4` it is a copy of the first 4 layers instead, or give the folder of a smaller model of the family.
+# The encoder becomes the discriminator. Its generator is new, shares its embeddings, and adds a tenth to the cost of a
+# step of bert-base. With `same-layers:4` it is a copy of the first 4 layers; or give a smaller model of the family.
 if [ ! -e "$out/run" ]; then
     electra-fast import "$model" --generator small --out "$out/run"
 fi
