@@ -278,8 +278,8 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import export
 
-    named = _named(options, "unfinished", "onnx", "license")
-    export(options.source, options.out, languages=options.language, **named)
+    named = _named(options, "unfinished", "onnx", "license", "base_model")
+    export(options.source, options.out, languages=options.language, datasets=options.dataset, **named)
     say(f"{options.out}: loads with transformers' from_pretrained")
 
 

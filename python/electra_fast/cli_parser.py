@@ -312,6 +312,14 @@ def build_parser() -> Parser:
         help="languages of the text, for the model card, e.g. hu",
     )
     sub.add_argument("--license", metavar="NAME", help="license of the model, for the model card, e.g. apache-2.0")
+    sub.add_argument(
+        "--dataset",
+        type=comma_separated,
+        default=(),
+        metavar="OWNER/NAME,...",
+        help="training texts on the Hugging Face Hub, for the model card",
+    )
+    sub.add_argument("--base-model", metavar="OWNER/NAME", help="the imported model on the Hub, for the model card")
 
     sub = command("import", "create a run from exported folders, to continue training")
     sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/, or one model")

@@ -34,7 +34,13 @@ from electra_fast.training.reporting import version_or_none
 
 PACKAGES = ("torch", "triton", "numpy", "pyarrow", "tokenizers")
 # Optional packages, by the module whose import shows that they work.
-EXTRAS = {"transformers": "transformers", "xformers": "xformers.ops.fmha", "distributed": "distributed"}
+EXTRAS = {
+    "transformers": "transformers",
+    "onnxscript": "onnxscript",
+    "onnxruntime": "onnxruntime",
+    "xformers": "xformers.ops.fmha",
+    "distributed": "distributed",
+}
 EXTRA_SECONDS = 60
 # The text of a measurement is repeated until it has so many bytes.
 TEXT_BYTES = 16 << 20

@@ -14,6 +14,7 @@ import in_process
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from tiny_reading import flags as settings
 from tiny_task import NO_DROPOUT, QUICK, sentences, write_mrpc, write_sst2
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -113,7 +114,11 @@ def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glu
     assert found["mrpc"] == results["mrpc"] and model_bytes(out) == models
     assert tested == {path: path.stat().st_mtime_ns for path in tested}
     card = (out / "sst2" / "seed-0" / "model" / "README.md").read_text()
-    assert f"accuracy {found['sst2']['runs'][0]['accuracy']:.4f} (majority " in card
+    accuracy = found["sst2"]["runs"][0]["accuracy"]
+    assert f"accuracy {accuracy:.4f} (majority " in card
+    [score] = ModelCard(card).data.eval_results
+    assert (score.task_type, score.dataset_name, score.dataset_split) == ("text-classification", "sst2", "dev")
+    assert (score.metric_type, score.metric_value) == ("accuracy", accuracy) and str(tmp_path) not in card
 
 
 @contextlib.contextmanager

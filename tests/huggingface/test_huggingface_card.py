@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModel
 
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.export import export, import_folder
 from electra_fast.training.pretrain import pretrain
 
 TRAIN = {"steps": 3, "batch_size": 4, "log_every": 2, "checkpoint_every": 2, "eval_every": 0}
@@ -32,12 +33,15 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
     config = trained(tmp_path / "run", tiny_corpus, recipe, packing)
     export(tmp_path / "run", tmp_path / "out")
     tokens = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["tokens"]
-    for role in ("discriminator", "generator"):
+    detector = "token-classification" if recipe == "modern" else None
+    pipelines = {"encoder": "feature-extraction", "discriminator": detector, "generator": "fill-mask"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == pipelines.keys()
+    for role, pipeline in pipelines.items():
         card = ModelCard.load(tmp_path / "out" / role / "README.md")
         front = card.data.to_dict()
         assert front["library_name"] == "transformers"
         assert ("modernbert" if recipe == "modern" else "electra") in front["tags"]
-        assert front.get("pipeline_tag") == ("fill-mask" if role == "generator" else None)
+        assert front.get("pipeline_tag") == pipeline
         assert f"objective `electra`, 3 of 3 steps of 4 rows of {config.data.sequence_length} tokens" in card.text
         assert f"{tokens:,} tokens seen" in card.text
         assert f"content hash `{Corpus(tiny_corpus).content_hash}`" in card.text
@@ -45,14 +49,13 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
         assert (REMARK in card.text) == (recipe != "modern" and packing == "best-fit")
         assert str(tmp_path) not in card.content and "imported" not in card.text
         folder = tmp_path / "out" / role
-        names: dict[str, Any] = {}
-        assert f"vocabulary of {load(folder).config.model.vocab_size}" in card.text
-        code = card.text.partition("```python\n")[2].partition("```")[0].replace("path/to/this/folder", str(folder))
-        exec(code, names)
-        encoder, whole = AutoModel.from_pretrained(folder), names["model"]
-        assert f"from transformers import AutoTokenizer, {type(whole).__name__}\n" in code
-        counts = f"{encoder.num_parameters():,} parameters in `AutoModel`, {whole.num_parameters():,} with the head"
-        assert counts in card.text
+        (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+        encoder, whole = AutoModel.from_pretrained(folder), getattr(transformers, name).from_pretrained(folder)
+        counts = f"{encoder.num_parameters():,} parameters"
+        if role != "encoder":
+            counts += f" in `AutoModel`, {whole.num_parameters():,} with the head"
+        assert f"- {counts}\n" in card.text and f"Class in `transformers`: `{name}`." in card.text
+        assert f"vocabulary of {encoder.config.vocab_size}" in card.text
         assert "trained on rows of 32 tokens: positions from 32 on were not trained at all" in card.text
         assert "unigram_auc" not in card.text and not {"language", "license"} & front.keys()
 
@@ -61,7 +64,18 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
     ("told", "found"),
     [
         ({"languages": ["no"], "license": "apache-2.0"}, {"language": "no", "license": "apache-2.0"}),
-        ({"languages": ["hu", "zh-Hant"]}, {"language": ["hu", "zh-Hant"]}),
+        (
+            {
+                "languages": ["hu", "zh-Hant"],
+                "datasets": ["acme/webtext", "squad"],
+                "base_model": "google/electra-base",
+            },
+            {
+                "language": ["hu", "zh-Hant"],
+                "datasets": ["acme/webtext", "squad"],
+                "base_model": "google/electra-base",
+            },
+        ),
     ],
 )
 def test_cards_say_what_they_are_told(
@@ -87,6 +101,8 @@ def test_cards_say_what_they_are_told(
         ({"languages": ["Hungarian"]}, "language 'Hungarian' is not a code such as hu, en or zh-Hant"),
         ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
         ({"license": "Apache 2.0"}, "license 'Apache 2.0' is not an identifier such as apache-2.0"),
+        ({"datasets": ["texts/de/part"]}, "'texts/de/part' is not a name on the Hugging Face Hub, such as owner/name"),
+        ({"base_model": "./model"}, "'./model' is not a name on the Hugging Face Hub"),
     ],
 )
 def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:

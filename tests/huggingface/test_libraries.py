@@ -206,6 +206,25 @@ def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path
     assert_read_back(tmp_path / "saved", model[0].auto_model.base_model, out / "encoder")
 
 
+def test_the_code_in_cards_runs_as_it_is_written(exported: Export) -> None:
+    architecture, out = exported
+    shape = {"encoder": 2, "discriminator": 1, "generator": 1}
+    for folder in out.iterdir():
+        blocks = re.findall("```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        assert len(blocks) == shape[folder.name]
+        names: dict[str, Any] = {}
+        for block in blocks:
+            exec(block.replace("path/to/this/folder", str(folder)), names)
+        if folder.name == "encoder":
+            assert names["vectors"].shape == (2, 32)
+        elif folder.name == "generator":
+            assert len(names["found"]) == 5
+        elif architecture == "modern":
+            assert {each["entity"] for each in names["found"]} <= {"original", "replaced"}
+        else:
+            assert all(0 <= probability <= 1 for probability in names["probabilities"])
+
+
 def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
     """At tokens, in batches of other sizes and lengths than the exporter saw; a local layer's window is 4 tokens."""
     import onnxruntime

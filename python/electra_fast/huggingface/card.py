@@ -6,16 +6,20 @@ configuration.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
 from electra_fast.huggingface.config import class_of, role_shape
 from electra_fast.messages import printable
 from electra_fast.objectives import objective_of
+
+ONNX_FILE = "model.onnx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +41,35 @@ class Origin:
     """Step and `unigram_auc` of the last evaluation."""
 
 
-def metadata(languages: Sequence[str], license: str | None) -> list[str]:
-    """Returns lines of the front matter. Raises ValueError for invalid language codes or license identifiers."""
+def metadata(
+    languages: Sequence[str] = (),
+    license: str | None = None,
+    datasets: Sequence[str] = (),
+    base_model: str | None = None,
+) -> dict[str, Any]:
+    """Returns what `front_matter` has about a model's origin.
+
+    Raises ValueError for what is no language code, no license identifier, or no name on the Hub.
+    """
     for code in languages:
         if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|multilingual|code", code):
             raise InputError(f"language {code!r} is not a code such as hu, en or zh-Hant")
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         raise InputError(f"license {license!r} is not an identifier such as apache-2.0, mit or cc-by-4.0")
-    # Quoted, since YAML reads the bare code of Norwegian as false.
-    lines = ["language:", *(f'- "{code}"' for code in languages)] if languages else []
-    return lines + ([f'license: "{license}"'] if license else [])
+    for name in (*datasets, *([] if base_model is None else [base_model])):
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
+            raise InputError(f"{name!r} is not a name on the Hugging Face Hub, such as owner/name")
+    found = {"language": [*languages], "license": license, "datasets": [*datasets], "base_model": base_model}
+    return {name: value for name, value in found.items() if value}
+
+
+def front_matter(fields: Mapping[str, Any]) -> str:
+    """Returns the block of YAML at the head of a card.
+
+    Values are written as JSON, which is YAML: bare, the code of Norwegian would be read as false.
+    """
+    lines = (f"{name}: {printable(json.dumps(value, ensure_ascii=False))}" for name, value in fields.items())
+    return "\n".join(("---", *lines, "---"))
 
 
 def model_card(
@@ -54,35 +77,37 @@ def model_card(
     role: str,
     num_parameters: tuple[int, int],
     origin: Origin,
-    front_matter: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
     *,
     headless: bool = False,
+    has_onnx: bool = False,
 ) -> str:
     """Returns the README.md of the folder of a role, or of its encoder alone.
 
-    `num_parameters` are those of the encoder and of the whole model; `front_matter` has lines of `metadata`.
+    `num_parameters` are those of the encoder and of the whole model; `about` is from `metadata`.
     """
     architecture = class_of(config.model.architecture, role, headless)
     title, summary = objective_of(config).describe(role)
     title += ", without its head" if headless else ""
     sections = (
-        _front_matter(config, role, front_matter, headless),
+        front_matter({**(about or {}), **_fields(config, role, headless)}),
         f"# {title}\n\n{summary} Class in `transformers`: `{architecture}`.",
         "## Model\n\n" + "\n".join(_sizes(config, role, num_parameters, origin)),
         "## Training\n\n" + "\n".join(_training(config, role, origin)),
-        "## Use\n\n" + _use(architecture, role, headless),
+        "## Use\n\n" + _use(architecture, role, headless, has_onnx),
         _token_types() if config.model.architecture == "bert" and not origin.token_type_1_trained else "",
     )
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def _front_matter(config: Config, role: str, more: Sequence[str], headless: bool) -> str:
+def _fields(config: Config, role: str, headless: bool) -> dict[str, Any]:
     task = {"discriminator": "replaced-token-detection", "encoder": "masked-lm", "generator": "fill-mask"}[role]
-    family = "electra" if config.model.architecture == "bert" else "modernbert"
-    lines = ["library_name: transformers", "tags:", f"- {family}", "- pretraining", f"- {task}"]
-    if headless or role == "generator":
-        lines.insert(1, f"pipeline_tag: {'feature-extraction' if headless else 'fill-mask'}")
-    return "\n".join(("---", *more, *lines, "---"))
+    is_modern = config.model.architecture == "modern"
+    pipeline = "feature-extraction" if headless else "fill-mask" if role != "discriminator" else None
+    if role == "discriminator" and is_modern and not headless:
+        pipeline = "token-classification"
+    tags = ["modernbert" if is_modern else "electra", "pretraining", task]
+    return {"library_name": "transformers", **({"pipeline_tag": pipeline} if pipeline else {}), "tags": tags}
 
 
 def _sizes(config: Config, role: str, num_parameters: tuple[int, int], origin: Origin) -> Iterator[str]:
@@ -126,21 +151,56 @@ def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
     yield f"- seed {train.seed}, exported by electra-fast {version('electra-fast')}"
 
 
-def _use(architecture: str, role: str, headless: bool) -> str:
-    meaning = (
-        "`AutoModelForSequenceClassification` and the like read it too, with a new head to fine-tune."
-        if headless
-        else "Positive logits mark replaced tokens."
-        if role == "discriminator"
-        else "The logits are over the vocabulary."
-    )
-    return (
-        "```python\n"
-        f"from transformers import AutoTokenizer, {architecture}\n"
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n'
-        f'model = {architecture}.from_pretrained("path/to/this/folder")\n'
-        f"```\n\n{meaning}"
-    )
+_LOADING = """\
+from transformers import AutoTokenizer, {name}
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = {name}.from_pretrained("path/to/this/folder"{more})
+"""
+_EMBEDDING = """\
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer("path/to/this/folder")
+vectors = model.encode(["A sentence.", "Another one."])
+"""
+_DETECTING = """\
+inputs = tokenizer("The cats sat on the mat.", return_tensors="pt")
+probabilities = model(**inputs).logits.sigmoid()[0].tolist()
+"""
+_TAGGING = """\
+from transformers import pipeline
+detect = pipeline("token-classification", "path/to/this/folder", ignore_labels=[])
+found = detect("The cats sat on the mat.")
+"""
+_FILLING = """\
+from transformers import pipeline
+fill = pipeline("fill-mask", "path/to/this/folder")
+found = fill(f"The cats {fill.tokenizer.mask_token} on the mat.")
+"""
+
+
+def _use(architecture: str, role: str, headless: bool, has_onnx: bool) -> str:
+    if headless:
+        number = ", num_labels=2"
+        parts = [
+            "To fine-tune it with a new head, here for two classes of texts:",
+            _LOADING.format(name="AutoModelForSequenceClassification", more=number),
+            "The mean of the last hidden states embeds a text. Embeddings compare well only after training on pairs of "
+            "texts:",
+            _EMBEDDING,
+        ]
+    elif role == "discriminator":
+        by_pipeline = architecture.startswith("Modern")
+        parts = [
+            "The probability that each token does not belong in its text:",
+            _TAGGING if by_pipeline else _LOADING.format(name=architecture, more="") + _DETECTING,
+            "or by words: `electra-fast predict path/to/this/folder FILE --task errors`. For fine-tuning, take the "
+            "folder encoder/, which was exported with this one.",
+        ]
+    else:
+        parts = ["The likeliest tokens for a mask:", _FILLING]
+    if has_onnx:
+        output = "logits" if role == "discriminator" and not headless else "last hidden states"
+        parts.append(f"`{ONNX_FILE}` computes the same {output} in onnxruntime.")
+    return "\n\n".join(f"```python\n{each}```" if each.endswith("\n") else each for each in parts)
 
 
 def _token_types() -> str:

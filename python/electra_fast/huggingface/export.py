@@ -16,16 +16,18 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, replace_folder
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.huggingface.adaptation import read_with_generator
-from electra_fast.huggingface.card import Origin, metadata, model_card
+from electra_fast.huggingface.card import ONNX_FILE, Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_model, read_models, write_model
-from electra_fast.huggingface.onnx import FILE, require_packages, write_onnx
+from electra_fast.huggingface.onnx import require_packages, write_onnx
 from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS, networks_of
+
+_ONNX_OUTPUTS = {"encoder": "last_hidden_state", "discriminator": "logits"}
 
 
 def load(path: str | Path) -> Electra:
@@ -45,6 +47,8 @@ def export(
     onnx: bool = False,
     languages: Sequence[str] = (),
     license: str | None = None,
+    datasets: Sequence[str] = (),
+    base_model: str | None = None,
 ) -> None:
     """Writes out/encoder, out/discriminator and out/generator, each with tokenizer and model card, for `transformers`.
 
@@ -61,6 +65,8 @@ def export(
             torch. Needs the packages of the extra `onnx`.
         languages: Codes of the text's languages, such as `hu`, for the model card.
         license: Identifier of the model's license, such as `apache-2.0`, for the model card.
+        datasets: Names of the training texts on the Hugging Face Hub, for the model card.
+        base_model: Name on the Hub of the model that an import started from, for the model card.
 
     Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export; ElectraFastError if
     the outputs of an ONNX file are wrong.
@@ -68,7 +74,7 @@ def export(
     source, out = Path(source), Path(out)
     if onnx:
         require_packages()
-    front_matter = metadata(languages, license)
+    about = metadata(languages, license, datasets, base_model)
     if not _is_empty(out) and not _is_export(out):
         raise InputError(f"{out}: not empty and not an earlier export; choose another folder")
     source_origin = origin(source)
@@ -96,7 +102,8 @@ def export(
         trained = source_origin.token_type_1_trained
         write_model(folder, model, role, special_ids(folder), trained, headless=headless)
         sizes = num_parameters(folder / "model.safetensors")
-        card = model_card(model.config, role, sizes, source_origin, front_matter, headless=headless)
+        has_onnx = onnx and folder.name in _ONNX_OUTPUTS
+        card = model_card(model.config, role, sizes, source_origin, about, headless=headless, has_onnx=has_onnx)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def write(folder: Path) -> None:
@@ -104,9 +111,9 @@ def export(
             write_role(folder / role, role)
         if "encoder" not in model.networks:
             write_role(folder / "encoder", next(role for role in PARTS if role in model.networks), headless=True)
-        for name, output in {"encoder": "last_hidden_state", "discriminator": "logits"}.items() if onnx else ():
+        for name, output in _ONNX_OUTPUTS.items() if onnx else ():
             if (folder / name).is_dir():
-                measured.append(f"{out / name / FILE}: {write_onnx(folder / name, output)}")
+                measured.append(f"{out / name / ONNX_FILE}: {write_onnx(folder / name, output)}")
 
     _write_folder(out, write)
     for line in measured:

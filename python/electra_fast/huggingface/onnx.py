@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast.errors import ElectraFastError, InputError
+from electra_fast.huggingface.card import ONNX_FILE
 from electra_fast.huggingface.config import MODEL_TYPES, read_encoder_shape, read_table
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
 
-FILE = "model.onnx"
 MAX_ERROR = 3e-5
 """Largest difference from torch, as a fraction of the largest output. Rounding made 4e-6 in 22 layers of width 512."""
 _PACKAGES = ("transformers", "onnx", "onnxscript", "onnxruntime")
@@ -51,7 +51,7 @@ def write_onnx(folder: Path, output: str) -> str:
     """
     import onnxruntime
 
-    table, path = read_table(folder), folder / FILE
+    table, path = read_table(folder), folder / ONNX_FILE
     shape, names = read_encoder_shape(folder, table), INPUT_NAMES[MODEL_TYPES[table["model_type"]]]
     with _quiet():
         model = _OneOutput(_load(folder, table, output), names, output).eval()
@@ -87,9 +87,9 @@ def write_onnx(folder: Path, output: str) -> str:
     if not error <= MAX_ERROR:
         path.unlink()
         raise ElectraFastError(
-            f"{folder.name}/{FILE}: onnxruntime's {output} differs from torch's by {error:.1e} of its largest entry, "
-            f"more than {MAX_ERROR:g}; nothing was written, since the exporter has a fault: try other versions of "
-            "torch, onnx, onnxscript and onnxruntime"
+            f"{folder.name}/{ONNX_FILE}: onnxruntime's {output} differs from torch's by {error:.1e} of its largest "
+            f"entry, more than {MAX_ERROR:g}; nothing was written, since the exporter has a fault: try other versions "
+            "of torch, onnx, onnxscript and onnxruntime"
         )
     example = _inputs(names, shape.vocab_size, 1, min(shape.max_positions, _TIMED_LENGTH))
     times = {"onnxruntime": _milliseconds(lambda: run(*example)), "torch": _milliseconds(lambda: model(*example))}

@@ -33,6 +33,7 @@ from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.training.job import Job
 from electra_fast.finetuning.training.results import result_of, score_texts, write_result
 from electra_fast.finetuning.training.step import FinetuneStep
+from electra_fast.huggingface.card import front_matter
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.interruption import StopRequest
@@ -42,6 +43,7 @@ from electra_fast.progress import FinetuningProgress
 
 # Lines of metrics.jsonl.
 _NUM_LOGS = 100
+_HUB_METRICS = {"matthews": "matthews_correlation", "spearman": "spearmanr"}
 _PREDICT = "`electra-fast predict path/to/this/folder FILE`"
 
 
@@ -313,9 +315,15 @@ def _write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any])
     family = "electra" if architecture == "bert" else "modernbert"
     is_raw = class_name == RAW_CLASSES[architecture]
     summary = printable(task_type.summary(task, len(job.data.train.texts[0])))
-    pipeline = f"pipeline_tag: {task_type.pipeline}"
     sections = (
-        "\n".join(("---", "library_name: transformers", pipeline, "tags:", f"- {family}", "---")),
+        front_matter(
+            {
+                "library_name": "transformers",
+                "pipeline_tag": task_type.pipeline,
+                "tags": [family],
+                "model-index": [{"name": task.name, "results": list(_hub_results(job, result))}],
+            }
+        ),
         f"# {task.name}\n\n{summary} Class in `transformers`: `{class_name}`.",
         "## Scores\n\n" + "\n".join(_card_scores(job, result)),
         "## Training\n\n" + "\n".join(_card_training(folder, job, result)),
@@ -323,6 +331,18 @@ def _write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any])
         task_type.converted_head_note if job.config.head == "google" and not is_raw else "",
     )
     (folder / "README.md").write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+
+
+def _hub_results(job: Job, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the task's score on each validation split, as the Hub reads it."""
+    task = job.task
+    for split in job.data.dev:
+        metric = {"type": _HUB_METRICS.get(task.metric, task.metric)}
+        yield {
+            "task": {"type": job.task_type.pipeline},
+            "dataset": {"type": task.name, "name": task.name, "split": split.name},
+            "metrics": [metric | {"value": result["splits"][split.name]["scores"][task.metric]}],
+        }
 
 
 def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
