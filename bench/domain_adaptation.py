@@ -5,9 +5,9 @@
 The domain is software: the descriptions of Debian's packages, one per source package, from the lists of apt
 (`apt-get -o Acquire::Languages=en update`). The task is to tell a package's section from its description; texts of its
 validation set are in no training. FOLDER is an encoder of `transformers`. Prints, for the encoder as it is and after
-each adaptation: how often the model predicts one masked token of validation text, the discriminator's AUC on random
-replacements, and the task's accuracy and macro F1. Resumes after an interruption; results of other settings in the same
---out are kept and shown.
+each adaptation, the task's accuracy and macro F1, and of text held out the discriminator's AUC on random replacements
+and the masked language model's accuracy. Resumes after an interruption; results of other settings in the same --out
+are kept and shown.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ def measure(name: str, source: Path, options: argparse.Namespace) -> dict[str, o
     """The scores of a model: of validation text, unless it has no head, and of the task."""
     found: dict[str, object] = {"name": name, "processor": processor()}
     if name != "as it is":
-        report = ef.evaluate(source, options.out / "shards", mlm_examples=150, sequence_length=128)
+        report = ef.evaluate(source, options.out / "shards", max_batches=50, sequence_length=128)
         run = ef.Config.load(source / "config.toml")
         tokens = run.train.steps * run.train.batch_size * run.data.sequence_length
         found |= {"tokens": tokens, "FLOPs": tokens * flops_per_token(run).total}
-        found |= {key: report.get(key) for key in ("mlm_accuracy", "unigram_auc")}
+        found |= {key: report.get(key) for key in ("unigram_auc", "generator_loss", "generator_accuracy")}
     paths = {split: options.out / f"{split}.jsonl" for split in ("train", "dev")}
     out = options.out / "tasks" / name
     results = ef.finetune("classification", model=source, out=out, seeds=options.seeds, overrides=TASK, **paths)
@@ -135,7 +135,7 @@ def measure(name: str, source: Path, options: argparse.Namespace) -> dict[str, o
 
 def table(records: Sequence[dict[str, object]]) -> str:
     """The results in Markdown."""
-    columns = ("name", "tokens", "FLOPs", "mlm_accuracy", "unigram_auc", "accuracy", "f1_macro", "accuracies")
+    columns = ("name", "tokens", "FLOPs", "unigram_auc", "generator_accuracy", "accuracy", "f1_macro", "accuracies")
     return markdown(columns, [[shown(each.get(key)) for key in columns] for each in records])
 
 
