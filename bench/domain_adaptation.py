@@ -45,7 +45,12 @@ SETTINGS = {
     "train.checkpoint_every": 100,
 }
 # Half of an average description, in a third of its time.
-TASK = {"finetune.sequence_length": 64, "finetune.epochs": 4}
+TASK = {
+    "finetune.sequence_length": 64,
+    "finetune.epochs": 5,
+    "finetune.batch_size": 16,
+    "finetune.learning_rate": 3e-4,
+}
 
 
 def fields(path: Path) -> Iterator[dict[str, str]]:
