@@ -294,15 +294,20 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
     assert all(map(torch.equal, encoder.state_dict().values(), whole.state_dict().values()))
     tables = encoder.state_dict().get("embeddings.token_type_embeddings.weight")
     assert tables is None or torch.equal(*tables)  # as in the others, a copy
-    tokens = load_encoder(out / "encoder")
-    assert tokens.content_hash == load_encoder(out).content_hash == load_encoder(out / "discriminator").content_hash
+    alone = load_encoder(out / "encoder")
+    assert alone.content_hash == load_encoder(out).content_hash == load_encoder(out / "discriminator").content_hash
     with pytest.raises(ValueError, match="out: has no encoder, only the discriminator and the generator"):
         load_encoder(out, "encoder")
-    shutil.rmtree(out / "discriminator")
+    with torch.no_grad():
+        next(encoder.parameters()).add_(1e-3)
+    encoder.save_pretrained(out / "encoder")
     with pytest.raises(
-        ValueError, match="encoder: an encoder without a head"
-    ):  # of `electra`: not that of a generator/
-        load(out)
+        ValueError, match="out/encoder: no longer the encoder of .*out/discriminator, so one was trained"
+    ):
+        load_encoder(out)
+    shutil.rmtree(out / "discriminator")
+    with pytest.raises(ValueError, match="encoder: an encoder without a head"):
+        load(out)  # not as the generator alone, whose encoder is another one
 
 
 def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:

@@ -59,12 +59,18 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
     """
     source = Path(source)
     stored = checkpoint_of(source)
-    if stored is None:
-        folder = source
-        if not is_folder(source):
-            folders = folders_of(source)
-            folder = folders[_choose(source, folders, role)]
+    if stored is None and is_folder(source):
+        shape, state = _read_folder(source, role)
+    elif stored is None:
+        folders = folders_of(source)
+        folder = folders[_choose(source, folders, role)]
         shape, state = _read_folder(folder, role)
+        copy = source / "encoder"
+        is_copy = role is None and "encoder" not in folders and copy.is_dir()
+        if is_copy and _content_hash(_read_folder(copy, None)[1]) != _content_hash(state):
+            raise InputError(
+                f"{copy}: no longer the encoder of {folder}, so one was trained since the export; name the one you mean"
+            )
     else:
         shape, state = _read_checkpoint(stored, role)
         if shape.architecture == "bert" and not origin(source).token_type_1_trained:
