@@ -1,7 +1,6 @@
 """Searches your own pages by meaning, with an exported encoder that is tuned on these pages first.
 
-Needs `pip install "sentence-transformers[train]>=6"`, an encoder (`electra-fast export run --out model`), and a folder
-of .md or .txt files, one per page:
+Needs `pip install "sentence-transformers[train]>=6"`, an exported encoder, and a folder of .md or .txt files:
 
     python examples/search.py model/encoder pages/ tuned/ "how do I resume a run?"
 
@@ -23,28 +22,26 @@ def pairs_of(page):
     title = query = page.stem
     for block in re.split(r"\n\s*\n|\n(?=#)", page.read_text(encoding="utf-8")):
         if heading := re.match(r"(#+) +(.*)\s*", block):
-            title = heading[2] if heading[1] == "#" else title
-            query = title if heading[1] == "#" else f"{title}: {heading[2]}"
+            title, query = (heading[2],) * 2 if heading[1] == "#" else (title, f"{title}: {heading[2]}")
             block = block[heading.end() :]
         if len(block) >= 50:  # shorter ones say too little to be found
             yield query, block.strip()
             query = block.strip()
 
 
-def accuracy(model, pairs, best=1):
-    """Returns for how many of the queries their own passage is among the `best` that are found."""
+def accuracy(model, pairs):
+    """Returns the fraction of queries whose own passage is found first."""
     queries, passages = (model.encode(texts, convert_to_tensor=True) for texts in zip(*pairs, strict=True))
-    found = model.similarity(queries, passages).topk(min(best, len(pairs))).indices.tolist()
-    return sum(i in row for i, row in enumerate(found)) / len(pairs)
+    best = model.similarity(queries, passages).argmax(1).tolist()
+    return sum(i == found for i, found in enumerate(best)) / len(pairs)
 
 
-def tune(model, pairs, epochs=2):
+def tune(model, pairs):
     """Moves a query towards its passage and away from the other passages of its batch."""
-    settings = {"learning_rate": 2e-4, "warmup_steps": 0.1, "batch_sampler": "no_duplicates", "save_strategy": "no"}
-    arguments = SentenceTransformerTrainingArguments(
-        "unused", num_train_epochs=epochs, per_device_train_batch_size=64, report_to="none", **settings
-    )
-    data = Dataset.from_dict(dict(zip(("anchor", "positive"), zip(*pairs, strict=True), strict=True)))
+    settings = {"learning_rate": 2e-4, "warmup_steps": 0.1, "per_device_train_batch_size": 64, "num_train_epochs": 2}
+    settings |= {"batch_sampler": "no_duplicates", "save_strategy": "no", "report_to": "none"}
+    arguments = SentenceTransformerTrainingArguments("unused", **settings)
+    data = Dataset.from_list([{"query": query, "passage": passage} for query, passage in pairs])
     SentenceTransformerTrainer(model, arguments, data, loss=MultipleNegativesRankingLoss(model)).train()
 
 
@@ -54,9 +51,11 @@ model = SentenceTransformer(tuned if Path(tuned).exists() else encoder)  # of a 
 if not Path(tuned).exists():
     model.max_seq_length = 128  # as in pre-training
     held_out = sum(pages[::10], [])
-    before = accuracy(model, held_out)
+    untuned = accuracy(model, held_out)
     tune(model, [pair for i, page in enumerate(pages) if i % 10 for pair in page])
-    print(f"right passage of {len(held_out):,} comes first: untuned {before:.1%}, tuned {accuracy(model, held_out):.1%}")
+    print(
+        f"right passage of {len(held_out):,} comes first: untuned {before:.1%}, tuned {accuracy(model, held_out):.1%}"
+    )
     model.save(tuned)
 passages = [passage for page in pages for _, passage in page]
 scores = model.similarity(model.encode(query), model.encode(passages))[0]

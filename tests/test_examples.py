@@ -1,18 +1,25 @@
-"""The files of examples/: their scripts run with fakes of what a cluster has, and their options are ones that exist.
+"""The files of examples/ run: those for clusters with fakes of what a cluster has, the others on small data.
 
-So are the options and links of the documents.
+Options and links of the documents exist, and the Python code of docs/use-your-encoder.md runs.
 """
 
+import contextlib
+import io
 import json
 import os
+import random
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+from tiny_reading import write_conll
+from tiny_task import GOOD, WORDS, save_encoder, sentences
 
 from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
@@ -179,3 +186,61 @@ def test_files_that_a_document_names_exist(document):
     names = [path.relative_to(TREE).as_posix() for pattern in ("*/**/*.py", "*/**/*.rs") for path in TREE.glob(pattern)]
     for named in re.findall(r"`([\w/]+\.(?:py|rs))`", document.read_text(encoding="utf-8")):
         assert "NAME" in named or any(f"/{name}".endswith(f"/{named}") for name in names), named
+
+
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory):
+    """A function that runs an example in this process, in a folder of its own, and returns what it printed."""
+
+    def run(name, *arguments):
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+            patch.chdir(tmp_path_factory.mktemp(Path(name).stem))
+            patch.setattr(sys, "argv", [name, *map(str, arguments)])
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return output.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory):
+    """A table of texts with labels."""
+    path = tmp_path_factory.mktemp("labeled") / "labeled.csv"
+    path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in sentences(60)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def own_language(tmp_path_factory, run_script, tiny_text, labeled):
+    """The folder that own_language.py leaves, and what it printed."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "texts.txt").write_text("\n\n".join(tiny_text))
+    return folder / "work", run_script("own_language.py", folder / "texts.txt", labeled, folder / "work", "tiny", 20)
+
+
+def test_an_encoder_of_my_own_language(own_language):
+    folder, printed = own_language
+    assert re.search(r"AUC of 0\.\d+ .*\n.*accuracy: [01]\.\d+; of the most frequent label: 0\.\d+", printed), printed
+    assert '- "hu"' in (folder / "model/encoder/README.md").read_text()
+    assert json.loads((folder / "tasks/results.json").read_text())["classification"]["runs"][2]
+
+
+def test_a_tagger_that_finds_names(run_script, tmp_path, own_language):
+    folder, files = own_language[0], write_conll(tmp_path)
+    arguments = [folder / "run", files / "train.conll", files / "dev.conll", tmp_path / "names"]
+    printed = run_script("named_entities.py", *arguments, "object class and file", "the module")
+    head, *spans = printed.splitlines()
+    assert re.fullmatch(r"f1 of entities in .*dev.conll: [01]\.\d+", head)
+    assert all(re.fullmatch(r"(PER|LOC)\t[a-z ]+\t\d+-\d+\t[01]\.\d\d", span) for span in spans), spans
+    assert run_script("named_entities.py", *arguments, "the module").startswith(head)  # without another training
+
+
+def test_a_search_for_settings_continues(run_script, tmp_path, own_language, labeled):
+    optuna = pytest.importorskip("optuna")
+    for num_trials in (1, 2, 2):
+        printed = run_script("tune.py", own_language[0] / "run", labeled, tmp_path / "tuning", num_trials)
+        study = optuna.load_study(study_name="finetune", storage=f"sqlite:///{tmp_path / 'tuning/study.db'}")
+        assert len(study.trials) == num_trials
+        assert printed == f"best of {num_trials} trials: {study.best_value:.3f}, {study.best_params}\n"
+    best = json.loads((tmp_path / f"tuning/trial-{study.best_trial.number}/results.json").read_text())
+    assert best["classification"]["median"] == study.best_value and len(best["classification"]["runs"]) == 3

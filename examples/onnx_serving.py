@@ -1,0 +1,65 @@
+"""Serves an exported encoder, or a fine-tuned classifier, over HTTP with onnxruntime: no torch in the server.
+
+Needs `pip install onnxruntime tokenizers` and a folder with model.onnx, tokenizer.json and config.json:
+`electra-fast export run --out model --onnx`, or docs/use-your-encoder.md for a fine-tuned model.
+
+    python examples/onnx_serving.py model/encoder 8000
+    curl localhost:8000 -d '["a text", "another"]'
+
+Answers are embeddings (the mean over the tokens) of an encoder, and label and probability of a classifier.
+"""
+
+import json
+import statistics
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+folder, port = Path(sys.argv[1]), int(sys.argv[2])
+config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+tokenizer.enable_truncation(config["max_position_embeddings"])
+tokenizer.enable_padding(pad_id=config["pad_token_id"])
+session = onnxruntime.InferenceSession(folder / "model.onnx")
+INPUTS = [each.name for each in session.get_inputs()]
+
+
+def answer(texts):
+    """Returns an embedding or a label per text."""
+    encodings = tokenizer.encode_batch(texts)
+    columns = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+    rows = {name: np.array([getattr(each, columns[name]) for each in encodings], np.int64) for name in INPUTS}
+    output = session.run(None, rows)[0]
+    if output.ndim == 3:  # last_hidden_state [texts, tokens, width]
+        mask = rows["attention_mask"][:, :, None]
+        return ((output * mask).sum(1) / mask.sum(1)).tolist()
+    odds = np.exp(output - output.max(1, keepdims=True))  # of logits [texts, labels]
+    probability, best = odds / odds.sum(1, keepdims=True), odds.argmax(1)
+    return [{"label": config["id2label"][str(i)], "score": float(p[i])} for i, p in zip(best, probability, strict=True)]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a POST of a JSON list of texts."""
+
+    def do_POST(self):  # noqa: D102, the name that http.server calls
+        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps(answer(texts)).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+seconds = []
+for _ in range(50):
+    start = time.perf_counter()
+    answer(["a text of about a hundred tokens " * 14])
+    seconds.append(time.perf_counter() - start)
+print(f"{1000 * statistics.median(seconds):.1f} ms per text of 100 tokens (median of 50)")
+server = ThreadingHTTPServer(("localhost", port), Handler)
+print(f"listening on http://localhost:{server.server_port}", flush=True)
+server.serve_forever()
