@@ -1,7 +1,7 @@
 """Re-ranks what a keyword search finds, with a cross-encoder trained from an exported encoder.
 
-Needs `pip install "sentence-transformers[train]>=6"`, an encoder (`electra-fast export run --out model`), and a .tsv
-file of questions, each with the passage that answers it:
+Needs `pip install "sentence-transformers[train]>=6"`, an exported encoder, and a .tsv file of questions, each with the
+passage that answers it:
 
     python examples/rerank.py model/encoder questions.tsv reranker/ "who wrote the first compiler?"
 
@@ -18,13 +18,14 @@ from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncode
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-NUM_CANDIDATES, NUM_WRONG = 20, 4  # passages to re-rank; wrong passages per right one in training
+NUM_CANDIDATES = 20
+NUM_WRONG = 4  # passages per right one in training
 
 
 encoder, file, tuned, query = sys.argv[1:]
-lines = Path(file).read_text(encoding="utf-8").splitlines()
-questions, answers = zip(*(line.split("\t") for line in lines), strict=True)
-passages = list(dict.fromkeys(answers))
+pairs = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines()]
+held_out, trained = pairs[::10], [pair for i, pair in enumerate(pairs) if i % 10]
+passages = list(dict.fromkeys(passage for _, passage in pairs))
 keywords = TfidfVectorizer(sublinear_tf=True)
 index = keywords.fit_transform(passages)
 
@@ -42,23 +43,22 @@ def rerank(question):
 
 
 def mean_reciprocal_rank(method):
-    """Returns the mean of 1 / rank of the right passage, 0 where it is not found, over the held-out questions."""
-    pairs = [(method(question), answer) for question, answer in zip(questions[::10], answers[::10], strict=True)]
-    return sum(1 / (1 + found.index(answer)) for found, answer in pairs if answer in found) / len(pairs)
+    """Returns the mean of 1 / rank of the right passage (0 if not found) over the held-out questions."""
+    found = [(method(question), answer) for question, answer in held_out]
+    return sum(1 / (1 + texts.index(answer)) for texts, answer in found if answer in texts) / len(found)
 
 
 model = CrossEncoder(tuned if Path(tuned).exists() else encoder, num_labels=1, max_length=256)
 if not Path(tuned).exists():
     rows = []
-    for i, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-        wrong = [passage for passage in search(question) if passage != answer][:NUM_WRONG]
-        texts = [answer, *wrong] if i % 10 else []
+    for question, answer in trained:
+        texts = [answer, *(passage for passage in search(question) if passage != answer)][: 1 + NUM_WRONG]
         rows += [{"question": question, "passage": text, "label": float(text == answer)} for text in texts]
     settings = {"learning_rate": 1e-4, "warmup_steps": 0.1, "save_strategy": "no", "report_to": "none"}
     arguments = CrossEncoderTrainingArguments("unused", num_train_epochs=1, per_device_train_batch_size=32, **settings)
     CrossEncoderTrainer(model, arguments, Dataset.from_list(rows), loss=BinaryCrossEntropyLoss(model)).train()
-    before, after = mean_reciprocal_rank(search), mean_reciprocal_rank(rerank)
-    print(f"mean reciprocal rank of held-out questions: keywords {before:.3f}, re-ranked {after:.3f}")
+    scores = [f"{method.__name__} {mean_reciprocal_rank(method):.3f}" for method in (search, rerank)]
+    print("mean reciprocal rank:", *scores)
     model.save(tuned)
 for passage in rerank(query)[:3]:
     print(passage[:200])

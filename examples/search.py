@@ -5,7 +5,7 @@ Needs `pip install "sentence-transformers[train]>=6"`, an exported encoder, and 
     python examples/search.py model/encoder pages/ tuned/ "how do I resume a run?"
 
 The pages themselves give the pairs to tune on: a heading and its text, or two passages in a row. Every tenth page is
-left out of the tuning and shows what it gained. A second call finds the tuned model and only answers.
+left out of the tuning and shows what it gained. A second call finds tuned/ and only answers.
 """
 
 import re
@@ -53,9 +53,7 @@ if not Path(tuned).exists():
     held_out = sum(pages[::10], [])
     untuned = accuracy(model, held_out)
     tune(model, [pair for i, page in enumerate(pages) if i % 10 for pair in page])
-    print(
-        f"right passage of {len(held_out):,} comes first: untuned {before:.1%}, tuned {accuracy(model, held_out):.1%}"
-    )
+    print(f"own passage first of {len(held_out):,}: untuned {untuned:.1%}, tuned {accuracy(model, held_out):.1%}")
     model.save(tuned)
 passages = [passage for page in pages for _, passage in page]
 scores = model.similarity(model.encode(query), model.encode(passages))[0]

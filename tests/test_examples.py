@@ -5,6 +5,7 @@ Options and links of the documents exist, and the Python code of docs/use-your-e
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
+import warnings
 from pathlib import Path
 
 import pytest
@@ -244,3 +246,83 @@ def test_a_search_for_settings_continues(run_script, tmp_path, own_language, lab
         assert printed == f"best of {num_trials} trials: {study.best_value:.3f}, {study.best_params}\n"
     best = json.loads((tmp_path / f"tuning/trial-{study.best_trial.number}/results.json").read_text())
     assert best["classification"]["median"] == study.best_value and len(best["classification"]["runs"]) == 3
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Libraries do not ask the hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+# torch's, on a machine without a GPU
+PIN_MEMORY = "ignore:'pin_memory' argument is set as true but no accelerator"
+
+
+@pytest.mark.filterwarnings(PIN_MEMORY)
+def test_search_over_own_pages(run_script, tmp_path, own_language, offline):
+    rng = random.Random(0)
+    for number, topic in enumerate(itertools.combinations(WORDS, 2)):
+        texts = [" ".join(rng.choices([*topic, *GOOD], k=20)) for _ in range(3)]
+        page = tmp_path / "pages" / f"{number}" / "page.md"
+        page.parent.mkdir(parents=True)
+        page.write_text(f"# {' '.join(topic)}\n\nToo short.\n\n{texts[0]}\n## Other\n{texts[1]}\n\n{texts[2]}\n")
+    arguments = [own_language[0] / "model/encoder", tmp_path / "pages", tmp_path / "tuned", "the class"]
+    *_, measured, first, second, third = run_script("search.py", *arguments).splitlines()
+    before, after = re.fullmatch(r"own passage first of 51: untuned (.*)%, tuned (.*)%", measured).groups()
+    assert float(after) > float(before) + 10
+    assert all(re.match(r"-?\d\.\d\d  \w+ ", hit) for hit in (first, second, third))
+    assert run_script("search.py", *arguments).splitlines() == [first, second, third]  # the saved model, not tuned again
+
+
+@pytest.mark.filterwarnings(PIN_MEMORY)
+def test_reranking_of_a_search(run_script, tmp_path, own_language, offline):
+    rng = random.Random(0)
+    passages = [" ".join(rng.choices(WORDS, k=15)) for _ in range(12)]
+    questions = [(" ".join(rng.sample(passage.split(), 4)), passage) for passage in passages for _ in range(2)]
+    (tmp_path / "questions.tsv").write_text("".join(f"{question}\t{passage}\n" for question, passage in questions))
+    arguments = [own_language[0] / "model/encoder", tmp_path / "questions.tsv", tmp_path / "reranker", "the class"]
+    *_, measured, first, second, third = run_script("rerank.py", *arguments).splitlines()
+    assert re.fullmatch(r"mean reciprocal rank: search [01]\.\d{3} rerank [01]\.\d{3}", measured)
+    assert len({first, second, third} & set(passages)) == 3
+    assert run_script("rerank.py", *arguments).splitlines() == [first, second, third]
+
+
+def write_onnx(model, folder, output):
+    """model.onnx in a folder of `transformers`."""
+    import torch
+    from transformers import AutoTokenizer
+
+    names = AutoTokenizer.from_pretrained(folder).model_input_names
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=64)}
+    inputs = {name: torch.ones(2, 8, dtype=torch.int64) for name in names}
+    with warnings.catch_warnings(), contextlib.redirect_stdout(None):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model, (), folder / "model.onnx", kwargs=inputs, dynamo=True, dynamic_shapes=dict.fromkeys(names, axes),
+            input_names=names, output_names=[output], external_data=False,
+        )
+
+
+# A fresh interpreter, in which torch and transformers cannot be imported.
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules |= dict.fromkeys(("torch", "transformers", "electra_fast"))
+runpy.run_path(sys.argv.pop(0), run_name="__main__")
+"""
+
+
+@pytest.fixture
+def serve():
+    """A function that starts onnx_serving.py on a folder and returns one that asks it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(folder):
+            command = [sys.executable, "-c", WITHOUT_TORCH, EXAMPLES / "onnx_serving.py", folder, "0"]
+            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(server.terminate)
+            assert re.fullmatch(r"[\d.]+ ms per text of 128 tokens\n", server.stdout.readline())
+            address = server.stdout.readline().split()[-1]
+            return lambda texts: json.load(urllib.request.urlopen(address, json.dumps(texts).encode()))
+
+        yield start
