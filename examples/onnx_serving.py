@@ -1,18 +1,17 @@
-"""Serves an exported encoder, or a fine-tuned classifier, over HTTP with onnxruntime: no torch in the server.
+"""Serves an encoder or a fine-tuned classifier over HTTP with onnxruntime; the server needs no torch.
 
-Needs `pip install onnxruntime tokenizers` and a folder with model.onnx, which `electra-fast export --onnx` writes; for
-a fine-tuned model see docs/use-your-encoder.md.
-
+    pip install onnxruntime tokenizers
+    electra-fast export run --out model --onnx      # of a fine-tuned model: docs/use-your-encoder.md
     python examples/onnx_serving.py model/encoder 8000
     curl localhost:8000 -d '["a text", "another"]'
 
-Answers are embeddings (the mean over the tokens) of an encoder, and label and probability of a classifier.
+An encoder answers with embeddings (the mean over the tokens), a classifier with labels and their probabilities.
 """
 
 import json
 import statistics
 import sys
-import time
+import timeit
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,13 +26,13 @@ tokenizer.enable_truncation(config["max_position_embeddings"])
 tokenizer.enable_padding(pad_id=config["pad_token_id"])
 session = onnxruntime.InferenceSession(folder / "model.onnx")
 INPUTS = [each.name for each in session.get_inputs()]
+COLUMNS = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
 
 
 def answer(texts):
     """Returns an embedding or a label per text."""
     encodings = tokenizer.encode_batch(texts)
-    columns = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
-    rows = {name: np.array([getattr(each, columns[name]) for each in encodings], np.int64) for name in INPUTS}
+    rows = {name: np.array([getattr(each, COLUMNS[name]) for each in encodings], np.int64) for name in INPUTS}
     output = session.run(None, rows)[0]
     if output.ndim == 3:  # last_hidden_state [texts, tokens, width]
         mask = rows["attention_mask"][:, :, None]
@@ -44,7 +43,7 @@ def answer(texts):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a POST of a JSON list of texts."""
+    """Answers JSON lists of texts."""
 
     def do_POST(self):  # noqa: D102, the name that http.server calls
         texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -53,11 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(answer(texts)).encode())
 
 
-seconds = []
-for _ in range(50):
-    start = time.perf_counter()
-    answer(["the " * 126])
-    seconds.append(time.perf_counter() - start)
+seconds = timeit.repeat(lambda: answer(["the " * 126]), number=1, repeat=50)
 print(f"{1000 * statistics.median(seconds):.2f} ms per text of 128 tokens")
 server = ThreadingHTTPServer(("localhost", port), Handler)
 print(f"listening on http://localhost:{server.server_port}", flush=True)

@@ -1,13 +1,11 @@
 """Re-ranks what a keyword search finds, with a cross-encoder trained from an exported encoder.
 
-Needs `pip install "sentence-transformers[train]>=6"`, an exported encoder, and a .tsv file of questions, each with the
-passage that answers it:
-
+    pip install "sentence-transformers[train]>=6"
     python examples/rerank.py model/encoder questions.tsv reranker/ "who wrote the first compiler?"
 
-A cross-encoder reads question and passage together. That is more exact than comparing embeddings (search.py), but too
-slow for more than the first results of a fast search, here TF-IDF. It learns to tell the right passage from the wrong
-ones that this search ranks highest. Every tenth question is left out of the training and shows what it gained.
+The file has a question per line, a tab, and the passage that answers it. A cross-encoder reads both together: more
+exact than comparing embeddings (search.py), but too slow for more than the first results of a fast search, here TF-IDF.
+It learns to tell right passages from the wrong ones that this search ranks highest. Every tenth question is held out.
 """
 
 import sys
@@ -18,9 +16,7 @@ from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncode
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-NUM_CANDIDATES = 20
-NUM_WRONG = 4  # passages per right one in training
-
+NUM_CANDIDATES, NUM_WRONG = 20, 4  # passages to re-rank; wrong passages per right one in training
 
 encoder, file, tuned, query = sys.argv[1:]
 pairs = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines()]
@@ -54,8 +50,8 @@ if not Path(tuned).exists():
     for question, answer in trained:
         texts = [answer, *(passage for passage in search(question) if passage != answer)][: 1 + NUM_WRONG]
         rows += [{"question": question, "passage": text, "label": float(text == answer)} for text in texts]
-    settings = {"learning_rate": 1e-4, "warmup_steps": 0.1, "save_strategy": "no", "report_to": "none"}
-    arguments = CrossEncoderTrainingArguments("unused", num_train_epochs=1, per_device_train_batch_size=32, **settings)
+    settings = {"learning_rate": 1e-4, "warmup_steps": 0.1, "per_device_train_batch_size": 32, "num_train_epochs": 1}
+    arguments = CrossEncoderTrainingArguments("unused", save_strategy="no", report_to="none", **settings)
     CrossEncoderTrainer(model, arguments, Dataset.from_list(rows), loss=BinaryCrossEntropyLoss(model)).train()
     scores = [f"{method.__name__} {mean_reciprocal_rank(method):.3f}" for method in (search, rerank)]
     print("mean reciprocal rank:", *scores)

@@ -1,11 +1,10 @@
 """Searches your own pages by meaning, with an exported encoder that is tuned on these pages first.
 
-Needs `pip install "sentence-transformers[train]>=6"`, an exported encoder, and a folder of .md or .txt files:
-
+    pip install "sentence-transformers[train]>=6"
     python examples/search.py model/encoder pages/ tuned/ "how do I resume a run?"
 
-The pages themselves give the pairs to tune on: a heading and its text, or two passages in a row. Every tenth page is
-left out of the tuning and shows what it gained. A second call finds tuned/ and only answers.
+The pages are .md or .txt files. They give the pairs to tune on: a heading and its text, or two passages in a row. Every
+tenth page is left out of the tuning and shows what it gained. A second call finds tuned/ and only answers.
 """
 
 import re
