@@ -56,5 +56,4 @@ if not Path(tuned).exists():
     scores = [f"{method.__name__} {mean_reciprocal_rank(method):.3f}" for method in (search, rerank)]
     print("mean reciprocal rank:", *scores)
     model.save(tuned)
-for passage in rerank(query)[:3]:
-    print(passage[:200])
+print(*(passage[:200] for passage in rerank(query)[:3]), sep="\n")

@@ -271,8 +271,9 @@ def test_search_over_own_pages(run_script, tmp_path, own_language, offline):
         page.parent.mkdir(parents=True)
         page.write_text(f"# {' '.join(topic)}\n\nToo short.\n\n{texts[0]}\n## Other\n{texts[1]}\n\n{texts[2]}\n")
     arguments = [own_language[0] / "model/encoder", tmp_path / "pages", tmp_path / "tuned", "the class"]
-    *_, measured, first, second, third = run_script("search.py", *arguments).splitlines()
-    before, after = re.fullmatch(r"own passage first of 36: untuned (.*)%, tuned (.*)%", measured).groups()
+    printed = run_script("search.py", *arguments)
+    before, after = re.search(r"ten of 36: (.*)%\n[^%]*after tuning: (.*)%", printed, re.DOTALL).groups()
+    first, second, third = printed.splitlines()[-3:]
     assert float(after) > float(before)
     assert all(re.match(r"-?\d\.\d\d  \w+ ", hit) for hit in (first, second, third))
     assert run_script("search.py", *arguments).splitlines() == [
