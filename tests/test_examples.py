@@ -1,22 +1,34 @@
-"""The files of examples/: their scripts run with fakes of what a cluster has, and their options are ones that exist.
+"""The files of examples/ run: those for clusters with fakes of what a cluster has, the others on small data.
 
-So are the options and links of the documents.
+Options and links of the documents exist, and the Python code of docs/use-your-encoder.md runs.
 """
 
+import contextlib
+import io
+import itertools
 import json
 import os
+import random
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tokenizers
+from tiny_reading import write_conll
+from tiny_task import BAD, GOOD, WORDS, sentences
 
+import electra_fast as ef
 from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.file import take_overrides
+from electra_fast.huggingface.encoder import load_encoder
 
 TREE = Path(__file__).resolve().parent.parent
 EXAMPLES = TREE / "examples"
@@ -179,3 +191,178 @@ def test_files_that_a_document_names_exist(document):
     names = [path.relative_to(TREE).as_posix() for pattern in ("*/**/*.py", "*/**/*.rs") for path in TREE.glob(pattern)]
     for named in re.findall(r"`([\w/]+\.(?:py|rs))`", document.read_text(encoding="utf-8")):
         assert "NAME" in named or any(f"/{name}".endswith(f"/{named}") for name in names), named
+
+
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory):
+    """A function that runs an example in this process, in a folder of its own, and returns what it printed."""
+
+    def run(name, *arguments):
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+            patch.chdir(tmp_path_factory.mktemp(Path(name).stem))
+            patch.setattr(sys, "argv", [name, *map(str, arguments)])
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return output.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory):
+    """A table of texts with labels."""
+    path = tmp_path_factory.mktemp("labeled") / "labeled.csv"
+    path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in sentences(60)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def own_language(tmp_path_factory, run_script, tiny_text, labeled):
+    """The folder that own_language.py leaves, and what it printed."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "texts.txt").write_text("\n\n".join(tiny_text))
+    return folder / "work", run_script("own_language.py", folder / "texts.txt", labeled, folder / "work", "tiny", 8)
+
+
+def test_an_encoder_of_my_own_language(own_language):
+    folder, printed = own_language
+    assert re.search(r"AUC of 0\.\d+ .*\n.*accuracy: [01]\.\d+; of the most frequent label: 0\.\d+", printed), printed
+    assert 'language: ["hu"]' in (folder / "model/encoder/README.md").read_text()
+    assert json.loads((folder / "tasks/results.json").read_text())["classification"]["runs"][2]
+
+
+def test_a_tagger_that_finds_names(run_script, tmp_path, own_language):
+    folder, files = own_language[0], write_conll(tmp_path)
+    arguments = [folder / "run", files / "train.conll", files / "dev.conll", tmp_path / "names"]
+    printed = run_script("named_entities.py", *arguments, "object class and file", "the module")
+    head, *spans = printed.splitlines()
+    assert re.fullmatch(r"f1 of entities in .*dev.conll: [01]\.\d+", head)
+    assert all(re.fullmatch(r"(PER|LOC)\t[a-z ]+\t\d+-\d+\t[01]\.\d\d", span) for span in spans), spans
+    assert run_script("named_entities.py", *arguments, "the module").startswith(head)  # without another training
+
+
+def test_a_search_for_settings_continues(run_script, tmp_path, own_language, labeled):
+    optuna = pytest.importorskip("optuna")
+    for num_trials in (1, 2, 2):
+        printed = run_script("tune.py", own_language[0] / "run", labeled, tmp_path / "tuning", num_trials)
+        study = optuna.load_study(study_name="finetune", storage=f"sqlite:///{tmp_path / 'tuning/study.db'}")
+        assert len(study.trials) == num_trials
+        assert printed == f"best of {num_trials} trials: {study.best_value:.3f}, {study.best_params}\n"
+    best = json.loads((tmp_path / f"tuning/trial-{study.best_trial.number}/results.json").read_text())
+    assert best["classification"]["median"] == study.best_value and len(best["classification"]["runs"]) == 3
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Libraries do not ask the hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+# torch's, on a machine without a GPU
+PIN_MEMORY = "ignore:'pin_memory' argument is set as true but no accelerator"
+
+
+@pytest.mark.filterwarnings(PIN_MEMORY)
+def test_search_over_own_pages(run_script, tmp_path, own_language, offline):
+    rng = random.Random(0)
+    for number, topic in enumerate(itertools.combinations(WORDS, 2)):
+        texts = [" ".join(rng.choices([*topic, *others], k=16)) for others in (BAD[:2], GOOD[:2], ["more", "again"])]
+        page = tmp_path / "pages" / f"{number}" / "page.md"
+        page.parent.mkdir(parents=True)
+        page.write_text(f"# {' '.join(topic)}\n\nToo short.\n\n{texts[0]}\n## Other\n{texts[1]}\n\n{texts[2]}\n")
+    arguments = [own_language[0] / "model/encoder", tmp_path / "pages", tmp_path / "tuned", "the class"]
+    printed = run_script("search.py", *arguments)
+    before, after = re.search(r"ten of 36: (.*)%\n[^%]*after tuning: (.*)%", printed, re.DOTALL).groups()
+    first, second, third = printed.splitlines()[-3:]
+    assert float(after) > float(before)
+    assert all(re.match(r"-?\d\.\d\d  \w+ ", hit) for hit in (first, second, third))
+    assert run_script("search.py", *arguments).splitlines() == [
+        first,
+        second,
+        third,
+    ]  # not tuned again
+
+
+@pytest.mark.filterwarnings(PIN_MEMORY)
+def test_reranking_of_a_search(run_script, tmp_path, own_language, offline):
+    rng = random.Random(0)
+    passages = [" ".join(rng.choices(WORDS, k=15)) for _ in range(12)]
+    questions = [(" ".join(rng.sample(passage.split(), 4)), passage) for passage in passages for _ in range(2)]
+    (tmp_path / "questions.tsv").write_text("".join(f"{question}\t{passage}\n" for question, passage in questions))
+    arguments = [own_language[0] / "model/encoder", tmp_path / "questions.tsv", tmp_path / "reranker", "the class"]
+    *_, measured, first, second, third = run_script("rerank.py", *arguments).splitlines()
+    assert re.fullmatch(r"mean reciprocal rank: search [01]\.\d{3} rerank [01]\.\d{3}", measured)
+    assert len({first, second, third} & set(passages)) == 3
+    assert run_script("rerank.py", *arguments).splitlines() == [first, second, third]
+
+
+# A fresh interpreter, in which torch and transformers cannot be imported.
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules |= dict.fromkeys(("torch", "transformers", "electra_fast"))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def serve():
+    """A function that starts onnx_serving.py on a folder and returns one that asks it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(folder):
+            command = [sys.executable, "-c", WITHOUT_TORCH, EXAMPLES / "onnx_serving.py", folder, "0"]
+            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(server.terminate)
+            assert re.fullmatch(r"[\d.]+ ms per text of 128 tokens\n", server.stdout.readline())
+            address = server.stdout.readline().split()[-1]
+            return lambda texts: json.load(urllib.request.urlopen(address, json.dumps(texts).encode()))
+
+        yield start
+
+
+def test_serving_an_encoder_without_torch(serve, tmp_path, own_language):
+    """Its outputs depend on the token and its type alone, so that the embeddings are known."""
+    onnx = pytest.importorskip("onnx")
+    make, folder = onnx.helper, shutil.copytree(own_language[0] / "model/encoder", tmp_path / "encoder")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tables_VD = np.random.default_rng(0).normal(size=(2, tokenizer.get_vocab_size(), 4)).astype(np.float32)
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    nodes = [("Gather", ["tokens", "input_ids"], ["a"]), ("Gather", ["types", "token_type_ids"], ["b"])]
+    graph = make.make_graph(
+        [make.make_node(*node) for node in (*nodes, ("Add", ["a", "b"], ["last_hidden_state"]))],
+        "encoder",
+        [make.make_tensor_value_info(name, onnx.TensorProto.INT64, ["batch", "sequence"]) for name in names],
+        [make.make_tensor_value_info("last_hidden_state", onnx.TensorProto.FLOAT, ["batch", "sequence", 4])],
+        [onnx.numpy_helper.from_array(table, name) for table, name in zip(tables_VD, ("tokens", "types"), strict=True)],
+    )
+    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=10), folder / "model.onnx")
+    texts = ["the class function", "value " * 200]  # the second is longer than the model's 128 positions
+    ids = [tokenizer.encode(text).ids for text in texts]
+    ids[1] = ids[1][:127] + ids[1][-1:]
+    expected = [(tables_VD[0][row] + tables_VD[1][0]).mean(0) for row in ids]
+    np.testing.assert_allclose(serve(folder)(texts), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings(PIN_MEMORY)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of PEFT
+def test_code_about_using_an_encoder(serve, tmp_path, own_language, monkeypatch, offline):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "tasks"):
+        shutil.copytree(own_language[0] / name, tmp_path / name)
+    code = re.findall(
+        r"^```python\n(.*?)^```", (TREE / "docs/use-your-encoder.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    defined = {}
+    exec("\n".join(code), defined)
+    assert defined["hidden"].shape == (1, 4, 64) and len(defined["words"]) == 5
+    assert load_encoder(tmp_path / "merged").shape == load_encoder(tmp_path / "model/encoder").shape
+    assert sorted(each["corpus_id"] for each in defined["order"]) == [0, 1] and defined["scores"].shape == (1, 2)
+    assert {each.shape[-1] for each in defined["vectors"]} == {128}
+    assert defined["found"][0]["words"][1]["text"] == "sentense"
+
+    folder, texts = tmp_path / "tasks/classification/seed-0/model", ["the class function", "value object string"]
+    answers = ef.load_finetuned(folder, precision="fp32").predict(texts)
+    for found, expected in zip(serve(folder)(texts), answers, strict=True):
+        assert found["label"] == expected["label"]
+        assert abs(found["score"] - expected["scores"][found["label"]]) < 1e-5
