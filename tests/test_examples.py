@@ -19,6 +19,8 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import onnx
+import optuna
 import pytest
 import tokenizers
 from tiny_reading import write_conll
@@ -241,7 +243,6 @@ def test_a_tagger_that_finds_names(run_script, tmp_path, own_language):
 
 
 def test_a_search_for_settings_continues(run_script, tmp_path, own_language, labeled):
-    optuna = pytest.importorskip("optuna")
     for num_trials in (1, 2, 2):
         printed = run_script("tune.py", own_language[0] / "run", labeled, tmp_path / "tuning", num_trials)
         study = optuna.load_study(study_name="finetune", storage=f"sqlite:///{tmp_path / 'tuning/study.db'}")
@@ -323,7 +324,6 @@ def serve():
 
 def test_serving_an_encoder_without_torch(serve, tmp_path, own_language):
     """Its outputs depend on the token and its type alone, so that the embeddings are known."""
-    onnx = pytest.importorskip("onnx")
     make, folder = onnx.helper, shutil.copytree(own_language[0] / "model/encoder", tmp_path / "encoder")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tables_VD = np.random.default_rng(0).normal(size=(2, tokenizer.get_vocab_size(), 4)).astype(np.float32)
