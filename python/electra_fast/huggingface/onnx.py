@@ -1,7 +1,7 @@
 """ONNX files of exported folders, which onnxruntime and other engines run without torch.
 
-They are written by torch's exporter on `torch.export` (dynamo=True). Its older one, which traces a call, keeps the
-masks of the batch that it saw: a ModernBERT with local attention then gives wrong outputs at other lengths.
+They are written by torch's exporter on `torch.export` (dynamo=True). Its older one, which traces a call, is deprecated.
+What the exporter leaves is compared with torch, at lengths that it did not see.
 """
 
 from __future__ import annotations
