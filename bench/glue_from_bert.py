@@ -29,6 +29,7 @@ from electra_fast.training.allocator import keep_freed_memory
 
 CONTENDERS = ("ours", "Trainer")
 MAX_LENGTH = 128
+SETTINGS = ("learning_rate", "batch_size", "epochs", "warmup_fraction", "weight_decay", "precision")
 
 
 def data_folder(options: argparse.Namespace, task: str) -> Path:
@@ -45,14 +46,12 @@ def data_folder(options: argparse.Namespace, task: str) -> Path:
 
 def recipe(options: argparse.Namespace) -> dict[str, Any]:
     """What identifies a training, besides contender, task and seed."""
-    names = ("learning_rate", "batch_size", "epochs", "warmup_fraction", "weight_decay", "precision", "examples")
-    return {name: getattr(options, name) for name in names} | {"model": str(options.model.resolve())}
+    return {name: getattr(options, name) for name in (*SETTINGS, "examples")} | {"model": str(options.model.resolve())}
 
 
 def train_ours(options: argparse.Namespace, task: str, seed: int) -> dict[str, float]:
     """`ef.finetune` without what the Trainer lacks: layers have one rate."""
-    keys = ("learning_rate", "batch_size", "epochs", "warmup_fraction", "weight_decay", "precision")
-    overrides = {f"finetune.{key}": getattr(options, key) for key in keys}
+    overrides = {f"finetune.{key}": getattr(options, key) for key in SETTINGS}
     overrides |= {"finetune.layer_decay": 1, "finetune.epsilon": 1e-8, "finetune.sequence_length": MAX_LENGTH}
     out = options.out / "ours"
     data = data_folder(options, task)

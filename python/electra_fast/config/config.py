@@ -135,7 +135,7 @@ class ObjectiveConfig(Section):
     )
     generator_first: int = config_key(
         0,
-        "steps at the start that train the generator alone (electra): a new one would disturb a trained discriminator",
+        "steps at the start that train the generator alone (electra), with a learning-rate schedule of their own",
         low=0,
     )
     disc_positions: Literal["masked", "random"] = config_key(

@@ -126,7 +126,7 @@ ADAPTATION: tuple[tuple[dict[str, Scalar], str], ...] = (
             "optimizer.schedule": "linear",
             "optimizer.bias_correction": True,
         },
-        "a low rate with warmup keeps what the encoder has learned; Muon's rates are for beginning",
+        "a fifth of the rate for beginning, since the weights are trained; Muon's rates are for beginning",
     ),
     (
         {"train.steps": 2_000, "train.batch_size": 64, "data.sequence_length": 128},

@@ -67,7 +67,8 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
         shape, state = _read_folder(folder, role)
         copy = source / "encoder"
         is_copy = role is None and "encoder" not in folders and copy.is_dir()
-        if is_copy and _content_hash(_read_folder(copy, None)[1]) != _content_hash(state):
+        theirs = _read_folder(copy, None)[1] if is_copy else state
+        if theirs.keys() != state.keys() or not all(state[name].equal(theirs[name]) for name in state):
             raise InputError(
                 f"{copy}: no longer the encoder of {folder}, so one was trained since the export; name the one you mean"
             )
