@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -124,6 +125,8 @@ _GOOGLE: dict[str, Scalar] = {
     "order": "buffer",
 }
 RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": {}}
+# `fast` takes at least so many steps (bench/LOG.md has the measurement), and evaluates at most so often.
+MIN_STEPS, MAX_EVALUATIONS = 300, 20
 # Tasks with small training sets, trained for 10 epochs in the paper and its code; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
@@ -136,18 +139,22 @@ def recipe_config(
     shape: ModelConfig,
     overrides: Mapping[str, str],
     type_defaults: Mapping[str, Scalar] | None = None,
+    num_examples: int | None = None,
 ) -> FinetuningConfig:
     """Returns a recipe (`paper`, `google`, `fast`) for a task and an encoder of this shape.
 
-    `type_defaults` are the defaults of the task type, `overrides` the keys given on the command line. Raises InputError
-    for an unknown recipe, key or value.
+    `type_defaults` are the defaults of the task type, `overrides` the keys given on the command line. `fast` depends on
+    the number of training examples if that is known. Raises InputError for an unknown recipe, key or value.
     """
     if recipe not in RECIPES:
         raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
     keys = RECIPES[recipe] | _by_encoder(recipe, shape) | _by_task(recipe, task)
     keys = {"sequence_length": FinetuneSection.sequence_length} | keys | dict(type_defaults or {})
     keys["sequence_length"] = min(int(keys["sequence_length"]), shape.max_positions)
-    return FinetuningConfig().replace({"finetune": keys}).override(overrides)
+    config = FinetuningConfig().replace({"finetune": keys}).override(overrides)
+    if recipe == "fast" and num_examples:
+        config = config.replace({"finetune": _by_size(config.finetune, num_examples)}).override(overrides)
+    return config
 
 
 def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
@@ -168,6 +175,12 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
     if recipe == "google":
         keys["both_orders"] = task in _SYMMETRIC
     return keys
+
+
+def _by_size(config: FinetuneSection, num_examples: int) -> dict[str, Scalar]:
+    """Returns whole epochs of at least `MIN_STEPS` steps together, and where they are many, fewer evaluations."""
+    epochs = max(config.epochs, math.ceil(MIN_STEPS / math.ceil(num_examples / config.batch_size)))
+    return {"epochs": epochs, "evals_per_epoch": min(1.0, MAX_EVALUATIONS / epochs)}
 
 
 def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -> dict[str, float]:

@@ -1,0 +1,160 @@
+"""The defaults of fine-tuning, measured: how many steps, which rate and which class weights, by the number of examples.
+
+    python bench/finetune_defaults.py --encoders FOLDER… --glue GLUE --work FOLDER [--results FILE] [--plan rates]
+
+Fine-tunes each encoder on tasks cut to their first examples and appends a line per training to FILE; finished lines
+are not repeated. GLUE's tasks are joined by `tickets`, 40 unequal classes of messy short texts in five languages: the
+descriptions of Debian's packages, by section, with typing errors, markup and shouting. They are read from
+`WORK/Translation-{en.xz,de.bz2,fr.bz2,it.bz2,es.bz2}` and `WORK/Packages.xz` of a Debian mirror (`dists/bookworm/main/i18n` and
+`dists/bookworm/main/binary-amd64`). Prints the scores as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import itertools
+import json
+import lzma
+import random
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lib.results import processor
+
+import electra_fast as ef
+from electra_fast.finetuning.readers import glue
+
+LANGUAGES = ("en", "de", "fr", "it", "es")
+NUM_CLASSES, NUM_DEV = 40, 2_000
+SETTINGS = ("steps", "learning_rate", "class_weights", "layer_decay")
+"""What a plan varies; `steps` become epochs."""
+
+
+def stanzas(path: Path) -> Iterator[dict[str, str]]:
+    """The fields of each package in a list of a Debian mirror."""
+    text = (bz2 if path.suffix == ".bz2" else lzma).open(path, "rt", encoding="utf-8").read()
+    for stanza in text.split("\n\n"):
+        yield dict(re.findall(r"^(\S+): *((?:.*)(?:\n .*)*)", stanza, re.MULTILINE))
+
+
+def messy(text: str, dice: random.Random) -> str:
+    """A text as people send it: some shout, mistype, forward, or paste markup."""
+    if dice.random() < 0.1:
+        text = text.upper()
+    if dice.random() < 0.4:
+        text = "".join(dice.choice(("", each * 2)) if dice.random() < 0.04 else each for each in text)
+    if dice.random() < 0.1:
+        text = f"<p>{text.replace(' ', '&nbsp;', 3)}</p>"
+    return dice.choice(("", "", "", "Re: ", "FWD: Fwd: ", "[#%d] " % dice.randrange(10**6))) + text
+
+
+def tickets(work: Path) -> list[tuple[str, str]]:
+    """Pairs of a class and a text, a package each in one language, in a random but fixed order."""
+    packages = stanzas(work / "Packages.xz")
+    section = {each["Package"]: each["Section"].rpartition("/")[2] for each in packages if "Section" in each}
+    texts: dict[str, list[str]] = {}
+    for language in LANGUAGES:
+        for each in stanzas(*work.glob(f"Translation-{language}.*")):
+            title, *lines = each.get(f"Description-{language}", "").split("\n")
+            body = " ".join(line.strip() for line in lines if line.strip() != ".")
+            if title:
+                texts.setdefault(each["Package"], []).append(f"{title}. {body}"[:120])
+    dice = random.Random(0)
+    named = [name for name in sorted(texts) if name in section]
+    common = {name for name, _ in Counter(section[name] for name in named).most_common(NUM_CLASSES)}
+    pairs = [(section[name], messy(dice.choice(texts[name]), dice)) for name in named if section[name] in common]
+    dice.shuffle(pairs)
+    return pairs
+
+
+def write_tickets(work: Path, examples: int) -> tuple[Path, Path]:
+    """Writes tickets as JSON lines, once; returns the files to train and to validate on."""
+    train, dev = work / f"tickets-{examples}.jsonl", work / "tickets-dev.jsonl"
+    if not train.exists():
+        pairs = tickets(work)
+        for path, chosen in ((dev, pairs[:NUM_DEV]), (train, pairs[NUM_DEV : NUM_DEV + examples])):
+            lines = (json.dumps({"text": text, "label": label}, ensure_ascii=False) for label, text in chosen)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return train, dev
+
+
+def write_glue(work: Path, source: Path, task: str, examples: int) -> Path:
+    """Copies a task's files without test examples, with the first examples of training; returns the folder."""
+    folder = work / f"{task}-{examples}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in glue.locate(task, source).iterdir():
+        if file.suffix == ".tsv" and not file.name.startswith("test") and not (folder / file.name).exists():
+            lines = file.read_bytes().splitlines(keepends=True)
+            is_cut = examples and file.name.startswith("train")
+            has_header = task != "cola"
+            (folder / file.name).write_bytes(b"".join(lines[: examples + has_header] if is_cut else lines))
+    return folder
+
+
+def plan(name: str) -> Iterator[dict[str, Any]]:
+    """The trainings of a plan, the most telling first."""
+    sizes = ((1_000, 300), (300, 300), (1_000, 100), (3_000, 300), (300, 100), (100, 300), (3_000, 1_000), (1_000, 1_000))
+    tasks = {"rates": ("tickets", "cola", "sst2"), "more": ("mrpc", "stsb")}
+    for (examples, steps), task in itertools.product(sizes, tasks.get(name, ())):
+        for rate in (3e-4, 1e-4):
+            yield {"task": task, "examples": examples, "steps": steps, "learning_rate": rate}
+    if name == "weights":
+        for examples, steps in ((1_000, 300), (3_000, 300), (1_000, 1_000), (3_000, 1_000)):
+            for weights in ({}, {"class_weights": "balanced"}):
+                yield {"task": "tickets", "examples": examples, "steps": steps, "learning_rate": 3e-4} | weights
+
+
+def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Scores of a training."""
+    task, examples = case["task"], case["examples"]
+    settings = {f"finetune.{name}": case[name] for name in SETTINGS[1:] if name in case}
+    out = options.work / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    data: dict[str, Any]
+    if task == "tickets":
+        paths = write_tickets(options.work, examples)
+        data = dict(zip(("train", "dev"), paths, strict=True)) | {"task": "classification"}
+        settings["finetune.sequence_length"] = 48
+    else:
+        data = {"data": write_glue(options.work, options.glue, task, examples), "task": task}
+    num_examples = min(examples, {"mrpc": 3_668, "stsb": 5_749}.get(task, examples))
+    if case.get("steps"):
+        settings["finetune.epochs"] = case["steps"] / -(-num_examples // 32)
+    seed = case.get("seed", 0)
+    found = ef.finetune(**data, model=encoder, out=out, seeds=seed + 1, overrides=settings)
+    (result,) = found.values()
+    return {name: value for name, value in result["runs"][seed].items() if name != "splits"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--encoders", type=Path, nargs="+", required=True)
+    parser.add_argument("--glue", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("finetune_defaults.jsonl"))
+    parser.add_argument("--plan", nargs="+", default=["rates", "weights", "more"])
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    finished = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    known = [line["case"] for line in finished]
+    for case in (case for name in options.plan for case in plan(name)):
+        for encoder in options.encoders:
+            case_of = case | {"encoder": encoder.name}
+            if case_of in known:
+                continue
+            started = time.monotonic()
+            result = train(case, encoder, options)
+            line = {"case": case_of, "result": result, "seconds": round(time.monotonic() - started, 1)}
+            with options.results.open("a") as file:
+                file.write(json.dumps(line | {"processor": processor()}) + "\n")
+            print(case_of, result, flush=True)
+
+
+if __name__ == "__main__":
+    main()
