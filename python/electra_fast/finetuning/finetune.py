@@ -22,7 +22,7 @@ from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts, scores_of
-from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, rescore
+from electra_fast.finetuning.training.seed_run import Callback, Callbacks, SeedRun, outdated_splits, rescore
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
@@ -46,6 +46,8 @@ def finetune(
     recipe: str = DEFAULT_RECIPE,
     overrides: Mapping[str, object] | None = None,
     role: str | None = None,
+    on_log: Callback | None = None,
+    on_evaluation: Callback | None = None,
     **columns: Any,
 ) -> Results:
     """Fine-tunes an encoder on GLUE tasks or on own data, with seeds 0 to `seeds - 1` each.
@@ -70,6 +72,10 @@ def finetune(
         recipe: `fast`, `google` or `paper`.
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
+        on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
+            "grad_norm", "learning_rate", "seconds"}`.
+        on_evaluation: Called likewise with each line about an evaluation: `{"step"}` and the validation scores by
+            name. What it raises stops the training and passes through, after a checkpoint.
         columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
             `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `skip_bad_rows`, `scheme`
             (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
@@ -99,7 +105,7 @@ def finetune(
         for job in jobs:
             _check_folder(job)
         replace_file(out / "config.toml", text)
-        return _train_all(jobs, seeds, out, earlier)
+        return _train_all(jobs, seeds, out, earlier, Callbacks(on_log, on_evaluation))
 
 
 def _earlier_results(out: Path) -> Results:
@@ -135,14 +141,14 @@ def _check_folder(job: Job) -> None:
     replace_file(path, json.dumps(now | {"hardware": job.hardware}, indent=2) + "\n")
 
 
-def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> Results:
+def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results, callbacks: Callbacks) -> Results:
     results: Results = {}
     with stop_requests() as stop, FinetuningProgress(sum(job.num_tokens for job in jobs) * seeds) as progress:
         for job in jobs:
             for line in job.describe():
                 progress.say(line)
             with use_compute(job.work.compute):
-                for runs in _runs(job, seeds, stop, progress):
+                for runs in _runs(job, seeds, stop, progress, callbacks):
                     results[job.task.name] = _summary(job, runs)
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             if seeds > 1:
@@ -151,7 +157,9 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> 
     return results
 
 
-def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress) -> Iterator[list[dict[str, Any]]]:
+def _runs(
+    job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks
+) -> Iterator[list[dict[str, Any]]]:
     """Yields the results of the finished seeds: those of earlier sessions, then again after each seed."""
     runs: dict[int, dict[str, Any]] = {}
     for seed in range(seeds):
@@ -166,7 +174,7 @@ def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress)
     with closing(FinetuneStep(model, job.work, job.num_processes)) as step:
         for seed in range(seeds):
             if seed not in runs:
-                runs[seed] = _train(SeedRun(job, step, seed), stop, progress)
+                runs[seed] = _train(SeedRun(job, step, seed), stop, progress, callbacks)
                 yield [runs[each] for each in sorted(runs)]
 
 
@@ -184,7 +192,7 @@ def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: Finetuning
     return result
 
 
-def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
+def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks) -> dict[str, Any]:
     job, name = run.job, f"{run.job.task.name} seed {run.seed}"
     progress.enter(name)
     for warning in run.warnings:
@@ -192,8 +200,9 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dic
     if run.state.step:
         progress.say(f"{name}: resumes at step {run.state.step}")
         progress.skip(job.num_tokens * run.state.step // job.num_steps)
-    if not run.train(stop, progress):
+    if not run.train(stop, progress, callbacks):
         raise run.interruption(stop)
+    progress.skip(job.num_tokens * (job.num_steps - run.state.step) // job.num_steps)
     result = run.finish(stop)
     progress.say(_run_text(job, result))
     progress.warn(f"{name}: {result['warning']}" if "warning" in result else None)
@@ -203,7 +212,9 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dic
 def _run_text(job: Job, run: Mapping[str, Any]) -> str:
     scores = "  ".join(score_texts(run, job.majority))
     absent = "".join(f"; {split} has no example of {listed(names)}" for split, names in job.absent.items())
-    return f"{job.task.name} seed {run['seed']}: {scores}  ({run['seconds']:.0f} s){absent}"
+    steps = f"step {run['best_step']}" if "best_step" in run else f"all {job.num_steps} steps"
+    steps += f", stopped at {run['stopped_step']}" if "stopped_step" in run else ""
+    return f"{job.task.name} seed {run['seed']}: {scores}  ({steps}, {run['seconds']:.0f} s){absent}"
 
 
 def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

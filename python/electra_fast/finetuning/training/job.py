@@ -92,10 +92,21 @@ class Job:
         """Optimizer steps per seed."""
         return batches.num_steps(self.config, len(self.examples))
 
+    @functools.cached_property
+    def evaluation_steps(self) -> frozenset[int]:
+        """Steps after which a seed is evaluated."""
+        return batches.evaluation_steps(self.config, len(self.examples))
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Tokens of an evaluation, as many as take as long in training: a third, since nothing goes backward."""
+        return sum(len(self.splits[split.name].encoded.ids) for split in self.data.dev) // 3
+
     @property
     def num_tokens(self) -> int:
-        """Approximate number of tokens that a seed trains on."""
-        return math.ceil(len(self.examples.ids) * self.config.epochs)
+        """Approximate number of tokens that a seed trains on, and of its evaluations."""
+        num_trained = math.ceil(len(self.examples.ids) * self.config.epochs)
+        return num_trained + self.evaluation_tokens * len(self.evaluation_steps)
 
     def pack(self, chosen: NDArray[Any]) -> list[PackedBatch]:
         """Packs training examples for a step."""
@@ -107,9 +118,11 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Returns what a seed's model depends on, except for rounding and hardware; resuming requires it unchanged."""
         settings = dataclasses.asdict(self.config)
+        dev, *_ = self.data.dev
+        chosen_by = {dev.name: self.predicted[dev.name]} if self.config.select == "best" else {}
         return {
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
-            "data": {"train": _content_hash(self.data.train)},
+            "data": {"train": _content_hash(self.data.train)} | chosen_by,
             "encoder": self.encoder.content_hash,
             "finetune": {name: value for name, value in settings.items() if name not in FREE_KEYS},
             "tokens": hashlib.sha256(self.examples.ids.tobytes()).hexdigest(),
