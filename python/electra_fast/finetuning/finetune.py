@@ -145,8 +145,8 @@ def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str
     """Returns the reader's arguments for each fold."""
     if folds < 2:
         raise InputError(f"folds = {folds}: must be at least 2")
-    if dev is not None:
-        raise InputError("--folds validates on parts of --train; leave --dev out")
+    if dev is not None or columns.get("dev_fraction", 0.1) != 0.1:
+        raise InputError("--folds validates on parts of --train; leave --dev and --dev-fraction out")
     return [{**columns, "folds": (number, folds)} for number in range(folds)]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import FigureBase
+from typing import TYPE_CHECKING, Any
 
 from electra_fast.files.json_files import read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
 # Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, AMBER, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999", "#000000"
