@@ -1,14 +1,16 @@
-"""Searches for settings of a fine-tuning with Optuna: learning rate, epochs and batch size.
+"""Searches for settings of a fine-tuning with Optuna: learning rate, layer decay and batch size.
 
 Needs `pip install optuna`, a run or an exported encoder, and a file of labeled texts (docs/fine-tuning.md):
 
     python examples/tune.py run reviews.csv tuning/ 20
 
-tries 20 settings, each with up to three seeds; settings whose first seeds are below the median of the others are given
-up. The same command continues after a kill, and a larger number adds trials. The score of the best one is flattered by
-the choice: score its settings once more on texts that were not used here (`--test` of `electra-fast finetune`).
+tries 20 settings with three seeds each; settings whose validation scores fall below the median of the others after as
+many epochs are given up. The same command continues after a kill, and a larger number adds trials. The score of the
+best one is flattered by the choice: score its settings once more on texts that were not used here (`--test` of
+`electra-fast finetune`).
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -23,17 +25,19 @@ def score(trial):
     """Returns the median validation score of a trial's settings."""
     settings = {
         "finetune.learning_rate": trial.suggest_float("learning_rate", 3e-5, 1e-3, log=True),
-        "finetune.epochs": trial.suggest_int("epochs", 1, 5),
+        "finetune.layer_decay": trial.suggest_float("layer_decay", 0.7, 1.0),
         "finetune.batch_size": trial.suggest_categorical("batch_size", [16, 32, 64]),
     }
-    folder = out / f"trial-{trial.number}"
-    for seeds in (1, 2, 3):  # in the same folder, so that each call trains one seed more
-        results = ef.finetune("classification", model=model, train=train, out=folder, seeds=seeds, overrides=settings)
-        median = results["classification"]["median"]
-        trial.report(median, seeds)
+    evaluations = itertools.count()
+
+    def prune(record):  # after each epoch of each seed
+        trial.report(record["accuracy"], next(evaluations))
         if trial.should_prune():
             raise optuna.TrialPruned
-    return median
+
+    folder = out / f"trial-{trial.number}"
+    arguments = {"model": model, "train": train, "out": folder, "seeds": 3, "overrides": settings}
+    return ef.finetune("classification", **arguments, on_evaluation=prune)["classification"]["median"]
 
 
 out.mkdir(parents=True, exist_ok=True)

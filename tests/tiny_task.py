@@ -8,7 +8,7 @@ WORDS = "the class function value object string list name error file returns mod
 GOOD, BAD = ["fine", "true", "valid", "new"], ["wrong", "false", "invalid", "old"]
 # Settings under which a tiny encoder is fine-tuned in a second, and repeatably.
 QUICK = {"finetune.epochs": "1", "finetune.batch_size": "8", "finetune.sequence_length": "24"}
-QUICK |= {"finetune.precision": "fp32", "finetune.matmul": "default"}
+QUICK |= {"finetune.precision": "fp32", "finetune.matmul": "default", "finetune.select": "last"}
 # Lines of metrics.jsonl: few, so that checkpoints fall between them, and a resume has to carry a half-filled interval.
 NUM_LOGS = 2
 NO_DROPOUT = {"finetune.dropout": "0", "finetune.attention_dropout": "0", "finetune.head_dropout": "0"}

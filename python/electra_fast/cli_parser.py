@@ -206,6 +206,11 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--out", type=Path, required=True, help="output folder for models, predictions and results.json")
     sub.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per task, with seeds 0 to N-1")
+    sub.add_argument(
+        "--untrained-twin",
+        action="store_true",
+        help="also fine-tune the same network from random weights, to show what pre-training is worth",
+    )
     sub.add_argument("--recipe", default=FINETUNING_RECIPE, help=f"{', '.join(FINETUNING_RECIPES)}")
     sub.add_argument(
         "--role", choices=tuple(PARTS), help="network of the model (default: the first of these that it has)"
@@ -431,6 +436,9 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
         default=0.1,
         metavar="FRACTION",
         help="fraction of --train to set aside if --dev is not given",
+    )
+    own.add_argument(
+        "--folds", type=int, metavar="K", help="cross-validate on K parts of --train, each with a model of the others"
     )
 
 

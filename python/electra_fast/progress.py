@@ -179,12 +179,12 @@ class FinetuningProgress(_WorkProgress):
         self._done += tokens
         self._move(completed=self._done)
 
-    def report(self, record: Mapping[str, Any], num_steps: int) -> None:
-        """Shows a record of metrics.jsonl."""
+    def report(self, record: Mapping[str, Any], num_steps: int, score: str) -> None:
+        """Shows a record of metrics.jsonl, and the best validation score so far."""
         now = time.monotonic()
         seconds, trained = now - self.start, self._done - self._skipped
         speed = trained / max(seconds, 1e-9)
-        text = f"{self._name}  step {record['step']}/{num_steps}  loss {record['loss']:.4f}  {speed:,.0f} tok/s"
+        text = f"{self._name}  step {record['step']}/{num_steps}  loss {record['loss']:.4f}{score}  {speed:,.0f} tok/s"
         self._move(status=text)
         if not self.is_live and now - self._last_line >= LINE_SECONDS:
             self._last_line = now

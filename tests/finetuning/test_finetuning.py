@@ -200,8 +200,9 @@ def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, t
 def test_the_log_has_losses_and_norms_of_its_steps(encoder_folder, glue_folder, tmp_path, monkeypatch):
     take, taken = FinetuneStep.__call__, []
     monkeypatch.setattr(FinetuneStep, "__call__", lambda *given: taken.append(take(*given)) or taken[-1])
-    ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
-    log = [json.loads(line) for line in (tmp_path / "sst2/seed-0/metrics.jsonl").read_text().splitlines()]
+    found = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
+    *log, evaluation = [json.loads(line) for line in (tmp_path / "sst2/seed-0/metrics.jsonl").read_text().splitlines()]
+    assert evaluation == {"step": len(taken), "accuracy": found["sst2"]["median"]}
     assert len(log) == len(taken) > 3
     assert [(line["loss"], line["grad_norm"]) for line in log] == [(float(loss), float(norm)) for loss, norm in taken]
 

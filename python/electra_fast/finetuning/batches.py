@@ -36,6 +36,13 @@ def num_steps(config: FinetuneSection, num_examples: int) -> int:
     return max(1, math.ceil(math.ceil(num_examples / config.batch_size) * config.epochs))
 
 
+def evaluation_steps(config: FinetuneSection, num_examples: int) -> frozenset[int]:
+    """Returns the steps, counted from 1, after which the model is evaluated: the last one always."""
+    total, per_epoch = num_steps(config, num_examples), math.ceil(num_examples / config.batch_size)
+    interval = max(1.0, per_epoch / config.evals_per_epoch) if config.evals_per_epoch else math.inf
+    return frozenset((*(round(number * interval) for number in range(1, int(total / interval) + 1)), total))
+
+
 def training_order(config: FinetuneSection, num_examples: int, seed: int) -> Ints:
     """Returns the examples of each step, int64 [steps, batch_size]; -1 for none.
 

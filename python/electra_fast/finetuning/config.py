@@ -27,6 +27,15 @@ class FinetuneSection(Section):
     )
     epochs: float = config_key(3.0, "passes over the training data", low=0, high=1_000, open_low=True)
     batch_size: int = config_key(32, "examples per step", low=1, high=65_536)
+    evals_per_epoch: float = config_key(
+        1.0, "evaluations per epoch, such as 4 or 0.5, besides the one after the last step", low=0
+    )
+    select: Literal["best", "last"] = config_key(
+        "best", "the model to keep: that of the step with the best validation score, or of the last step"
+    )
+    patience: int = config_key(
+        0, "evaluations without a better score after which training stops; 0: it never stops early", low=0
+    )
     schedule: Literal["linear", "product"] = config_key(
         "linear", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
     )
@@ -78,6 +87,16 @@ class FinetuneSection(Section):
     )
     checkpoint_seconds: float = config_key(60.0, "seconds between checkpoints, from which a killed run resumes", low=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patience and self.select == "last":
+            raise InputError(f'finetune.patience = {self.patience} needs finetune.select = "best"')
+        if self.patience and not self.evals_per_epoch:
+            raise InputError(
+                f"finetune.patience = {self.patience} needs evaluations before the last step: raise "
+                "finetune.evals_per_epoch above 0"
+            )
+
     def num_warmup_steps(self, num_steps: int) -> float:
         """Returns the number of warmup steps; not rounded in the schedule `product`, as in the published code."""
         steps = self.warmup_fraction * num_steps
@@ -106,6 +125,7 @@ class FinetuningConfig(Configuration):
 
 # Table 6 of the paper.
 _PAPER: dict[str, Scalar] = {
+    "select": "last",
     "schedule": "linear",
     "layer_decay_form": "paper",
     "weight_decay": 0.0,
@@ -116,6 +136,7 @@ _PAPER: dict[str, Scalar] = {
 }
 # `configure_finetuning.py`, `optimization.py` and `preprocessing.py` of the published code.
 _GOOGLE: dict[str, Scalar] = {
+    "select": "last",
     "schedule": "product",
     "layer_decay_form": "google",
     "weight_decay": 0.01,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import itertools
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +19,22 @@ from rich.table import Table
 
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
-from electra_fast.files.json_files import read_object
+from electra_fast.files.json_files import read_object, read_records
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
+from electra_fast.finetuning.task import TaskData
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts, scores_of
-from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, rescore
+from electra_fast.finetuning.training.seed_run import Callback, Callbacks, SeedRun, outdated_splits, rescore
 from electra_fast.finetuning.training.step import FinetuneStep
-from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.huggingface.encoder import load_encoder, untrained
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import FinetuningProgress
+from electra_fast.training.plots import plot_finetuning
 from electra_fast.training.run import exclusive
 
 Results = dict[str, dict[str, Any]]
@@ -46,6 +53,10 @@ def finetune(
     recipe: str = DEFAULT_RECIPE,
     overrides: Mapping[str, object] | None = None,
     role: str | None = None,
+    folds: int | None = None,
+    untrained_twin: bool = False,
+    on_log: Callback | None = None,
+    on_evaluation: Callback | None = None,
     **columns: Any,
 ) -> Results:
     """Fine-tunes an encoder on GLUE tasks or on own data, with seeds 0 to `seeds - 1` each.
@@ -70,6 +81,16 @@ def finetune(
         recipe: `fast`, `google` or `paper`.
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
+        folds: Cross-validation on own data: validates on each of so many parts of `train`, which is stratified as
+            without `dev`, a model trained on the others, in `out/TASK/fold-K/seed-0/`. Adds `{"means": {score: x},
+            "deviations": {score: x}, "out_of_fold": {score: x}}` to the results: over the folds, and of all
+            validation predictions together.
+        untrained_twin: Also train the same network from random weights, with seed 0, in `out/TASK/untrained/`, and add
+            its scores to the results as `untrained`.
+        on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
+            "grad_norm", "learning_rate", "seconds"}`.
+        on_evaluation: Called likewise with each line about an evaluation: `{"step"}` and the validation scores by
+            name. What it raises stops the training and passes through, after a checkpoint.
         columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
             `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `skip_bad_rows`, `scheme`
             (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
@@ -84,22 +105,61 @@ def finetune(
     settings = {name: str(value) for name, value in (overrides or {}).items()}
     encoder = load_encoder(model, role)
     check_length(recipe_config(recipe, "", encoder.shape, settings).finetune, encoder)  # before large files are read
-    all_data = read_tasks(task, Path(data) if data is not None else None, paths, columns)
+    folder = Path(data) if data is not None else None
+    parts = [columns] if folds is None else _folds(folds, columns, dev)
+    all_data = [each for part in parts for each in read_tasks(task, folder, paths, part)]
+    if folds is not None:
+        _check_classes(all_data[0], folds)
     with exclusive(out):
         earlier = _earlier_results(out)
-        jobs = []
+        jobs: dict[str, list[Job]] = {}
         for each in all_data:
-            defaults = TASK_TYPES[each.task.kind].defaults
+            defaults, made = TASK_TYPES[each.task.kind].defaults, jobs.setdefault(each.task.name, [])
             config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults)
-            jobs.append(make_job(each, config, encoder, out / each.task.name, device))
+            part = "" if folds is None else f"fold-{len(made)}"
+            hardware, data_once = None, each
+            if made:  # another fold
+                hardware, data_once = made[0].hardware, dataclasses.replace(each, notes=())
+            made.append(
+                make_job(data_once, config, encoder, out / each.task.name / part, device, part=part, hardware=hardware)
+            )
+        other = untrained(encoder) if untrained_twin else None
+        groups = [
+            _Group(out / name, made, [each.twin(other) for each in made if other is not None], seeds, folds is not None)
+            for name, made in jobs.items()
+        ]
         # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
         text = recipe_config(recipe, "", encoder.shape, settings).to_toml()
         if not (out / "config.toml").exists():  # first: a killed run must leave a folder that is recognized
             replace_file(out / "config.toml", text)
-        for job in jobs:
-            _check_folder(job)
+        for group in groups:
+            if group.has_folds and (group.folder / IDENTITY).exists():
+                raise InputError(f"{group.folder}: was made without --folds; give another --out")
+            for job in (*group.jobs, *group.twins):
+                _check_folder(job)
         replace_file(out / "config.toml", text)
-        return _train_all(jobs, seeds, out, earlier)
+        return _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation))
+
+
+def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str, Any]]:
+    """Returns the reader's arguments for each fold."""
+    if folds < 2:
+        raise InputError(f"folds = {folds}: must be at least 2")
+    if dev is not None or columns.get("dev_fraction", 0.1) != 0.1:
+        raise InputError("--folds validates on parts of --train; leave --dev and --dev-fraction out")
+    return [{**columns, "folds": (number, folds)} for number in range(folds)]
+
+
+def _check_classes(data: TaskData, folds: int) -> None:
+    """Raises InputError if a class has fewer examples than there are folds."""
+    counts = (TASK_TYPES[data.task.kind].class_sizes(data.task, split) for split in (data.train, *data.dev))
+    sizes = +sum(map(Counter, counts), Counter[str]())
+    name = min(sizes, key=lambda name: sizes[name], default="")
+    if sizes and sizes[name] < folds:
+        raise InputError(
+            f"{data.train.path}: --folds {folds} with {sizes[name]} examples of the class {name!r}; lower --folds, or "
+            f"leave the class out with --label-map {name}="
+        )
 
 
 def _earlier_results(out: Path) -> Results:
@@ -135,43 +195,71 @@ def _check_folder(job: Job) -> None:
     replace_file(path, json.dumps(now | {"hardware": job.hardware}, indent=2) + "\n")
 
 
-def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> Results:
+@dataclass(frozen=True)
+class _Group:
+    """The jobs of a task: one or one per fold, each trained with `seeds` seeds, and the untrained twin of each."""
+
+    folder: Path
+    jobs: Sequence[Job]
+    twins: Sequence[Job]
+    seeds: int
+    has_folds: bool
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self.jobs[0].task.name
+
+    @property
+    def planned(self) -> list[tuple[Job, int]]:
+        """All jobs with their seeds, the twins last."""
+        return [(job, seed) for job in self.jobs for seed in range(self.seeds)] + [(twin, 0) for twin in self.twins]
+
+
+def _train_all(groups: Sequence[_Group], out: Path, earlier: Results, callbacks: Callbacks) -> Results:
     results: Results = {}
-    with stop_requests() as stop, FinetuningProgress(sum(job.num_tokens for job in jobs) * seeds) as progress:
-        for job in jobs:
-            for line in job.describe():
+    num_tokens = sum(job.num_tokens for group in groups for job, _ in group.planned)
+    with stop_requests() as stop, FinetuningProgress(num_tokens) as progress:
+        for group in groups:
+            for line in itertools.chain.from_iterable(job.describe() for job in group.jobs):
                 progress.say(line)
-            with use_compute(job.work.compute):
-                for runs in _runs(job, seeds, stop, progress):
-                    results[job.task.name] = _summary(job, runs)
+            with use_compute(group.jobs[0].work.compute):
+                for runs in _runs(group.planned, stop, progress, callbacks):
+                    results[group.name] = _summary(group, runs)
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
-            if seeds > 1:
-                progress.say(_summary_text(job, results[job.task.name]))
-            copy_submissions(out, job.folder, job.data, _median_seed(job, results[job.task.name]))
+            found = results[group.name]
+            if len(found["runs"]) > 1 or group.twins:
+                progress.say(_summary_text(group, found))
+            _draw_curves(group)
+            if not group.has_folds:
+                (job,) = group.jobs
+                copy_submissions(out, job.folder, job.data, _median_seed(job, found))
     return results
 
 
-def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress) -> Iterator[list[dict[str, Any]]]:
-    """Yields the results of the finished seeds: those of earlier sessions, then again after each seed."""
-    runs: dict[int, dict[str, Any]] = {}
-    for seed in range(seeds):
-        folder = job.folder / f"seed-{seed}"
-        if (folder / RESULT).exists():
-            runs[seed] = _earlier_run(job, folder, stop, progress)
-    if runs:
-        yield list(runs.values())
-    if len(runs) == seeds:
+def _runs(
+    planned: Sequence[tuple[Job, int]], stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks
+) -> Iterator[list[dict[str, Any] | None]]:
+    """Yields the results, None for an unfinished run: with those of earlier sessions, then again after each run."""
+    found = [
+        _earlier_run(job, seed, stop, progress) if (job.folder / f"seed-{seed}" / RESULT).exists() else None
+        for job, seed in planned
+    ]
+    if any(found):
+        yield found
+    if None not in found:
         return
-    model = job.work.model().to(job.device)
-    with closing(FinetuneStep(model, job.work, job.num_processes)) as step:
-        for seed in range(seeds):
-            if seed not in runs:
-                runs[seed] = _train(SeedRun(job, step, seed), stop, progress)
-                yield [runs[each] for each in sorted(runs)]
+    first, _ = planned[0]
+    with closing(FinetuneStep(first.work.model().to(first.device), first.work, first.num_processes)) as step:
+        for number, (job, seed) in enumerate(planned):
+            if found[number] is None:
+                found[number] = _train(SeedRun(job, step, seed), stop, progress, callbacks)
+                yield found
 
 
-def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
+def _earlier_run(job: Job, seed: int, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
     """Returns the result of a seed that an earlier session finished, scored again if data have changed."""
+    folder = job.folder / f"seed-{seed}"
     result = read_finished(folder, job.task.metric)
     progress.skip(job.num_tokens)
     outdated, kept = outdated_splits(job, result), "from an earlier session"
@@ -184,16 +272,17 @@ def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: Finetuning
     return result
 
 
-def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
-    job, name = run.job, f"{run.job.task.name} seed {run.seed}"
+def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks) -> dict[str, Any]:
+    job, name = run.job, f"{run.job.name} seed {run.seed}"
     progress.enter(name)
     for warning in run.warnings:
         progress.warn(f"warning: {warning}")
     if run.state.step:
         progress.say(f"{name}: resumes at step {run.state.step}")
         progress.skip(job.num_tokens * run.state.step // job.num_steps)
-    if not run.train(stop, progress):
+    if not run.train(stop, progress, callbacks):
         raise run.interruption(stop)
+    progress.skip(job.num_tokens * (job.num_steps - run.state.step) // job.num_steps)
     result = run.finish(stop)
     progress.say(_run_text(job, result))
     progress.warn(f"{name}: {result['warning']}" if "warning" in result else None)
@@ -203,22 +292,59 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dic
 def _run_text(job: Job, run: Mapping[str, Any]) -> str:
     scores = "  ".join(score_texts(run, job.majority))
     absent = "".join(f"; {split} has no example of {listed(names)}" for split, names in job.absent.items())
-    return f"{job.task.name} seed {run['seed']}: {scores}  ({run['seconds']:.0f} s){absent}"
+    steps = f"step {run['best_step']}" if "best_step" in run else f"all {job.num_steps} steps"
+    steps += f", stopped at {run['stopped_step']}" if "stopped_step" in run else ""
+    return f"{job.name} seed {run['seed']}: {scores}  ({steps}, {run['seconds']:.0f} s){absent}"
 
 
-def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summary(group: _Group, found: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    job, num_runs = group.jobs[0], len(group.jobs) * group.seeds
+    runs = [
+        ({"fold": number // group.seeds} if group.has_folds else {}) | run
+        for number, run in enumerate(found[:num_runs])
+        if run is not None
+    ]
+    twins = [scores_of(run) for run in found[num_runs:] if run is not None]
     scores = [run[job.task.metric] for run in runs]
+    by_name = {name: [run[name] for run in runs] for name in scores_of(runs[0])}
+    across_folds = {}
+    if group.has_folds and len(runs) == num_runs:
+        across_folds = {
+            "means": {name: statistics.mean(each) for name, each in by_name.items()},
+            "deviations": {name: statistics.stdev(each) for name, each in by_name.items()},
+        }
     return {
         "metric": job.task.metric,
         "median": statistics.median(scores),
-        "medians": {name: statistics.median(run[name] for run in runs) for name in scores_of(runs[0])},
+        "medians": {name: statistics.median(each) for name, each in by_name.items()},
         "min": min(scores),
         "max": max(scores),
-        "majority": job.majority,
+        **across_folds,
+        "majority": _means([each.majority for each in group.jobs]),
+        **({"untrained": _means(twins)} if twins else {}),
         **({"absent_classes": job.absent} if job.absent else {}),
         "runs": [{name: value for name, value in run.items() if name != "splits"} for run in runs],
-        "seconds": round(sum(run["seconds"] for run in runs), 3),
+        "seconds": round(sum(run["seconds"] for run in found if run is not None), 3),
     }
+
+
+def _means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.mean(each[name] for each in scores) for name in scores[0]}
+
+
+def _draw_curves(group: _Group) -> None:
+    from matplotlib.figure import Figure  # takes long, and predictions need none
+
+    logs, chosen = {}, {}
+    for job, seed in group.planned:
+        folder, name = job.folder / f"seed-{seed}", job.part or f"seed {seed}"
+        if records := read_records(folder / "metrics.jsonl"):
+            logs[name] = records
+            chosen[name] = read_object(folder / RESULT).get("best_step", records[-1]["step"])
+    figure, image = Figure((10, 4)), io.BytesIO()
+    plot_finetuning(figure, logs, group.jobs[0].task.metric, chosen)
+    figure.savefig(image, dpi=100)
+    replace_file(group.folder / "curves.png", image.getvalue())
 
 
 def _median_seed(job: Job, found: Mapping[str, Any]) -> int:
@@ -227,24 +353,28 @@ def _median_seed(job: Job, found: Mapping[str, Any]) -> int:
     return int(run["seed"])
 
 
-def _summary_text(job: Job, found: Mapping[str, Any]) -> str:
-    majority = f" (majority {job.majority[found['metric']]:.4f})" if found["metric"] in job.majority else ""
-    return (
-        f"{job.task.name}: median {found['metric']} {found['median']:.4f}{majority} of {len(found['runs'])} seeds, "
-        f"{found['min']:.4f} to {found['max']:.4f}"
-    )
+def _summary_text(group: _Group, found: Mapping[str, Any]) -> str:
+    metric = found["metric"]
+    besides = [
+        f"{name} {found[name][metric]:.4f}" for name in ("majority", "untrained") if metric in found.get(name, ())
+    ]
+    beside = f" ({', '.join(besides)})" if besides else ""
+    centre, kind = f"median {metric} {found['median']:.4f}", "seeds"
+    if group.has_folds:
+        centre, kind = f"mean {metric} {found['means'][metric]:.4f} ± {found['deviations'][metric]:.4f}", "folds"
+    return f"{group.name}: {centre}{beside} of {len(found['runs'])} {kind}, {found['min']:.4f} to {found['max']:.4f}"
 
 
 def print_table(results: Results) -> None:
     """Prints a row per task and their mean."""
-    table = Table("task", "metric", "median", "lowest", "highest", "majority", "seeds", "seconds")
+    table = Table("task", "metric", "median", "lowest", "highest", "majority", "untrained", "runs", "seconds")
     table.columns[0].no_wrap = True
     for name, found in results.items():
         numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
-        majority = found["majority"].get(found["metric"])
-        shown = "" if majority is None else f"{100 * majority:.2f}"
-        table.add_row(name, found["metric"], *numbers, shown, str(len(found["runs"])), f"{found['seconds']:.0f}")
+        besides = (found.get(name, {}).get(found["metric"]) for name in ("majority", "untrained"))
+        shown = ("" if score is None else f"{100 * score:.2f}" for score in besides)
+        table.add_row(name, found["metric"], *numbers, *shown, str(len(found["runs"])), f"{found['seconds']:.0f}")
     mean = statistics.mean(found["median"] for found in results.values())
     if len(results) > 1:
-        table.add_row("mean", "", f"{100 * mean:.2f}", "", "", "", "", "")
+        table.add_row("mean", "", f"{100 * mean:.2f}")
     Console(markup=False).print(table)

@@ -26,6 +26,7 @@ from electra_fast.huggingface.config import (
 )
 from electra_fast.huggingface.folder import read_weights
 from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
+from electra_fast.model.initialization import initialize
 from electra_fast.model.model import Embeddings, Encoder
 from electra_fast.model.networks import PARTS
 
@@ -79,6 +80,15 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
     return PretrainedEncoder(shape, state, tokenizer_folder(source, shape.vocab_size), _content_hash(state))
 
 
+def untrained(encoder: PretrainedEncoder) -> PretrainedEncoder:
+    """Returns an encoder of the same shape and tokenizer before its pre-training: with the first values of a seed."""
+    shape = encoder.shape
+    modules = nn.ModuleDict({"embeddings": Embeddings(shape), "encoder": Encoder(shape)})
+    initialize(modules, shape.architecture, 0)
+    state = _parameters(modules)
+    return dataclasses.replace(encoder, state=state, content_hash=_content_hash(state))
+
+
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
     """Returns the requested role, or by default that of the result rather than its generator."""
     role = role or next(each for each in PARTS if each in roles)
@@ -127,7 +137,7 @@ def read_state(
         raise InputError(f"{folder}: {error}") from None
 
 
-def _parameters(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def _parameters(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, Tensor]:
     return {
         f"{part}.{name}": parameter.detach()
         for part, module in modules.items()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import FigureBase
+from typing import TYPE_CHECKING, Any
 
 from electra_fast.files.json_files import read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
 # Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, AMBER, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999", "#000000"
@@ -29,6 +32,21 @@ def plot_curves(figure: FigureBase, run: Path) -> None:
     figure.suptitle(f"{run.resolve().name}: {records[-1]['step']:,} steps, {records[-1]['tokens']:,} tokens")
 
 
+def plot_finetuning(
+    figure: FigureBase, runs: Mapping[str, Sequence[Record]], metric: str, chosen: Mapping[str, int]
+) -> None:
+    """Plots loss and validation score of fine-tunings by name, from metrics.jsonl; marks the chosen step of each."""
+    left, right = figure.subplots(1, 2)
+    for (name, records), color in zip(runs.items(), itertools.cycle((BLUE, ORANGE, GREEN, AMBER, GREY, BLACK))):
+        for axes, key, style in ((left, "loss", "-"), (right, metric, "o-")):
+            points = [(each["step"], each[key]) for each in records if key in each]
+            axes.plot([x for x, _ in points], [y for _, y in points], style, color=color, label=name, markersize=4)
+        best = [point for point in points if point[0] == chosen.get(name)]
+        right.plot([x for x, _ in best], [y for _, y in best], "*", color=color, markersize=13)
+    _decorate(left, "Training loss")
+    _decorate(right, f"Validation {metric.replace('_', ' ')}, ★ the model kept")
+
+
 def _lines(
     axes: Axes,
     records: list[Record],
@@ -44,6 +62,10 @@ def _lines(
             if points:
                 text = name.replace("_", " ") + label
                 axes.plot(*zip(*points, strict=True), mark, color=color, label=text, markersize=4)
+    _decorate(axes, title)
+
+
+def _decorate(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step", fontsize=9)
     axes.grid(alpha=0.3)

@@ -29,7 +29,7 @@ from electra_fast.finetuning.readers.labels import (
 )
 from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, text_of, there_are
 from electra_fast.finetuning.readers.tables import Quoting, Table, column_names, read_table
-from electra_fast.finetuning.readers.validation_split import covering, set_aside, stratified
+from electra_fast.finetuning.readers.validation_split import Fold, covering, set_aside, stratified, validation_rows
 from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction
 
 TEXT_COLUMNS = (
@@ -85,6 +85,7 @@ def read(
     quoting: Quoting = "auto",
     skip_bad_rows: int = 0,
     dev_fraction: float = 0.1,
+    folds: Fold | None = None,
     seed: int = 0,
 ) -> TaskData:
     """Reads the files of a task.
@@ -110,6 +111,7 @@ def read(
         quoting: As in `tables.iterate_rows`.
         skip_bad_rows: Number of unusable rows that may be left out.
         dev_fraction: Fraction of the training examples to set aside, above 0 and below 1.
+        folds: Set this fold's examples aside instead.
         seed: Seeds the choice of the examples to set aside.
 
     Raises:
@@ -152,8 +154,10 @@ def read(
     }
     if dev is None:
         whole = splits["train"]
-        chosen = _validation_rows(whole, task, dev_fraction, seed)
-        splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes)
+        chosen = validation_rows(
+            whole, folds or dev_fraction, lambda rest, fraction: _validation_rows(rest, task, fraction, seed)
+        )
+        splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes if folds is None else [])
     notes += _overlap(splits["train"], splits["dev"])
     if kind == "regression":
         task = _standardized(task, splits["train"])

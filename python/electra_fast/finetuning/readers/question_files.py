@@ -29,9 +29,9 @@ from electra_fast.finetuning.readers.question_entries import (
 )
 from electra_fast.finetuning.readers.rows import BadRows, abbreviated
 from electra_fast.finetuning.readers.tables import Quoting
-from electra_fast.finetuning.readers.validation_split import set_aside, whole_contexts
+from electra_fast.finetuning.readers.validation_split import Fold, set_aside, validation_rows, whole_contexts
 from electra_fast.finetuning.readers.words import is_unspaced
-from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction
+from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction, select
 
 # SQuAD's files by split; a pattern is used if those before it match nothing.
 PATTERNS = {"train": ("train*.json",), "dev": ("dev*.json", "validation*.json"), "test": ("test*.json",)}
@@ -69,6 +69,7 @@ def read_questions(
     label: tuple[str, ...] = (),
     quoting: Quoting = "auto",
     dev_fraction: float = 0.1,
+    folds: Fold | None = None,
     seed: int = 0,
     skip_bad_rows: int = 0,
 ) -> TaskData:
@@ -89,6 +90,7 @@ def read_questions(
         label: The column of the answers; empty for a usual one.
         quoting: As in `tables.iterate_rows`.
         dev_fraction: Fraction of the contexts to set aside, above 0 and below 1.
+        folds: Set this fold's contexts aside instead.
         seed: Seeds the choice of the contexts to set aside.
         skip_bad_rows: Number of unusable questions that may be left out.
 
@@ -106,9 +108,17 @@ def read_questions(
             splits[name] = _split(name, path, entries(path, columns, quoting, bad), columns, bad, notes)
     notes += bad.finish()
     if dev is None:
-        chosen, part = whole_contexts([context for _, context in splits["train"].texts], dev_fraction, seed)
+        whole = splits["train"]
+        chosen = validation_rows(
+            whole, folds or dev_fraction, lambda rest, fraction: whole_contexts(_contexts(rest), fraction, seed)
+        )
+        num_contexts = [len({*_contexts(each)}) for each in (select(whole, "dev", chosen), whole)]
+        part = "{:,} of {:,} contexts".format(*num_contexts)
+        part += f", with {len(chosen):,} of {len(whole.texts):,} questions,"
         too_few = "all questions have the same context; give a dev split with --dev"
-        splits["train"], splits["dev"] = set_aside(splits["train"], chosen, seed, notes, part=part, too_few=too_few)
+        splits["train"], splits["dev"] = set_aside(
+            whole, chosen, seed, notes if folds is None else [], part=part, too_few=too_few
+        )
     return _task_data("question-answering", splits, notes)
 
 
@@ -263,6 +273,10 @@ def _trainable(
             f"question {first_id!r}: left out of training, and with them {len(lost):,} of {len(answers):,} questions"
         )
     return {id: own for id, own in found.items() if id not in set(lost)}
+
+
+def _contexts(split: Split) -> list[str]:
+    return [context for _, context in split.texts]
 
 
 def _task_data(name: str, splits: dict[str, Split], notes: list[str]) -> TaskData:

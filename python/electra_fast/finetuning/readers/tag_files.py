@@ -40,7 +40,7 @@ from electra_fast.finetuning.readers.tag_sentences import (
     row_sentences,
     row_text,
 )
-from electra_fast.finetuning.readers.validation_split import set_aside, with_all_tags
+from electra_fast.finetuning.readers.validation_split import Fold, set_aside, validation_rows, with_all_tags
 from electra_fast.finetuning.readers.words import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction
 
@@ -64,6 +64,7 @@ def read_tagging(
     scheme: str = "auto",
     quoting: tables.Quoting = "auto",
     dev_fraction: float = 0.1,
+    folds: Fold | None = None,
     seed: int = 0,
     skip_bad_rows: int = 0,
 ) -> TaskData:
@@ -85,6 +86,7 @@ def read_tagging(
         scheme: One of `tag_schemes.SCHEMES` or `ALIASES`; `auto` detects it in the tags of the training file.
         quoting: As in `tables.iterate_rows`.
         dev_fraction: Fraction of the training sentences to set aside, above 0 and below 1.
+        folds: Set this fold's sentences aside instead.
         seed: Seeds the choice of the sentences to set aside.
         skip_bad_rows: Number of unusable sentences that may be left out.
 
@@ -113,8 +115,14 @@ def read_tagging(
     notes += bad.finish()
     if dev is None:
         whole = splits["train"]
-        chosen = with_all_tags(whole, task, max(1, round(len(whole.texts) * dev_fraction)), seed)
-        splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes, what="sentences")
+        chosen = validation_rows(
+            whole,
+            folds or dev_fraction,
+            lambda rest, fraction: with_all_tags(rest, task, max(1, round(len(rest.texts) * fraction)), seed),
+        )
+        splits["train"], splits["dev"] = set_aside(
+            whole, chosen, seed, notes if folds is None else [], what="sentences"
+        )
     notes += _class_sizes(task, splits["train"], splits["dev"])
     tests = (splits["test"],) if test is not None else ()
     return TaskData(

@@ -7,13 +7,37 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.task import Split, Task, select
+
+Fold = tuple[int, int]
+"""A fold's number, from 0, and the number of folds."""
+
+
+def validation_rows(
+    whole: Split, share: float | Fold, choose: Callable[[Split, float], NDArray[np.intp]]
+) -> NDArray[np.intp]:
+    """Returns the rows to validate on: a fraction of all, or those of a fold; each row is in one fold.
+
+    `choose` returns the positions of a fraction of the examples. Raises InputError for a fold without examples.
+    """
+    if isinstance(share, float):
+        return choose(whole, share)
+    number, num_folds = share
+    rest = np.arange(len(whole.texts))
+    for each in range(num_folds - 1):
+        chosen = choose(select(whole, whole.name, rest), 1 / (num_folds - each))
+        if not 0 < len(chosen) < len(rest):
+            raise InputError(f"{whole.path}: too few examples or contexts for {num_folds} folds")
+        if each == number:
+            return rest[chosen]
+        rest = np.delete(rest, chosen)
+    return rest
 
 
 def set_aside(
@@ -95,10 +119,9 @@ def with_all_tags(train: Split, task: Task, num_wanted: int, seed: int) -> NDArr
     return np.array(list(chosen), dtype=np.intp)
 
 
-def whole_contexts(contexts: Sequence[str], fraction: float, seed: int) -> tuple[NDArray[np.intp], str]:
-    """Chooses all questions of some contexts; returns also what they are, for the user."""
+def whole_contexts(contexts: Sequence[str], fraction: float, seed: int) -> NDArray[np.intp]:
+    """Chooses all questions of some contexts."""
     distinct = list(dict.fromkeys(contexts))
     num_dev = min(max(1, round(len(distinct) * fraction)), len(distinct) - 1)
     chosen = {distinct[number] for number in np.random.default_rng(seed).permutation(len(distinct))[:num_dev]}
-    rows = np.flatnonzero([context in chosen for context in contexts])
-    return rows, f"{num_dev:,} of {len(distinct):,} contexts, with {len(rows):,} of {len(contexts):,} questions,"
+    return np.flatnonzero([context in chosen for context in contexts])

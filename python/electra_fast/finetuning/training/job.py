@@ -52,13 +52,14 @@ class Job:
         data: The task and its splits.
         config: The section `[finetune]`.
         encoder: The pre-trained encoder.
-        folder: Output folder, `DIR/TASK`.
+        folder: Output folder, `DIR/TASK` or a folder in it.
         training_set: The tokenized training examples, with their targets and weights.
         splits: The tokenized examples to predict, by the name of their split.
         work: The computation of a step.
         device: The device.
         num_processes: Processes that share a step on a CPU.
         notes: Choices made by measurement, for the user.
+        part: The folder's name below `DIR/TASK`: that of a fold, or of an untrained twin.
     """
 
     data: TaskData
@@ -71,11 +72,17 @@ class Job:
     device: torch.device
     num_processes: int
     notes: tuple[str, ...] = ()
+    part: str = ""
 
     @property
     def task(self) -> Task:
         """The task."""
         return self.data.task
+
+    @property
+    def name(self) -> str:
+        """The task's name, with that of its part."""
+        return "/".join(filter(None, (self.task.name, self.part)))
 
     @property
     def task_type(self) -> TaskType:
@@ -92,10 +99,21 @@ class Job:
         """Optimizer steps per seed."""
         return batches.num_steps(self.config, len(self.examples))
 
+    @functools.cached_property
+    def evaluation_steps(self) -> frozenset[int]:
+        """Steps after which a seed is evaluated."""
+        return batches.evaluation_steps(self.config, len(self.examples))
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Tokens of an evaluation, as many as take as long in training: a third, since nothing goes backward."""
+        return sum(len(self.splits[split.name].encoded.ids) for split in self.data.dev) // 3
+
     @property
     def num_tokens(self) -> int:
-        """Approximate number of tokens that a seed trains on."""
-        return math.ceil(len(self.examples.ids) * self.config.epochs)
+        """Approximate number of tokens that a seed trains on, and of its evaluations."""
+        num_trained = math.ceil(len(self.examples.ids) * self.config.epochs)
+        return num_trained + self.evaluation_tokens * len(self.evaluation_steps)
 
     def pack(self, chosen: NDArray[Any]) -> list[PackedBatch]:
         """Packs training examples for a step."""
@@ -104,12 +122,19 @@ class Job:
             return [batches.pack_static(self.examples, chosen, config.sequence_length, config.batch_size)]
         return batches.pack(self.examples, chosen, self.num_processes)
 
+    def twin(self, untrained: PretrainedEncoder) -> Job:
+        """Returns the same job with an encoder that was not pre-trained, of the same shape."""
+        part = "/".join(filter(None, (self.part, "untrained")))
+        return dataclasses.replace(self, encoder=untrained, folder=self.folder / "untrained", part=part)
+
     def identity(self) -> dict[str, Any]:
         """Returns what a seed's model depends on, except for rounding and hardware; resuming requires it unchanged."""
         settings = dataclasses.asdict(self.config)
+        dev, *_ = self.data.dev
+        chosen_by = {dev.name: self.predicted[dev.name]} if self.config.select == "best" else {}
         return {
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
-            "data": {"train": _content_hash(self.data.train)},
+            "data": {"train": _content_hash(self.data.train)} | chosen_by,
             "encoder": self.encoder.content_hash,
             "finetune": {name: value for name, value in settings.items() if name not in FREE_KEYS},
             "tokens": hashlib.sha256(self.examples.ids.tobytes()).hexdigest(),
@@ -150,37 +175,47 @@ class Job:
         """Yields lines about the data, to show before training."""
         yield from self.data.notes
         for note in self.notes:
-            yield f"{self.task.name}: {note}"
+            yield f"{self.name}: {note}"
         dev, *_ = self.data.dev
         yield (
-            f"{self.task.name}: examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to "
+            f"{self.name}: examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to "
             f"validate on; steps per seed: {self.num_steps:,}"
         )
         for split in (self.data.train, *self.data.dev, *self.data.test):
             if sizes := self.task_type.class_sizes(self.task, split):
-                yield f"{self.task.name}: examples per class, {split.name}: {_sizes_text(sizes)}"
+                yield f"{self.name}: examples per class, {split.name}: {_sizes_text(sizes)}"
         for line in self.task_type.describe(self.data.train, self.training_set, self.config):
-            yield f"{self.task.name}: {line}"
+            yield f"{self.name}: {line}"
 
 
 def make_job(
-    data: TaskData, config: FinetuningConfig, encoder: PretrainedEncoder, folder: Path, device: torch.device
+    data: TaskData,
+    config: FinetuningConfig,
+    encoder: PretrainedEncoder,
+    folder: Path,
+    device: torch.device,
+    *,
+    part: str = "",
+    hardware: Mapping[str, str] | None = None,
 ) -> Job:
-    """Checks configuration, encoder and data against each other, and tokenizes the training examples."""
+    """Checks configuration, encoder and data against each other, and tokenizes the training examples.
+
+    `hardware` has another job's choices for the device; by default they are an earlier session's, or measured.
+    """
     settings = config.finetune
     check_length(settings, encoder)
     task, task_type = data.task, TASK_TYPES[data.task.kind]
     tokenizer = Tokenizer(encoder.tokenizer)
     training_set = task_type.training_set(tokenizer, task, data.train, settings)
     splits = {split.name: task_type.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
-    chosen = _recorded_hardware(folder, device)
+    chosen = hardware or _recorded_hardware(folder, device)
     work = _work(task, settings, encoder, device, chosen)
     is_alone = task_type.needs_whole_batch or work.compute.dtype == torch.float16  # which scales the whole gradient
     num_processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
     rows = (settings.sequence_length, settings.batch_size)
     compute, notes = settle_encoder(work.shape, work.compute, device, *rows)
     work = work.computing(kernels=compute.kernels)
-    job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes, tuple(notes))
+    job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes, tuple(notes), part)
     return job if chosen else _measured(job)
 
 

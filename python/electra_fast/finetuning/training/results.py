@@ -12,11 +12,15 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import json_text, read_object
 
 RESULT = "result.json"
+STEPS = ("best_step", "stopped_step")
+"""Entries of a result: the step that was chosen, if it was not simply the last, and that of an early stop."""
 
 
-def result_of(seed: int, scored: Mapping[str, Any], warning: str | None, seconds: float) -> dict[str, Any]:
+def result_of(
+    seed: int, scored: Mapping[str, Any], warning: str | None, seconds: float, steps: Mapping[str, int]
+) -> dict[str, Any]:
     """Returns the content of result.json: the scores by name, and what identifies each split that they are of."""
-    result: dict[str, Any] = {"seed": seed}
+    result: dict[str, Any] = {"seed": seed, **steps}
     for name, split in scored.items():
         result |= named_scores(name, split["scores"])
     return result | ({"warning": warning} if warning else {}) | {"seconds": seconds, "splits": dict(scored)}
@@ -68,7 +72,7 @@ def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
     """Returns the scores of all splits in a seed's result."""
-    about = ("seed", "seconds", "splits")
+    about = ("seed", "seconds", "splits", *STEPS)
     return {name: each for name, each in result.items() if name not in about and not isinstance(each, str)}
 
 

@@ -12,14 +12,15 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, Interrupted, OutOfMemory, is_out_of_memory
@@ -31,7 +32,14 @@ from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.model_folder import RAW_CLASSES, SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
 from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.training.job import Job
-from electra_fast.finetuning.training.results import result_of, score_texts, write_result
+from electra_fast.finetuning.training.results import (
+    STEPS,
+    named_scores,
+    result_of,
+    score_texts,
+    scores_of,
+    write_result,
+)
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.card import front_matter
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
@@ -56,6 +64,23 @@ class SeedState:
     window_steps: int = 0
     window_loss: float = 0.0
     window_norm: float = 0.0
+    evaluated_step: int = 0
+    """The last evaluation's."""
+    best_step: int = 0
+    """The best evaluation's, the earliest of equal ones; 0 before any."""
+    best_score: float = 0.0
+    num_worse: int = 0
+    """Evaluations since the best one."""
+
+
+Callback = Callable[[dict[str, Any]], None]
+
+
+class Callbacks(NamedTuple):
+    """What a caller of `finetune` wants to know while a seed trains."""
+
+    on_log: Callback | None = None
+    on_evaluation: Callback | None = None
 
 
 def predict_splits(
@@ -65,15 +90,18 @@ def predict_splits(
     splits: Sequence[Split],
     scored: dict[str, dict[str, Any]],
     check_stop: Callable[[], None],
+    known: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Writes predictions, and adds each split's identity and scores to `scored`.
 
-    Returns a warning if the model has learned nothing, judged on the first validation split.
+    `known` has the model's outputs for some splits. Returns a warning if the model has learned nothing, judged on the
+    first validation split.
     """
     dev, warning = job.data.dev[0], None
     for split in splits:
         features, scores = job.splits[split.name], dict[str, float]()
-        outputs = job.task_type.predict(model, features, job.config, job.work.compute, check_stop)
+        if (outputs := (known or {}).get(split.name)) is None:
+            outputs = job.task_type.predict(model, features, job.config, job.work.compute, check_stop)
         job.task_type.write_predictions(folder / f"predictions.{split.name}", job.task, split, features, outputs)
         if split.targets is not None:
             earlier = scored.get(dev.name, {}).get("scores", {})
@@ -102,32 +130,107 @@ class SeedRun:
         self.model.initialize_head(seed)
         step.reset()
         self.state, self._totals = SeedState(), torch.zeros(2, dtype=torch.float64, device=job.device)
+        self._best: Mapping[str, Tensor] = {}  # parameters of the best step, on the CPU; none if the last one is kept
+        self._outputs: dict[str, Any] = {}  # for the validation splits, of the step to keep; none after a resume
         self.warnings: list[str] = []
         """Damage found in checkpoints of an earlier session."""
         checkpoint_folder.remove_unfinished(self.folder)
         if checkpoint_folder.steps(self.folder):
             self._restore()
 
-    def train(self, stop: StopRequest, progress: FinetuningProgress) -> bool:
-        """Takes the remaining steps, or those until a stop; returns whether all are taken."""
+    @property
+    def is_trained(self) -> bool:
+        """Whether the last step is taken and evaluated, or patience is exhausted."""
+        state, patience = self.state, self.job.config.patience
+        return state.evaluated_step == self.job.num_steps or 0 < patience <= state.num_worse
+
+    @property
+    def _is_evaluation_due(self) -> bool:
+        return self.state.step in self.job.evaluation_steps and self.state.evaluated_step < self.state.step
+
+    def train(self, stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks) -> bool:
+        """Takes the remaining steps, or those until a stop; returns whether training is finished.
+
+        What a callback raises passes through, after a checkpoint.
+        """
         num_steps, state, first_step = self.job.num_steps, self.state, self.state.step
         log_every = max(1, num_steps // _NUM_LOGS)
         self.model.train()
         began, saved = time.monotonic() - state.seconds, state.seconds
-        with JsonLines(self.folder / "metrics.jsonl", state.step) as log:
-            while state.step < num_steps and not stop:
-                progress.advance(self._take_step())
+        # A step's lines are written after its evaluation.
+        with JsonLines(self.folder / "metrics.jsonl", state.step - self._is_evaluation_due) as log:
+            while not self.is_trained and not stop:
+                if not self._is_evaluation_due:  # as it is if a stop prevented it
+                    progress.advance(self._take_step())
+                evaluation = record = None
+                if self._is_evaluation_due:
+                    try:
+                        evaluation = {"step": state.step} | self._evaluate(stop)
+                    except Interrupted:
+                        break
                 state.seconds = time.monotonic() - began
-                if state.step % log_every == 0 or state.step == num_steps:
+                if state.step % log_every == 0 or self.is_trained:
                     record = self._record()
                     log.write(record)
-                    progress.report(record, num_steps)
-                if state.seconds - saved >= self.job.config.checkpoint_seconds and state.step < num_steps:
+                if evaluation:
+                    log.write(evaluation)
+                    progress.advance(self.job.evaluation_tokens)
+                if record:
+                    progress.report(record, num_steps, self._score_text())
+                self._call(callbacks, record, evaluation)
+                if state.seconds - saved >= self.job.config.checkpoint_seconds and not self.is_trained:
                     self._save()
                     saved = time.monotonic() - began
         if state.step > first_step or not state.step:
             self._save()  # after the last step too, since predictions may take long
-        return state.step == num_steps
+        return self.is_trained
+
+    def _score_text(self) -> str:
+        state = self.state
+        if not state.best_step:
+            return ""
+        return f"  best {self.job.task.metric} {state.best_score:.4f} at {state.best_step}"
+
+    def _call(self, callbacks: Callbacks, *records: dict[str, Any] | None) -> None:
+        for callback, record in zip(callbacks, records, strict=True):
+            if callback is not None and record is not None:
+                try:
+                    callback({"task": self.job.task.name, "seed": self.seed} | record)
+                except BaseException:
+                    self._save()
+                    raise
+
+    def _evaluate(self, stop: StopRequest) -> dict[str, float]:
+        """Returns the scores on the validation splits by name; the best step's weights are kept.
+
+        Raises Interrupted if a stop is requested meanwhile, and Diverged.
+        """
+        self._collect_totals()
+        job, state, scored, outputs = self.job, self.state, dict[str, Any](), dict[str, Any]()
+        scores: dict[str, float] = {}
+        for split in job.data.dev:
+            features, earlier = job.splits[split.name], scored.get(job.data.dev[0].name, {})
+            found = job.task_type.predict(
+                self.model, features, job.config, job.work.compute, lambda: self._check_stop(stop)
+            )
+            scored[split.name] = job.task_type.scores(job.task, split, features, found, earlier)
+            outputs[split.name] = found
+            scores |= named_scores(split.name, scored[split.name])
+        state.evaluated_step, score = state.step, scores[job.task.metric]
+        is_better = not state.best_step or score > state.best_score
+        if is_better:
+            state.best_step, state.best_score, state.num_worse = state.step, score, 0
+        else:
+            state.num_worse += 1
+        if is_better or job.config.select == "last":
+            self._outputs = outputs
+        if is_better and job.config.select == "best":
+            self._best = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
+        return scores_of(scores)
+
+    def _check_stop(self, stop: StopRequest) -> None:
+        if stop:
+            raise self.interruption(stop)
 
     def _take_step(self) -> int:
         job, state = self.job, self.state
@@ -183,6 +286,8 @@ class SeedRun:
         def write(folder: Path) -> None:
             write_tensors(dict(self.model.named_parameters()), folder / "model.safetensors")
             write_tensors(self.step.state_dict(), folder / "optimizer.safetensors")
+            if self._best and self.state.best_step < self.state.step:
+                write_tensors(self._best, folder / "best.safetensors")
             checkpoint_folder.seal(folder, self.state)
 
         self._replace(checkpoint_folder.path_of(self.folder, self.state.step), write)
@@ -196,25 +301,34 @@ class SeedRun:
         content = checkpoint_folder.read_sealed(directory / checkpoint_folder.STATE, remedy)
         self.state = record_of(SeedState, content, str(directory / checkpoint_folder.STATE))
         stored = read_tensors(directory / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(stored[name])
+        self._load(stored)
+        if self.job.config.select == "best" and self.state.best_step:
+            is_current = self.state.best_step == self.state.step
+            self._best = stored if is_current else read_tensors(directory / "best.safetensors")
         self.step.load_state_dict(read_tensors(directory / "optimizer.safetensors"))
 
+    def _load(self, parameters: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(parameters[name])
+
     def finish(self, stop: StopRequest) -> dict[str, Any]:
-        """Predicts and scores with the trained model, writes everything, and returns the content of result.json.
+        """Predicts and scores with the model to keep, writes everything, and returns the content of result.json.
 
         Raises Interrupted if a stop is requested meanwhile.
         """
-        started, splits = time.monotonic(), (*self.job.data.dev, *self.job.data.test)
-
-        def check_stop() -> None:
-            if stop:
-                raise self.interruption(stop)
-
+        started, splits, state = time.monotonic(), (*self.job.data.dev, *self.job.data.test), self.state
+        steps = {"best_step": state.best_step} if self._best else {}
+        if state.step < self.job.num_steps:
+            steps["stopped_step"] = state.step
+        if self._best and state.best_step < state.step:
+            self._load(self._best)
         scored: dict[str, dict[str, Any]] = {}
-        warning = predict_splits(self.job, self.model, self.folder, splits, scored, check_stop)
-        result = result_of(self.seed, scored, warning, round(self.state.seconds + time.monotonic() - started, 3))
+        warning = predict_splits(
+            self.job, self.model, self.folder, splits, scored, lambda: self._check_stop(stop), self._outputs
+        )
+        seconds = round(state.seconds + time.monotonic() - started, 3)
+        result = result_of(self.seed, scored, warning, seconds, steps)
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
         write_result(self.folder, result)
         remove(self.folder / "checkpoints")
@@ -285,7 +399,8 @@ def rescore(
         warning = changed if job.data.dev[0].name in names else warning
     ordered = {name: scored[name] for name in job.predicted}
     seconds = round(result["seconds"] + time.monotonic() - started, 3)
-    new = result_of(result["seed"], ordered, warning, seconds)
+    steps = {name: result[name] for name in STEPS if name in result}
+    new = result_of(result["seed"], ordered, warning, seconds, steps)
     replace_folder(folder / "model", lambda target: _copy_model(job, folder / "model", target, new))
     write_result(folder, new)
     return new
@@ -348,7 +463,10 @@ def _hub_results(job: Job, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
     yield from (f"- {printable(text)}" for text in score_texts(result, job.majority))
     unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
-    yield f"\nOn the validation examples, after the last step{unit}."
+    when = "after the last step"
+    if "best_step" in result:
+        when = f"after step {result['best_step']:,}, chosen by its {job.task.metric} on {job.data.dev[0].name}"
+    yield f"\nOn the validation examples, {when}{unit}."
 
 
 def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[str]:
@@ -356,7 +474,8 @@ def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[s
     encoder, whole = num_parameters(folder / "model.safetensors")
     yield f"- {encoder:,} parameters in `AutoModel`, {whole:,} with the head"
     examples = f"{len(job.data.train.texts):,} examples"
-    yield f"- {examples}, {config.epochs:g} epochs, {job.num_steps:,} steps of {config.batch_size}"
+    stopped = f", stopped early at step {result['stopped_step']:,}" if "stopped_step" in result else ""
+    yield f"- {examples}, {config.epochs:g} epochs, {job.num_steps:,} steps of {config.batch_size}{stopped}"
     yield (
         f"- AdamW, peak learning rate {config.learning_rate:g} ({config.schedule}), layer decay "
         f"{config.layer_decay:g} ({config.layer_decay_form}), weight decay {config.weight_decay:g}"

@@ -1,0 +1,144 @@
+"""Cross-validation on own data, and untrained twins."""
+
+import json
+import shutil
+import statistics
+from collections import Counter
+from unittest.mock import Mock
+
+import in_process
+import numpy as np
+import pytest
+import torch
+from tiny_reading import articles, flags, write_conll
+from tiny_task import QUICK, sentences
+
+import electra_fast as ef
+from electra_fast.errors import InputError
+from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.training.step import FinetuneStep
+from electra_fast.model.initialization import initialize
+from electra_fast.model.model import Embeddings, Encoder
+
+
+@pytest.fixture
+def files(write_rows, tmp_path):
+    """A function that gives the training file of a kind of task."""
+
+    def files(kind):
+        if kind == "tagging":
+            return write_conll(tmp_path, train=40) / "train.conll"
+        if kind == "question-answering":
+            path = tmp_path / "train.json"
+            path.write_text(json.dumps({"data": [*articles(11)]}))
+            return path
+        rows = [{"text": text, "number": number} for number, (text, _) in enumerate(sentences(57))]
+        labels = {
+            "classification": lambda number: "abc"[min(2, number % 10 // 4)] if number % 11 else "rare",
+            "multi-label": lambda number: (
+                [name for name in "ab" if number % (3 if name == "a" else 4)] + ["c"] * (number % 9 == 0)
+            ),
+            "regression": float,
+        }[kind]
+        return write_rows([{"text": row["text"], "label": labels(row["number"])} for row in rows])
+
+    return files
+
+
+@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging", "question-answering"])
+def test_each_example_is_in_one_fold(files, kind):
+    path, task = files(kind), "classification" if kind == "multi-label" else kind
+    whole, dev = read_tasks(task, None, {"train": path}, {})[0].train, Counter()
+    everything = {*read_tasks(task, None, {"train": path}, {})[0].dev[0].ids, *whole.ids}
+    folds = [read_tasks(task, None, {"train": path}, {"folds": (number, 5)})[0] for number in range(5)]
+    for fold in folds:
+        dev.update(fold.dev[0].ids)
+        assert {*fold.dev[0].ids} | {*fold.train.ids} == everything and "set aside" not in " ".join(fold.notes)
+        assert len(everything) / 5 - 4 < len(fold.dev[0].ids) < len(everything) / 5 + 4
+        if kind == "classification":
+            assert {*fold.dev[0].targets.tolist()} == {*fold.train.targets.tolist()} == {0, 1, 2, 3}
+        if kind == "multi-label":
+            assert fold.dev[0].targets.any(0).all()
+        if kind == "question-answering":
+            assert {text for _, text in fold.dev[0].texts}.isdisjoint(text for _, text in fold.train.texts)
+        if kind == "regression":
+            assert fold.task.shift == pytest.approx(fold.train.targets.mean())
+    assert {*dev} == everything and {*dev.values()} == {1}
+    again = read_tasks(task, None, {"train": path}, {"folds": (1, 5)})[0]
+    assert again.dev[0].ids == folds[1].dev[0].ids
+
+
+def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp_path, monkeypatch):
+    path, out = files("classification"), tmp_path / "out"
+    command = ("finetune", "--task", "classification", "--model", encoder_folder, "--train", path, "--out", out)
+    command += ("--folds", "3", "--json", *flags(QUICK))
+    take, taken = FinetuneStep.__call__, Mock()
+
+    def killed(*given):
+        taken()
+        if taken.call_count == 8:  # in the second fold
+            raise KeyboardInterrupt
+        return take(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(FinetuneStep, "__call__", killed)
+        ef.finetune("classification", model=encoder_folder, train=path, out=out, folds=3, overrides=QUICK)
+    (partial,) = json.loads((out / "results.json").read_text())["classification"]["runs"]
+    run = in_process.run(*command)
+    found = json.loads(run.stdout)["classification"]
+    assert found["runs"][0] == partial and [each["fold"] for each in found["runs"]] == [0, 1, 2]
+    scores = [each["accuracy"] for each in found["runs"]]
+    assert found["means"]["accuracy"] == pytest.approx(np.mean(scores))
+    assert found["deviations"]["accuracy"] == pytest.approx(statistics.stdev(scores))
+    assert f"classification: mean accuracy {np.mean(scores):.4f} ± " in run.stderr
+    assert {path.name for path in (out / "classification").iterdir()} == {
+        *(f"fold-{n}" for n in range(3)),
+        "curves.png",
+    }
+    with pytest.raises(InputError, match="other files; choose another folder"):
+        ef.finetune("classification", model=encoder_folder, train=path, out=out, overrides=QUICK)
+    with pytest.raises(InputError, match="fold-0: was made with other examples of train"):
+        ef.finetune("classification", model=encoder_folder, train=path, out=out, folds=4, overrides=QUICK)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"folds": 1}, "folds = 1: must be at least 2"),
+        ({"folds": 7}, r"--folds 7 with 6 examples of the class 'rare'; lower --folds"),
+        ({"folds": 2, "dev": "dev.jsonl"}, "leave --dev and --dev-fraction out"),
+        ({"folds": 2, "dev_fraction": 0.3}, "--dev-fraction"),
+        ({"task": "mrpc", "folds": 2}, "--folds is for --task classification, regression, tagging"),
+        ({"task": "squad2", "folds": 2}, "--folds is for --task classification, regression, tagging"),
+        ({"task": "question-answering", "folds": 12}, "too few examples or contexts for 12 folds"),
+    ],
+)
+def test_folds_that_cannot_be_are_refused(files, encoder_folder, tmp_path, more, message):
+    given = {"task": "classification"} | more
+    if given["task"] in ("classification", "question-answering"):
+        given["train"] = files(given["task"])
+    with pytest.raises(InputError, match=message):
+        ef.finetune(**given, model=encoder_folder, out=tmp_path / "out", overrides=QUICK)
+
+
+def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
+    out = shutil.copytree(finetuned[0], tmp_path / "out")
+    begin, encoders = FinetuneStep.reset, []
+
+    def watched(step):
+        encoders.append({name: p.detach().clone() for name, p in step.model.named_parameters()})
+        begin(step)
+
+    monkeypatch.setattr(FinetuneStep, "reset", watched)
+    arguments = {"model": encoder_folder, "data": glue_folder, "out": out, "seeds": 2, "overrides": QUICK}
+    found = ef.finetune("sst2", **arguments, untrained_twin=True)["sst2"]
+    assert found["runs"] == finetuned[1]["sst2"]["runs"]
+    result = json.loads((out / "sst2/untrained/seed-0/result.json").read_text())
+    assert found["untrained"] == {"accuracy": result["accuracy"]}
+    (start,) = encoders
+    shape = ef.load_finetuned(out / "sst2/seed-0/model")._model.shape
+    fresh = torch.nn.ModuleDict({"embeddings": Embeddings(shape), "encoder": Encoder(shape)})
+    initialize(fresh, "bert", 0)
+    for name, parameter in fresh.named_parameters():
+        assert start[name].equal(parameter), name
+    assert ef.finetune("sst2", **arguments, untrained_twin=True)["sst2"] == found and len(encoders) == 1

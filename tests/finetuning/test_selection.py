@@ -1,0 +1,231 @@
+"""Evaluations through training: what they show, which step's model they keep, and that they disturb nothing."""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from tiny_task import QUICK, write_sst2
+
+import electra_fast as ef
+from electra_fast.errors import InputError, Interrupted
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.json_files import JsonLines, read_object, read_records
+from electra_fast.finetuning.batches import evaluation_steps
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.tasks.classification import Classification
+from electra_fast.finetuning.training.step import FinetuneStep
+from electra_fast.training.plots import plot_finetuning
+
+# Five steps per epoch, at a rate at which the score goes up and down.
+SETTINGS = QUICK | {"finetune.epochs": "3", "finetune.learning_rate": "5e-4", "finetune.batch_size": "16"}
+SETTINGS |= {"finetune.select": "best", "finetune.evals_per_epoch": "2.5", "finetune.checkpoint_seconds": "0"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_sst2(tmp_path_factory.mktemp("data"), train=80, dev=40)
+
+
+@pytest.fixture
+def train(encoder_folder, data):
+    """A function that fine-tunes, and returns what the folder then holds, without times."""
+
+    def train(out, *, settings=SETTINGS, **arguments):
+        ef.finetune("sst2", model=encoder_folder, data=data, out=out, overrides=settings, **arguments)
+        return left(out / "sst2/seed-0")
+
+    return train
+
+
+def left(folder):
+    result = read_object(folder / "result.json")
+    kept = {name: value for name, value in result.items() if name not in ("seconds", "files", "checksum")}
+    names = ("predictions.dev.tsv", "predictions.test.tsv", "model/model.safetensors")
+    log = [{**each, "seconds": None} for each in read_records(folder / "metrics.jsonl")]
+    return [kept, log, *((folder / name).read_bytes() for name in names)]
+
+
+@pytest.fixture(scope="module")
+def reference(encoder_folder, data, tmp_path_factory):
+    """An undisturbed training: its folder, and the parameters and dev accuracy after each step."""
+    out, take, steps = tmp_path_factory.mktemp("reference"), FinetuneStep.__call__, []
+
+    def watched(self, *given):
+        found = take(self, *given)
+        steps.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FinetuneStep, "__call__", watched)
+        ef.finetune("sst2", model=encoder_folder, data=data, out=out, overrides=SETTINGS)
+    return out / "sst2/seed-0", steps
+
+
+@pytest.mark.parametrize(
+    "evals, examples, epochs, expected",
+    [
+        (1, 40, 3, [5, 10, 15]),
+        (0, 40, 3, [15]),
+        (2.5, 40, 2, [2, 4, 6, 8, 10]),
+        (0.5, 40, 5, [10, 20, 25]),
+        (100, 17, 1.5, [1, 2, 3, 4, 5]),
+        (0.01, 1, 3, [3]),
+    ],
+)
+def test_evaluations_fall_on_whole_steps_and_the_last(evals, examples, epochs, expected):
+    config = FinetuneSection(evals_per_epoch=float(evals), epochs=float(epochs), batch_size=8)
+    assert sorted(evaluation_steps(config, examples)) == expected
+
+
+def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
+    folder, steps = reference
+    result, log = read_object(folder / "result.json"), read_records(folder / "metrics.jsonl")
+    rows = [line.split("\t") for line in (data / "dev.tsv").read_text().splitlines()[1:]]
+    reader, scores = ef.load_finetuned(folder / "model", precision="fp32"), {}
+    for step in (*range(2, 15, 2), 15):
+        reader._model.load_state_dict(steps[step - 1])
+        found = reader.predict([text for text, _ in rows])
+        scores[step] = np.mean([each["label"] == label for each, (_, label) in zip(found, rows, strict=True)])
+    assert {each["step"]: each["accuracy"] for each in log if "accuracy" in each} == pytest.approx(scores)
+    best = max(scores, key=scores.__getitem__)  # the earliest
+    assert best < 14 and scores[best] > scores[15] and list(scores.values()).count(scores[best]) > 1  # it is a choice
+    assert result["best_step"] == best and result["accuracy"] == pytest.approx(scores[best])
+    for name, tensor in ef.load_finetuned(folder / "model")._model.named_parameters():
+        assert tensor.equal(steps[best - 1][name]), name
+    reader._model.load_state_dict(steps[best - 1])
+    lines = (folder / "predictions.dev.tsv").read_text().splitlines()[1:]
+    assert [line.split("\t")[1] for line in lines] == [each["label"] for each in reader.predict(t for t, _ in rows)]
+    assert f"after step {best}, chosen by its accuracy on dev" in (folder / "model/README.md").read_text()
+
+
+def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):
+    settings = SETTINGS | {"finetune.evals_per_epoch": "0", "finetune.select": "last"}
+    ef.finetune("sst2", model=encoder_folder, data=data, out=tmp_path, overrides=settings)
+    folder = tmp_path / "sst2/seed-0"
+    losses, expected = (
+        [each["loss"] for each in read_records(path / "metrics.jsonl") if "loss" in each]
+        for path in (folder, reference[0])
+    )
+    assert losses == expected and len(losses) == 15
+    for name, tensor in ef.load_finetuned(folder / "model")._model.named_parameters():
+        assert tensor.equal(reference[1][-1][name]), name
+
+
+@contextlib.contextmanager
+def killed_at_line(monkeypatch, number):
+    """Ends what is within where it has written so many lines of metrics.jsonl."""
+    write, calls = JsonLines.write, itertools.count(1)
+
+    def written(*given):
+        write(*given)
+        if next(calls) == number:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(JsonLines, "write", written)
+        yield
+
+
+@pytest.mark.parametrize("number, is_damaged", [(8, False), (9, True)])
+def test_killed_anywhere_it_ends_with_the_undisturbed_model(
+    reference, train, tmp_path, monkeypatch, number, is_damaged
+):
+    folder = tmp_path / "sst2/seed-0"
+    for _ in range(12):
+        if (folder / "result.json").exists():
+            break
+        with killed_at_line(monkeypatch, number):
+            train(tmp_path)
+        known = checkpoint_folder.steps(folder)
+        if is_damaged and len(known) == 2:
+            path = checkpoint_folder.path_of(folder, known[-1])
+            target = path / ("best.safetensors" if (path / "best.safetensors").exists() else "model.safetensors")
+            target.write_bytes(target.read_bytes()[:-1])
+    assert train(tmp_path) == left(reference[0])
+
+
+def test_a_signal_in_an_evaluation_ends_it_and_a_resume_repeats_it(reference, train, tmp_path, monkeypatch):
+    predict, calls = Classification.predict, itertools.count(1)
+
+    def signalled(*given):
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return predict(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="checkpoint at step 4, run again"):
+        patch.setattr(Classification, "predict", signalled)
+        train(tmp_path)
+    with killed_at_line(monkeypatch, 1):
+        train(tmp_path)
+    assert train(tmp_path) == left(reference[0])
+
+
+def test_what_a_callback_raises_passes_through_after_a_checkpoint(reference, train, tmp_path):
+    class Pruned(Exception):
+        pass
+
+    logs, evaluations = [], []
+
+    def prune(record):
+        evaluations.append(record)
+        if record["step"] == 6:
+            raise Pruned
+
+    with pytest.raises(Pruned):
+        train(tmp_path, settings=SETTINGS | {"finetune.checkpoint_seconds": "60"}, on_evaluation=prune)
+    assert checkpoint_folder.steps(tmp_path / "sst2/seed-0") == [6]
+    assert train(tmp_path, on_log=logs.append, on_evaluation=prune) == left(reference[0])
+    found = [{**each, "seconds": None} for each in (*logs, *evaluations)]
+    named = [{"task": "sst2", "seed": 0} | each for each in left(reference[0])[1]]
+    assert [each for each in found if "loss" in each] == [each for each in named if each["step"] > 6 and "loss" in each]
+    assert [each for each in found if "accuracy" in each] == [each for each in named if "accuracy" in each]
+
+
+def test_patience_ends_training_and_says_so(train, tmp_path):
+    """At a rate of nearly 0, all scores are equal."""
+    settings = SETTINGS | {"finetune.learning_rate": "1e-12", "finetune.patience": "2"}
+    result, log, *_ = train(tmp_path, settings=settings)
+    assert (result["best_step"], result["stopped_step"]) == (2, 6)
+    assert [each["step"] for each in log if "accuracy" in each] == [2, 4, 6]
+    card = (tmp_path / "sst2/seed-0/model/README.md").read_text()
+    assert "3 epochs, 15 steps of 16, stopped early at step 6" in card and "after step 2, chosen" in card
+
+
+def test_other_validation_data_are_refused_where_they_choose_the_model(reference, data, encoder_folder, tmp_path):
+    out = shutil.copytree(reference[0].parents[1], tmp_path / "out")
+    other = shutil.copytree(data, tmp_path / "data")
+    (other / "dev.tsv").write_text((other / "dev.tsv").read_text() + "fine\t1\n")
+    with pytest.raises(InputError, match="was made with other examples of dev"):
+        ef.finetune("sst2", model=encoder_folder, data=other, out=out, overrides=SETTINGS)
+
+
+def test_curves_show_what_the_log_has(reference):
+    folder, figure = reference[0], Figure()
+    records, best = read_records(folder / "metrics.jsonl"), read_object(folder / "result.json")["best_step"]
+    plot_finetuning(figure, {"seed 0": records}, "accuracy", {"seed 0": best})
+    left, right = figure.axes
+    [line], [scores, star] = left.lines, right.lines
+    assert line.get_xydata().tolist() == [[each["step"], each["loss"]] for each in records if "loss" in each]
+    found = [[each["step"], each["accuracy"]] for each in records if "accuracy" in each]
+    assert scores.get_xydata().tolist() == found
+    assert star.get_xydata().tolist() == [point for point in found if point[0] == best]
+    assert (folder.parent / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"evals_per_epoch": -1.0}, "finetune.evals_per_epoch"),
+        ({"patience": -1}, "finetune.patience"),
+        ({"patience": 2, "select": "last"}, 'finetune.patience = 2 needs finetune.select = "best"'),
+        ({"patience": 2, "evals_per_epoch": 0.0}, "raise finetune.evals_per_epoch above 0"),
+    ],
+)
+def test_settings_without_meaning_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        FinetuneSection(**settings)
