@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -18,6 +19,7 @@ from electra_fast.files.json_files import read_object
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
+from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
@@ -39,9 +41,9 @@ def finetune(
     model: str | Path,
     out: str | Path,
     data: str | Path | None = None,
-    train: str | Path | None = None,
-    dev: str | Path | None = None,
-    test: str | Path | None = None,
+    train: Any = None,
+    dev: Any = None,
+    test: Any = None,
     seeds: int = 1,
     recipe: str = DEFAULT_RECIPE,
     overrides: Mapping[str, object] | None = None,
@@ -63,7 +65,9 @@ def finetune(
         model: A run, a checkpoint or a Hugging Face folder.
         out: Output folder.
         data: A GLUE task's folder, one that has the tasks' folders, or SQuAD's.
-        train: Own data: .tsv, .csv, .jsonl or .parquet; for tagging also CoNLL columns, for questions SQuAD's .json.
+        train: Own data: the path of a .tsv, .csv, .jsonl or .parquet file, for tagging also of CoNLL columns, for
+            questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of Hugging
+            Face, or a list of dicts.
         dev: Own data to validate on; by default a part of `train`.
         test: Own data to predict, and to score if it has labels.
         seeds: Number of seeds.
@@ -80,11 +84,12 @@ def finetune(
     if seeds < 1:
         raise InputError(f"seeds = {seeds}: must be at least 1")
     out, device = Path(out), choose_device()
-    paths = {name: Path(path) for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
+    given = (("train", train), ("dev", dev), ("test", test))
+    files = {name: _file(name, each) for name, each in given if each is not None}
     settings = {name: str(value) for name, value in (overrides or {}).items()}
     encoder = load_encoder(model, role)
     check_length(recipe_config(recipe, "", encoder.shape, settings).finetune, encoder)  # before large files are read
-    all_data = read_tasks(task, Path(data) if data is not None else None, paths, columns)
+    all_data = read_tasks(task, Path(data) if data is not None else None, files, columns)
     with exclusive(out):
         earlier = _earlier_results(out)
         jobs = []
@@ -100,6 +105,10 @@ def finetune(
             _check_folder(job)
         replace_file(out / "config.toml", text)
         return _train_all(jobs, seeds, out, earlier)
+
+
+def _file(name: str, data: Any) -> Path:
+    return Path(data) if isinstance(data, (str, os.PathLike)) else MemoryTable.of(name, data)
 
 
 def _earlier_results(out: Path) -> Results:
