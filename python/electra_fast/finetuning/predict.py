@@ -78,8 +78,9 @@ class FinetunedModel:
         probability}}` for classes, `{"labels": [...], "scores": {...}}` for several labels at once, `{"value": x}` for
         regression.
 
-        Tagging: examples are texts, or lists of words. `{"words": [...], "tags": [...], "spans": [{"start", "end",
-        "text", "label", "score"}, ...]}`: a tag per word, and the entities with their characters.
+        Tagging: examples are texts, or lists of words. `{"words": [...], "tags": [...], "scores": [...], "spans":
+        [{"start", "end", "text", "label", "score"}, ...]}`: a tag per word and its probability, and the entities with
+        their characters.
 
         Question answering: examples are pairs of a question and a context, or rows. `{"id", "answer",
         "start", "end", "score", "null_odds"}`; `answer` is empty where `null_odds` exceed `null_threshold`.
@@ -87,7 +88,9 @@ class FinetunedModel:
         Args:
             examples: The examples.
             text: The text columns of rows; by default as `predict_file` chooses them.
-            settings: For question answering: `n_best` answers to list, `null_threshold` in place of the model's own.
+            settings: For classes: `top_k`, the number of labels in `scores`, best first; for several labels at once
+                also `threshold`, the probability above which each is chosen, in place of the model's own. For question
+                answering: `n_best` answers to list, `null_threshold` in place of the model's own.
         """
         check_settings(settings, self.task_type.prediction_settings, self.kind)
         split = self._split(examples, text)
@@ -143,7 +146,9 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
     """Returns the configuration for prediction; raises InputError if the folder's settings are invalid."""
     names = {each.name for each in dataclasses.fields(FinetuneSection)}
     settings = {name: value for name, value in finetuned.settings.items() if name in names}
-    threshold = finetuned.settings.get("null_threshold")
+    thresholds, threshold = finetuned.settings.get("thresholds", {}), finetuned.settings.get("null_threshold")
+    if not isinstance(thresholds, dict) or not all(type(each) in (int, float) for each in thresholds.values()):
+        raise InputError(f"config.json: {SETTINGS_KEY}: thresholds = {thresholds!r} must be numbers by label")
     if threshold is not None and type(threshold) not in (int, float):
         raise InputError(f"config.json: {SETTINGS_KEY}: null_threshold = {threshold!r} must be a number")
     try:
@@ -202,7 +207,7 @@ def predict_file(
         skip_bad_rows: Number of unusable rows that may be left out.
         task: `errors`: the model's replaced-token detector marks words that do not belong.
         precision: As for `load_finetuned`.
-        settings: `n_best` and `null_threshold` as for `FinetunedModel.predict`; `threshold` of `errors`.
+        settings: As for `FinetunedModel.predict`; `threshold` also for `errors`.
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
     """

@@ -31,7 +31,7 @@ from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.model_folder import RAW_CLASSES, SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
 from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.training.job import Job
-from electra_fast.finetuning.training.results import result_of, score_texts, write_result
+from electra_fast.finetuning.training.results import CHOSEN, result_of, score_texts, write_result
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.card import front_matter
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
@@ -212,13 +212,25 @@ class SeedRun:
             if stop:
                 raise self.interruption(stop)
 
+        chosen = {"temperature": self._calibrate(check_stop)} if self.job.config.calibrate else {}
         scored: dict[str, dict[str, Any]] = {}
         warning = predict_splits(self.job, self.model, self.folder, splits, scored, check_stop)
-        result = result_of(self.seed, scored, warning, round(self.state.seconds + time.monotonic() - started, 3))
+        seconds = round(self.state.seconds + time.monotonic() - started, 3)
+        result = result_of(self.seed, scored, warning, seconds, chosen)
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
         write_result(self.folder, result)
         remove(self.folder / "checkpoints")
         return result
+
+    def _calibrate(self, check_stop: Callable[[], None]) -> float:
+        """Divides the logits by the temperature that fits the first validation split, which it returns."""
+        job, (dev, *_) = self.job, self.job.data.dev
+        outputs = job.task_type.predict(self.model, job.splits[dev.name], job.config, job.work.compute, check_stop)
+        temperature = job.task_type.temperature(dev, outputs)
+        with torch.no_grad():
+            for parameter in cast(torch.nn.Module, self.model.head.classifier).parameters():
+                parameter.div_(temperature)
+        return temperature
 
     def interruption(self, stop: StopRequest) -> Interrupted:
         """Returns the exception to raise at a stop, after a checkpoint."""
@@ -259,8 +271,9 @@ def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
     known = {name: split["content"] for name, split in result.get("splits", {}).items()}
     splits = [*job.data.dev, *job.data.test]
     found = [each for each in splits if known.get(each.name) != job.predicted[each.name]]
-    # The first validation split sets the threshold of the odds of no answer.
-    return splits if job.task.has_unanswerable and job.data.dev[0].name in {each.name for each in found} else found
+    # The first validation split sets the thresholds: of the odds of no answer, or of labels.
+    is_decisive = "thresholds" in result or job.task.has_unanswerable
+    return splits if is_decisive and job.data.dev[0].name in {each.name for each in found} else found
 
 
 def rescore(
@@ -285,7 +298,9 @@ def rescore(
         warning = changed if job.data.dev[0].name in names else warning
     ordered = {name: scored[name] for name in job.predicted}
     seconds = round(result["seconds"] + time.monotonic() - started, 3)
-    new = result_of(result["seed"], ordered, warning, seconds)
+    new = result_of(
+        result["seed"], ordered, warning, seconds, {name: result[name] for name in CHOSEN if name in result}
+    )
     replace_folder(folder / "model", lambda target: _copy_model(job, folder / "model", target, new))
     write_result(folder, new)
     return new
@@ -348,7 +363,8 @@ def _hub_results(job: Job, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
     yield from (f"- {printable(text)}" for text in score_texts(result, job.majority))
     unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
-    yield f"\nOn the validation examples, after the last step{unit}."
+    thresholds = "; the thresholds of labels are chosen on these examples" if "thresholds" in result else ""
+    yield f"\nOn the validation examples, after the last step{unit}{thresholds}."
 
 
 def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[str]:
@@ -362,6 +378,8 @@ def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[s
         f"{config.layer_decay:g} ({config.layer_decay_form}), weight decay {config.weight_decay:g}"
     )
     yield f"- at most {config.sequence_length} tokens, dropout {config.dropout:g}, seed {result['seed']}"
+    if "temperature" in result:
+        yield f"- logits divided by {result['temperature']:.4g}, the temperature that fits the validation examples best"
     yield f"- encoder with content hash `{job.encoder.content_hash[:16]}`, electra-fast {version('electra-fast')}"
 
 
