@@ -4,9 +4,9 @@
 
 Fine-tunes each encoder on tasks cut to their first examples and appends a line per training to FILE; finished lines
 are not repeated. GLUE's tasks are joined by `tickets`, 40 unequal classes of messy short texts in five languages: the
-descriptions of Debian's packages, by section, with typing errors, markup and shouting. They are read from
-`WORK/Translation-{en.xz,de.bz2,fr.bz2,it.bz2,es.bz2}` and `WORK/Packages.xz` of a Debian mirror (`dists/bookworm/main/i18n` and
-`dists/bookworm/main/binary-amd64`). Prints the scores as a table.
+descriptions of Debian's packages, by section, with typing errors, markup and shouting. Of a Debian mirror, WORK must
+have `Translation-en.xz`, `Translation-de.bz2` and likewise fr, it, es (`dists/bookworm/main/i18n`), and `Packages.xz`
+(`dists/bookworm/main/binary-amd64`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def messy(text: str, dice: random.Random) -> str:
         text = "".join(dice.choice(("", each * 2)) if dice.random() < 0.04 else each for each in text)
     if dice.random() < 0.1:
         text = f"<p>{text.replace(' ', '&nbsp;', 3)}</p>"
-    return dice.choice(("", "", "", "Re: ", "FWD: Fwd: ", "[#%d] " % dice.randrange(10**6))) + text
+    return dice.choice(("", "", "", "Re: ", "FWD: Fwd: ", f"[#{dice.randrange(10**6)}] ")) + text
 
 
 def tickets(work: Path) -> list[tuple[str, str]]:
@@ -99,7 +99,16 @@ def write_glue(work: Path, source: Path, task: str, examples: int) -> Path:
 
 def plan(name: str) -> Iterator[dict[str, Any]]:
     """The trainings of a plan, the most telling first."""
-    sizes = ((1_000, 300), (300, 300), (1_000, 100), (3_000, 300), (300, 100), (100, 300), (3_000, 1_000), (1_000, 1_000))
+    sizes = (
+        (1_000, 300),
+        (300, 300),
+        (1_000, 100),
+        (3_000, 300),
+        (300, 100),
+        (100, 300),
+        (3_000, 1_000),
+        (1_000, 1_000),
+    )
     tasks = {"rates": ("tickets", "cola", "sst2"), "more": ("mrpc", "stsb")}
     for (examples, steps), task in itertools.product(sizes, tasks.get(name, ())):
         for rate in (3e-4, 1e-4):
@@ -133,6 +142,7 @@ def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> d
 
 
 def main() -> None:
+    """Trains what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoders", type=Path, nargs="+", required=True)
     parser.add_argument("--glue", type=Path, required=True)
@@ -141,7 +151,9 @@ def main() -> None:
     parser.add_argument("--plan", nargs="+", default=["rates", "weights", "more"])
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    finished = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    finished = (
+        [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    )
     known = [line["case"] for line in finished]
     for case in (case for name in options.plan for case in plan(name)):
         for encoder in options.encoders:

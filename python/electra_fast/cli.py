@@ -347,7 +347,7 @@ def _predict(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.predict import predict_file
 
     names = ("text", "quoting", "delimiter", "format", "skip_bad_rows", "task", "precision")
-    optional = _named(options, "threshold", "n_best", "null_threshold")
+    optional = _named(options, "threshold", "top_k", "n_best", "null_threshold")
     given = {name: value for name, value in optional.items() if value is not None}
     predict_file(options.model, options.file, options.out, **_named(options, *names), **given)
 

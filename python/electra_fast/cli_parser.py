@@ -251,8 +251,13 @@ def build_parser() -> Parser:
         "--task", choices=("errors",), help="errors: find words that do not belong, with a pre-trained discriminator"
     )
     sub.add_argument(
-        "--threshold", type=float, metavar="P", help="errors: lowest probability of a marked word (default: 0.5)"
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="errors: lowest probability of a marked word (default: 0.5); several labels per text: probability above "
+        "which a label is chosen (default: each label's own, from the model's config.json)",
     )
+    sub.add_argument("--top-k", type=int, metavar="K", help="classification: only the K best labels, best first")
     sub.add_argument("--n-best", type=int, metavar="N", help="question-answering: list the N best answers")
     sub.add_argument(
         "--null-threshold",

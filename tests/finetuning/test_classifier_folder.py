@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.metrics import f1_score
 from test_pair_templates import save_tokenizer
 from tiny_reading import flags as settings
 from tiny_task import QUICK, save_encoder, sentences, write_mrpc, write_sst2, write_stsb
@@ -128,17 +129,63 @@ def test_regression_gives_values_in_the_units_of_the_data(encoder, tmp_path):
 
 
 def test_multi_label(encoder, tmp_path, write_rows):
-    rows = [{"text": f"value {i}", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(40)]
-    train = write_rows(rows)
-    ef.finetune("classification", model=encoder, train=train, out=tmp_path / "out", overrides=QUICK)
-    folder = tmp_path / "out" / "classification" / "seed-0" / "model"
+    rows = [{"text": f"value {i}", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(80)]
+    train, out, overrides = write_rows(rows), tmp_path / "out", QUICK | {"finetune.class_weights": "c=2"}
+    results = ef.finetune("classification", model=encoder, train=train, dev=train, out=out, overrides=overrides)
+    folder = out / "classification" / "seed-0" / "model"
     config = json.loads((folder / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert list(config["id2label"].values()) == ["a", "b", "c"]
-    probabilities = 1 / (1 + np.exp(-their_logits(folder, SENTENCES)))
-    for answer, row in zip(ef.load_finetuned(folder).predict(SENTENCES), probabilities, strict=True):
+    (run,) = results["classification"]["runs"]
+    thresholds = config["electra_fast_settings"]["thresholds"]
+    assert thresholds == run["thresholds"] and all(0 < each < 1 for each in thresholds.values())
+    model, probabilities = (
+        ef.load_finetuned(folder, precision="fp32"),
+        1 / (1 + np.exp(-their_logits(folder, SENTENCES))),
+    )
+    for answer, row in zip(model.predict(SENTENCES), probabilities, strict=True):
         assert list(answer["scores"].values()) == pytest.approx(row.tolist(), abs=1e-5)
-        assert answer["labels"] == [label for label, score in answer["scores"].items() if score > 0.5]
+        assert answer["labels"] == [label for label, score in answer["scores"].items() if score > thresholds[label]]
+    assert all(answer["labels"] == ["a", "b", "c"] for answer in model.predict(SENTENCES, threshold=0.0))
+    truth = np.array([[label in row["labels"] for label in "abc"] for row in rows])
+    for scores, answers in (
+        ("", model.predict([row["text"] for row in rows])),
+        ("_at_half", model.predict([row["text"] for row in rows], threshold=0.5)),
+    ):
+        chosen = np.array([[label in answer["labels"] for label in "abc"] for answer in answers])
+        for average in ("micro", "macro"):
+            expected = f1_score(truth, chosen, average=average, zero_division=0)
+            assert run[f"f1_{average}{scores}"] == pytest.approx(expected)
+    assert run["f1_macro"] > run["f1_macro_at_half"]
+
+
+@pytest.mark.parametrize(("architecture", "head"), [("bert", "google"), ("modern", "hf")])
+def test_a_calibrated_model_has_its_temperature_in_its_weights(tmp_path, tiny_vocab, architecture, head):
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
+    outputs, answers = [], []
+    for name in ("false", "true"):
+        changes = {"finetune.head": head, "finetune.calibrate": name}
+        folder = trained("sst2", encoder, tmp_path / name, write_sst2, **changes)
+        model = ef.load_finetuned(folder, precision="fp32")
+        outputs.append(model.outputs(SENTENCES))
+        answers.append([answer["label"] for answer in model.predict(SENTENCES)])
+    temperature = json.loads((folder.parent / "result.json").read_text())["temperature"]
+    assert abs(temperature - 1) > 0.1 and answers[0] == answers[1]
+    np.testing.assert_allclose(outputs[1], outputs[0] / temperature, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs[1], their_logits(folder, SENTENCES), atol=1e-4)
+    assert f"logits divided by {temperature:.4g}, the temperature" in (folder / "README.md").read_text()
+
+
+def test_only_the_best_labels(sst2):
+    model = ef.load_finetuned(sst2)
+    for whole, best in zip(model.predict(SENTENCES), model.predict(SENTENCES, top_k=1), strict=True):
+        assert best == {"label": whole["label"], "scores": {whole["label"]: max(whole["scores"].values())}}
+    ranked = model.predict(SENTENCES, top_k=500)
+    assert all([*each["scores"].values()] == sorted(each["scores"].values(), reverse=True) for each in ranked)
+    with pytest.raises(InputError, match="top_k is 0; it must be at least 1"):
+        model.predict(SENTENCES, top_k=0)
+    with pytest.raises(InputError, match="--threshold is not for classification"):
+        model.predict(SENTENCES, threshold=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,21 @@ def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, arguments,
     assert message in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("regression", {"text": "a", "score": 0.5}),
+        ("question-answering", {"question": "a", "context": "b", "answers": "b"}),
+    ],
+)
+@pytest.mark.parametrize(("key", "value"), [("class_weights", "balanced"), ("calibrate", True)])
+def test_what_needs_classes_is_refused_for_other_tasks(encoder_folder, tmp_path, task, row, key, value):
+    rows = [row | {"context": f"b {number}", "score": number} for number in range(4)]
+    options = {"model": encoder_folder, "out": tmp_path / "out", "overrides": QUICK | {f"finetune.{key}": value}}
+    with pytest.raises(InputError, match=f"finetune.{key} = .* needs classes, which {task} does not predict"):
+        ef.finetune(task, train=rows, dev=rows, **options)
+
+
 def test_a_folder_without_tasks_is_no_success(encoder_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no folder of a GLUE task"):

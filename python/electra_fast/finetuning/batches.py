@@ -226,12 +226,14 @@ class TrainingSet:
         targets: Target of each example, [n, ...], or of each token of `encoded.ids`.
         weights: Weight of each example or token in the loss, float64; 0 if there is no target.
         per_token: Whether targets and weights are per token.
+        notes: Lines for the user.
     """
 
     encoded: EncodedExamples
     targets: NDArray[Any]
     weights: NDArray[Any]
     per_token: bool = False
+    notes: tuple[str, ...] = ()
 
     def batch(self, parts: Sequence[PackedBatch], chosen: NDArray[Any], reduction: str, seed: int) -> StepBatch:
         """Returns the batch of the examples `chosen`, packed in `parts`; `reduction` is `finetune.loss_reduction`."""

@@ -60,7 +60,14 @@ class FinetuneSection(Section):
         "shuffle", "shuffle: a new order each epoch; buffer: one order through a shuffle buffer of 100 (published code)"
     )
     both_orders: bool = config_key(False, "train on each pair of texts in both orders")
-    class_weights: str = config_key("none", "class weights in the loss: none, balanced, or LABEL=WEIGHT,...")
+    class_weights: str = config_key(
+        "none",
+        "class weights in the loss: none, balanced, auto (balanced up to 10 where a class has under a tenth of an even "
+        "share), or LABEL=WEIGHT,...",
+    )
+    calibrate: bool = config_key(
+        False, "after training, divide the logits by the temperature that fits the validation examples best"
+    )
     doc_stride: int = config_key(
         128, "tokens between the starts of the chunks of a long text (question answering, tagging)", low=1, high=32768
     )

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from electra_fast.files.json_files import read_object, read_records
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
+from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.task import TaskData
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -46,9 +48,9 @@ def finetune(
     model: str | Path,
     out: str | Path,
     data: str | Path | None = None,
-    train: str | Path | None = None,
-    dev: str | Path | None = None,
-    test: str | Path | None = None,
+    train: Any = None,
+    dev: Any = None,
+    test: Any = None,
     seeds: int = 1,
     recipe: str = DEFAULT_RECIPE,
     overrides: Mapping[str, object] | None = None,
@@ -74,7 +76,9 @@ def finetune(
         model: A run, a checkpoint or a Hugging Face folder.
         out: Output folder.
         data: A GLUE task's folder, one that has the tasks' folders, or SQuAD's.
-        train: Own data: .tsv, .csv, .jsonl or .parquet; for tagging also CoNLL columns, for questions SQuAD's .json.
+        train: Own data: the path of a .tsv, .csv, .jsonl or .parquet file, for tagging also of CoNLL columns, for
+            questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of Hugging
+            Face, or a list of dicts.
         dev: Own data to validate on; by default a part of `train`.
         test: Own data to predict, and to score if it has labels.
         seeds: Number of seeds.
@@ -101,13 +105,14 @@ def finetune(
     if seeds < 1:
         raise InputError(f"seeds = {seeds}: must be at least 1")
     out, device = Path(out), choose_device()
-    paths = {name: Path(path) for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
+    given = (("train", train), ("dev", dev), ("test", test))
+    files = {name: _file(name, each) for name, each in given if each is not None}
     settings = {name: str(value) for name, value in (overrides or {}).items()}
     encoder = load_encoder(model, role)
     check_length(recipe_config(recipe, "", encoder.shape, settings).finetune, encoder)  # before large files are read
     folder = Path(data) if data is not None else None
     parts = [columns] if folds is None else _folds(folds, columns, dev)
-    all_data = [each for part in parts for each in read_tasks(task, folder, paths, part)]
+    all_data = [each for part in parts for each in read_tasks(task, folder, files, part)]
     if folds is not None:
         _check_classes(all_data[0], folds)
     with exclusive(out):
@@ -115,7 +120,8 @@ def finetune(
         jobs: dict[str, list[Job]] = {}
         for each in all_data:
             defaults, made = TASK_TYPES[each.task.kind].defaults, jobs.setdefault(each.task.name, [])
-            config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults)
+            num_examples = len(each.train.texts)
+            config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, num_examples)
             part = "" if folds is None else f"fold-{len(made)}"
             hardware, data_once = None, each
             if made:  # another fold
@@ -160,6 +166,10 @@ def _check_classes(data: TaskData, folds: int) -> None:
             f"{data.train.path}: --folds {folds} with {sizes[name]} examples of the class {name!r}; lower --folds, or "
             f"leave the class out with --label-map {name}="
         )
+
+
+def _file(name: str, data: Any) -> Path:
+    return Path(data) if isinstance(data, (str, os.PathLike)) else MemoryTable.of(name, data)
 
 
 def _earlier_results(out: Path) -> Results:

@@ -100,7 +100,9 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
     if task_type.problem_type:
         table["problem_type"] = task_type.problem_type
     else:
-        table |= {KIND_KEY: kind, SETTINGS_KEY: dict(finetuned.settings)}
+        table[KIND_KEY] = kind
+    if finetuned.settings:
+        table[SETTINGS_KEY] = dict(finetuned.settings)
     if architecture == "modern":
         table |= {"classifier_pooling": "cls", "classifier_activation": "gelu", "classifier_bias": False}
     if head == "google":

@@ -29,6 +29,7 @@ from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.memory_table import MemoryTable, is_table
 from electra_fast.finetuning.readers.rows import Row
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
@@ -68,43 +69,65 @@ class FinetunedModel:
         self._model.to(device).eval()
         self._compute, self.note = choose_inference(self._model, device, precision)
 
-    def predict(self, examples: Iterable[Any], **settings: Any) -> list[Prediction]:
+    def predict(self, examples: Iterable[Any], *, text: str | Sequence[str] = (), **settings: Any) -> list[Prediction]:
         """Returns an answer per example, in their order.
+
+        Examples are as below, or rows: a data frame, a pyarrow Table, a `Dataset`, or a list of dicts.
 
         Classification and regression: examples are texts, or pairs of texts. `{"label": name, "scores": {name:
         probability}}` for classes, `{"labels": [...], "scores": {...}}` for several labels at once, `{"value": x}` for
         regression.
 
-        Tagging: examples are texts, or lists of words. `{"words": [...], "tags": [...], "spans": [{"start", "end",
-        "text", "label", "score"}, ...]}`: a tag per word, and the entities with their characters.
+        Tagging: examples are texts, or lists of words. `{"words": [...], "tags": [...], "scores": [...], "spans":
+        [{"start", "end", "text", "label", "score"}, ...]}`: a tag per word and its probability, and the entities with
+        their characters.
 
-        Question answering: examples are mappings with `question` and `context`, or pairs of both. `{"id", "answer",
+        Question answering: examples are pairs of a question and a context, or rows. `{"id", "answer",
         "start", "end", "score", "null_odds"}`; `answer` is empty where `null_odds` exceed `null_threshold`.
 
         Args:
             examples: The examples.
-            settings: For question answering: `n_best` answers to list, `null_threshold` in place of the model's own.
+            text: The text columns of rows; by default as `predict_file` chooses them.
+            settings: For classes: `top_k`, the number of labels in `scores`, best first; for several labels at once
+                also `threshold`, the probability above which each is chosen, in place of the model's own. For question
+                answering: `n_best` answers to list, `null_threshold` in place of the model's own.
         """
         check_settings(settings, self.task_type.prediction_settings, self.kind)
-        split = self._split(examples)
+        split = self._split(examples, text)
         if not split.texts:
             return []
         features = self.task_type.features(self._tokenizer, split, self._config)
         outputs = self.task_type.predict(self._model, features, self._config, self._compute)
         return list(self.task_type.answers(self._task, split, features, outputs, self._settings | settings))
 
-    def outputs(self, examples: Iterable[Any]) -> Any:
-        """Returns logits or values, float32 [n, labels], in tagging [words, labels]; for questions, readings."""
-        split = self._split(examples)
+    def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
+        """Returns logits or values, float32 [n, labels], in tagging [words, labels]; for questions, readings.
+
+        `examples` and `text` are as for `predict`.
+        """
+        split = self._split(examples, text)
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)
         features = self.task_type.features(self._tokenizer, split, self._config)
         return self.task_type.predict(self._model, features, self._config, self._compute)
 
-    def _split(self, examples: Iterable[Any]) -> Split:
+    def source(self, path: Path, text: str | Sequence[str] = (), **options: Any) -> Source:
+        """Returns how examples are read from a file or a table."""
+        num_texts = self.num_texts or self.task_type.num_texts
+        text = (text,) if isinstance(text, str) else tuple(text)
+        return Source(path=path, text=text, trained_text=self.text_columns, num_texts=num_texts, **options)
+
+    def _split(self, examples: Any, text: str | Sequence[str]) -> Split:
         if isinstance(examples, (str, bytes, Mapping)):
             raise InputError("predict takes a list of examples; put a single one into a list")
-        return self.task_type.split(list(examples), self.num_texts)
+        examples = examples if is_table(examples) else list(examples)
+        if is_table(examples):
+            table = MemoryTable.of("examples", examples)
+            with open_examples(self.task_type, self.source(table, text)) as opened:
+                examples = [example for example, _ in opened.rows] if len(table.content) else []
+        elif text:
+            raise InputError(f"text = {text!r} names columns, but the examples are not rows of a table")
+        return self.task_type.split(examples, self.num_texts)
 
 
 def _scheme(labels: Iterable[str]) -> str:
@@ -123,7 +146,9 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
     """Returns the configuration for prediction; raises InputError if the folder's settings are invalid."""
     names = {each.name for each in dataclasses.fields(FinetuneSection)}
     settings = {name: value for name, value in finetuned.settings.items() if name in names}
-    threshold = finetuned.settings.get("null_threshold")
+    thresholds, threshold = finetuned.settings.get("thresholds", {}), finetuned.settings.get("null_threshold")
+    if not isinstance(thresholds, dict) or not all(type(each) in (int, float) for each in thresholds.values()):
+        raise InputError(f"config.json: {SETTINGS_KEY}: thresholds = {thresholds!r} must be numbers by label")
     if threshold is not None and type(threshold) not in (int, float):
         raise InputError(f"config.json: {SETTINGS_KEY}: null_threshold = {threshold!r} must be a number")
     try:
@@ -182,30 +207,27 @@ def predict_file(
         skip_bad_rows: Number of unusable rows that may be left out.
         task: `errors`: the model's replaced-token detector marks words that do not belong.
         precision: As for `load_finetuned`.
-        settings: `n_best` and `null_threshold` as for `FinetunedModel.predict`; `threshold` of `errors`.
+        settings: As for `FinetunedModel.predict`; `threshold` also for `errors`.
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
     """
     if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
         raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
-    source = Source(
-        path=Path(file),
-        text=tuple(text),
-        quoting=quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter),
-        format=f".{format}" if format else "",
-        skip_bad_rows=skip_bad_rows,
-    )
+    options: dict[str, Any] = {
+        "quoting": quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter),
+        "format": f".{format}" if format else "",
+        "skip_bad_rows": skip_bad_rows,
+    }
     predictor: Any
     if task == "errors":
         check_settings(settings, ("threshold",), "errors")
         predictor, settings = load_error_detector(model, precision=precision, **settings), {}
-        reader, source = predictor, dataclasses.replace(source, num_texts=1)
+        reader, source = predictor, Source(path=Path(file), text=tuple(text), num_texts=1, **options)
     else:
         predictor = load_finetuned(model, precision=precision)
         reader = predictor.task_type
         check_settings(settings, reader.prediction_settings, predictor.kind)
-        own = {"trained_text": predictor.text_columns, "num_texts": predictor.num_texts or reader.num_texts}
-        source = dataclasses.replace(source, **own)
+        source = predictor.source(Path(file), text, **options)
     with contextlib.ExitStack() as stack:
         try:
             examples = stack.enter_context(open_examples(reader, source))

@@ -126,8 +126,9 @@ def estimate_seconds(
     finetuning = 0.0
     for each in tasks:
         defaults = TASK_TYPES[each.task.kind].defaults
-        epochs = recipe_config(DEFAULT_RECIPE, each.task.name, first.model, overrides, defaults).finetune.epochs
+        num_examples = len(each.train.texts)
+        config = recipe_config(DEFAULT_RECIPE, each.task.name, first.model, overrides, defaults, num_examples)
         characters = sum(len(text) for texts in each.train.texts for text in texts)
-        finetuning += seeds * epochs * encoder * characters / _CHARACTERS_PER_TOKEN
+        finetuning += seeds * config.finetune.epochs * encoder * characters / _CHARACTERS_PER_TOKEN
     rounds = -(-num_runs // num_slots)
     return rounds * (budget + finetuning) / flops_per_second

@@ -80,7 +80,7 @@ def test_no_answer_beyond_the_threshold(readers):
     assert reader.predict([{"question": pair[0], "context": pair[1]}], null_threshold=1e9) == [answer]
     assert reader.predict([]) == []
     for wrong in (["text"], [("a", "b", "c")], [{"question": "a"}], [("a", 3)]):
-        with pytest.raises(InputError, match="example 0 is"):
+        with pytest.raises(InputError, match="example 0 is|row 1: no 'context'"):
             reader.predict(wrong)
     with pytest.raises(InputError, match="n_best is 0"):
         reader.predict([pair], n_best=0)
@@ -153,7 +153,7 @@ def test_answers_that_are_too_long_are_counted(tiny_vocab, tmp_path):
     config = FinetuneSection(sequence_length=64, max_query_length=8, doc_stride=16, max_answer_length=20)
     method, tokenizer = QuestionAnswering(), ef.Tokenizer(tiny_vocab)
     chunks = method.training_set(tokenizer, data.task, data.train, config)
-    _, long, nowhere = method.describe(data.train, chunks, config)
+    long, nowhere = chunks.notes
     num_tokens = len(tokenizer.encode_batch([golds[1]])[0])
     assert long.startswith("longer than finetune.max_answer_length = 20 tokens, so never predicted: the answers to 1 ")
     assert long.endswith(f"the longest of {num_tokens} tokens")

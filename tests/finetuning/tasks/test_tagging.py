@@ -22,8 +22,10 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.prediction_input import Source, open_examples
+from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.readers.tag_files import read_tagging
 from electra_fast.finetuning.task import Task
+from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.tagging import Tagging, tag_scores
 
@@ -175,6 +177,22 @@ def test_a_list_of_words_is_a_row_and_other_columns_pass_through(tagger, tmp_pat
     assert "line 2: 'tokens' has None, which is not a word" in run.stderr
 
 
+def test_weights_of_tags_and_of_types(tiny_vocab):
+    rows = [{"tokens": ["the", "class", "value"], "tags": tags} for tags in (["B-X", "I-X", "O"], ["B-Y", "O", "O"])]
+    table = MemoryTable.of("train", rows)
+    (data,) = read_tasks("tagging", None, {"train": table, "dev": table}, {})
+    assert data.task.labels == ("O", "B-X", "I-X", "B-Y", "I-Y")
+    for text, expected in (
+        ("none", [1, 1, 1, 1, 1, 1]),
+        ("X=3,I-X=4,O=0", [3, 4, 0, 1, 0, 0]),
+        ("balanced", [3 / 2, 3 / 2, 1 / 2, 3 / 2, 1 / 2, 1 / 2]),
+    ):
+        config = FinetuneSection(sequence_length=8, class_weights=text)
+        chunks = Tagging().training_set(ef.Tokenizer(tiny_vocab), data.task, data.train, config)
+        assert chunks.weights[chunks.targets >= 0].tolist() == pytest.approx(expected)
+        assert not chunks.weights[chunks.targets < 0].any()
+
+
 def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
     """Labels that are no entities: a span for each word."""
     labels = {0: "NOUN", 1: "VERB", 2: "X"}
@@ -186,7 +204,9 @@ def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
     with torch.no_grad():
         inputs = AutoTokenizer.from_pretrained(tmp_path)("The class returns", return_tensors="pt")
         places = [inputs.word_ids().index(word) for word in range(3)]
-        expected = [labels[i] for i in model.eval()(**inputs).logits[0, places].argmax(1).tolist()]
+        best = model.eval()(**inputs).logits[0, places].softmax(1).max(1)
+    expected = [labels[i] for i in best.indices.tolist()]
+    assert answer["scores"] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert answer["tags"] == expected == [span["label"] for span in answer["spans"]]
     assert [span["text"] for span in answer["spans"]] == ["The", "class", "returns"]
 

@@ -28,7 +28,7 @@ from electra_fast.finetuning.readers.labels import (
     parse_mapping,
 )
 from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, text_of, there_are
-from electra_fast.finetuning.readers.tables import Quoting, Table, column_names, read_table
+from electra_fast.finetuning.readers.tables import Quoting, Table, class_names, column_names, read_table
 from electra_fast.finetuning.readers.validation_split import Fold, covering, set_aside, stratified, validation_rows
 from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction
 
@@ -58,6 +58,8 @@ class _File:
     label: Columns
     """Empty if a test file has no labels."""
     notes: list[str]
+    classes: Columns = ()
+    """Names of the labels' numbers, as `datasets` stores them."""
     rows: list[int] = field(default_factory=list)
     texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
@@ -65,6 +67,12 @@ class _File:
     @property
     def path(self) -> Path:
         return self.table.path
+
+    def name_classes(self, names: Columns) -> None:
+        """Puts the names of the labels' numbers in their place."""
+        self.classes = names
+        for row in self.table.rows if names else ():
+            row[self.label[0]] = _named(row[self.label[0]], names)
 
 
 def read(
@@ -196,6 +204,8 @@ def _read_files(
         verdicts = verdict_columns(available[name], texts + labels)
         table = read_table(path, texts + labels + verdicts, bad, quoting=quoting)
         files[name] = _File(name=name, table=table, text=texts, label=labels, notes=notes)
+        if kind == "classification" and len(labels) == 1:
+            files[name].name_classes(class_names(path).get(labels[0], ()))
     return files
 
 
@@ -270,6 +280,12 @@ def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad
         file.label, unlabelled = (), []
     file.notes += rejected_note(file.path, len(rejected), len(table.rows))
     file.notes += [*_unlabelled_note(file, signs, unlabelled), *_empty_texts(file)]
+
+
+def _named(cell: Any, names: Columns) -> Any:
+    if isinstance(cell, list):
+        return [_named(item, names) for item in cell]
+    return names[cell] if isinstance(cell, int) and 0 <= cell < len(names) else cell
 
 
 def _check_labelled(files: Mapping[str, _File]) -> None:
@@ -349,8 +365,13 @@ def _check_found(train: _File, found: set[str], reader: LabelReader) -> None:
 
 
 def _classes(train: _File, found: set[str], is_multi_label: bool) -> tuple[str, ...]:
-    """Returns the labels that occur, sorted; raises InputError if they look like numbers to predict or like ids."""
+    """Returns the labels that occur, in the order of their numbers, else sorted.
+
+    Raises InputError if they look like numbers to predict or like ids.
+    """
     table = train.table
+    if found <= {*train.classes}:
+        return tuple(name for name in train.classes if name in found)
     if not is_multi_label and all(map(is_number, found)) and not all(map(INTEGER.fullmatch, found)):
         names = zip(train.rows, train.labels, strict=True)
         row, name = next((row, name) for row, (name,) in names if not INTEGER.fullmatch(name))

@@ -71,8 +71,9 @@ class BadRows:
 
 def extension(path: Path) -> str:
     """Returns a path's extension in lower case, ignoring that of a compression."""
-    name = Path(path.name.lower())
-    suffix = Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
+    suffix = path.suffix.lower()
+    if suffix in _COMPRESSED:
+        suffix = Path(path.stem).suffix.lower()
     return _ALIASES.get(suffix, suffix)
 
 

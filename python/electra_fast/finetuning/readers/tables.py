@@ -1,4 +1,4 @@
-"""Reads .tsv, .csv, .json, .jsonl, .parquet, .arrow and .txt files row by row, or whole as columns."""
+"""Reads .tsv, .csv, .json, .jsonl, .parquet, .arrow and .txt files, and tables in memory, row by row or whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from electra_fast.finetuning.readers.delimited import (
     reject_duplicates,
     without_blank_end,
 )
+from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.readers.rows import BadRows, Row, abbreviated, check_columns, extension, is_stream, place
 from electra_fast.finetuning.readers.text_files import TextFile
 
@@ -51,35 +52,28 @@ class Table:
         return place(self.path, self.lines[row])
 
 
+@dataclass(kw_only=True)
 class OpenTable:
-    """A file that is read once, row by row; `open_table` opens it.
+    """A file that is read once, row by row; `open_table` opens it."""
 
-    Args:
-        file: The file.
-        format: One of `FORMATS`.
-        dialect: Delimiter and quotes of a .tsv or .csv file.
-    """
-
-    def __init__(self, file: TextFile, format: str, dialect: Dialect) -> None:
-        self.path, self.format, self._file = file.path, format, file
-        self.notes: list[str] = []
-        """Lines for the user on how the file is read."""
-        if file.encoding != "UTF-8" and format not in (".parquet", ".arrow"):
-            self.notes.append(f"{file.path}: read as {file.encoding}, by its byte order mark")
-        if format in (".tsv", ".csv"):
-            self.columns, self._read = load_delimited(file, format, dialect, self.notes)
-        else:
-            self.columns, self._read = _LOADERS[format](file)
-
+    path: Path
+    format: str
+    """One of `FORMATS`."""
     columns: tuple[str, ...] | None
     """Names of the columns; None for .jsonl, in which each row has its own."""
+    read: Callable[[Sequence[str]], Iterator[Record]]
+    """Yields the rows with all or some columns."""
+    is_idle: Callable[[], bool] = lambda: False
+    """Returns whether the next row of a pipe has not arrived yet."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user on how the file is read."""
 
     def rows(self, columns: Sequence[str] = (), *, bad_rows: BadRows | None = None) -> Iterator[tuple[int, Row]]:
         """Yields the rows as `iterate_rows` does."""
         if self.columns:
             check_columns(self.path, self.columns, columns, "--text")
         is_empty = True
-        for line, row in self._read(columns):
+        for line, row in self.read(columns):
             is_empty = False
             with bad_rows.collect() if bad_rows else contextlib.nullcontext():
                 if isinstance(row, InputError):
@@ -91,23 +85,23 @@ class OpenTable:
         if is_empty:
             raise InputError(f"{self.path}: no rows")
 
-    def is_idle(self) -> bool:
-        """Returns whether the next row of a pipe has not arrived yet."""
-        return self._file.is_idle()
-
 
 @contextlib.contextmanager
 def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> Iterator[OpenTable]:
-    """Opens a file, which may be a pipe or `-` for standard input, and reads its header.
+    """Opens a table in memory or a file, which may be a pipe or `-` for standard input, and reads its header.
 
     Args:
-        path: The file.
+        path: The file or the table.
         quoting: As in `iterate_rows`.
         format: Read the file as if it had this extension; empty for its own, or for a pipe, what its first line shows.
 
     Raises as `iterate_rows` does.
     """
     dialect = quoting if isinstance(quoting, Dialect) else Dialect(quoting)
+    if isinstance(path, MemoryTable):
+        columns, read = _memory(path)
+        yield OpenTable(path=path, format=path.suffix, columns=columns, read=read)
+        return
     if path.is_dir():
         raise InputError(f"{path}: a folder; give a file that ends in {', '.join(FORMATS)}")
     suffix = format or extension(path)
@@ -116,12 +110,16 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
     if suffix not in FORMATS and (format or not is_stream(path)):
         raise InputError(f"{path}: unknown extension; it can be {', '.join(FORMATS)}")
     with TextFile(path) as file:
-        is_guessed = suffix not in FORMATS
-        table = OpenTable(file, _guess_format(file) if is_guessed else suffix, dialect)
-        if is_guessed:
-            how = "a text per line" if table.format == ".txt" else table.format.removeprefix(".")
-            table.notes.insert(0, f"{path}: read as {how}; choose with --format")
-        yield table
+        notes = list[str]()
+        if suffix not in FORMATS:
+            suffix = _guess_format(file)
+            how = "a text per line" if suffix == ".txt" else suffix.removeprefix(".")
+            notes.append(f"{path}: read as {how}; choose with --format")
+        if file.encoding != "UTF-8" and suffix not in (".parquet", ".arrow"):
+            notes.append(f"{path}: read as {file.encoding}, by its byte order mark")
+        is_delimited = suffix in (".tsv", ".csv")
+        columns, read = load_delimited(file, suffix, dialect, notes) if is_delimited else _LOADERS[suffix](file)
+        yield OpenTable(path=path, format=suffix, columns=columns, read=read, is_idle=file.is_idle, notes=notes)
 
 
 def read_table(path: Path, columns: Sequence[str], bad_rows: BadRows, *, quoting: Quoting = "auto") -> Table:
@@ -183,12 +181,23 @@ def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
 
 
 def class_names(path: Path) -> dict[str, tuple[str, ...]]:
-    """Returns the names of numbers, by column, that `datasets` of Hugging Face stores in a Parquet file's metadata."""
-    metadata = pyarrow.parquet.read_schema(path).metadata or {}
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # of another program
-        features = parse_json(metadata[b"huggingface"])["info"]["features"]
+    """Returns the names of numbers, by column, that `datasets` of Hugging Face stores in the metadata of Arrow."""
+    schema = _schema(path)
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # none, or of another program
+        features = parse_json(schema.metadata[b"huggingface"])["info"]["features"]
         return {column: names for column, feature in features.items() if (names := _names_in(feature))}
     return {}
+
+
+def _schema(path: Path) -> Any:
+    """Returns the schema of a table in memory, or of a Parquet or Arrow file; None for others."""
+    if isinstance(path, MemoryTable):
+        return getattr(path.content, "schema", None)
+    reader = {".parquet": _parquet_reader, ".arrow": _arrow_reader}.get(extension(path))
+    if reader is None:
+        return None
+    with TextFile(path) as file:
+        return reader(file)[0]
 
 
 def _names_in(feature: Any) -> tuple[str, ...]:
@@ -268,8 +277,12 @@ def _json(file: TextFile) -> Loaded:
         if "Extra data" not in str(error):
             raise InputError(f"{path}: not JSON: {error}; correct it there") from None
         records = [row for _, row in json_rows(path, enumerate(text.split("\n"), 1))]
+    return _loaded(records)
+
+
+def _loaded(records: list[Row | InputError]) -> Loaded:
     names = dict.fromkeys(name for row in records if not isinstance(row, InputError) for name in row)
-    return tuple(names), lambda _: enumerate(records, 1)
+    return tuple(names) or None, lambda _: enumerate(records, 1)
 
 
 def _records(path: Path, content: Any) -> list[Row | InputError]:
@@ -307,26 +320,41 @@ def _records_of_object(path: Path, content: Row) -> list[Any]:
 
 
 def _parquet(file: TextFile) -> Loaded:
+    schema, source = _parquet_reader(file)
+    batches = lambda columns: source.iter_batches(BATCH_ROWS, columns=columns or None)  # noqa: E731
+    return _batches(file.path, "Parquet", schema.names, batches)
+
+
+def _parquet_reader(file: TextFile) -> tuple[Any, Any]:
+    """Returns schema and content."""
     with _damage(file.path, "Parquet"):
         source = pyarrow.parquet.ParquetFile(file.path if file.has_own_bytes else io.BytesIO(file.content()))
-        names = source.schema_arrow.names
-    return _batches(
-        file.path, "Parquet", names, lambda columns: source.iter_batches(BATCH_ROWS, columns=columns or None)
-    )
+        return source.schema_arrow, source
 
 
 def _arrow(file: TextFile) -> Loaded:
-    """Reads Arrow's file format (Feather), or its stream format, which `datasets` saves."""
+    schema, batches = _arrow_reader(file)
+    names = schema.names
+    return _batches(file.path, "Arrow", names, lambda columns: (batch.select(columns or names) for batch in batches))
+
+
+def _arrow_reader(file: TextFile) -> tuple[Any, Iterator[Any]]:
+    """Returns schema and batches of Arrow's file format (Feather), or its stream format, which `datasets` saves."""
     with _damage(file.path, "Arrow"):
         source: Any = pyarrow.memory_map(str(file.path)) if file.has_own_bytes else io.BytesIO(file.content())
         if file.head.startswith(b"ARROW1"):
             reader = pyarrow.ipc.open_file(source)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            reader = pyarrow.ipc.open_stream(source)
-            batches = iter(reader)
-        names = reader.schema.names
-    return _batches(file.path, "Arrow", names, lambda columns: (batch.select(columns or names) for batch in batches))
+            return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
+        reader = pyarrow.ipc.open_stream(source)
+        return reader.schema, iter(reader)
+
+
+def _memory(table: MemoryTable) -> Loaded:
+    content = table.content
+    if isinstance(content, list):
+        return _loaded(_records(table, content))
+    names = content.column_names
+    return _batches(table, "Arrow", names, lambda columns: content.select(columns or names).to_batches(BATCH_ROWS))
 
 
 def _batches(path: Path, format: str, names: list[str], batches: Callable[[list[str]], Iterable[Any]]) -> Loaded:
@@ -342,13 +370,13 @@ def _to_microseconds(batch: Any) -> Any:
     """Converts nanoseconds, which Python's times lack, to microseconds."""
     table = pyarrow.Table.from_batches([batch])
     table.validate(full=True)  # offsets of a damaged file may point anywhere, and reading does not check them
-    for number, field in enumerate(table.schema):
-        if getattr(field.type, "unit", None) == "ns":
-            if pyarrow.types.is_timestamp(field.type):
-                coarse = pyarrow.timestamp("us", field.type.tz)
+    for number, column in enumerate(table.schema):
+        if getattr(column.type, "unit", None) == "ns":
+            if pyarrow.types.is_timestamp(column.type):
+                coarse = pyarrow.timestamp("us", column.type.tz)
             else:
-                coarse = pyarrow.duration("us") if pyarrow.types.is_duration(field.type) else pyarrow.time64("us")
-            table = table.set_column(number, field.name, table.column(number).cast(coarse, safe=False))
+                coarse = pyarrow.duration("us") if pyarrow.types.is_duration(column.type) else pyarrow.time64("us")
+            table = table.set_column(number, column.name, table.column(number).cast(coarse, safe=False))
     return table
 
 

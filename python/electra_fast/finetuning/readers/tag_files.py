@@ -44,7 +44,7 @@ from electra_fast.finetuning.readers.validation_split import Fold, set_aside, va
 from electra_fast.finetuning.readers.words import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction
 
-ROW_FORMATS = (".jsonl", ".json", ".parquet")
+ROW_FORMATS = (".jsonl", ".json", ".parquet", ".arrow")
 # Tags of a test file that hides them.
 HIDDEN_TAGS = {"", "_"}
 # More labels than this, most of them of a single word, are not labels.

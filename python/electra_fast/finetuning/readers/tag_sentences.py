@@ -104,7 +104,7 @@ def row_sentences(
     if not rows:
         bad.finish()
     chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
-    if not labels and path.suffix.lower() == ".parquet":
+    if not labels:
         labels = class_names(path).get(chosen[1], ())
     _check_numbers(path, rows, chosen, labels)
     has_spans = any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(chosen[1])))

@@ -19,7 +19,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
-from electra_fast.config.file import comma_separated
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
@@ -30,6 +29,8 @@ from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers import glue, own_data
 from electra_fast.finetuning.readers.rows import Row, text_of
 from electra_fast.finetuning.task import NO_CLASS, Prediction, Split, Task
+from electra_fast.finetuning.tasks.calibration import choose_thresholds, fit_temperature
+from electra_fast.finetuning.tasks.class_weights import class_weights
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
     MODERN_HEAD,
@@ -108,18 +109,14 @@ class SequenceType(TaskType):
         """Returns outputs as for `metrics` that always give the most frequent class of `targets`, or the mean value."""
 
     @abstractmethod
-    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
         """Yields a prediction per row of outputs, [n, C]."""
 
-    def _training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
-        """Returns what the loss compares with the head's outputs."""
-        return targets
-
-    def _weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
-        """Returns each example's weight in the loss, float64 [n]."""
-        if config.class_weights != "none":
-            raise InputError(f"finetune.class_weights = {config.class_weights!r} needs classes; {task.name} has none")
-        return np.ones(len(targets))
+    def _weighted(
+        self, task: Task, targets: NDArray[Any], config: FinetuneSection
+    ) -> tuple[NDArray[Any], NDArray[Any], str]:
+        """Returns what the loss compares with the outputs, each example's weight, float64 [n], and a note or ""."""
+        return targets, np.ones(len(targets)), ""
 
     def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
         """Returns the outputs in the units of the data."""
@@ -140,7 +137,8 @@ class SequenceType(TaskType):
         encoded = encode(tokenizer, texts, config.sequence_length)
         if len(encoded.empty) == len(encoded):
             raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
-        return TrainingSet(encoded, self._training_targets(task, targets), self._weights(task, targets, config))
+        targets, weights, note = self._weighted(task, targets, config)
+        return TrainingSet(encoded, targets, weights, notes=(note,) if note else ())
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         """Yields how many examples are truncated."""
@@ -181,11 +179,12 @@ class SequenceType(TaskType):
         return self._scores(task, split, self.majority_outputs(task, train.targets, len(split.texts)))
 
     def _scores(self, task: Task, split: Split, outputs: NDArray[Any]) -> dict[str, float]:
-        targets = split.targets
-        assert targets is not None
-        is_class = targets.dtype.kind == "i"
-        is_known = targets != NO_CLASS if is_class else ~np.isnan(targets.reshape(len(targets), -1)).any(1)
-        return self.metrics(task, targets[is_known], outputs[is_known])
+        return self.metrics(task, *_labelled(split, outputs))
+
+    def temperature(self, split: Split, outputs: Any) -> float:
+        """Returns the temperature of the logits that fits the labels best."""
+        targets, logits = _labelled(split, outputs)
+        return fit_temperature(logits, targets)
 
     def write_predictions(self, stem: Path, task: Task, split: Split, features: Features, outputs: Any) -> None:
         """Writes STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
@@ -207,9 +206,11 @@ class SequenceType(TaskType):
     def answers(
         self, task: Task, split: Split, features: Features, outputs: Any, settings: Mapping[str, Any]
     ) -> Iterator[Prediction]:
-        """Yields labels with probabilities, or values."""
+        """Yields labels with probabilities, or values; the setting `top_k` keeps so many probabilities, best first."""
+        if settings.get("top_k", 1) < 1:
+            raise InputError(f"top_k is {settings['top_k']}; it must be at least 1")
         rows = self._in_units(task, outputs).reshape(len(split.texts), -1)
-        return self._row_answers(task, rows.astype(np.float64))
+        return self._row_answers(task, rows.astype(np.float64), settings)
 
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
@@ -255,24 +256,18 @@ class Classification(SequenceType):
 
     read = staticmethod(partial(own_data.read, "classification"))
     problem_type = "single_label_classification"
+    prediction_settings = ("top_k",)
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         """Returns the cross-entropy."""
         return F.cross_entropy(outputs_nC, targets, reduction="none")
 
-    def _weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
-        if config.class_weights == "none":
-            return np.ones(len(targets))
-        if config.class_weights == "balanced":
-            counts = np.bincount(targets, minlength=len(task.labels))
-            weights = len(targets) / (len(task.labels) * np.maximum(counts, 1))
-        else:
-            weights = _given_weights(task, config.class_weights)
-        if not weights[targets].any():
-            raise InputError(
-                f"finetune.class_weights = {config.class_weights!r}: no training example has a weight above 0"
-            )
-        return np.asarray(weights[targets])
+    def _weighted(
+        self, task: Task, targets: NDArray[Any], config: FinetuneSection
+    ) -> tuple[NDArray[Any], NDArray[Any], str]:
+        counts = np.bincount(targets, minlength=len(task.labels))
+        weights, note = class_weights(config.class_weights, task.labels, counts)
+        return targets, weights[targets], note
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
         """Returns the number of examples of each class."""
@@ -306,19 +301,59 @@ class Classification(SequenceType):
             return None
         return f"all {len(classes):,} predictions are the class {task.labels[classes[0]]!r}: {REMEDY}"
 
-    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
         for row in softmax(rows):
-            yield {"label": task.labels[int(row.argmax())], "scores": _by_label(task, row)}
+            yield {"label": task.labels[int(row.argmax())], "scores": _by_label(task, row, settings)}
 
 
 class MultiLabel(SequenceType):
     """Any number of labels per example; targets are 0 and 1, float32 [n, C]. Own data of classification may be this."""
 
     problem_type = "multi_label_classification"
+    prediction_settings = ("top_k", "threshold")
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
-        """Returns the binary cross-entropy, averaged over the labels."""
-        return F.binary_cross_entropy_with_logits(outputs_nC, targets.float(), reduction="none").mean(1)
+        """Returns the binary cross-entropy, averaged over the labels; a target above 0 is the weight of a label."""
+        has_label = targets > 0
+        weight = torch.where(has_label, targets.float(), 1.0)
+        return F.binary_cross_entropy_with_logits(outputs_nC, has_label.float(), weight, reduction="none").mean(1)
+
+    def _weighted(
+        self, task: Task, targets: NDArray[Any], config: FinetuneSection
+    ) -> tuple[NDArray[Any], NDArray[Any], str]:
+        counts, text = targets.sum(0).astype(np.int64), config.class_weights
+        text = "none" if text == "auto" else text  # the thresholds of labels make up for rare ones
+        balanced = np.maximum(len(targets) - counts, 1) / np.maximum(counts, 1)
+        weights, note = class_weights(text, task.labels, counts, balanced=balanced)
+        if not (weights > 0).all():
+            raise InputError(
+                f"finetune.class_weights = {text!r}: with several labels per text, weights must be above 0"
+            )
+        return (targets * weights).astype(np.float32), np.ones(len(targets)), note
+
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
+        """Yields also how labels will be chosen."""
+        yield from super().describe(split, training_set, config)
+        yield (
+            "each label's threshold is chosen on dev, so the scores on dev itself are a little too high; the scores "
+            "at_half have thresholds of 0.5"
+        )
+
+    def scores(
+        self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the `metrics`, also with thresholds of 0.5, and for the first split the labels' `thresholds`."""
+        targets, logits = _labelled(split, outputs)
+        at_half, chosen = self.metrics(task, targets, logits), dict[str, Any]()
+        if not earlier:
+            thresholds = choose_thresholds(_sigmoid(finite(logits)), targets)
+            chosen = {"thresholds": dict(zip(task.labels, thresholds.tolist(), strict=True))}
+        scores = self.metrics(task, targets, logits, _thresholds(task, earlier or chosen))
+        return scores | {f"{name}_at_half": at_half[name] for name in ("f1_micro", "f1_macro")} | chosen
+
+    def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the labels' thresholds."""
+        return {name: scores[name] for name in ("thresholds",) if name in scores}
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
         """Returns the number of examples that have each label."""
@@ -326,11 +361,13 @@ class MultiLabel(SequenceType):
             return {}
         return dict(zip(task.labels, map(int, np.nansum(split.targets, axis=0)), strict=True))
 
-    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+    def metrics(
+        self, task: Task, targets: NDArray[Any], outputs: ArrayLike, thresholds: NDArray[np.float64] | float = 0.5
+    ) -> dict[str, float]:
         """Returns F1 over all labels and averaged over labels, and the accuracy of whole sets of labels."""
         from sklearn.metrics import f1_score
 
-        truth, predicted = np.asarray(targets) > 0, finite(outputs) > 0
+        truth, predicted = np.asarray(targets) > 0, _sigmoid(finite(outputs)) > thresholds
         return {
             "f1_micro": float(f1_score(truth, predicted, average="micro", zero_division=0.0)),
             "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0.0)),
@@ -341,10 +378,11 @@ class MultiLabel(SequenceType):
         """Returns logits of the most frequent label alone."""
         return _outputs_of(int(targets.sum(0).argmax()), task, count)
 
-    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
-        for row in 1 / (1 + np.exp(-np.clip(rows, -700, 700))):
-            chosen = [label for label, score in zip(task.labels, row, strict=True) if score > 0.5]
-            yield {"labels": chosen, "scores": _by_label(task, row)}
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
+        thresholds = _thresholds(task, settings)
+        for row in _sigmoid(rows):
+            chosen = [task.labels[number] for number in np.flatnonzero(row > thresholds)]
+            yield {"labels": chosen, "scores": _by_label(task, row, settings)}
 
     def _predicted(self, task: Task) -> str:
         return f"any of {', '.join(task.labels)}"
@@ -355,13 +393,16 @@ class Regression(SequenceType):
 
     read = staticmethod(partial(own_data.read, "regression"))
     problem_type = "regression"
+    has_classes = False
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         """Returns the squared difference."""
         return (outputs_nC.squeeze(1) - targets.float()).square()
 
-    def _training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
-        return ((targets - task.shift) / task.scale).astype(np.float32)
+    def _weighted(
+        self, task: Task, targets: NDArray[Any], config: FinetuneSection
+    ) -> tuple[NDArray[Any], NDArray[Any], str]:
+        return ((targets - task.shift) / task.scale).astype(np.float32), np.ones(len(targets)), ""
 
     def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
         return outputs[:, 0] * task.scale + task.shift
@@ -394,7 +435,7 @@ class Regression(SequenceType):
             return None
         return f"all {len(values):,} predictions are about {values.mean():.4g}: {REMEDY}"
 
-    def _row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
         yield from ({"value": rounded(row[0])} for row in rows)
 
     def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
@@ -419,31 +460,38 @@ class Regression(SequenceType):
         return "a value"
 
 
-def _given_weights(task: Task, text: str) -> NDArray[Any]:
-    weights = dict.fromkeys(task.labels, 1.0)
-    for part in comma_separated(text):
-        label, _, value = part.rpartition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = -1.0
-        if label not in weights or not 0 <= number < float("inf"):
-            raise InputError(
-                f"finetune.class_weights = {text!r}: {part!r} must be LABEL=WEIGHT, a label of "
-                f"{', '.join(task.labels)} and a number of at least 0 (or give none or balanced)"
-            )
-        weights[label] = number
-    return np.array(list(weights.values()))
-
-
 def _outputs_of(label: int, task: Task, count: int) -> NDArray[np.float64]:
     outputs = np.full((count, len(task.labels)), -1.0)
     outputs[:, label] = 1
     return outputs
 
 
-def _by_label(task: Task, row: NDArray[Any]) -> dict[str, float]:
-    return {label: rounded(score) for label, score in zip(task.labels, row, strict=True)}
+def _by_label(task: Task, row: NDArray[Any], settings: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the probabilities by label, in the order of the labels or, with `top_k`, the best ones first."""
+    order = np.argsort(-row, kind="stable")[: settings["top_k"]] if "top_k" in settings else np.arange(len(row))
+    return {task.labels[number]: rounded(row[number]) for number in order}
+
+
+def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(1 / (1 + np.exp(-np.clip(logits, -700, 700))))
+
+
+def _thresholds(task: Task, settings: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Returns the probabilities above which labels are chosen, [C]: the user's, those of the model, or 0.5."""
+    given = settings.get("threshold")
+    if given is not None and not 0 <= given <= 1:
+        raise InputError(f"threshold is {given}; it is a probability, from 0 to 1")
+    own = settings.get("thresholds", {})
+    return np.array([own.get(label, 0.5) if given is None else given for label in task.labels])
+
+
+def _labelled(split: Split, outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Returns the targets and outputs of the examples that have a label."""
+    targets = split.targets
+    assert targets is not None
+    is_class = targets.dtype.kind == "i"
+    is_known = targets != NO_CLASS if is_class else ~np.isnan(targets.reshape(len(targets), -1)).any(1)
+    return targets[is_known], outputs[is_known]
 
 
 def _correlation(function: Callable[..., float], targets: NDArray[Any], values: NDArray[Any]) -> float:

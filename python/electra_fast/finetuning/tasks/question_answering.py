@@ -42,13 +42,6 @@ class SpanFeatures(Features):
 
 
 @dataclass(frozen=True)
-class SpanTrainingSet(TrainingSet):
-    """Chunks with their targets, and notes for the user on the lengths of answers."""
-
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Reading:
     """A model's findings for a question: the best answers, best first, and the odds that there is none."""
 
@@ -73,6 +66,7 @@ class QuestionAnswering(TaskType):
         ("modern", "google"): JOINT_HEAD,
     }
     pipeline = "question-answering"
+    has_classes = False
     prediction_settings = ("n_best", "null_threshold")
     usual_columns = (("question", "context"),)
     id_column = "id"
@@ -95,13 +89,11 @@ class QuestionAnswering(TaskType):
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Returns all chunks, with the span of the first answer in those that contain it."""
-        if config.class_weights != "none":
-            raise InputError(f"finetune.class_weights = {config.class_weights!r} is for classification")
         features = self.features(tokenizer, split, config)
         assert split.targets is not None
         targets = training_targets(tokenizer, features.questions, list(split.targets))
         notes = tuple(_answer_lengths(features.questions, targets, config))
-        return SpanTrainingSet(features.encoded, targets, np.ones(len(targets)), notes=notes)
+        return TrainingSet(features.encoded, targets, np.ones(len(targets)), notes=notes)
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         """Yields the number of chunks, and of those with an answer."""
@@ -115,8 +107,6 @@ class QuestionAnswering(TaskType):
                 f"cut at finetune.max_query_length = {config.max_query_length} tokens: "
                 f"{training_set.encoded.num_truncated:,} training questions"
             )
-        assert isinstance(training_set, SpanTrainingSet)
-        yield from training_set.notes
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
         """Builds the network, with arbitrary parameters."""

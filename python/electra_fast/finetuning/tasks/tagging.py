@@ -33,6 +33,8 @@ from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
 from electra_fast.finetuning.readers.words import places_of, words_of_text
 from electra_fast.finetuning.task import Prediction, Split, Task
+from electra_fast.finetuning.tasks.calibration import fit_temperature
+from electra_fast.finetuning.tasks.class_weights import class_weights
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
     MODERN_HEAD,
@@ -127,8 +129,6 @@ class Tagging(TaskType):
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Returns all chunks, with a target at the first token of each word."""
-        if config.class_weights != "none":
-            raise InputError(f"finetune.class_weights = {config.class_weights!r} is for classification, not tagging")
         features = self.features(tokenizer, split, config)
         assert split.targets is not None
         tags = np.concatenate(split.targets)
@@ -137,12 +137,17 @@ class Tagging(TaskType):
             raise InputError(f"{split.path}: no word has a token; check the columns and the tokenizer")
         targets = np.full(len(features.encoded.ids), NO_TARGET)
         targets[features.places[found][::-1]] = tags[found][::-1]  # the first of the words that share a token counts
-        return TrainingSet(features.encoded, targets, (targets != NO_TARGET).astype(np.float64), per_token=True)
+        is_target = targets != NO_TARGET
+        counts = np.bincount(targets[is_target], minlength=len(task.labels))
+        by_tag, note = class_weights(config.class_weights, task.labels, counts, groups=_types(task))
+        weights = np.zeros(len(targets))
+        weights[is_target] = by_tag[targets[is_target]]
+        return TrainingSet(features.encoded, targets, weights, per_token=True, notes=(note,) if note else ())
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         """Yields the numbers of words and chunks."""
         assert split.words is not None
-        num_words, num_targets = sum(map(len, split.words)), int(training_set.weights.sum())
+        num_words, num_targets = sum(map(len, split.words)), int((training_set.targets != NO_TARGET).sum())
         chunks = f" in {len(training_set.encoded):,} chunks of at most {config.sequence_length} tokens"
         yield f"training words: {num_words:,}{chunks}"
         if num_targets < num_words:
@@ -172,6 +177,11 @@ class Tagging(TaskType):
         assert split.targets is not None
         chosen = _continued(task, features.places, finite(outputs)).argmax(1)
         return tag_scores(task, list(split.targets), features.by_text(chosen))
+
+    def temperature(self, split: Split, outputs: Any) -> float:
+        """Returns the temperature of the logits that fits the words' tags best."""
+        assert split.targets is not None
+        return fit_temperature(outputs, np.concatenate(split.targets))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
         """Returns the scores of the most frequent tag."""
@@ -293,8 +303,8 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
     """Returns the tags of a text's words, and its spans: entities, or if tags are plain labels, all words.
 
     `words` are the first and past-the-last characters of the words, int64 [words, 2], `logits` those of the tags, float
-    [words, C]. Returns `{"words": [...], "tags": [...], "spans": [{"start", "end", "text", "label", "score"}, ...]}`; a
-    span's score is the mean probability of its words' tags.
+    [words, C]. Returns `{"words": [...], "tags": [...], "scores": [...], "spans": [{"start", "end", "text", "label",
+    "score"}, ...]}`; `scores` are the probabilities of the words' tags, and a span's score is their mean.
     """
     probabilities = softmax(logits.astype(np.float64))
     chosen = probabilities.argmax(1)
@@ -306,7 +316,17 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
         start, end = int(words[first, 0]), int(words[last - 1, 1])
         score = rounded(best[first:last].mean())
         spans.append({"start": start, "end": end, "text": text[start:end], "label": label, "score": score})
-    return {"words": [text[start:end] for start, end in words], "tags": tags, "spans": spans}
+    scores = [rounded(score) for score in best]
+    return {"words": [text[start:end] for start, end in words], "tags": tags, "scores": scores, "spans": spans}
+
+
+def _types(task: Task) -> dict[str, list[int]]:
+    """Returns the types of entities with their tags."""
+    found: dict[str, list[int]] = {}
+    for number, label in enumerate(task.labels if task.scheme != "none" else ()):
+        if label != "O":
+            found.setdefault(label[2:], []).append(number)
+    return found
 
 
 def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:

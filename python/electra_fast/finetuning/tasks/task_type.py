@@ -58,6 +58,8 @@ class TaskType(ExampleReader):
     """Reads own files: `train`, `dev` and `test` (the latter two may be None), then keyword arguments."""
     num_texts: ClassVar[int | None] = None
     """Texts per example; None if a model's own training data decides."""
+    has_classes: ClassVar[bool] = True
+    """Predicts probabilities of classes, which may have weights and be calibrated."""
     prediction_settings: ClassVar[tuple[str, ...]] = ()
     """Settings of `answers` that a user may choose."""
     needs_whole_batch: ClassVar[bool] = False
@@ -128,6 +130,10 @@ class TaskType(ExampleReader):
 
         `earlier` has those of the first validation split, once they are known.
         """
+
+    def temperature(self, split: Split, outputs: Any) -> float:
+        """Returns the temperature of the logits that fits a validation split best, where there are classes."""
+        raise NotImplementedError
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
         """Returns the scores of always predicting the most frequent training answer; empty if there is none."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from electra_fast.config.config import AUTO
+from electra_fast.config.file import format_value
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
@@ -184,7 +185,8 @@ class Job:
         for split in (self.data.train, *self.data.dev, *self.data.test):
             if sizes := self.task_type.class_sizes(self.task, split):
                 yield f"{self.name}: examples per class, {split.name}: {_sizes_text(sizes)}"
-        for line in self.task_type.describe(self.data.train, self.training_set, self.config):
+        lines = self.task_type.describe(self.data.train, self.training_set, self.config)
+        for line in (*lines, *self.training_set.notes):
             yield f"{self.name}: {line}"
 
 
@@ -205,6 +207,10 @@ def make_job(
     settings = config.finetune
     check_length(settings, encoder)
     task, task_type = data.task, TASK_TYPES[data.task.kind]
+    for key, unused in {"class_weights": "none", "calibrate": False}.items():
+        if getattr(settings, key) != unused and not task_type.has_classes:
+            value = format_value(getattr(settings, key))
+            raise InputError(f"finetune.{key} = {value} needs classes, which {task.name} does not predict")
     tokenizer = Tokenizer(encoder.tokenizer)
     training_set = task_type.training_set(tokenizer, task, data.train, settings)
     splits = {split.name: task_type.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}

@@ -12,15 +12,16 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import json_text, read_object
 
 RESULT = "result.json"
-STEPS = ("best_step", "stopped_step")
-"""Entries of a result: the step that was chosen, if it was not simply the last, and that of an early stop."""
+CHOSEN = ("best_step", "stopped_step", "temperature")
+"""Entries of a result about the model: the step that was chosen, if it was not simply the last, that of an early stop,
+and the temperature."""
 
 
 def result_of(
-    seed: int, scored: Mapping[str, Any], warning: str | None, seconds: float, steps: Mapping[str, int]
+    seed: int, scored: Mapping[str, Any], warning: str | None, seconds: float, chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of result.json: the scores by name, and what identifies each split that they are of."""
-    result: dict[str, Any] = {"seed": seed, **steps}
+    """Returns the content of result.json: what was `CHOSEN`, the scores by name, and what identifies their splits."""
+    result: dict[str, Any] = {"seed": seed, **chosen}
     for name, split in scored.items():
         result |= named_scores(name, split["scores"])
     return result | ({"warning": warning} if warning else {}) | {"seconds": seconds, "splits": dict(scored)}
@@ -72,8 +73,8 @@ def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
     """Returns the scores of all splits in a seed's result."""
-    about = ("seed", "seconds", "splits", *STEPS)
-    return {name: each for name, each in result.items() if name not in about and not isinstance(each, str)}
+    about = ("seed", "seconds", "splits", *CHOSEN)
+    return {name: each for name, each in result.items() if name not in about and isinstance(each, int | float)}
 
 
 def score_texts(result: Mapping[str, Any], majority: Mapping[str, float]) -> Iterator[str]:

@@ -33,7 +33,7 @@ from electra_fast.finetuning.model_folder import RAW_CLASSES, SETTINGS_KEY, Fine
 from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.training.job import Job
 from electra_fast.finetuning.training.results import (
-    STEPS,
+    CHOSEN,
     named_scores,
     result_of,
     score_texts,
@@ -318,21 +318,36 @@ class SeedRun:
         Raises Interrupted if a stop is requested meanwhile.
         """
         started, splits, state = time.monotonic(), (*self.job.data.dev, *self.job.data.test), self.state
-        steps = {"best_step": state.best_step} if self._best else {}
+        chosen: dict[str, Any] = {"best_step": state.best_step} if self._best else {}
         if state.step < self.job.num_steps:
-            steps["stopped_step"] = state.step
+            chosen["stopped_step"] = state.step
         if self._best and state.best_step < state.step:
             self._load(self._best)
+
+        def check_stop() -> None:
+            self._check_stop(stop)
+
+        if self.job.config.calibrate:
+            chosen["temperature"] = self._calibrate(check_stop)
+            self._outputs = {}
         scored: dict[str, dict[str, Any]] = {}
-        warning = predict_splits(
-            self.job, self.model, self.folder, splits, scored, lambda: self._check_stop(stop), self._outputs
-        )
+        warning = predict_splits(self.job, self.model, self.folder, splits, scored, check_stop, self._outputs)
         seconds = round(state.seconds + time.monotonic() - started, 3)
-        result = result_of(self.seed, scored, warning, seconds, steps)
+        result = result_of(self.seed, scored, warning, seconds, chosen)
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
         write_result(self.folder, result)
         remove(self.folder / "checkpoints")
         return result
+
+    def _calibrate(self, check_stop: Callable[[], None]) -> float:
+        """Divides the logits by the temperature that fits the first validation split, which it returns."""
+        job, (dev, *_) = self.job, self.job.data.dev
+        outputs = job.task_type.predict(self.model, job.splits[dev.name], job.config, job.work.compute, check_stop)
+        temperature = job.task_type.temperature(dev, outputs)
+        with torch.no_grad():
+            for parameter in cast(torch.nn.Module, self.model.head.classifier).parameters():
+                parameter.div_(temperature)
+        return temperature
 
     def interruption(self, stop: StopRequest) -> Interrupted:
         """Returns the exception to raise at a stop, after a checkpoint."""
@@ -373,8 +388,9 @@ def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
     known = {name: split["content"] for name, split in result.get("splits", {}).items()}
     splits = [*job.data.dev, *job.data.test]
     found = [each for each in splits if known.get(each.name) != job.predicted[each.name]]
-    # The first validation split sets the threshold of the odds of no answer.
-    return splits if job.task.has_unanswerable and job.data.dev[0].name in {each.name for each in found} else found
+    # The first validation split sets the thresholds: of the odds of no answer, or of labels.
+    is_decisive = "thresholds" in result or job.task.has_unanswerable
+    return splits if is_decisive and job.data.dev[0].name in {each.name for each in found} else found
 
 
 def rescore(
@@ -399,8 +415,9 @@ def rescore(
         warning = changed if job.data.dev[0].name in names else warning
     ordered = {name: scored[name] for name in job.predicted}
     seconds = round(result["seconds"] + time.monotonic() - started, 3)
-    steps = {name: result[name] for name in STEPS if name in result}
-    new = result_of(result["seed"], ordered, warning, seconds, steps)
+    new = result_of(
+        result["seed"], ordered, warning, seconds, {name: result[name] for name in CHOSEN if name in result}
+    )
     replace_folder(folder / "model", lambda target: _copy_model(job, folder / "model", target, new))
     write_result(folder, new)
     return new
@@ -466,7 +483,8 @@ def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
     when = "after the last step"
     if "best_step" in result:
         when = f"after step {result['best_step']:,}, chosen by its {job.task.metric} on {job.data.dev[0].name}"
-    yield f"\nOn the validation examples, {when}{unit}."
+    thresholds = "; the thresholds of labels are chosen on these examples" if "thresholds" in result else ""
+    yield f"\nOn the validation examples, {when}{unit}{thresholds}."
 
 
 def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[str]:
@@ -481,6 +499,8 @@ def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[s
         f"{config.layer_decay:g} ({config.layer_decay_form}), weight decay {config.weight_decay:g}"
     )
     yield f"- at most {config.sequence_length} tokens, dropout {config.dropout:g}, seed {result['seed']}"
+    if "temperature" in result:
+        yield f"- logits divided by {result['temperature']:.4g}, the temperature that fits the validation examples best"
     yield f"- encoder with content hash `{job.encoder.content_hash[:16]}`, electra-fast {version('electra-fast')}"
 
 
