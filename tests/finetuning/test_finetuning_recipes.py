@@ -96,6 +96,39 @@ def test_fast_has_the_encoders_dropout():
         assert_settings("fast", "stsb", replace(shape, dropout=0.0, attention_dropout=0.2), expected)
 
 
+@pytest.mark.parametrize(
+    "num_examples, overrides, epochs, evals_per_epoch",
+    [
+        (None, {}, 3, 1),
+        (60_000, {}, 3, 1),
+        (3_200, {}, 3, 1),
+        (3_199, {}, 3, 1),
+        (1_000, {}, 10, 1),
+        (100, {}, 75, 20 / 75),
+        (5, {}, 300, 20 / 300),
+        (1_000, {"finetune.batch_size": "10"}, 3, 1),
+        (100, {"finetune.epochs": "2"}, 2, 1),
+        (100, {"finetune.evals_per_epoch": "4"}, 75, 4),
+    ],
+)
+def test_fast_takes_enough_steps(num_examples, overrides, epochs, evals_per_epoch):
+    fast, paper = (
+        recipe_config(recipe, "sst2", SMALL, overrides, num_examples=num_examples).finetune
+        for recipe in ("fast", "paper")
+    )
+    assert (fast.epochs, fast.evals_per_epoch) == (epochs, evals_per_epoch)
+    assert paper.epochs == float(overrides.get("finetune.epochs", 3))
+
+
+def test_only_fast_weights_rare_classes():
+    for recipe, task, expected in (
+        ("fast", "classification", "auto"),
+        ("fast", "sst2", "none"),
+        ("paper", "classification", "none"),
+    ):
+        assert_settings(recipe, task, SMALL, {"class_weights": expected})
+
+
 def test_every_key_can_be_overridden():
     for name, value in {"epochs": "2.5", "head": "google", "both_orders": "true", "class_weights": "balanced"}.items():
         config = recipe_config("fast", "mrpc", SMALL, {f"finetune.{name}": value}).finetune

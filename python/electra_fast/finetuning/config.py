@@ -181,7 +181,8 @@ def recipe_config(
     keys["sequence_length"] = min(int(keys["sequence_length"]), shape.max_positions)
     config = FinetuningConfig().replace({"finetune": keys}).override(overrides)
     if recipe == "fast" and num_examples:
-        config = config.replace({"finetune": _by_size(config.finetune, num_examples)}).override(overrides)
+        suited = _by_size(config.finetune, num_examples, sets_epochs="finetune.epochs" not in overrides)
+        config = config.replace({"finetune": suited}).override(overrides)
     return config
 
 
@@ -202,12 +203,16 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
     keys: dict[str, Scalar] = {"epochs": 10.0 if task in _LONG and recipe != "fast" else 3.0}
     if recipe == "google":
         keys["both_orders"] = task in _SYMMETRIC
+    if recipe == "fast" and task == "classification":
+        keys["class_weights"] = "auto"
     return keys
 
 
-def _by_size(config: FinetuneSection, num_examples: int) -> dict[str, Scalar]:
-    """Returns whole epochs of at least `MIN_STEPS` steps together, and where they are many, fewer evaluations."""
-    epochs = max(config.epochs, math.ceil(MIN_STEPS / math.ceil(num_examples / config.batch_size)))
+def _by_size(config: FinetuneSection, num_examples: int, *, sets_epochs: bool) -> dict[str, Scalar]:
+    """Returns whole epochs of at least `MIN_STEPS` steps together, if it `sets_epochs`, and how often to evaluate."""
+    epochs = config.epochs
+    if sets_epochs:
+        epochs = max(epochs, math.ceil(MIN_STEPS / math.ceil(num_examples / config.batch_size)))
     return {"epochs": epochs, "evals_per_epoch": min(1.0, MAX_EVALUATIONS / epochs)}
 
 
