@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import signal
 import sys
@@ -30,7 +28,7 @@ from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_f
 from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.memory_table import MemoryTable, is_table
-from electra_fast.finetuning.readers.rows import Row
+from electra_fast.finetuning.readers.rows import Row, with_columns
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -249,7 +247,7 @@ def _predict(
             for chunk in _chunks(examples):
                 answers = predictor.predict([example for example, _ in chunk], **settings)
                 stream.writelines(
-                    json_text(_with_columns(answer, row)) for answer, (_, row) in zip(answers, chunk, strict=True)
+                    json_text(with_columns(answer, row)) for answer, (_, row) in zip(answers, chunk, strict=True)
                 )
                 count += len(chunk)
                 stream.flush()
@@ -278,29 +276,6 @@ def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
         raise
     if chunk:
         yield chunk
-
-
-def _with_columns(answer: Prediction, row: Row) -> Prediction:
-    """Returns an answer after the columns of its row; those with its fields' names go into `input`."""
-    row = {name: _as_json(value) for name, value in row.items()}
-    same = {name: value for name, value in row.items() if name in answer or name == "input"}
-    others = {name: value for name, value in row.items() if name not in same}
-    return others | answer | ({"input": same} if same else {})
-
-
-def _as_json(value: Any) -> Any:
-    """Returns a cell of any format as JSON: no NaN, times in ISO 8601, bytes in base64, the rest as text."""
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _as_json(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(each) for each in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 @contextlib.contextmanager
