@@ -51,15 +51,16 @@ class FinetunedModel:
 
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
-        self.text_columns = finetuned.text_columns
+        self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
         self._tokenizer, self.task_type = tokenizer, TASK_TYPES[finetuned.kind]
         self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
-        self._task = Task(
+        self.task = Task(
             name=finetuned.kind,
             kind=finetuned.kind,
             labels=finetuned.labels,
             metric="",
             scheme=str(self._settings.get("scheme", _scheme(finetuned.labels))),
+            has_unanswerable=self._settings.get("null_threshold") is not None,
         )
         self._config = _prediction_config(finetuned)
         self._model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
@@ -92,11 +93,13 @@ class FinetunedModel:
         """
         check_settings(settings, self.task_type.prediction_settings, self.kind)
         split = self._split(examples, text)
-        if not split.texts:
-            return []
+        return self.predict_split(split, **settings) if split.texts else []
+
+    def predict_split(self, split: Split, **settings: Any) -> list[Prediction]:
+        """Returns an answer per example of a split."""
         features = self.task_type.features(self._tokenizer, split, self._config)
         outputs = self.task_type.predict(self._model, features, self._config, self._compute)
-        return list(self.task_type.answers(self._task, split, features, outputs, self._settings | settings))
+        return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
 
     def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
         """Returns logits or values, float32 [n, labels], in tagging [words, labels]; for questions, readings.

@@ -205,6 +205,6 @@ def _cell(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, list):
         value = "; ".join(f"{each['label']}: {each['text']}" if isinstance(each, dict) else str(each) for each in value)
-    text = " ".join(printable("" if value is None else str(value)).split())
+    text = printable(" ".join(("" if value is None else str(value)).split()))
     text = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -151,15 +151,18 @@ class TaskType(ExampleReader):
     def write_predictions(
         self, stem: Path, task: Task, split: Split, outputs: Any, answers: Sequence[Prediction]
     ) -> None:
-        """Writes a split's predictions to files that begin with `stem`: STEM.jsonl, and others of some types.
+        """Writes a split's predictions to files that begin with `stem`: STEM.jsonl, and others of some types."""
+        replace_file(stem.with_name(f"{stem.name}.jsonl"), self.prediction_lines(task, split, answers))
 
-        A line has the columns of the example's row, its `id`, the answer and, if the split has labels, `gold`. Columns
-        with one of these names are in `input`.
+    def prediction_lines(self, task: Task, split: Split, answers: Sequence[Prediction]) -> str:
+        """Returns a line of JSON per example.
+
+        It has the columns of the example's row, `id`, the answer's fields and, if the split has labels, `gold`. Columns
+        named like one of these are in `input`.
         """
         golds = [{}] * len(answers) if split.targets is None else [{"gold": each} for each in self.golds(task, split)]
         rows = zip(split.ids, answers, golds, split.columns or [{}] * len(answers), strict=True)
-        lines = (json_text(with_columns({"id": id} | answer | gold, row)) for id, answer, gold, row in rows)
-        replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
+        return "".join(json_text(with_columns({"id": id} | answer | gold, row)) for id, answer, gold, row in rows)
 
     @abstractmethod
     def golds(self, task: Task, split: Split) -> list[Any]:

@@ -370,6 +370,7 @@ class SeedRun:
             sequence_length=job.config.sequence_length,
             num_texts=len(job.data.train.texts[0]),
             text_columns=job.data.text_columns,
+            label_columns=job.data.label_columns,
             state=job.task_type.to_units(state, job.task),
             settings=job.task_type.settings(job.config, job.task, result),
         )
