@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from electra_fast.data.prepare import prepare, train_vocab
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, TrainingFailed
     from electra_fast.finetuning.error_detection import load_error_detector
+    from electra_fast.finetuning.evaluate import evaluate
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.predict import load_finetuned
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.reproduce import reproduce
-    from electra_fast.training.evaluate import evaluate
     from electra_fast.training.pretrain import pretrain
 
 # Before torch loads OpenMP: let waiting threads sleep. On a busy machine, spinning ones are up to fifteen times slower
@@ -38,7 +38,7 @@ _MODULES = {
     "Interrupted": "errors",
     "Tokenizer": "data.corpus",
     "TrainingFailed": "errors",
-    "evaluate": "training.evaluate",
+    "evaluate": "finetuning.evaluate",
     "export": "huggingface.export",
     "finetune": "finetuning.finetune",
     "import_folder": "huggingface.export",

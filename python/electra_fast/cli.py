@@ -268,11 +268,20 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from electra_fast.training.evaluate import evaluate
+    from electra_fast.finetuning.evaluate import evaluate
 
-    names = ("sequence_length", "batch_size", "corrupted_by", "mlm_examples")
-    report = evaluate(options.source, _corpora(options.data), max_batches=options.batches, **_named(options, *names))
-    print(json.dumps(report) if options.json else "\n".join(map(printable, _evaluation_lines(report))))
+    names = (
+        *("sequence_length", "batch_size", "max_batches", "corrupted_by", "mlm_examples"),
+        *("out", "precision", "text", "label", "labels", "label_map", "label_separator", "scheme", "quoting"),
+        *("delimiter", "skip_bad_rows"),
+    )
+    defaults = build_parser().commands["evaluate"]  # left out, since a kind of model refuses options of the other
+    given = {name: value for name, value in _named(options, *names).items() if value != defaults.get_default(name)}
+    report = evaluate(options.source, _corpora(options.data), **given)
+    lines = _evaluation_lines(report) if "unigram_auc" in report else _report_lines(report["scores"])
+    print(json.dumps(report) if options.json else "\n".join(map(printable, lines)))
+    if options.out is not None:
+        say(f"{options.out / 'report.md'}: {report['examples']:,} examples")
 
 
 def _export(options: argparse.Namespace) -> None:

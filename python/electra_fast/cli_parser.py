@@ -158,35 +158,63 @@ def build_parser() -> Parser:
     sub.epilog = _key_help(Config.preset("small"))
 
     sub = command(
-        "evaluate", "evaluate a model: unigram AUC, which is comparable between models, then losses, accuracies and AUC"
+        "evaluate",
+        "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on a "
+        "corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC",
     )
-    sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
+    sub.add_argument(
+        "source",
+        type=Path,
+        metavar="MODEL",
+        help="fine-tuned model, e.g. DIR/TASK/seed-0/model; or run, checkpoint or Hugging Face folder",
+    )
     sub.add_argument(
         "--data",
         action="append",
         required=True,
-        metavar="FOLDER[:WEIGHT]",
-        help="corpus; uses its validation part (prepare --holdout), or all of it if it has none; repeat to mix corpora",
+        metavar="FILE|FOLDER[:WEIGHT]",
+        help="labeled file; or corpus, of which the validation part (prepare --holdout) is used, or all of it if it "
+        "has none; repeat to mix corpora",
     )
-    sub.add_argument("--sequence-length", type=int, help="tokens per row (default: the run's, or the corruptor's)")
-    sub.add_argument(
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    labeled = sub.add_argument_group("for a fine-tuned model")
+    labeled.add_argument("--out", type=Path, help="folder for report.md, report.json, pictures and predictions.jsonl")
+    labeled.add_argument(
+        "--precision",
+        choices=("auto", "fp32", "fp16", "bf16"),
+        default="auto",
+        help="dtype of activations, as for predict",
+    )
+    _add_text(labeled)
+    _add_label(labeled)
+    labeled.add_argument(
+        "--labels",
+        type=comma_separated,
+        default=(),
+        metavar="A,B,...",
+        help="tagging: names of tags that are numbers",
+    )
+    corpus = sub.add_argument_group("for a pre-trained model")
+    corpus.add_argument("--sequence-length", type=int, help="tokens per row (default: the run's, or the corruptor's)")
+    corpus.add_argument(
         "--batch-size", type=int, help="rows per batch (default: the run's, on a GPU in its micro-batches)"
     )
-    sub.add_argument("--batches", type=int, default=0, help="number of batches; 0: all")
-    sub.add_argument(
+    corpus.add_argument(
+        "--batches", dest="max_batches", type=int, default=0, metavar="N", help="number of batches; 0: all"
+    )
+    corpus.add_argument(
         "--corrupted-by",
         metavar="FOLDER",
         help="source of replacements, so that models compare: the generator of this run, checkpoint or Hugging Face "
         "folder, or unigram for the corpus's token frequencies (default: the model's own generator)",
     )
-    sub.add_argument(
+    corpus.add_argument(
         "--mlm-examples",
         type=int,
         default=0,
         metavar="N",
         help="also compute masked-language-model accuracy (Appendix G), on N rows with one masked token each",
     )
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command(
         "finetune", "fine-tune an encoder on GLUE, SQuAD or your own data; rerun with the same --out to resume"
@@ -404,13 +432,7 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
     own.add_argument("--dev", type=Path, metavar="FILE", help="validation data (default: part of --train)")
     own.add_argument("--test", type=Path, metavar="FILE", help="data to predict, and to score if labeled")
     _add_text(own)
-    own.add_argument(
-        "--label",
-        type=comma_separated,
-        default=(),
-        metavar="COLUMN",
-        help="label column, or several of 0 and 1 (default: label, labels, gold_label, score, target)",
-    )
+    _add_label(own)
     for split in ("dev", "test"):
         for kind in ("text", "label"):
             help = f"--{kind} of --{split}, if its columns differ"
@@ -421,6 +443,27 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
         default=(),
         metavar="A,B,...",
         help="classes (default: those in --train); -1 and - are no classes unless named here",
+    )
+    own.add_argument(
+        "--dev-fraction",
+        type=float,
+        default=0.1,
+        metavar="FRACTION",
+        help="fraction of --train to set aside if --dev is not given",
+    )
+    own.add_argument(
+        "--folds", type=int, metavar="K", help="cross-validate on K parts of --train, each with a model of the others"
+    )
+
+
+def _add_label(own: argparse._ActionsContainer) -> None:
+    own.add_argument(
+        "--label",
+        type=comma_separated,
+        default=(),
+        metavar="COLUMN",
+        help="label column, or several of 0 and 1 (default: for evaluate as in training; label, labels, gold_label, "
+        "score, target)",
     )
     own.add_argument(
         "--label-map",
@@ -435,16 +478,6 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
         help="tagging scheme: IO, IOB1, IOB2, IOBES, IOE, none; auto: inferred from the tags",
     )
     own.add_argument("--label-separator", default="", metavar="TEXT", help="separator of the labels in one cell")
-    own.add_argument(
-        "--dev-fraction",
-        type=float,
-        default=0.1,
-        metavar="FRACTION",
-        help="fraction of --train to set aside if --dev is not given",
-    )
-    own.add_argument(
-        "--folds", type=int, metavar="K", help="cross-validate on K parts of --train, each with a model of the others"
-    )
 
 
 def _add_text(sub: argparse._ActionsContainer) -> None:
@@ -453,7 +486,8 @@ def _add_text(sub: argparse._ActionsContainer) -> None:
         type=comma_separated,
         default=(),
         metavar="COLUMN[,COLUMN2]",
-        help="text column, or two for pairs (default: for predict as in training; text; sentence1,sentence2; ...)",
+        help="text column, or two for pairs (default: for predict and evaluate as in training; text; "
+        "sentence1,sentence2; ...)",
     )
     sub.add_argument(
         "--quoting",

@@ -63,7 +63,8 @@ def test_each_seed_leaves_a_model_and_predictions(finetuned, glue_folder):
         data = glue.read(task, glue_folder)
         for run in results[task]["runs"]:
             folder = out / task / f"seed-{run['seed']}"
-            names = {"model", "metrics.jsonl", "result.json", *(f"predictions.{split}.tsv" for split in splits)}
+            names = {"model", "metrics.jsonl", "result.json"}
+            names |= {f"predictions.{split}.{kind}" for split in splits for kind in ("jsonl", "tsv")}
             assert {path.name for path in folder.iterdir()} == names
             for split, count in splits.items():
                 header, *rows = (folder / f"predictions.{split}.tsv").read_text().splitlines()

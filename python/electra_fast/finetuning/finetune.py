@@ -25,6 +25,7 @@ from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
 from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task import TaskData
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -241,9 +242,12 @@ def _train_all(groups: Sequence[_Group], out: Path, earlier: Results, callbacks:
             if len(found["runs"]) > 1 or group.twins:
                 progress.say(_summary_text(group, found))
             _draw_curves(group)
+            seed = _median_seed(found)
             if not group.has_folds:
                 (job,) = group.jobs
-                copy_submissions(out, job.folder, job.data, _median_seed(job, found))
+                copy_submissions(out, job.folder, job.data, seed)
+            _report_on(group, seed, found)
+            progress.say(f"{group.name}: report on seed {seed}: {group.folder / 'report.md'}")
     return results
 
 
@@ -357,10 +361,25 @@ def _draw_curves(group: _Group) -> None:
     replace_file(group.folder / "curves.png", image.getvalue())
 
 
-def _median_seed(job: Job, found: Mapping[str, Any]) -> int:
-    """Returns the seed whose score is nearest to the median."""
-    run = min(found["runs"], key=lambda run: abs(run[job.task.metric] - found["median"]))
-    return int(run["seed"])
+def _median_seed(found: Mapping[str, Any]) -> int:
+    """Returns the seed whose score, the mean of its folds', is nearest to the median."""
+    scores: dict[int, list[float]] = {}
+    for run in found["runs"]:
+        scores.setdefault(run["seed"], []).append(run[found["metric"]])
+    means = {seed: statistics.mean(own) for seed, own in scores.items()}
+    return min(means, key=lambda seed: abs(means[seed] - statistics.median(means.values())))
+
+
+def _report_on(group: _Group, seed: int, found: Mapping[str, Any]) -> None:
+    """Writes the report on a seed's predictions of the first validation split, or of those of all folds."""
+    parts = []
+    for job in group.jobs:
+        dev, *_ = job.data.dev
+        text = (job.folder / f"seed-{seed}" / f"predictions.{dev.name}.jsonl").read_text(encoding="utf-8")
+        parts.append((dev, [json.loads(line) for line in text.split("\n")[:-1]]))
+    train = None if group.has_folds else group.jobs[0].data.train
+    baselines = {name: found.get(name, {}) for name in ("majority", "untrained")}
+    write_report(group.folder, make_report(group.jobs[0].task, parts, train=train, baselines=baselines))
 
 
 def _summary_text(group: _Group, found: Mapping[str, Any]) -> str:

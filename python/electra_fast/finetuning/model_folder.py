@@ -18,7 +18,7 @@ from torch import Tensor
 from electra_fast.checkpoint import write_tensors
 from electra_fast.config.config import ModelConfig
 from electra_fast.errors import InputError
-from electra_fast.files.json_files import write_object
+from electra_fast.files.json_files import read_object, write_object
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.huggingface import weights
@@ -43,6 +43,8 @@ TEXTS_KEY = "electra_fast_num_texts"
 """Our key in config.json: 1 if an example is a text, 2 if it is a pair."""
 COLUMNS_KEY = "electra_fast_text_columns"
 """Our key in config.json: the text columns of own data, those of the training file first."""
+LABEL_COLUMNS_KEY = "electra_fast_label_columns"
+"""Our key in config.json: the label columns of own data likewise."""
 SETTINGS_KEY = "electra_fast_settings"
 """Our key in config.json: the task type's settings for prediction."""
 RAW_CLASSES = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
@@ -63,6 +65,7 @@ class Finetuned:
         state: fp32 parameters by the names of a module with `embeddings`, `encoder` and `head`.
         settings: The task type's settings for prediction.
         text_columns: Text columns of the tables that it was trained and scored on; empty if the folder does not say.
+        label_columns: Their label columns likewise.
     """
 
     shape: ModelConfig
@@ -74,6 +77,7 @@ class Finetuned:
     state: Mapping[str, Tensor]
     settings: Mapping[str, Any] = field(default_factory=dict)
     text_columns: tuple[tuple[str, ...], ...] = ()
+    label_columns: tuple[tuple[str, ...], ...] = ()
 
 
 def class_name(architecture: str, kind: str) -> str:
@@ -95,8 +99,9 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
         LENGTH_KEY: finetuned.sequence_length,
         TEXTS_KEY: finetuned.num_texts,
     }
-    if finetuned.text_columns:
-        table[COLUMNS_KEY] = [list(names) for names in finetuned.text_columns]
+    for key, columns in ((COLUMNS_KEY, finetuned.text_columns), (LABEL_COLUMNS_KEY, finetuned.label_columns)):
+        if columns:
+            table[key] = [list(names) for names in columns]
     if task_type.problem_type:
         table["problem_type"] = task_type.problem_type
     else:
@@ -147,14 +152,30 @@ def read_finetuned(folder: Path) -> Finetuned:
     num_texts = table.get(TEXTS_KEY)
     if num_texts not in (None, 1, 2):
         raise InputError(f"{path}: {TEXTS_KEY} = {num_texts!r} must be 1 or 2")
-    columns = table.get(COLUMNS_KEY, [])
-    if not isinstance(columns, list) or not all(_are_names(each) for each in columns):
-        raise InputError(f"{path}: {COLUMNS_KEY} = {columns!r} must be a list of lists of names")
+    columns = [_columns(path, table, key) for key in (COLUMNS_KEY, LABEL_COLUMNS_KEY)]
     with torch.device("meta"):
         model = task_type.model(shape, FinetuneSection(head=cast(Any, head)), len(labels))
     sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state = read_state(folder, shape, task_type.head_names[architecture, head], sizes)
-    return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, tuple(map(tuple, columns)))
+    return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, *columns)
+
+
+def is_finetuned(folder: Path) -> bool:
+    """Returns whether a folder has the name of a class for a task, or our keys for one, in its config.json."""
+    if not (folder / "config.json").is_file():
+        return False
+    table = read_object(folder / "config.json")
+    classes = table.get("architectures")
+    endings = tuple(f"For{task_type.hf_form}" for task_type in TASK_TYPES.values())
+    named = isinstance(classes, list) and any(str(name).endswith(endings) for name in classes)
+    return named or HEAD_KEY in table or KIND_KEY in table
+
+
+def _columns(path: Path, table: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], ...]:
+    columns = table.get(key, [])
+    if not isinstance(columns, list) or not all(_are_names(each) for each in columns):
+        raise InputError(f"{path}: {key} = {columns!r} must be a list of lists of names")
+    return tuple(map(tuple, columns))
 
 
 def _are_names(value: Any) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import signal
 import sys
@@ -30,7 +28,7 @@ from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_f
 from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.memory_table import MemoryTable, is_table
-from electra_fast.finetuning.readers.rows import Row
+from electra_fast.finetuning.readers.rows import Row, with_columns
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -53,15 +51,16 @@ class FinetunedModel:
 
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
-        self.text_columns = finetuned.text_columns
+        self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
         self._tokenizer, self.task_type = tokenizer, TASK_TYPES[finetuned.kind]
         self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
-        self._task = Task(
+        self.task = Task(
             name=finetuned.kind,
             kind=finetuned.kind,
             labels=finetuned.labels,
             metric="",
             scheme=str(self._settings.get("scheme", _scheme(finetuned.labels))),
+            has_unanswerable=self._settings.get("null_threshold") is not None,
         )
         self._config = _prediction_config(finetuned)
         self._model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
@@ -94,11 +93,13 @@ class FinetunedModel:
         """
         check_settings(settings, self.task_type.prediction_settings, self.kind)
         split = self._split(examples, text)
-        if not split.texts:
-            return []
+        return self.predict_split(split, **settings) if split.texts else []
+
+    def predict_split(self, split: Split, **settings: Any) -> list[Prediction]:
+        """Returns an answer per example of a split."""
         features = self.task_type.features(self._tokenizer, split, self._config)
         outputs = self.task_type.predict(self._model, features, self._config, self._compute)
-        return list(self.task_type.answers(self._task, split, features, outputs, self._settings | settings))
+        return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
 
     def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
         """Returns logits or values, float32 [n, labels], in tagging [words, labels]; for questions, readings.
@@ -249,7 +250,7 @@ def _predict(
             for chunk in _chunks(examples):
                 answers = predictor.predict([example for example, _ in chunk], **settings)
                 stream.writelines(
-                    json_text(_with_columns(answer, row)) for answer, (_, row) in zip(answers, chunk, strict=True)
+                    json_text(with_columns(answer, row)) for answer, (_, row) in zip(answers, chunk, strict=True)
                 )
                 count += len(chunk)
                 stream.flush()
@@ -278,29 +279,6 @@ def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
         raise
     if chunk:
         yield chunk
-
-
-def _with_columns(answer: Prediction, row: Row) -> Prediction:
-    """Returns an answer after the columns of its row; those with its fields' names go into `input`."""
-    row = {name: _as_json(value) for name, value in row.items()}
-    same = {name: value for name, value in row.items() if name in answer or name == "input"}
-    others = {name: value for name, value in row.items() if name not in same}
-    return others | answer | ({"input": same} if same else {})
-
-
-def _as_json(value: Any) -> Any:
-    """Returns a cell of any format as JSON: no NaN, times in ISO 8601, bytes in base64, the rest as text."""
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _as_json(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(each) for each in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 @contextlib.contextmanager

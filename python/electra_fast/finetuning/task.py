@@ -65,6 +65,8 @@ class Split:
     """The name of each example in prediction files: from the file's own index column, else its number from 0."""
     words: list[NDArray[np.int64]] | None = None
     """Tagging: the words of each text as [words, 2] first and past-the-last characters."""
+    columns: list[dict[str, Any]] | None = None
+    """Own data: the other columns of each example's row, as read; None where they are not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,8 @@ class TaskData:
     """Lines for the user: examples left out or set aside."""
     text_columns: tuple[tuple[str, ...], ...] = ()
     """Own data: the text columns if known, those of the training file first."""
+    label_columns: tuple[tuple[str, ...], ...] = ()
+    """Own data: the label columns likewise."""
 
 
 def check_dev_fraction(fraction: float) -> None:
@@ -97,4 +101,5 @@ def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> S
         targets=None if split.targets is None else split.targets[rows],
         ids=[split.ids[row] for row in rows],
         words=None if split.words is None else [split.words[row] for row in rows],
+        columns=None if split.columns is None else [split.columns[row] for row in rows],
     )

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import glue, question_files
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.tables import layout_notes
-from electra_fast.finetuning.task import TaskData
+from electra_fast.finetuning.task import Split, TaskData
 from electra_fast.finetuning.tasks import TASK_TYPES
 
 SQUAD: dict[str, Callable[[Path], TaskData]] = {
@@ -79,9 +79,29 @@ def _read_own(
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
     tables = filter(TASK_TYPES[kind].is_table, files.values())
     notes = itertools.chain.from_iterable(layout_notes(path, dialect) for path in tables)
-    given_text = [options[name] for name in ("text", "dev_text", "test_text") if name in options]
-    columns = tuple(dict.fromkeys((*found.text_columns, *given_text)))
-    return dataclasses.replace(found, notes=(*notes, *found.notes), text_columns=columns)
+    text, label = (
+        [options[name] for name in (kind, f"dev_{kind}", f"test_{kind}") if name in options]
+        for kind in ("text", "label")
+    )
+    return dataclasses.replace(
+        found,
+        notes=(*notes, *found.notes, *_overlap(found.train, found.dev[0])),
+        text_columns=tuple(dict.fromkeys((*found.text_columns, *text))),
+        label_columns=tuple(dict.fromkeys((*found.label_columns, *label))),
+    )
+
+
+def _overlap(train: Split, dev: Split) -> Iterator[str]:
+    """Notes validation examples that are also trained on, which inflates the scores; raises InputError if all are."""
+    known = set(train.texts)
+    num_known = sum(texts in known for texts in dev.texts)
+    if num_known == len(dev.texts):
+        raise InputError(
+            f"{dev.path}: all {num_known:,} dev examples have a text that is in the training split, so a score says "
+            "nothing about other texts; give others with --dev"
+        )
+    if num_known:
+        yield f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"
 
 
 def _options(kind: str) -> dict[str, Any]:

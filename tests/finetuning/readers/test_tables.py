@@ -244,13 +244,15 @@ def test_names_of_columns(write, name, header, quoting, expected):
 
 
 def test_a_delimiter_is_for_every_file_of_a_task(write):
-    files = {name: write(f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n", f"{name}.csv") for name in ("train", "dev")}
+    texts = {"train": "x,1", "dev": "x,2"}
+    files = {name: write(f"body,a;label\n{text};p\ny,2;n\n", f"{name}.csv") for name, text in texts.items()}
     (data,) = read_tasks("classification", None, files, {"text": "body,a", "delimiter": "semicolon"})
-    assert data.train.texts == data.dev[0].texts == [("x,1",), ("y,2",)]
+    assert [each.texts for each in (data.train, *data.dev)] == [[(text,), ("y,2",)] for text in texts.values()]
     assert data.text_columns == (("body,a",),)
-    write("body;label\nx;p\ny;n\n", "dev.csv")
-    (data,) = read_tasks("classification", None, files | {"train": files["dev"]}, {"text": "body"})
-    assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[0]
+    for name, text in texts.items():
+        write(f"body;label\n{text};p\ny;n\n", f"{name}.csv")
+    (data,) = read_tasks("classification", None, files, {"text": "body"})
+    assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[1]
 
 
 def test_a_delimiter_is_one_character():

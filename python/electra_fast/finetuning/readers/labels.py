@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.rows import abbreviated, literal
+from electra_fast.finetuning.readers.rows import BadRows, abbreviated, literal
 from electra_fast.finetuning.readers.tables import Table
 
 MAX_NAMED_LABELS = 20
@@ -180,6 +181,20 @@ def near_label(unknown: str, classes: Iterable[str]) -> str:
     by_key = {_looks(name): name for name in reversed(tuple(classes))}
     close = difflib.get_close_matches(_looks(unknown), by_key, n=1, cutoff=1.0 if is_number(unknown) else 0.6)
     return f"; if it means {by_key[close[0]]!r}, add --label-map {unknown}={by_key[close[0]]}" if close else ""
+
+
+def known_rows(
+    path: Path, found: Sequence[Collection[str]], known: Collection[str], bad: BadRows, what: str = "labels"
+) -> list[int]:
+    """Returns the rows of which a trained model knows all labels; the others are bad rows, with one message for all."""
+    unknown = Counter(name for own in found for name in own if name not in known)
+    kept = [row for row, own in enumerate(found) if all(name in known for name in own)]
+    if unknown:
+        counts = truncated([f"{name!r} {count:,}" for name, count in unknown.most_common()])
+        hint = near_label(next(iter(unknown)), known) if what == "labels" else ""
+        message = f"{path}: {what} that the model does not know: {counts}; it knows {listed(known)}{hint}"
+        bad.add(message, len(found) - len(kept))
+    return kept
 
 
 def doubts(counts: Mapping[str, int]) -> Iterator[str]:

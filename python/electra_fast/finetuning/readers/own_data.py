@@ -22,12 +22,21 @@ from electra_fast.finetuning.readers.labels import (
     doubts,
     is_missing,
     is_number,
+    known_rows,
     left_out,
     listed,
     near_label,
     parse_mapping,
 )
-from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, text_of, there_are
+from electra_fast.finetuning.readers.rows import (
+    BadRows,
+    abbreviated,
+    check_columns,
+    named_rows,
+    others_of,
+    text_of,
+    there_are,
+)
 from electra_fast.finetuning.readers.tables import Quoting, Table, class_names, column_names, read_table
 from electra_fast.finetuning.readers.validation_split import Fold, covering, set_aside, stratified, validation_rows
 from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction
@@ -58,6 +67,8 @@ class _File:
     label: Columns
     """Empty if a test file has no labels."""
     notes: list[str]
+    has_others: bool
+    """The table has the rows' other columns too."""
     classes: Columns = ()
     """Names of the labels' numbers, as `datasets` stores them."""
     rows: list[int] = field(default_factory=list)
@@ -73,6 +84,19 @@ class _File:
         self.classes = names
         for row in self.table.rows if names else ():
             row[self.label[0]] = _named(row[self.label[0]], names)
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Drops the other usable rows."""
+        self.rows = [self.rows[number] for number in numbers]
+        self.texts = [self.texts[number] for number in numbers]
+        self.labels = [self.labels[number] for number in numbers]
+
+    def split(self, targets: NDArray[Any] | None) -> Split:
+        """Returns the usable rows with their targets."""
+        others = [others_of(self.table.rows[row], self.text + self.label) for row in self.rows if self.has_others]
+        ids, others = named_rows(self.rows, others)
+        columns = others if self.has_others else None
+        return Split(name=self.name, path=self.path, texts=self.texts, targets=targets, ids=ids, columns=columns)
 
 
 def read(
@@ -156,17 +180,13 @@ def read(
     notes += bad.finish(hint)
     _check_labelled(files)  # of those that are left
 
-    splits = {
-        name: Split(name=name, path=file.path, texts=file.texts, targets=targets[name], ids=list(map(str, file.rows)))
-        for name, file in files.items()
-    }
+    splits = {name: file.split(targets[name]) for name, file in files.items()}
     if dev is None:
         whole = splits["train"]
         chosen = validation_rows(
             whole, folds or dev_fraction, lambda rest, fraction: _validation_rows(rest, task, fraction, seed)
         )
         splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes if folds is None else [])
-    notes += _overlap(splits["train"], splits["dev"])
     if kind == "regression":
         task = _standardized(task, splits["train"])
     tests = (splits["test"],) if test is not None else ()
@@ -177,7 +197,46 @@ def read(
         test=tests,
         notes=tuple(notes),
         text_columns=tuple(dict.fromkeys(file.text for file in files.values())),
+        label_columns=tuple(dict.fromkeys(file.label for file in files.values() if file.label)),
     )
+
+
+def read_labelled(
+    task: Task,
+    path: Path,
+    trained: tuple[Sequence[Columns], Sequence[Columns]],
+    *,
+    text: Columns = (),
+    label: Columns = (),
+    label_map: Mapping[str, str] | Sequence[str] = (),
+    label_separator: str = "",
+    quoting: Quoting = "auto",
+    skip_bad_rows: int = 0,
+) -> tuple[Split, list[str]]:
+    """Reads labelled examples of a trained model's task; returns them and notes for the user.
+
+    `trained` are the text and label columns of training, if known, of which the first that the file has are read. Rows
+    with a label that the task lacks are bad rows. Other arguments, and what it raises, are those of `read`.
+    """
+    available, usual = column_names(path, quoting=quoting), [(name,) for name in LABEL_COLUMNS]
+    text = _training_columns(path, available, text, trained[0] or TEXT_COLUMNS, "text")
+    label = _training_columns(path, available, label, trained[1] or usual, "label")
+    has_classes, mapping, bad = task.kind != "regression", parse_mapping(label_map), BadRows(skip_bad_rows)
+    _check_options("classification" if has_classes else "regression", label, (), label_separator, mapping)
+    file = _read_file("data", path, available, text, label, [], quoting, bad, has_others=True)
+    if not has_classes:
+        _read_rows(file, _number, bad)
+    else:
+        reader = LabelReader(file.table, label, task.labels, label_separator, mapping)
+        if reader.is_multi_label and task.kind != "multi-label":
+            raise InputError(f"{path}: an example has several labels in {', '.join(label)}, and the model predicts one")
+        _read_rows(file, reader, bad)
+        ids = {reader.canonical(name): number for number, name in enumerate(task.labels)}
+        file.keep(known_rows(path, file.labels, ids, bad))
+    notes = [*file.notes, *bad.finish()]
+    _check_labelled({"data": file})
+    targets = _class_targets(file, ids, task.kind == "multi-label") if has_classes else _values(file)
+    return file.split(targets), notes
 
 
 def _read_files(
@@ -198,15 +257,31 @@ def _read_files(
             there, (own_text, own_label) = available[name], given[name]
             texts = _columns(path, there, own_text, text, TEXT_COLUMNS, f"--{name}-text", notes)
             labels = _columns(path, there, own_label, label, usual, f"--{name}-label", notes, name == "test")
-        repeated = {each for each in texts + labels if (texts + labels).count(each) > 1}
-        if repeated:
-            raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
-        verdicts = verdict_columns(available[name], texts + labels)
-        table = read_table(path, texts + labels + verdicts, bad, quoting=quoting)
-        files[name] = _File(name=name, table=table, text=texts, label=labels, notes=notes)
+        has_others = name != "train" or "dev" not in paths  # of the training file only to set some aside
+        chosen = (available[name], texts, labels, notes)
+        files[name] = _read_file(name, path, *chosen, quoting, bad, has_others=has_others)
         if kind == "classification" and len(labels) == 1:
             files[name].name_classes(class_names(path).get(labels[0], ()))
     return files
+
+
+def _read_file(
+    name: str,
+    path: Path,
+    available: Columns,
+    text: Columns,
+    label: Columns,
+    notes: list[str],
+    quoting: Quoting,
+    bad: BadRows,
+    *,
+    has_others: bool,
+) -> _File:
+    if repeated := {each for each in text + label if (text + label).count(each) > 1}:
+        raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
+    verdicts = verdict_columns(available, text + label)
+    table = read_table(path, text + label + verdicts, bad, quoting=quoting, has_others=has_others)
+    return _File(name=name, table=table, text=text, label=label, notes=notes, has_others=has_others)
 
 
 def _training_columns(path: Path, available: Columns, given: Columns, usual: Sequence[Columns], kind: str) -> Columns:
@@ -291,7 +366,7 @@ def _named(cell: Any, names: Columns) -> Any:
 def _check_labelled(files: Mapping[str, _File]) -> None:
     for name, file in files.items():
         if not file.rows:
-            flag = "--label" if name == "train" else f"--{name}-label"
+            flag = "--label" if name in ("train", "data") else f"--{name}-label"
             raise InputError(f"{file.path}: no example has a label that can be used; choose the column with {flag}")
 
 
@@ -401,10 +476,7 @@ def _drop_unknown(file: _File, ids: Mapping[str, int], unknown: list[str], bad: 
                 unknown.append(name)
                 raise InputError(f"{file.table.place(file.rows[number])}: unknown label {name!r}")
 
-    kept = bad.passing(range(len(file.labels)), check)
-    file.rows = [file.rows[number] for number in kept]
-    file.texts = [file.texts[number] for number in kept]
-    file.labels = [file.labels[number] for number in kept]
+    file.keep(bad.passing(range(len(file.labels)), check))
 
 
 def _class_targets(file: _File, ids: Mapping[str, int], is_multi_label: bool) -> NDArray[Any] | None:
@@ -439,14 +511,6 @@ def _number(cells: Sequence[Any], place: str) -> float:
     if not isinstance(value, bool) and is_number(value) and math.isfinite(float(value)):
         return float(value)
     raise InputError(f"{place}: the label is {abbreviated(value)}; it must be a finite number")
-
-
-def _overlap(train: Split, dev: Split) -> Iterator[str]:
-    """Notes validation examples that are also trained on, which inflates the scores."""
-    known = set(train.texts)
-    num_known = sum(texts in known for texts in dev.texts)
-    if num_known:
-        yield f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"
 
 
 def _standardized(task: Task, train: Split) -> Task:

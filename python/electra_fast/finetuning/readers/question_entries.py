@@ -13,12 +13,14 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.answer_places import Annotation
 from electra_fast.finetuning.readers.rows import (
     BadRows,
+    Row,
     abbreviated,
     check_columns,
     checked_text,
     extension,
     first_of,
     literal,
+    others_of,
     place,
     there_are,
 )
@@ -64,6 +66,11 @@ class Columns:
         names = {"question": text[:1], "context": text[1:], "answers": label}
         return cls(**{part: own for part, own in names.items() if own})
 
+    def all_names(self) -> tuple[str, ...]:
+        """Returns the names of all fields that are read."""
+        others = (*ID_COLUMNS, *OFFSET_COLUMNS, DETECTED, "is_impossible")
+        return (*self.question, *self.context, *self.answers, *others)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -77,12 +84,19 @@ class Question:
     fields: Fields
 
 
-def entries(path: Path, columns: Columns, quoting: Quoting, bad: BadRows | None = None) -> Iterator[Entry]:
-    """Yields the questions of a file; streams rows. Bad ones are collected in `bad`, or raised."""
+def entries(
+    path: Path, columns: Columns, quoting: Quoting, bad: BadRows | None = None, *, has_others: bool = False
+) -> Iterator[Entry]:
+    """Yields the questions of a file; streams rows. Bad ones are collected in `bad`, or raised.
+
+    With `has_others`, those of a Parquet file have its other columns too, as those of other files do.
+    """
     if is_json(path):
         yield from json_entries(json_objects(path), columns)
         return
     wanted = _parquet_columns(path, columns) if path.suffix.lower() == ".parquet" else ()
+    if has_others:
+        wanted = ()
     for line, row in iterate_rows(path, wanted, quoting=quoting, bad_rows=bad):
         yield from _walk(place(path, line), "", row, columns)
 
@@ -158,15 +172,7 @@ def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
     for names in (columns.question, columns.context):
         if set(available).isdisjoint(names):
             check_columns(path, available, names[:1], "--text")
-    parts = (
-        columns.question,
-        columns.context,
-        columns.answers,
-        ID_COLUMNS,
-        OFFSET_COLUMNS,
-        (DETECTED, "is_impossible"),
-    )
-    return tuple(name for names in parts for name in names if name in available)
+    return tuple(name for name in columns.all_names() if name in available)
 
 
 def question_of(entry: Entry, columns: Columns) -> Question:
@@ -208,6 +214,11 @@ def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ..
             f"{where}: is_impossible is true, but there is the answer {abbreviated(found[0].text)}; correct one of them"
         )
     return found
+
+
+def other_fields(question: Question, columns: Columns) -> Row:
+    """Returns the fields of a question that are not read."""
+    return others_of(question.fields, columns.all_names())
 
 
 def is_impossible(question: Question) -> bool | None:

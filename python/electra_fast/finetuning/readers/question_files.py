@@ -25,6 +25,7 @@ from electra_fast.finetuning.readers.question_entries import (
     is_impossible,
     json_entries,
     json_objects,
+    other_fields,
     question_of,
 )
 from electra_fast.finetuning.readers.rows import BadRows, abbreviated
@@ -56,7 +57,16 @@ def read_squad(name: Literal["squad1", "squad2"], folder: Path) -> TaskData:
     splits = {}
     for split, parts in _squad_files(name, folder).items():
         found = json_entries((each for objects in parts.values() for each in objects), columns)
-        splits[split] = _split(split, next(iter(parts)), found, columns, bad, notes, has_unanswerable=name == "squad2")
+        splits[split] = _split(
+            split,
+            next(iter(parts)),
+            found,
+            columns,
+            bad,
+            notes,
+            has_unanswerable=name == "squad2",
+            has_columns=split != "train",
+        )
     return _task_data(name, splits, [*notes, *bad.finish()])
 
 
@@ -105,7 +115,9 @@ def read_questions(
         if path is not None:
             if name != "test":
                 check_answer_column(path, columns, quoting)
-            splits[name] = _split(name, path, entries(path, columns, quoting, bad), columns, bad, notes)
+            has_columns = name != "train" or dev is None
+            found = entries(path, columns, quoting, bad, has_others=has_columns)
+            splits[name] = _split(name, path, found, columns, bad, notes, has_columns=has_columns)
     notes += bad.finish()
     if dev is None:
         whole = splits["train"]
@@ -120,6 +132,29 @@ def read_questions(
             whole, chosen, seed, notes if folds is None else [], part=part, too_few=too_few
         )
     return _task_data("question-answering", splits, notes)
+
+
+def read_answered(
+    task: Task,
+    path: Path,
+    trained: tuple[Sequence[tuple[str, ...]], Sequence[tuple[str, ...]]],
+    *,
+    text: tuple[str, ...] = (),
+    label: tuple[str, ...] = (),
+    quoting: Quoting = "auto",
+    skip_bad_rows: int = 0,
+) -> tuple[Split, list[str]]:
+    """Reads questions with their answers, to score a trained model; returns them and notes for the user.
+
+    `trained` are the columns that were chosen in training. Other arguments, and what it raises, are those of
+    `read_questions`.
+    """
+    text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
+    columns, bad, notes = Columns.chosen(text, label), BadRows(skip_bad_rows), list[str]()
+    check_answer_column(path, columns, quoting)
+    found = entries(path, columns, quoting, bad, has_others=True)
+    split = _split("data", path, found, columns, bad, notes, has_columns=True)
+    return split, [*notes, *bad.finish(), *_scoring_notes(split)]
 
 
 def iterate_questions(
@@ -190,6 +225,7 @@ def _split(
     notes: list[str],
     *,
     has_unanswerable: bool = True,
+    has_columns: bool = False,
 ) -> Split:
     """Returns a split with all annotated answers, in training only those in their context.
 
@@ -216,7 +252,8 @@ def _split(
     targets = None
     if any(answers.values()):
         targets = np.fromiter(answers.values(), dtype=object, count=len(answers))
-    return Split(name=name, path=path, texts=texts, targets=targets, ids=list(answers))
+    others = [other_fields(questions[id][0], columns) for id in answers] if has_columns else None
+    return Split(name=name, path=path, texts=texts, targets=targets, ids=list(answers), columns=others)
 
 
 def _placed(

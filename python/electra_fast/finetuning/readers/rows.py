@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +46,11 @@ class BadRows:
             if self.number <= MAX_SHOWN:
                 self._shown.append(str(error))
 
+    def add(self, message: str, number: int) -> None:
+        """Records several bad rows with one message."""
+        self.number += number
+        self._shown.append(message)
+
     def passing(self, items: Iterable[T], check: Callable[[T], None]) -> list[T]:
         """Returns the items that pass a check; collects the others' errors."""
         kept = []
@@ -67,6 +74,41 @@ class BadRows:
             raise InputError(shown if self.number == 1 else several)
         what = "1 bad row is" if self.number == 1 else f"{self.number:,} bad rows are"
         return (f"{what} left out: {shown}",) if self.number else ()
+
+
+def named_rows(numbers: Iterable[int], columns: Sequence[Row]) -> tuple[list[str], list[Row]]:
+    """Returns the names of rows, and their columns without these: a unique column `id`, else the rows' numbers."""
+    ids = [row.get("id") for row in columns]
+    if not ids or not all(isinstance(id, str | int) and str(id).strip() for id in ids) or len(set(ids)) < len(ids):
+        return list(map(str, numbers)), list(columns)
+    return list(map(str, ids)), [others_of(row, ("id",)) for row in columns]
+
+
+def others_of(row: Mapping[str, Any], names: Collection[str]) -> Row:
+    """Returns a row without the columns `names`."""
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def with_columns(answer: Row, row: Row) -> Row:
+    """Returns an answer after the columns of its row; those with its fields' names go into `input`."""
+    row = {name: _as_json(value) for name, value in row.items()}
+    same = {name: value for name, value in row.items() if name in answer or name == "input"}
+    return others_of(row, same) | answer | ({"input": same} if same else {})
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a cell of any format as JSON: no NaN, times in ISO 8601, bytes in base64, the rest as text."""
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def extension(path: Path) -> str:

@@ -122,11 +122,16 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
         yield OpenTable(path=path, format=suffix, columns=columns, read=read, is_idle=file.is_idle, notes=notes)
 
 
-def read_table(path: Path, columns: Sequence[str], bad_rows: BadRows, *, quoting: Quoting = "auto") -> Table:
-    """Reads the given columns; a key that a row of JSON lacks is None. Raises as `iterate_rows` does."""
+def read_table(
+    path: Path, columns: Sequence[str], bad_rows: BadRows, *, quoting: Quoting = "auto", has_others: bool = False
+) -> Table:
+    """Reads the given columns, and the others if asked; a key that a row of JSON lacks is None.
+
+    Raises as `iterate_rows` does.
+    """
     rows, lines = list[Row](), list[int]()
-    for line, row in iterate_rows(path, columns, quoting=quoting, bad_rows=bad_rows):
-        rows.append({name: row.get(name) for name in columns})
+    for line, row in iterate_rows(path, () if has_others else columns, quoting=quoting, bad_rows=bad_rows):
+        rows.append({name: row.get(name) for name in columns} | (row if has_others else {}))
         lines.append(line)
     if not lines:
         bad_rows.finish()

@@ -18,8 +18,8 @@ import numpy as np
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import tables
 from electra_fast.finetuning.readers.annotations import flat_row
-from electra_fast.finetuning.readers.labels import listed, truncated
-from electra_fast.finetuning.readers.rows import BadRows, place
+from electra_fast.finetuning.readers.labels import known_rows, listed, truncated
+from electra_fast.finetuning.readers.rows import BadRows, named_rows, place
 from electra_fast.finetuning.readers.tag_columns import COLUMN_FORMATS, TEXT_FORMATS, are_columns, column_sentences
 from electra_fast.finetuning.readers.tag_schemes import (
     Notation,
@@ -128,6 +128,45 @@ def read_tagging(
     return TaskData(
         task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(dict.fromkeys(notes))
     )
+
+
+def read_tagged(
+    task: Task,
+    path: Path,
+    trained: tuple[Sequence[tuple[str, ...]], Sequence[tuple[str, ...]]],
+    *,
+    text: tuple[str, ...] = (),
+    label: tuple[str, ...] = (),
+    labels: tuple[str, ...] = (),
+    scheme: str = "auto",
+    quoting: tables.Quoting = "auto",
+    skip_bad_rows: int = 0,
+) -> tuple[Split, list[str]]:
+    """Reads tagged sentences of a trained model's task; returns them and notes for the user.
+
+    `trained` are the columns that were chosen in training. Sentences with a tag that the task lacks are bad rows.
+    `labels` are the names of tags that are numbers. Other arguments, and what it raises, are those of `read_tagging`.
+    """
+    bad, notes = BadRows(skip_bad_rows), list[str]()
+    text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
+    sentences = _sentences("data", path, text, label, labels, quoting, bad, notes)
+    if task.scheme != "none":
+        scheme, notation = _scheme(sentences, scheme, notes)
+        if scheme == "none":
+            raise InputError(f"{path}: tags are labels, but the model's delimit entities; choose --label or --scheme")
+        sentences = _as_iob2(sentences, scheme, notation, bad, notes)
+    used = [{*map(_name_in(task), sentence.tags or ())} - {""} for sentence in sentences]
+    what = "tags" if task.scheme == "none" else "entity types"
+    kept = known_rows(path, used, [*dict.fromkeys(filter(None, map(_name_in(task), task.labels)))], bad, what)
+    notes += bad.finish()
+    if not kept:
+        raise InputError(f"{path}: no sentence has only {what} that the model knows; choose the column with --label")
+    return _split("data", [sentences[number] for number in kept], task, "", bad), notes
+
+
+def _name_in(task: Task) -> Callable[[str], str]:
+    """Returns a function from a tag to its name for people: the type of an entity, empty for none."""
+    return (lambda tag: tag) if task.scheme == "none" else (lambda tag: split_tag(tag)[1])
 
 
 def iterate_tagging(
@@ -356,13 +395,15 @@ def _split(name: str, sentences: Sequence[Sentence], task: Task, known: str, bad
 
     sentences = _checked(sentences, check, bad)
     targets = [np.array([ids[tag] for tag in sentence.tags or ()], dtype=np.int64) for sentence in sentences]
+    names, columns = named_rows((sentence.row for sentence in sentences), [sentence.columns for sentence in sentences])
     return Split(
         name=name,
         path=sentences[0].path,
         texts=[(sentence.text,) for sentence in sentences],
         targets=None if sentences[0].tags is None else np.fromiter(targets, dtype=object, count=len(targets)),
-        ids=[str(sentence.row) for sentence in sentences],
+        ids=names,
         words=[sentence.words for sentence in sentences],
+        columns=columns,
     )
 
 

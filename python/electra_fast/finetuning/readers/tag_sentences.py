@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from electra_fast.finetuning.readers.rows import (
     abbreviated,
     check_columns,
     literal,
+    others_of,
     place,
     text_of,
     there_are,
@@ -63,6 +64,8 @@ class Sentence:
     """Number of spans' ends within a word."""
     spanned: SpannedText | None = None
     """Spans that are not yet tags."""
+    columns: Row = field(default_factory=dict)
+    """The other columns of its row."""
 
     def place(self, word: int = 0) -> str:
         """Returns the place of a word, for messages."""
@@ -136,7 +139,14 @@ def _read_row(
     is_text = isinstance(content, str)
     tags = None if is_text or has_spans else _tags(where, len(words), target, labels)
     sentence = Sentence(
-        path=path, lines=[line], row=number, text=text, words=words, tags=tags, has_spans=is_text or has_spans
+        path=path,
+        lines=[line],
+        row=number,
+        text=text,
+        words=words,
+        tags=tags,
+        has_spans=is_text or has_spans,
+        columns=others_of(row, chosen),
     )
     if target is None or not sentence.has_spans:
         return sentence

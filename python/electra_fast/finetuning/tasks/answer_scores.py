@@ -51,8 +51,7 @@ def squad_scores(
     assert split.targets is not None
     ids, answers = split.ids, dict(zip(split.ids, split.targets, strict=True))
     _check_complete("prediction", predictions, ids)
-    unspaced = {id for id, (_, context) in zip(ids, split.texts, strict=True) if is_unspaced(context)}
-    raw = _raw_scores(answers, predictions, unspaced, has_unanswerable=null_odds is not None)
+    raw = raw_scores(split, predictions, has_unanswerable=null_odds is not None)
     if null_odds is None:
         return {name: _mean(values.values()) for name, values in raw.items()}
 
@@ -136,17 +135,15 @@ def _check_complete(what: str, given: Collection[str], ids: Sequence[str]) -> No
         raise InputError(f"no {what} for {len(missing):,} of {len(ids):,} questions, the first is {missing[0]!r}")
 
 
-def _raw_scores(
-    answers: Mapping[str, Sequence[Answer]],
-    predictions: Mapping[str, str],
-    unspaced: Collection[str],
-    *,
-    has_unanswerable: bool,
-) -> dict[str, Scores]:
-    """Returns exact match and F1 by id, with the best matching annotation; those `unspaced` by characters."""
+def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable: bool) -> dict[str, Scores]:
+    """Returns `exact_match` and `f1` by id, with the best matching annotation.
+
+    The rules are those of SQuAD 2.0 if it `has_unanswerable` questions, else of 1.1; `predictions` are texts by id.
+    """
+    assert split.targets is not None
     raw: dict[str, Scores] = {"exact_match": {}, "f1": {}}
-    for id, own in answers.items():
-        predicted, by_characters = predictions[id], id in unspaced
+    for id, own, (_, context) in zip(split.ids, split.targets, split.texts, strict=True):
+        predicted, by_characters = predictions[id], is_unspaced(context)
         normalize = units_of if by_characters else normalize_answer
         texts = [answer.text for answer in own if not has_unanswerable or normalize(answer.text)] or [""]
         raw["exact_match"][id] = max(exact_match(predicted, text, by_characters=by_characters) for text in texts)

@@ -28,6 +28,7 @@ from electra_fast.finetuning.inference import example_predictions, rounded
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers import glue, own_data
 from electra_fast.finetuning.readers.rows import Row, text_of
+from electra_fast.finetuning.report import findings
 from electra_fast.finetuning.task import NO_CLASS, Prediction, Split, Task
 from electra_fast.finetuning.tasks.calibration import choose_thresholds, fit_temperature
 from electra_fast.finetuning.tasks.class_weights import class_weights
@@ -74,6 +75,7 @@ class SequenceType(TaskType):
     """Base of the three types. Outputs are logits or values, float32 [n, C]."""
 
     usual_columns = own_data.TEXT_COLUMNS
+    read_labelled = staticmethod(own_data.read_labelled)
     hf_form = "SequenceClassification"
     head_names = {
         ("bert", "hf"): {
@@ -186,14 +188,23 @@ class SequenceType(TaskType):
         targets, logits = _labelled(split, outputs)
         return fit_temperature(logits, targets)
 
-    def write_predictions(self, stem: Path, task: Task, split: Split, features: Features, outputs: Any) -> None:
-        """Writes STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
+    def write_predictions(
+        self, stem: Path, task: Task, split: Split, outputs: Any, answers: Sequence[Prediction]
+    ) -> None:
+        """Writes STEM.jsonl, and for GLUE's tasks STEM.tsv as its server takes it."""
+        super().write_predictions(stem, task, split, outputs, answers)
         if task.name in glue.TASKS:
             glue.write_submission(
                 stem.with_name(f"{stem.name}.tsv"), task, split, finite(self._in_units(task, outputs))
             )
-        else:
-            super().write_predictions(stem, task, split, features, outputs)
+
+    @abstractmethod
+    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+        """Returns outputs as for `metrics` that give these answers."""
+
+    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+        """Returns the `metrics` of answers."""
+        return self._scores(task, split, self._outputs_of_answers(task, answers))
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
         """Takes texts, or pairs of texts."""
@@ -255,6 +266,7 @@ class Classification(SequenceType):
     """One class per example; targets are class ids, int64 [n]."""
 
     read = staticmethod(partial(own_data.read, "classification"))
+    findings = staticmethod(findings.classification)
     problem_type = "single_label_classification"
     prediction_settings = ("top_k",)
 
@@ -292,7 +304,16 @@ class Classification(SequenceType):
 
     def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
         """Returns logits of the most frequent class."""
-        return _outputs_of(int(np.bincount(targets, minlength=len(task.labels)).argmax()), task, count)
+        return _outputs_of(task, [[int(np.bincount(targets, minlength=len(task.labels)).argmax())]] * count)
+
+    def golds(self, task: Task, split: Split) -> list[str | None]:
+        """Returns the classes' names."""
+        assert split.targets is not None
+        return [None if target == NO_CLASS else task.labels[target] for target in split.targets]
+
+    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+        ids = {label: number for number, label in enumerate(task.labels)}
+        return _outputs_of(task, [[ids[answer["label"]]] for answer in answers])
 
     def warning(self, task: Task, outputs: Any) -> str | None:
         """Warns if the model predicts the same class for every example."""
@@ -311,6 +332,7 @@ class MultiLabel(SequenceType):
 
     problem_type = "multi_label_classification"
     prediction_settings = ("top_k", "threshold")
+    findings = staticmethod(findings.multi_label)
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         """Returns the binary cross-entropy, averaged over the labels; a target above 0 is the weight of a label."""
@@ -376,7 +398,17 @@ class MultiLabel(SequenceType):
 
     def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
         """Returns logits of the most frequent label alone."""
-        return _outputs_of(int(targets.sum(0).argmax()), task, count)
+        return _outputs_of(task, [[int(np.nansum(targets, axis=0).argmax())]] * count)
+
+    def golds(self, task: Task, split: Split) -> list[list[str] | None]:
+        """Returns the names of the labels that each example has."""
+        assert split.targets is not None
+        rows = (None if np.isnan(row).any() else np.flatnonzero(row) for row in split.targets)
+        return [None if row is None else [task.labels[number] for number in row] for row in rows]
+
+    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+        ids = {label: number for number, label in enumerate(task.labels)}
+        return _outputs_of(task, [[ids[label] for label in answer["labels"]] for answer in answers])
 
     def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
         thresholds = _thresholds(task, settings)
@@ -392,6 +424,7 @@ class Regression(SequenceType):
     """A value per example, trained as (value - task.shift) / task.scale; targets are float64 [n]."""
 
     read = staticmethod(partial(own_data.read, "regression"))
+    findings = staticmethod(findings.regression)
     problem_type = "regression"
     has_classes = False
 
@@ -428,6 +461,14 @@ class Regression(SequenceType):
         """Returns the mean value."""
         return np.full(count, targets.mean())
 
+    def golds(self, task: Task, split: Split) -> list[float | None]:
+        """Returns the values."""
+        assert split.targets is not None
+        return [None if np.isnan(value) else float(value) for value in split.targets]
+
+    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+        return np.array([answer["value"] for answer in answers], np.float64)
+
     def warning(self, task: Task, outputs: Any) -> str | None:
         """Warns if the model predicts nearly the same value for every example."""
         values = finite(self._in_units(task, outputs))
@@ -460,9 +501,11 @@ class Regression(SequenceType):
         return "a value"
 
 
-def _outputs_of(label: int, task: Task, count: int) -> NDArray[np.float64]:
-    outputs = np.full((count, len(task.labels)), -1.0)
-    outputs[:, label] = 1
+def _outputs_of(task: Task, chosen: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Returns logits of the classes chosen for each example."""
+    outputs = np.full((len(chosen), len(task.labels)), -1.0)
+    for row, classes in enumerate(chosen):
+        outputs[row, list(classes)] = 1
     return outputs
 
 

@@ -19,11 +19,12 @@ from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import Ints
 from electra_fast.finetuning.inference import example_predictions, rounded
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.readers.question_files import iterate_questions, read_questions
+from electra_fast.finetuning.readers.question_files import iterate_questions, read_answered, read_questions
 from electra_fast.finetuning.readers.rows import Row, abbreviated, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
+from electra_fast.finetuning.report import findings
 from electra_fast.finetuning.task import Prediction, Split, Task
-from electra_fast.finetuning.tasks.answer_scores import score_unit, squad_scores
+from electra_fast.finetuning.tasks.answer_scores import raw_scores, score_unit, squad_scores
 from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
 from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
 from electra_fast.finetuning.tasks.span_model import JOINT_HEAD, JointReader, TwoLogitReader
@@ -54,6 +55,7 @@ class QuestionAnswering(TaskType):
 
     defaults = {"sequence_length": 512, "epochs": 2.0, "head_dropout": 0.0}
     read = staticmethod(read_questions)
+    read_labelled = staticmethod(read_answered)
     num_texts = 2
     hf_form = "QuestionAnswering"
     head_names = {
@@ -154,14 +156,10 @@ class QuestionAnswering(TaskType):
         return dict.fromkeys(("exact_match", "f1"), float(np.mean([not answers for answers in split.targets])))
 
     def write_predictions(
-        self,
-        stem: Path,
-        task: Task,
-        split: Split,
-        features: SpanFeatures,
-        outputs: list[Reading],
+        self, stem: Path, task: Task, split: Split, outputs: list[Reading], answers: Sequence[Prediction]
     ) -> None:
-        """Writes the official scorer's files: STEM.json with the best text per question, and the odds of no answer."""
+        """Writes STEM.jsonl, and as the official scorer reads them the best texts and the odds of no answer."""
+        super().write_predictions(stem, task, split, outputs, answers)
         _write(stem.with_name(f"{stem.name}.json"), _texts(split, outputs))
         if task.has_unanswerable:
             _write(stem.with_name(f"{stem.name}.null_odds.json"), _odds(split, outputs))
@@ -206,6 +204,32 @@ class QuestionAnswering(TaskType):
             more = {"n_best": best[:n_best]} if n_best > 1 else {}
             yield {"id": name} | answer | {"null_odds": rounded(reading.null_odds)} | more
 
+    def golds(self, task: Task, split: Split) -> list[list[Prediction]]:
+        """Returns the annotated answers, with their first characters if they are in the context."""
+        assert split.targets is not None
+        return [
+            [{"text": each.text, "start": each.start if each.start >= 0 else None} for each in own]
+            for own in split.targets
+        ]
+
+    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+        """Returns exact match and F1 of answers as given, and those of questions with and without an answer."""
+        texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}
+        return squad_scores(split, texts, dict.fromkeys(texts, 0.0) if _has_unanswerable(task, split) else None, 0.0)
+
+    def findings(self, task: Task, split: Split, answers: Sequence[Prediction]) -> findings.Findings:
+        """Returns scores by length of the answer and by first word, and the worst answers."""
+        texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}
+        raw = raw_scores(split, texts, has_unanswerable=_has_unanswerable(task, split))
+        return findings.questions(split, answers, **raw)
+
+    def label_counts(self, task: Task, split: Split) -> dict[str, int]:
+        """Returns the numbers of questions with and without an answer, if some have none."""
+        if split.targets is None or not task.has_unanswerable:
+            return {}
+        num_answered = sum(map(bool, split.targets))
+        return {"answer": num_answered, "no answer": len(split.targets) - num_answered}
+
     def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
         """Returns how contexts are split into chunks and answers chosen."""
         chosen = {name: getattr(config, name) for name in SETTINGS}
@@ -226,6 +250,10 @@ class QuestionAnswering(TaskType):
             ". The head is the published code's: the end of an answer depends on its start, and a classifier detects "
             "unanswerable questions."
         )
+
+
+def _has_unanswerable(task: Task, split: Split) -> bool:
+    return task.has_unanswerable or (split.targets is not None and not all(map(bool, split.targets)))
 
 
 def _answer_lengths(questions: QuestionFeatures, targets: Ints, config: FinetuneSection) -> Iterator[str]:

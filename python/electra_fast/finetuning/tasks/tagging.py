@@ -28,10 +28,11 @@ from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers.rows import Row, abbreviated, extension, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.readers.tag_columns import are_columns
-from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
+from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagged, read_tagging
 from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
 from electra_fast.finetuning.readers.words import places_of, words_of_text
+from electra_fast.finetuning.report import findings
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks.calibration import fit_temperature
 from electra_fast.finetuning.tasks.class_weights import class_weights
@@ -104,6 +105,8 @@ class Tagging(TaskType):
 
     defaults = {"sequence_length": 256}
     read = staticmethod(read_tagging)
+    read_labelled = staticmethod(read_tagged)
+    findings = staticmethod(findings.tagging)
     num_texts = 1
     hf_form = "TokenClassification"
     head_names = {("bert", "hf"): CLASSIFIER, ("modern", "hf"): MODERN_HEAD, ("modern", "google"): CLASSIFIER}
@@ -239,6 +242,27 @@ class Tagging(TaskType):
         logits_by_text = features.by_text(_continued(task, features.places, outputs))
         for (text,), words, logits in zip(split.texts, split.words, logits_by_text, strict=True):
             yield tag_answer(text, words, logits, task.labels, task.scheme)
+
+    def golds(self, task: Task, split: Split) -> list[list[str]]:
+        """Returns the tags of the words."""
+        assert split.targets is not None
+        return [[task.labels[tag] for tag in target] for target in split.targets]
+
+    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+        """Returns the scores of tags as given in answers."""
+        assert split.targets is not None
+        ids = {label: number for number, label in enumerate(task.labels)}
+        found = [np.array([ids[tag] for tag in answer["tags"]], np.int64) for answer in answers]
+        return tag_scores(task, list(split.targets), found)
+
+    def label_counts(self, task: Task, split: Split) -> dict[str, int]:
+        """Returns the number of entities of each type, or of words with each tag."""
+        if split.targets is None:
+            return {}
+        sizes = np.bincount(np.concatenate(split.targets), minlength=len(task.labels))
+        is_plain = task.scheme == "none"
+        counted = zip(task.labels, map(int, sizes), strict=True)
+        return {label[0 if is_plain else 2 :]: size for label, size in counted if is_plain or label[:1] == "B"}
 
     def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
         """Returns how long texts are cut, and whether tags delimit entities."""

@@ -27,6 +27,8 @@ from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
+from electra_fast.finetuning.readers.rows import with_columns
+from electra_fast.finetuning.report.findings import Findings
 from electra_fast.finetuning.task import Prediction, Split, Task, TaskData
 from electra_fast.model.compute import ComputeConfig
 
@@ -56,6 +58,9 @@ class TaskType(ExampleReader):
     """Keys of `[finetune]` that differ from their defaults, in all recipes."""
     read: ClassVar[Callable[..., TaskData] | None] = None
     """Reads own files: `train`, `dev` and `test` (the latter two may be None), then keyword arguments."""
+    read_labelled: ClassVar[Callable[..., tuple[Split, list[str]]]]
+    """Reads a file to score a trained model on: the task, the path, the text and label columns of training, then
+    keyword arguments. Returns also notes for the user."""
     num_texts: ClassVar[int | None] = None
     """Texts per example; None if a model's own training data decides."""
     has_classes: ClassVar[bool] = True
@@ -143,11 +148,37 @@ class TaskType(ExampleReader):
         """Returns a line for the user if the model has learned nothing, else None."""
         return None
 
-    def write_predictions(self, stem: Path, task: Task, split: Split, features: Any, outputs: Any) -> None:
-        """Writes a split's predictions to files that begin with `stem`: here STEM.jsonl, an answer per line."""
-        found = zip(split.ids, self.answers(task, split, features, outputs, {}), strict=True)
-        lines = (json_text({"id": example} | answer) for example, answer in found)
-        replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
+    def write_predictions(
+        self, stem: Path, task: Task, split: Split, outputs: Any, answers: Sequence[Prediction]
+    ) -> None:
+        """Writes a split's predictions to files that begin with `stem`: STEM.jsonl, and others of some types."""
+        replace_file(stem.with_name(f"{stem.name}.jsonl"), self.prediction_lines(task, split, answers))
+
+    def prediction_lines(self, task: Task, split: Split, answers: Sequence[Prediction]) -> str:
+        """Returns a line of JSON per example.
+
+        It has the columns of the example's row, `id`, the answer's fields and, if the split has labels, `gold`. Columns
+        named like one of these are in `input`.
+        """
+        golds = [{}] * len(answers) if split.targets is None else [{"gold": each} for each in self.golds(task, split)]
+        rows = zip(split.ids, answers, golds, split.columns or [{}] * len(answers), strict=True)
+        return "".join(json_text(with_columns({"id": id} | answer | gold, row)) for id, answer, gold, row in rows)
+
+    @abstractmethod
+    def golds(self, task: Task, split: Split) -> list[Any]:
+        """Returns the label of each example of a split that has labels, as JSON; None for an example without one."""
+
+    @abstractmethod
+    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+        """Returns the scores of answers to labelled examples, as given to the user."""
+
+    @abstractmethod
+    def findings(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Findings:
+        """Returns the parts of a report that are particular to the type; every example has a label."""
+
+    def label_counts(self, task: Task, split: Split) -> dict[str, int]:
+        """Returns how often each label occurs; empty if there are none."""
+        return self.class_sizes(task, split)
 
     @abstractmethod
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:

@@ -102,11 +102,13 @@ def predict_splits(
         features, scores = job.splits[split.name], dict[str, float]()
         if (outputs := (known or {}).get(split.name)) is None:
             outputs = job.task_type.predict(model, features, job.config, job.work.compute, check_stop)
-        job.task_type.write_predictions(folder / f"predictions.{split.name}", job.task, split, features, outputs)
         if split.targets is not None:
             earlier = scored.get(dev.name, {}).get("scores", {})
             scores = job.task_type.scores(job.task, split, features, outputs, earlier)
         scored[split.name] = {"content": job.predicted[split.name], "scores": scores}
+        settings = job.task_type.settings(job.config, job.task, scored[dev.name]["scores"])
+        answers = list(job.task_type.answers(job.task, split, features, outputs, settings))
+        job.task_type.write_predictions(folder / f"predictions.{split.name}", job.task, split, outputs, answers)
         if split.name == dev.name:
             warning = job.task_type.warning(job.task, outputs)
     return warning
@@ -368,6 +370,7 @@ class SeedRun:
             sequence_length=job.config.sequence_length,
             num_texts=len(job.data.train.texts[0]),
             text_columns=job.data.text_columns,
+            label_columns=job.data.label_columns,
             state=job.task_type.to_units(state, job.task),
             settings=job.task_type.settings(job.config, job.task, result),
         )
@@ -387,7 +390,13 @@ def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
     """Returns the splits whose examples or labels differ from those that a result was scored on."""
     known = {name: split["content"] for name, split in result.get("splits", {}).items()}
     splits = [*job.data.dev, *job.data.test]
-    found = [each for each in splits if known.get(each.name) != job.predicted[each.name]]
+    folder = job.folder / f"seed-{result['seed']}"
+    found = [
+        each
+        for each in splits
+        if known.get(each.name) != job.predicted[each.name]
+        or not (folder / f"predictions.{each.name}.jsonl").exists()  # of a version that did not write it
+    ]
     # The first validation split sets the thresholds: of the odds of no answer, or of labels.
     is_decisive = "thresholds" in result or job.task.has_unanswerable
     return splits if is_decisive and job.data.dev[0].name in {each.name for each in found} else found

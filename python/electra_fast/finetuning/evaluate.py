@@ -1,0 +1,109 @@
+"""`evaluate`: scores a fine-tuned model on labelled examples, or a pre-trained one on a corpus."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from electra_fast.data.mixture import Corpora
+from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import replace_file
+from electra_fast.finetuning.model_folder import is_finetuned
+from electra_fast.finetuning.predict import load_finetuned
+from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.tables import layout_notes
+from electra_fast.finetuning.report.report import make_report, write_report
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.messages import say
+from electra_fast.training import evaluate as pretrained
+
+# Options of the command line whose names differ.
+_FLAGS = {"max_batches": "--batches"}
+_TUPLES = ("text", "label", "labels", "label_map")
+
+
+def evaluate(source: str | Path, data: Corpora, **options: Any) -> dict[str, Any]:
+    """Evaluates a model; what it is decides how.
+
+    A fine-tuned model predicts a file of labelled examples, and its report is returned: `{"task", "kind", "examples",
+    "scores": {name: {"model": x, "majority": x}}, ...}`, with sections by task (classes, confusion, calibration,
+    entity_types, matching, residuals, answer_lengths, ...) and `errors`, the worst ones. `majority` has the scores of
+    the file's own most frequent label. Its options:
+
+        out: A folder for report.json, report.md, their pictures and predictions.jsonl.
+        precision: As for `load_finetuned`.
+        text, label: The columns; by default those of training, or the usual ones.
+        skip_bad_rows: Number of unusable rows that may be left out, those with labels that the model lacks among them.
+        label_map, label_separator, labels, scheme, quoting, delimiter: As for `finetune`; `labels` are the names of
+            tags that are numbers.
+
+    Another model is evaluated on a corpus, with the arguments and results of `training.evaluate.evaluate`.
+
+    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy.
+    """
+    own, others = _options(evaluate_file), _options(pretrained.evaluate)
+    for task_type in TASK_TYPES.values():
+        own |= _options(task_type.read_labelled)
+    unknown = next((name for name in options if name not in own | others), None)
+    if unknown is not None:
+        raise TypeError(f"evaluate() got an unexpected keyword argument {unknown!r}")
+    is_file = isinstance(data, str | Path) and Path(data).is_file()
+    if not is_finetuned(Path(source)):
+        if is_file and Path(source).exists():
+            raise InputError(
+                f"{source}: not fine-tuned, so it cannot predict the labels of {data}; name a fine-tuned model, as "
+                f"DIR/TASK/seed-0/model, or fine-tune this one with `electra-fast finetune --model {source}`"
+            )
+        _refuse(options, others, f"for fine-tuned models, and {source} is not one")
+        return pretrained.evaluate(source, data, **options)
+    _refuse(options, own, f"for pre-trained models, and {source} is fine-tuned")
+    if not isinstance(data, str | Path):
+        raise InputError(f"{source}: a fine-tuned model is evaluated on one file; give --data once")
+    return evaluate_file(source, Path(data), **options)
+
+
+def evaluate_file(
+    model: str | Path,
+    file: Path,
+    *,
+    out: str | Path | None = None,
+    precision: Any = "auto",
+    delimiter: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Evaluates a fine-tuned model on a file, as `evaluate` says."""
+    predictor = load_finetuned(model, precision=precision)
+    task, task_type = predictor.task, predictor.task_type
+    _refuse(options, _options(task_type.read_labelled), f"not for {predictor.kind}")
+    options |= {name: (options[name],) for name in _TUPLES if isinstance(options.get(name), str)}
+    dialect = Dialect(options.pop("quoting", "auto"), delimiter)
+    trained = (predictor.text_columns, predictor.label_columns)
+    split, notes = task_type.read_labelled(task, file, trained, quoting=dialect, **options)
+    num_texts = predictor.num_texts or len(split.texts[0])
+    if len(split.texts[0]) != num_texts:
+        reads = "one text" if num_texts == 1 else "a pair of texts"
+        raise InputError(f"{file}: this model reads {reads}; choose the columns with --text")
+    layout = layout_notes(file, dialect) if task_type.is_table(file) else ()
+    for note in (*filter(None, [predictor.note]), *layout, *notes):
+        say(note)
+    answers = predictor.predict_split(split)
+    report = make_report(task, [(split, answers)], baselines={"majority": task_type.majority(task, split, split)})
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        replace_file(Path(out) / "predictions.jsonl", task_type.prediction_lines(task, split, answers))
+        write_report(Path(out), report)
+    return report.content
+
+
+def _options(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def _refuse(options: Mapping[str, Any], known: Mapping[str, Any], why: str) -> None:
+    """Raises InputError for an option that does not apply."""
+    refused = next((name for name in options if name not in known), None)
+    if refused is not None:
+        raise InputError(f"{_FLAGS.get(refused, '--' + refused.replace('_', '-'))} is {why}")

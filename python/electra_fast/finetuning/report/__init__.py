@@ -1,0 +1,1 @@
+"""Reports on a model's answers: numbers, examples and pictures, from gold labels and answers alone."""

@@ -1,0 +1,133 @@
+"""Compares validation examples with the training examples: shares of labels, exact and near duplicates."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from electra_fast.finetuning.readers.words import UNSPACED
+from electra_fast.finetuning.task import Split
+
+MIN_JACCARD = 0.8
+"""Lowest Jaccard index of the words of near duplicates."""
+_PUNCTUATION = (
+    "!-/:-@\\[-`{-~\u00a1-\u00bf\u2000-\u206f\u3001-\u3003\u3008-\u3020\u3030\uff01-\uff0f\uff1a-\uff20"
+    "\uff3b-\uff40\uff5b-\uff65"
+)
+# A character of a script without spaces is a word.
+_WORDS = re.compile(rf"[{UNSPACED}]|[^\s{_PUNCTUATION}{UNSPACED}]+")
+
+Example = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """A validation example, the training example that it repeats, and the Jaccard index of their words."""
+
+    row: int
+    train_row: int
+    jaccard: float
+    is_exact: bool
+
+
+def label_shares(train: Mapping[str, int], dev: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """Returns each label's shares of the labels in both splits, the largest difference first."""
+    totals = [max(1, sum(sizes.values())) for sizes in (train, dev)]
+    names = dict.fromkeys((*train, *dev))
+    shares = {
+        name: [sizes.get(name, 0) / total for sizes, total in zip((train, dev), totals, strict=True)] for name in names
+    }
+    rows = {name: {"train": a, "dev": b, "difference": b - a} for name, (a, b) in shares.items()}
+    return dict(sorted(rows.items(), key=lambda row: -abs(row[1]["difference"])))
+
+
+def find_duplicates(train: Split, dev: Split) -> list[Duplicate]:
+    """Returns the validation examples that repeat a training example, in order, each with the nearest one.
+
+    Exact duplicates are equal in lower case without punctuation and spaces; the words of near ones have a Jaccard index
+    of at least `MIN_JACCARD`. Words of both texts of a pair count together, but pairs are exact only text by text.
+    """
+    words: dict[str, list[str]] = {}  # of each text; contexts of questions repeat
+    places: dict[str, int] = {}
+    for row, texts in enumerate(train.texts):
+        places.setdefault(_key(texts, words), row)
+    found, others = dict[int, Duplicate](), dict[int, frozenset[str]]()
+    for row, texts in enumerate(dev.texts):
+        if not any(_words(text, words) for text in texts):
+            continue
+        if (first := places.get(_key(texts, words))) is not None:
+            found[row] = Duplicate(row, first, 1.0, True)
+        else:
+            others[row] = _set(texts, words)
+    found |= _near(train.texts, others, words)
+    return [found[row] for row in sorted(found)]
+
+
+def _near(
+    train: Sequence[Example], dev: Mapping[int, frozenset[str]], words: dict[str, list[str]]
+) -> dict[int, Duplicate]:
+    """Returns the near duplicates by row.
+
+    Sets of a and b words with a Jaccard index of t share ceil(t * max(a, b)) words at least. So if each set is ordered
+    by the same rule, the words up to the place that leaves one less after it have one in common. With words that are
+    rare in the validation split first, few pairs remain to be compared.
+    """
+    frequencies = Counter(word for own in dev.values() for word in own)
+    rank = {word: place for place, (word, _) in enumerate(sorted(frequencies.items(), key=lambda pair: pair[::-1]))}
+    index: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for row, own in dev.items():
+        for word in sorted(own, key=rank.__getitem__)[: _prefix(len(own))]:
+            index[word, len(own)].append(row)
+    found: dict[int, Duplicate] = {}
+    for train_row, texts in enumerate(train):
+        own = _set(texts, words)
+        shared = [word for word in own if word in rank]
+        num_left = _prefix(len(own)) - (len(own) - len(shared))  # words that the validation split lacks come first
+        if num_left <= 0:
+            continue
+        prefix = sorted(shared, key=rank.__getitem__)[:num_left]
+        sizes = range(_least(len(own)), int(len(own) / MIN_JACCARD + 1e-9) + 1)
+        for row in {row for key in itertools.product(prefix, sizes) if key in index for row in index[key]}:
+            num_common = len(own & dev[row])
+            jaccard = num_common / (len(own) + len(dev[row]) - num_common)
+            if jaccard >= MIN_JACCARD and (row not in found or jaccard > found[row].jaccard):
+                found[row] = Duplicate(row, train_row, jaccard, False)
+    return found
+
+
+def _least(size: int) -> int:
+    """Returns the number of words that a near duplicate of so many shares at least."""
+    return math.ceil(MIN_JACCARD * size - 1e-9)
+
+
+def _prefix(size: int) -> int:
+    return size - _least(size) + 1
+
+
+def _words(text: str, known: dict[str, list[str]]) -> list[str]:
+    if text not in known:
+        known[text] = _WORDS.findall(text.lower())
+    return known[text]
+
+
+def _key(texts: Example, known: dict[str, list[str]]) -> str:
+    return "\n".join("".join(_words(text, known)) for text in texts)
+
+
+def _set(texts: Example, known: dict[str, list[str]]) -> frozenset[str]:
+    return frozenset(word for text in texts for word in _words(text, known))
+
+
+def examples(train: Split, dev: Split, found: Sequence[Duplicate]) -> list[dict[str, Any]]:
+    """Returns the duplicates with their texts."""
+    return [
+        {"id": dev.ids[each.row], "text": " / ".join(dev.texts[each.row])}
+        | {"train_id": train.ids[each.train_row], "train_text": " / ".join(train.texts[each.train_row])}
+        | {"kind": "exact" if each.is_exact else "near", "jaccard": each.jaccard}
+        for each in found
+    ]

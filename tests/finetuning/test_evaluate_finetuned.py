@@ -1,0 +1,148 @@
+"""`evaluate` of fine-tuned models: the scores and the report of fine-tuning, on a file that is read like training's."""
+
+import json
+
+import in_process
+import pytest
+from tiny_reading import SETTINGS, articles, tagged_sentences
+from tiny_task import QUICK, sentences
+
+import electra_fast as ef
+from electra_fast.errors import InputError
+
+
+def rows_of(task, count, seed):
+    """Labelled rows with columns of their own, some of which are named like fields of predictions."""
+    others = {"channel": "mail", "gold": 0.5}
+    if task == "tagging":
+        found = [{"tokens": words, "tags": tags} for words, tags in tagged_sentences(count, seed)]
+    elif task == "question-answering":
+        found = [
+            {"question": each["question"], "context": paragraph["context"], "answers": each["answers"]}
+            for article in articles(count // 2, seed)
+            for paragraph in article["paragraphs"]
+            for each in paragraph["qas"]
+        ]
+    else:
+        texts = list(sentences(count, seed))
+        labels = {
+            "classification": lambda label: f"class {label}",
+            "multi-label": lambda label: ["long", "good"][label:],
+            "regression": lambda label: label + 0.25,
+        }[task]
+        found = [{"body": text, "topic": labels(label)} for text, label in texts]
+    return [{"id": f"{seed}-{n}"} | row | others for n, row in enumerate(found)]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(encoder_folder, tmp_path_factory):
+    """A function from a task to its output folder, its result, and its training and validation files."""
+    made = {}
+
+    def trained(task):
+        if task not in made:
+            out = tmp_path_factory.mktemp(task)
+            files = {
+                name: write_rows(out / f"{name}.jsonl", rows_of(task, 24, n)) for n, name in enumerate(("train", "dev"))
+            }
+            columns = {"text": "body", "label": "topic"} if "topic" in files["dev"].read_text() else {}
+            settings = SETTINGS if task in ("tagging", "question-answering") else QUICK
+            name = "classification" if task == "multi-label" else task
+            found = ef.finetune(name, model=encoder_folder, out=out / "out", overrides=settings, **files, **columns)
+            made[task] = (out / "out" / name, found[name]["runs"][0], files)
+        return made[task]
+
+    return trained
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("task", ["classification", "multi-label", "regression", "tagging", "question-answering"])
+def test_the_validation_file_has_the_scores_and_the_report_of_fine_tuning(trained, tmp_path, task):
+    folder, result, files = trained(task)
+    report = ef.evaluate(folder / "seed-0" / "model", files["dev"], out=tmp_path / "out", precision="fp32")
+    ours, theirs = records(tmp_path / "out" / "predictions.jsonl"), records(folder / "seed-0" / "predictions.dev.jsonl")
+    for own, other, row in zip(ours, theirs, records(files["dev"]), strict=True):
+        assert own.keys() == other.keys() and {"id", "channel", "gold", "input"} <= own.keys()
+        assert (own["id"], own["gold"], own["input"]["gold"]) == (other["id"], other["gold"], 0.5)
+        assert own["id"] == row["id"] if task != "question-answering" else own["id"].startswith("1-")
+    for name, score in report["scores"].items():
+        assert score["model"] == pytest.approx(result[name], abs=1e-4)  # of rounded answers
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    trained_report = json.loads((folder / "report.json").read_text())
+    assert written == json.loads(json.dumps(report))
+    assert trained_report.keys() - written.keys() <= {"label_shares", "duplicates"} and "duplicates" in trained_report
+    assert [error["id"] for error in written["errors"]] == [error["id"] for error in trained_report["errors"]]
+    assert (
+        {path.name for path in folder.glob("*.png")}
+        == {path.name for path in (tmp_path / "out").glob("*.png")}
+        != set()
+    )
+
+
+def test_the_command_prints_scores_and_the_model_decides_which_options_apply(trained, tmp_path, encoder_folder):
+    folder, result, files = trained("classification")
+    model = folder / "seed-0" / "model"
+    done = in_process.run("evaluate", model, "--data", files["dev"], "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert f"accuracy model {result['accuracy']:.6g} majority" in " ".join(done.stdout.split())
+    assert "report.md: 24 examples" in done.stderr
+    refused = {
+        (model, "--batches", "3"): "--batches is for pre-trained models, and",
+        (model, "--scheme", "IO"): "--scheme is not for classification",
+        (model, "--data", "other"): "a fine-tuned model is evaluated on one file",
+        (encoder_folder,): "not fine-tuned, so it cannot predict the labels of",
+    }
+    for (source, *options), message in refused.items():
+        done = in_process.run("evaluate", source, "--data", files["dev"], *options)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = in_process.run("evaluate", encoder_folder, "--data", tmp_path, "--label", "x")
+    assert "--label is for fine-tuned models, and" in done.stderr
+
+
+def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(trained, tmp_path):
+    folder, _, files = trained("classification")
+    model, rows = folder / "seed-0" / "model", records(files["dev"])
+    other = write_rows(
+        tmp_path / "other.jsonl",
+        [row | {"topic": "Class 9"} for row in rows[:3]] + [rows[3] | {"topic": "x"}] + rows[4:],
+    )
+    message = "4 bad rows: .*: labels that the model does not know: 'Class 9' 3, 'x' 1; it knows 'class 0', 'class 1'"
+    with pytest.raises(InputError, match=message):
+        ef.evaluate(model, other, skip_bad_rows=3)
+    assert ef.evaluate(model, other, skip_bad_rows=4)["examples"] == 20
+    assert ef.evaluate(model, other, skip_bad_rows=1, label_map="Class 9=class 1")["examples"] == 23
+    for task, row in (
+        ("tagging", {"tokens": ["a", "b"], "tags": ["B-ORG", "O"]}),
+        ("multi-label", {"topic": ["good", "new"]}),
+    ):
+        folder, _, files = trained(task)
+        rows = records(files["dev"])
+        other = write_rows(tmp_path / f"{task}.jsonl", [rows[0] | row, *rows[1:]])
+        with pytest.raises(
+            InputError, match=r"that the model does not know: '(ORG|new)' 1; it knows '(LOC|good)', '(PER|long)'"
+        ):
+            ef.evaluate(folder / "seed-0" / "model", other)
+        assert ef.evaluate(folder / "seed-0" / "model", other, skip_bad_rows=1)["examples"] == 23
+
+
+def test_a_file_without_labels_is_refused(trained, tmp_path):
+    for task, message in (
+        ("classification", "no label column; there are: body"),
+        ("tagging", "no label column; there are: tokens"),
+        ("question-answering", "no column 'answers'"),
+    ):
+        folder, _, files = trained(task)
+        rows = [
+            {name: row[name] for name in row if name in ("body", "tokens", "question", "context")}
+            for row in records(files["dev"])
+        ]
+        with pytest.raises(InputError, match=message):
+            ef.evaluate(folder / "seed-0" / "model", write_rows(tmp_path / f"{task}.jsonl", rows))

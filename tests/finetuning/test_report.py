@@ -1,0 +1,292 @@
+"""Reports: their numbers against scikit-learn, seqeval and definitions written out, and what is drawn and written."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.metrics import (
+    classification_report,
+    confusion_matrix,
+    mean_absolute_error,
+    multilabel_confusion_matrix,
+    r2_score,
+    root_mean_squared_error,
+)
+
+from electra_fast.finetuning.report.pictures import draw_confusion
+from electra_fast.finetuning.report.report import make_report, write_report
+from electra_fast.finetuning.report.train_overlap import find_duplicates, label_shares
+from electra_fast.finetuning.task import Answer, Split, Task
+from electra_fast.finetuning.tasks.tagging import tag_answer
+
+LABELS = ("a", "b|c", "d$e$", "never")
+CLASSES = Task(name="classification", kind="classification", labels=LABELS, metric="accuracy")
+
+
+def split_of(targets, texts=None, **rest):
+    texts = texts or [(f"text {row}",) for row in range(len(targets))]
+    ids = [f"id-{row}" for row in range(len(texts))]
+    return Split(**{"name": "dev", "path": Path("dev.csv"), "texts": texts, "targets": targets, "ids": ids} | rest)
+
+
+def answered(count=300, seed=0):
+    """Gold classes, predicted ones, and answers whose probabilities mean little."""
+    rng = np.random.default_rng(seed)
+    gold = rng.integers(3, size=count)
+    logits = rng.normal(size=(count, len(LABELS))) + 1.5 * np.eye(len(LABELS))[gold]
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    answers = [
+        {"label": LABELS[row.argmax()], "scores": dict(zip(LABELS, row.tolist(), strict=True))} for row in probabilities
+    ]
+    return gold, probabilities.argmax(1), probabilities.max(1), answers
+
+
+def test_classes_and_confusions_are_those_of_scikit_learn():
+    gold, predicted, _, answers = answered()
+    content = make_report(CLASSES, [(split_of(gold), answers)]).content
+    options = {"labels": range(4), "target_names": LABELS, "output_dict": True, "zero_division": 0.0}
+    theirs = classification_report(gold, predicted, **options)
+    for label, own in content["classes"].items():
+        found = [own["precision"], own["recall"], own["f1"], own["support"]]
+        assert found == pytest.approx(list(theirs[label].values()))
+    for name, own in content["averages"].items():
+        assert list(own.values()) == pytest.approx(list(theirs[f"{name} avg"].values())[:3])
+    matrix = np.diag([own["correct"] for own in content["classes"].values()])
+    for pair in content["confusion"]:
+        matrix[LABELS.index(pair["gold"]), LABELS.index(pair["predicted"])] = pair["count"]
+    np.testing.assert_array_equal(matrix, confusion_matrix(gold, predicted, labels=range(4)))
+    counts = [pair["count"] for pair in content["confusion"]]
+    assert counts == sorted(counts, reverse=True)
+    assert content["scores"]["accuracy"] == {"model": pytest.approx((gold == predicted).mean())}
+
+
+def test_the_calibration_error_is_that_of_its_definition():
+    gold, predicted, confidence, answers = answered()
+    calibration = make_report(CLASSES, [(split_of(gold), answers)]).content["calibration"]
+    expected = 0.0
+    for number in range(15):
+        own = (confidence > number / 15) & (confidence <= (number + 1) / 15)
+        if own.any():
+            expected += own.mean() * abs((gold == predicted)[own].mean() - confidence[own].mean())
+    assert calibration["expected_calibration_error"] == pytest.approx(expected)
+    assert sum(each["count"] for each in calibration["bins"]) == len(gold)
+
+
+def test_the_surest_errors_come_first_with_text_and_columns():
+    gold, predicted, confidence, answers = answered()
+    split = split_of(gold, columns=[{"ticket": row} for row in range(len(gold))])
+    errors = make_report(CLASSES, [(split, answers)]).content["errors"]
+    wrong = np.flatnonzero(gold != predicted)
+    worst = wrong[np.argsort(-confidence[wrong], kind="stable")][:50]
+    assert [error["columns"]["ticket"] for error in errors] == worst.tolist() and len(worst) == 50
+    first = worst[0]
+    assert errors[0] == {
+        "id": f"id-{first}",
+        "text": f"text {first}",
+        "columns": {"ticket": first},
+        "gold": LABELS[gold[first]],
+        "label": LABELS[predicted[first]],
+        "score": confidence[first],
+        "gold_score": answers[first]["scores"][LABELS[gold[first]]],
+    }
+
+
+def test_several_labels_are_counted_as_scikit_learn_does():
+    rng = np.random.default_rng(1)
+    task = Task(name="classification", kind="multi-label", labels=LABELS, metric="f1_micro")
+    gold, scores = rng.integers(2, size=(80, 4)), rng.uniform(size=(80, 4))
+    chosen = scores > 0.6  # a threshold of the model
+    answers = [
+        {"labels": [LABELS[c] for c in np.flatnonzero(own)], "scores": dict(zip(LABELS, row.tolist(), strict=True))}
+        for own, row in zip(chosen, scores, strict=True)
+    ]
+    content = make_report(task, [(split_of(gold.astype(np.float32)), answers)]).content
+    theirs = multilabel_confusion_matrix(gold, chosen)
+    for own, ((_, false_positives), (false_negatives, correct)) in zip(
+        content["classes"].values(), theirs, strict=True
+    ):
+        assert own["correct"] == correct and own["predicted"] == correct + false_positives
+        assert own["support"] == correct + false_negatives
+    assert content["scores"]["accuracy"]["model"] == pytest.approx((gold == chosen).all(1).mean())
+    pairs = {(each["gold"], each["predicted"]): each["count"] for each in content["confusion"]}
+    assert pairs["a", "never"] == ((gold[:, 0] > chosen[:, 0]) & (gold[:, 3] < chosen[:, 3])).sum()
+    surest = content["errors"][0]
+    row, c = int(surest["id"].removeprefix("id-")), LABELS.index(surest["label"])
+    assert surest["is_gold"] == bool(gold[row, c]) != chosen[row, c]
+    assert np.where(chosen, scores, 1 - scores)[gold != chosen].max() == max(surest["score"], 1 - surest["score"])
+
+
+def test_residuals_are_those_of_scikit_learn():
+    rng = np.random.default_rng(2)
+    gold = rng.normal(50, 20, size=120)
+    values = gold + rng.normal(size=120) * 5
+    task = Task(name="regression", kind="regression", metric="spearman")
+    report = make_report(task, [(split_of(gold), [{"value": value} for value in values.tolist()])])
+    found = report.content["residuals"]
+    assert found["mean_absolute_error"] == pytest.approx(mean_absolute_error(gold, values))
+    assert found["root_mean_square_error"] == pytest.approx(root_mean_squared_error(gold, values))
+    assert found["r2"] == pytest.approx(r2_score(gold, values))
+    assert found["quantile_50"] == pytest.approx(np.median(values - gold))
+    worst = np.argsort(-np.abs(values - gold))[:50]
+    assert [error["id"] for error in report.content["errors"]] == [f"id-{row}" for row in worst]
+
+
+TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+GOLD = "B-PER I-PER O B-LOC O B-PER O O B-LOC I-LOC"
+FOUND = "B-PER I-PER O B-PER O O B-LOC O O B-LOC"
+
+
+def tagged(pairs, labels=TAGS, scheme="IOB2"):
+    """Sentences w0 w1 ... with gold and predicted tags, separated by spaces."""
+    task = Task(name="tagging", kind="tagging", labels=labels, metric="f1", scheme=scheme)
+    targets, texts, places, answers = [], [], [], []
+    for gold, found in pairs:
+        ids = [[labels.index(tag) for tag in tags.split()] for tags in (gold, found)]
+        starts = np.arange(len(ids[0])) * 3
+        texts.append((" ".join(f"w{n}" for n in range(len(starts))),))
+        places.append(np.stack((starts, starts + 2), 1))
+        targets.append(np.array(ids[0]))
+        answers.append(tag_answer(texts[-1][0], places[-1], 5 * np.eye(len(labels))[ids[1]], labels, scheme))
+    nested = np.fromiter(targets, dtype=object, count=len(targets))
+    return make_report(task, [(split_of(nested, texts, words=places), answers)]).content
+
+
+def test_entity_types_are_those_of_seqeval_and_partial_matches_those_of_semeval():
+    """One correct, one with another type, one missed, one spurious, and one with its second word alone."""
+    from seqeval.metrics import classification_report as seqeval_report
+
+    content = tagged([(GOLD, FOUND), ("O O", "O O")])
+    theirs = seqeval_report([GOLD.split()], [FOUND.split()], output_dict=True, zero_division=0)
+    for type_, own in content["entity_types"].items():
+        assert [own[name] for name in ("precision", "recall", "f1", "support")] == pytest.approx(
+            [*theirs[type_].values()]
+        )
+    kinds = ("correct", "wrong_span", "wrong_type", "wrong_both", "missed", "spurious")
+    outcomes = {type_: [own[kind] for kind in kinds] for type_, own in content["entity_types"].items()}
+    assert outcomes == {"PER": [1, 0, 0, 0, 1, 0], "LOC": [0, 1, 1, 0, 0, 1]}
+    # Four annotated, four predicted: correct, incorrect, partial, missed, spurious.
+    counts = {"strict": (1, 2, 0, 1, 1), "exact": (2, 1, 0, 1, 1), "partial": (2, 0, 1, 1, 1), "type": (2, 1, 0, 1, 1)}
+    names = ("correct", "incorrect", "partial", "missed", "spurious")
+    assert {scheme: tuple(own[name] for name in names) for scheme, own in content["matching"].items()} == counts
+    assert [content["matching"][scheme]["f1"] for scheme in counts] == pytest.approx([1 / 4, 2 / 4, 2.5 / 4, 2 / 4])
+    assert content["type_confusion"] == [{"gold": "LOC", "predicted": "PER", "count": 1}]
+    (error,) = content["errors"]
+    assert error["missed"] == [
+        {"label": "LOC", "text": "w3"},
+        {"label": "PER", "text": "w5"},
+        {"label": "LOC", "text": "w8 w9"},
+    ]
+    assert [each["text"] for each in error["wrong"]] == ["w3", "w6", "w9"]
+
+
+def test_plain_tags_are_reported_as_classes():
+    content = tagged([("N V", "N V"), ("N N V", "N V N")], ("N", "V"), "none")
+    theirs = classification_report([*"NVNNV"], [*"NVNVN"], output_dict=True)
+    assert content["classes"]["V"]["f1"] == theirs["V"]["f1-score"] and content["scores"]["accuracy"]["model"] == 0.6
+    assert content["errors"][0]["missed"] == [{"label": "N", "text": "w1"}, {"label": "V", "text": "w2"}]
+
+
+def test_questions_are_scored_by_length_and_first_word():
+    context = "The old name of the file is a long list of words in it."
+    asked = [("What file?", "old name"), ("What list?", "long list of words"), ("Where?", ""), ("What is it?", "list")]
+    found = ["name", "long list of words", "old", "words"]
+    targets = np.empty(4, object)
+    targets[:] = [(Answer(text, context.index(text)),) if text else () for _, text in asked]
+    task = Task(name="question-answering", kind="question-answering", metric="f1", has_unanswerable=True)
+    split = split_of(targets, [(question, context) for question, _ in asked])
+    answers = [{"answer": text, "start": context.index(text), "score": 0.5} for text in found]
+    content = make_report(
+        task, [(split, answers)], train=split_of(targets[:2], [("x", context), ("y", context)])
+    ).content
+    assert content["answer_lengths"] == {
+        "1": {"exact_match": 0, "f1": 0, "questions": 1},
+        "2": {"exact_match": 0, "f1": pytest.approx(2 / 3), "questions": 1},
+        "3-4": {"exact_match": 1, "f1": 1, "questions": 1},
+        "no answer": {"exact_match": 0, "f1": 0, "questions": 1},
+    }
+    assert content["first_words"]["what"]["questions"] == 3 and content["first_words"]["other"]["questions"] == 1
+    scores = {name: own["model"] for name, own in content["scores"].items()}
+    assert scores["f1"] == pytest.approx(5 / 12) and scores["no_answer_accuracy"] == 0
+    assert [error["id"] for error in content["errors"]] == ["id-2", "id-3", "id-0"]
+    assert content["errors"][0]["gold"] == [] and "old name" in content["errors"][2]["context"]
+    assert content["label_shares"]["no answer"] == {"train": 0.0, "dev": 0.25, "difference": 0.25}
+
+
+def test_parts_are_reported_together_without_unlabelled_examples():
+    gold, _, _, answers = answered(20)
+    whole = make_report(CLASSES, [(split_of(gold), answers)])
+    first, second = split_of(gold[:7]), split_of(np.append(gold[7:], -1))
+    second = dataclasses.replace(
+        second, texts=[(f"text {row}",) for row in range(7, 21)], ids=[f"id-{n}" for n in range(7, 21)]
+    )
+    parts = make_report(CLASSES, [(first, answers[:7]), (second, [*answers[7:], answers[0]])])
+    assert parts.content == whole.content
+
+
+def test_duplicates_are_found_and_scores_given_without_them():
+    words = "one two three four five six seven eight nine ten".split()
+    near = " ".join([*words[:9], "other"])  # 9 of 11 words
+    train = split_of(np.zeros(4, int), [("A  text, here!",), (" ".join(words),), ("你好 世界",), ("!?",)])
+    texts = [("a text here",), (near,), (" ".join([*words[:8], "x", "y"]),), ("你好世界",), ("!?",), ("a text",)]
+    found = find_duplicates(train, split_of(np.zeros(6, int), texts))
+    assert [(each.row, each.train_row, each.is_exact) for each in found] == [(0, 0, True), (1, 1, False), (3, 2, True)]
+    assert found[1].jaccard == 9 / 11
+    answers = [{"label": "a", "scores": {"a": 0.9, "b|c": 0.1}}] * 6
+    split = split_of(np.array([0, 0, 1, 0, 0, 1]), texts)
+    content = make_report(CLASSES, [(split, answers)], train=train, baselines={"majority": {"accuracy": 0.5}}).content
+    duplicates = content["duplicates"]
+    assert (duplicates["exact"], duplicates["near"]) == (2, 1)
+    assert duplicates["scores"]["accuracy"] == {"all": pytest.approx(4 / 6), "without_duplicates": pytest.approx(1 / 3)}
+    assert duplicates["examples"][1]["train_text"] == " ".join(words)
+    assert content["scores"]["accuracy"]["majority"] == 0.5
+
+
+def test_near_duplicates_are_all_that_a_comparison_of_all_pairs_finds():
+    rng = np.random.default_rng(3)
+    texts = [(" ".join(f"w{n}" for n in rng.zipf(1.2, rng.integers(1, 12)) % 15),) for _ in range(400)]
+    train, dev = split_of(np.zeros(300), texts[:300]), split_of(np.zeros(100), texts[300:])
+    found = {each.row: each.jaccard for each in find_duplicates(train, dev) if not each.is_exact}
+    best = {}
+    for row, (text,) in enumerate(dev.texts):
+        own = {*text.split()}
+        jaccard = max(len(own & {*other.split()}) / len(own | {*other.split()}) for (other,) in train.texts)
+        if jaccard >= 0.8 and (text,) not in train.texts:
+            best[row] = jaccard
+    assert found == best and len(best) > 10
+
+
+def test_label_shares_begin_with_the_largest_difference():
+    shares = label_shares({"a": 80, "b": 20}, {"a": 1, "c": 1})
+    assert list(shares) == ["c", "a", "b"] and shares["b"] == {"train": 0.2, "dev": 0.0, "difference": -0.2}
+
+
+def test_it_is_written_twice_with_the_same_bytes(tmp_path):
+    task = dataclasses.replace(CLASSES, labels=("类 0", *LABELS[1:3]))  # the font lacks the character
+    answers = [{"label": task.labels[n % 3], "scores": {task.labels[n % 3]: 0.9}} for n in range(30)]
+    texts = [(f"a | line\nand <b>another {n}</b>" + " long" * 100,) for n in range(30)]
+    split = split_of(answered(30)[0], texts)
+    found = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_report(tmp_path / name, make_report(task, [(split, answers)], train=split_of(split.targets)))
+        found.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert found[0] == found[1] and found[0].keys() == {"report.json", "report.md", "confusion.png", "calibration.png"}
+    text = found[0]["report.md"].decode()
+    assert "![Confusion](confusion.png)" in text and "a \\| line and &lt;b>another" in text
+    assert max(map(len, text.split("\n"))) < 600
+    assert json.loads(found[0]["report.json"])["errors"][0]["text"].endswith(" long" * 100)
+
+
+def test_a_matrix_of_many_classes_names_those_with_most_errors():
+    from matplotlib.figure import Figure
+
+    counts = np.diag(np.full(60, 5))
+    counts[50, 51] = 7
+    figure = Figure()
+    draw_confusion(figure, [f"class {n}" for n in range(60)], counts)
+    whole, named = figure.axes
+    assert whole.images[0].get_array().shape == (60, 60) and named.images[0].get_array().shape == (40, 40)
+    assert {"class 50", "class 51"} < {text.get_text() for text in named.get_yticklabels()}
+    assert "7" in {text.get_text() for text in named.texts}
