@@ -157,6 +157,10 @@ def test_multi_label(encoder, tmp_path, write_rows):
             expected = f1_score(truth, chosen, average=average, zero_division=0)
             assert run[f"f1_{average}{scores}"] == pytest.approx(expected)
     assert run["f1_macro"] > run["f1_macro_at_half"]
+    written = [
+        json.loads(line)["labels"] for line in (folder.parent / "predictions.dev.jsonl").read_text().splitlines()
+    ]
+    assert written == [answer["labels"] for answer in model.predict([row["text"] for row in rows])]
 
 
 @pytest.mark.parametrize(("architecture", "head"), [("bert", "google"), ("modern", "hf")])

@@ -186,14 +186,16 @@ class SequenceType(TaskType):
         targets, logits = _labelled(split, outputs)
         return fit_temperature(logits, targets)
 
-    def write_predictions(self, stem: Path, task: Task, split: Split, features: Features, outputs: Any) -> None:
+    def write_predictions(
+        self, stem: Path, task: Task, split: Split, features: Features, outputs: Any, settings: Mapping[str, Any]
+    ) -> None:
         """Writes STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
         if task.name in glue.TASKS:
             glue.write_submission(
                 stem.with_name(f"{stem.name}.tsv"), task, split, finite(self._in_units(task, outputs))
             )
         else:
-            super().write_predictions(stem, task, split, features, outputs)
+            super().write_predictions(stem, task, split, features, outputs, settings)
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
         """Takes texts, or pairs of texts."""
@@ -386,6 +388,13 @@ class MultiLabel(SequenceType):
 
     def _predicted(self, task: Task) -> str:
         return f"any of {', '.join(task.labels)}"
+
+    def usage(self, task: Task, class_name: str, command: str) -> str:
+        """Returns also where the thresholds are."""
+        thresholds = (
+            "A label is chosen if its probability is above its threshold in config.json, which a pipeline ignores."
+        )
+        return f"{super().usage(task, class_name, command)}\n\n{thresholds}"
 
 
 class Regression(SequenceType):

@@ -160,6 +160,7 @@ class QuestionAnswering(TaskType):
         split: Split,
         features: SpanFeatures,
         outputs: list[Reading],
+        settings: Mapping[str, Any],
     ) -> None:
         """Writes the official scorer's files: STEM.json with the best text per question, and the odds of no answer."""
         _write(stem.with_name(f"{stem.name}.json"), _texts(split, outputs))

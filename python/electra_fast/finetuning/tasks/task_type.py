@@ -143,9 +143,11 @@ class TaskType(ExampleReader):
         """Returns a line for the user if the model has learned nothing, else None."""
         return None
 
-    def write_predictions(self, stem: Path, task: Task, split: Split, features: Any, outputs: Any) -> None:
+    def write_predictions(
+        self, stem: Path, task: Task, split: Split, features: Any, outputs: Any, settings: Mapping[str, Any]
+    ) -> None:
         """Writes a split's predictions to files that begin with `stem`: here STEM.jsonl, an answer per line."""
-        found = zip(split.ids, self.answers(task, split, features, outputs, {}), strict=True)
+        found = zip(split.ids, self.answers(task, split, features, outputs, settings), strict=True)
         lines = (json_text({"id": example} | answer) for example, answer in found)
         replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
 

@@ -102,11 +102,13 @@ def predict_splits(
         features, scores = job.splits[split.name], dict[str, float]()
         if (outputs := (known or {}).get(split.name)) is None:
             outputs = job.task_type.predict(model, features, job.config, job.work.compute, check_stop)
-        job.task_type.write_predictions(folder / f"predictions.{split.name}", job.task, split, features, outputs)
         if split.targets is not None:
             earlier = scored.get(dev.name, {}).get("scores", {})
             scores = job.task_type.scores(job.task, split, features, outputs, earlier)
         scored[split.name] = {"content": job.predicted[split.name], "scores": scores}
+        settings = job.task_type.settings(job.config, job.task, scored[dev.name]["scores"])
+        stem = folder / f"predictions.{split.name}"
+        job.task_type.write_predictions(stem, job.task, split, features, outputs, settings)
         if split.name == dev.name:
             warning = job.task_type.warning(job.task, outputs)
     return warning
