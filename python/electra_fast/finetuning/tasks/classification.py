@@ -391,9 +391,7 @@ class MultiLabel(SequenceType):
 
     def usage(self, task: Task, class_name: str, command: str) -> str:
         """Returns also where the thresholds are."""
-        thresholds = (
-            "A label is chosen if its probability is above its threshold in config.json, which a pipeline ignores."
-        )
+        thresholds = "A label is chosen above its threshold in config.json, which a pipeline ignores."
         return f"{super().usage(task, class_name, command)}\n\n{thresholds}"
 
 
