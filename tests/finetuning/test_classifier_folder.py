@@ -157,6 +157,10 @@ def test_multi_label(encoder, tmp_path, write_rows):
             expected = f1_score(truth, chosen, average=average, zero_division=0)
             assert run[f"f1_{average}{scores}"] == pytest.approx(expected)
     assert run["f1_macro"] > run["f1_macro_at_half"]
+    written = [
+        json.loads(line)["labels"] for line in (folder.parent / "predictions.dev.jsonl").read_text().splitlines()
+    ]
+    assert written == [answer["labels"] for answer in model.predict([row["text"] for row in rows])]
 
 
 @pytest.mark.parametrize(("architecture", "head"), [("bert", "google"), ("modern", "hf")])
@@ -182,8 +186,6 @@ def test_only_the_best_labels(sst2):
         assert best == {"label": whole["label"], "scores": {whole["label"]: max(whole["scores"].values())}}
     ranked = model.predict(SENTENCES, top_k=500)
     assert all([*each["scores"].values()] == sorted(each["scores"].values(), reverse=True) for each in ranked)
-    with pytest.raises(InputError, match="top_k is 0; it must be at least 1"):
-        model.predict(SENTENCES, top_k=0)
     with pytest.raises(InputError, match="--threshold is not for classification"):
         model.predict(SENTENCES, threshold=0.3)
 
@@ -248,6 +250,7 @@ def test_predict_streams_in_the_order_of_the_input(classifier, tmp_path):
         ("rows.csv", "body,a\nx,1\ny\nz,2,3\n", ["--skip-bad-rows", "1"], "line 4: found 3 fields"),
         ("rows.jsonl", '{"body": null}\n', [], "line 1: 'body' is null, not text"),
         ("rows.doc", "x", [], "unknown extension"),
+        ("rows.txt", "a\n", ["--top-k", "0"], "top_k is 0; it must be at least 1"),
     ],
 )
 def test_predict_names_a_mistake_in_one_line(classifier, tmp_path, name, content, flags, message):

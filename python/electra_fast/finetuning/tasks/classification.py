@@ -419,6 +419,11 @@ class MultiLabel(SequenceType):
     def _predicted(self, task: Task) -> str:
         return f"any of {', '.join(task.labels)}"
 
+    def usage(self, task: Task, class_name: str, command: str) -> str:
+        """Returns also where the thresholds are."""
+        thresholds = "A label is chosen above its threshold in config.json, which a pipeline ignores."
+        return f"{super().usage(task, class_name, command)}\n\n{thresholds}"
+
 
 class Regression(SequenceType):
     """A value per example, trained as (value - task.shift) / task.scale; targets are float64 [n]."""

@@ -344,7 +344,8 @@ class SeedRun:
     def _calibrate(self, check_stop: Callable[[], None]) -> float:
         """Divides the logits by the temperature that fits the first validation split, which it returns."""
         job, (dev, *_) = self.job, self.job.data.dev
-        outputs = job.task_type.predict(self.model, job.splits[dev.name], job.config, job.work.compute, check_stop)
+        if (outputs := self._outputs.get(dev.name)) is None:
+            outputs = job.task_type.predict(self.model, job.splits[dev.name], job.config, job.work.compute, check_stop)
         temperature = job.task_type.temperature(dev, outputs)
         with torch.no_grad():
             for parameter in cast(torch.nn.Module, self.model.head.classifier).parameters():
