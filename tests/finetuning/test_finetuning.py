@@ -224,7 +224,7 @@ def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path, mo
 
 
 def trained_by(job, num_processes, order):
-    """Losses and parameters after the steps of `order`, by one process or several."""
+    """Losses and parameters after the steps of `order`, by one process or several; the latter evaluate after each."""
     torch.set_num_threads(2)
     try:
         model, losses = job.work.model(), []
@@ -236,6 +236,8 @@ def trained_by(job, num_processes, order):
             parts = batches.pack(job.examples, chosen, num_processes)
             loss, _ = step(job.training_set.batch(parts, chosen, "mean", 0), number, 1.0)
             losses.append(float(loss))
+            if num_processes > 1:
+                job.task_type.predict(model, job.splits["dev"], job.config, job.work.compute)
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
         step.close()
     finally:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from tiny_task import QUICK, write_sst2
 
 import electra_fast as ef
+from electra_fast import progress
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.json_files import JsonLines, read_object, read_records
@@ -186,10 +187,13 @@ def test_what_a_callback_raises_passes_through_after_a_checkpoint(reference, tra
     assert [each for each in found if "accuracy" in each] == [each for each in named if "accuracy" in each]
 
 
-def test_patience_ends_training_and_says_so(train, tmp_path):
+def test_patience_ends_training_and_says_so(train, tmp_path, monkeypatch, capsys):
     """At a rate of nearly 0, all scores are equal."""
     settings = SETTINGS | {"finetune.learning_rate": "1e-12", "finetune.patience": "2"}
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     result, log, *_ = train(tmp_path, settings=settings)
+    said = capsys.readouterr().err
+    assert f"  best accuracy {result['accuracy']:.4f} at 2  " in said and "(step 2, stopped at 6, " in said
     assert (result["best_step"], result["stopped_step"]) == (2, 6)
     assert [each["step"] for each in log if "accuracy" in each] == [2, 4, 6]
     card = (tmp_path / "sst2/seed-0/model/README.md").read_text()
