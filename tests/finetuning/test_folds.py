@@ -4,12 +4,14 @@ import json
 import shutil
 import statistics
 from collections import Counter
+from operator import attrgetter
 from unittest.mock import Mock
 
 import in_process
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from tiny_reading import articles, flags, write_conll
 from tiny_task import QUICK, sentences
 
@@ -91,9 +93,18 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
     assert found["means"]["accuracy"] == pytest.approx(np.mean(scores))
     assert found["deviations"]["accuracy"] == pytest.approx(statistics.stdev(scores))
     assert f"classification: mean accuracy {np.mean(scores):.4f} ± " in run.stderr
-    assert {path.name for path in (out / "classification").iterdir()} == {
-        *(f"fold-{n}" for n in range(3)),
-        "curves.png",
+    folder, predicted = out / "classification", []
+    for number in range(3):
+        lines = (folder / f"fold-{number}/seed-0/predictions.dev.jsonl").read_text().splitlines()
+        predicted += [json.loads(line) for line in lines]
+    assert len({each["id"] for each in predicted}) == len(predicted) == 57
+    gold, labels = ([each[name] for each in predicted] for name in ("gold", "label"))
+    expected = {"accuracy": accuracy_score(gold, labels), "f1_macro": f1_score(gold, labels, average="macro")}
+    expected["matthews"] = matthews_corrcoef(gold, labels)
+    assert found["out_of_fold"] == pytest.approx(expected)
+    assert json.loads((out / "results.json").read_text())["classification"] == found
+    assert {*(f"fold-{number}" for number in range(3)), "curves.png", "report.md"} < {
+        *map(attrgetter("name"), folder.iterdir())
     }
     with pytest.raises(InputError, match="other files; choose another folder"):
         ef.finetune("classification", model=encoder_folder, train=path, out=out, overrides=QUICK)

@@ -239,14 +239,17 @@ def _train_all(groups: Sequence[_Group], out: Path, earlier: Results, callbacks:
                     results[group.name] = _summary(group, runs)
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             found = results[group.name]
-            if len(found["runs"]) > 1 or group.twins:
-                progress.say(_summary_text(group, found))
-            _draw_curves(group)
             seed = _median_seed(found)
-            if not group.has_folds:
+            scores = _report_on(group, seed, found)
+            if group.has_folds:
+                found["out_of_fold"] = scores
+                replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
+            else:
                 (job,) = group.jobs
                 copy_submissions(out, job.folder, job.data, seed)
-            _report_on(group, seed, found)
+            _draw_curves(group)
+            if len(found["runs"]) > 1 or group.twins:
+                progress.say(_summary_text(group, found))
             progress.say(f"{group.name}: report on seed {seed}: {group.folder / 'report.md'}")
     return results
 
@@ -320,11 +323,11 @@ def _summary(group: _Group, found: Sequence[dict[str, Any] | None]) -> dict[str,
     ]
     twins = [scores_of(run) for run in found[num_runs:] if run is not None]
     scores = [run[job.task.metric] for run in runs]
-    by_name = {name: [run[name] for run in runs] for name in scores_of(runs[0])}
+    by_name = _by_name([scores_of(run) for run in runs])
     across_folds = {}
     if group.has_folds and len(runs) == num_runs:
         across_folds = {
-            "means": {name: statistics.mean(each) for name, each in by_name.items()},
+            "means": _means(by_name),
             "deviations": {name: statistics.stdev(each) for name, each in by_name.items()},
         }
     return {
@@ -334,16 +337,21 @@ def _summary(group: _Group, found: Sequence[dict[str, Any] | None]) -> dict[str,
         "min": min(scores),
         "max": max(scores),
         **across_folds,
-        "majority": _means([each.majority for each in group.jobs]),
-        **({"untrained": _means(twins)} if twins else {}),
+        "majority": _means(_by_name([each.majority for each in group.jobs])),
+        **({"untrained": _means(_by_name(twins))} if twins else {}),
         **({"absent_classes": job.absent} if job.absent else {}),
         "runs": [{name: value for name, value in run.items() if name != "splits"} for run in runs],
         "seconds": round(sum(run["seconds"] for run in found if run is not None), 3),
     }
 
 
-def _means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.mean(each[name] for each in scores) for name in scores[0]}
+def _by_name(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Returns the scores that all have; a type of entities may be missing from a fold."""
+    return {name: [each[name] for each in scores] for name in scores[0] if all(name in each for each in scores)}
+
+
+def _means(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.mean(each) for name, each in scores.items()}
 
 
 def _draw_curves(group: _Group) -> None:
@@ -351,7 +359,7 @@ def _draw_curves(group: _Group) -> None:
 
     logs, chosen = {}, {}
     for job, seed in group.planned:
-        folder, name = job.folder / f"seed-{seed}", job.part or f"seed {seed}"
+        folder, name = job.folder / f"seed-{seed}", " ".join(filter(None, (job.part, f"seed {seed}")))
         if records := read_records(folder / "metrics.jsonl"):
             logs[name] = records
             chosen[name] = read_object(folder / RESULT).get("best_step", records[-1]["step"])
@@ -370,8 +378,8 @@ def _median_seed(found: Mapping[str, Any]) -> int:
     return min(means, key=lambda seed: abs(means[seed] - statistics.median(means.values())))
 
 
-def _report_on(group: _Group, seed: int, found: Mapping[str, Any]) -> None:
-    """Writes the report on a seed's predictions of the first validation split, or of those of all folds."""
+def _report_on(group: _Group, seed: int, found: Mapping[str, Any]) -> dict[str, float]:
+    """Writes the report on a seed's predictions of the first validation split or of all folds'; returns its scores."""
     parts = []
     for job in group.jobs:
         dev, *_ = job.data.dev
@@ -379,7 +387,9 @@ def _report_on(group: _Group, seed: int, found: Mapping[str, Any]) -> None:
         parts.append((dev, [json.loads(line) for line in text.split("\n")[:-1]]))
     train = None if group.has_folds else group.jobs[0].data.train
     baselines = {name: found.get(name, {}) for name in ("majority", "untrained")}
-    write_report(group.folder, make_report(group.jobs[0].task, parts, train=train, baselines=baselines))
+    report = make_report(group.jobs[0].task, parts, train=train, baselines=baselines)
+    write_report(group.folder, report)
+    return scores_of({name: each["model"] for name, each in report.content["scores"].items()})
 
 
 def _summary_text(group: _Group, found: Mapping[str, Any]) -> str:
@@ -388,10 +398,12 @@ def _summary_text(group: _Group, found: Mapping[str, Any]) -> str:
         f"{name} {found[name][metric]:.4f}" for name in ("majority", "untrained") if metric in found.get(name, ())
     ]
     beside = f" ({', '.join(besides)})" if besides else ""
-    centre, kind = f"median {metric} {found['median']:.4f}", "seeds"
+    centre, kind, together = f"median {metric} {found['median']:.4f}", "seeds", ""
     if group.has_folds:
         centre, kind = f"mean {metric} {found['means'][metric]:.4f} ± {found['deviations'][metric]:.4f}", "folds"
-    return f"{group.name}: {centre}{beside} of {len(found['runs'])} {kind}, {found['min']:.4f} to {found['max']:.4f}"
+        together = f"; of all out-of-fold predictions together {found['out_of_fold'][metric]:.4f}"
+    spread = f"{found['min']:.4f} to {found['max']:.4f}"
+    return f"{group.name}: {centre}{beside} of {len(found['runs'])} {kind}, {spread}{together}"
 
 
 def print_table(results: Results) -> None:
