@@ -398,12 +398,13 @@ def _summary_text(group: _Group, found: Mapping[str, Any]) -> str:
         f"{name} {found[name][metric]:.4f}" for name in ("majority", "untrained") if metric in found.get(name, ())
     ]
     beside = f" ({', '.join(besides)})" if besides else ""
-    centre, kind, together = f"median {metric} {found['median']:.4f}", "seeds", ""
+    centre, runs, together = f"median {metric} {found['median']:.4f}", f"{group.seeds} seeds", ""
     if group.has_folds:
-        centre, kind = f"mean {metric} {found['means'][metric]:.4f} ± {found['deviations'][metric]:.4f}", "folds"
+        centre = f"mean {metric} {found['means'][metric]:.4f} ± {found['deviations'][metric]:.4f}"
+        runs = f"{len(group.jobs)} folds" + (f" with {runs} each" if group.seeds > 1 else "")
         together = f"; of all out-of-fold predictions together {found['out_of_fold'][metric]:.4f}"
     spread = f"{found['min']:.4f} to {found['max']:.4f}"
-    return f"{group.name}: {centre}{beside} of {len(found['runs'])} {kind}, {spread}{together}"
+    return f"{group.name}: {centre}{beside} of {runs}, {spread}{together}"
 
 
 def print_table(results: Results) -> None:
