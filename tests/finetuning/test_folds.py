@@ -91,10 +91,17 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
     assert found["means"]["accuracy"] == pytest.approx(np.mean(scores))
     assert found["deviations"]["accuracy"] == pytest.approx(statistics.stdev(scores))
     assert f"classification: mean accuracy {np.mean(scores):.4f} ± " in run.stderr
-    assert {path.name for path in (out / "classification").iterdir()} == {
-        *(f"fold-{n}" for n in range(3)),
-        "curves.png",
-    }
+    names = {"curves.png", "confusion.png", "calibration.png", "report.md", "report.json"}
+    assert {path.name for path in (out / "classification").iterdir()} == names | {f"fold-{n}" for n in range(3)}
+    report = json.loads((out / "classification" / "report.json").read_text())
+    lines = [
+        json.loads(line)
+        for n in range(3)
+        for line in (out / f"classification/fold-{n}/seed-0/predictions.dev.jsonl").read_text().splitlines()
+    ]
+    assert report["examples"] == len(lines) == len(path.read_text().splitlines())
+    accuracy = np.mean([line["label"] == line["gold"] for line in lines])
+    assert report["scores"]["accuracy"]["model"] == pytest.approx(accuracy)
     with pytest.raises(InputError, match="other files; choose another folder"):
         ef.finetune("classification", model=encoder_folder, train=path, out=out, overrides=QUICK)
     with pytest.raises(InputError, match="fold-0: was made with other examples of train"):

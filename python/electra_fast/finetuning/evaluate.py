@@ -27,11 +27,10 @@ _TUPLES = ("text", "label", "labels", "label_map")
 def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
     """Evaluates a model; what it is decides how.
 
-    A fine-tuned model predicts labelled examples, a file or a table in memory as for `finetune`, and its report is
-    returned: `{"task", "kind", "examples",
-    "scores": {name: {"model": x, "majority": x}}, ...}`, with sections by task (classes, confusion, calibration,
-    entity_types, matching, residuals, answer_lengths, ...) and `errors`, the worst ones. `majority` has the scores of
-    the file's own most frequent label. Its options:
+    A fine-tuned model predicts labelled examples, in a file or in memory as for `finetune`, and the report on them is
+    returned: `{"task", "kind", "examples", "scores": {name: {"model": x, "majority": x}}, ...}`, with sections by task
+    (classes, confusion, calibration, entity_types, matching, residuals, answer_lengths, ...) and `errors`, the worst
+    ones. `majority` has the scores of the data's own most frequent label. The options:
 
         out: A folder for report.json, report.md, their pictures and predictions.jsonl.
         precision: As for `load_finetuned`.
@@ -61,9 +60,8 @@ def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
     _refuse(options, own, f"for pre-trained models, and {source} is fine-tuned")
     if isinstance(data, list) and all(isinstance(each, str) for each in data):
         raise InputError(f"{source}: a fine-tuned model is evaluated on one file; give --data once")
-    return evaluate_file(
-        source, Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data), **options
-    )
+    file = Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data)
+    return evaluate_file(source, file, **options)
 
 
 def evaluate_file(
