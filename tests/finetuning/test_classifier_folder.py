@@ -130,8 +130,9 @@ def test_regression_gives_values_in_the_units_of_the_data(encoder, tmp_path):
 
 def test_multi_label(encoder, tmp_path, write_rows):
     rows = [{"text": f"value {i}", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(80)]
-    train, out, overrides = write_rows(rows), tmp_path / "out", QUICK | {"finetune.class_weights": "c=2"}
-    results = ef.finetune("classification", model=encoder, train=train, dev=train, out=out, overrides=overrides)
+    other = write_rows([row | {"text": f"{row['text']} of"} for row in rows], "train.jsonl")
+    dev, out, overrides = write_rows(rows, "dev.jsonl"), tmp_path / "out", QUICK | {"finetune.class_weights": "c=2"}
+    results = ef.finetune("classification", model=encoder, train=other, dev=dev, out=out, overrides=overrides)
     folder = out / "classification" / "seed-0" / "model"
     config = json.loads((folder / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"

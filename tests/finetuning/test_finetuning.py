@@ -81,10 +81,15 @@ def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_fo
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     kept = {path: path.stat().st_mtime_ns for path in copy.glob("*/seed-*/model/model.safetensors")}
+    for path in copy.glob("*/report.*"):
+        path.unlink()  # as after a kill before they were written
     again = in_process.run(*command(encoder_folder, glue_folder, copy, "--json"))
     assert again.returncode == 0 and json.loads(again.stdout) == results
     assert "from an earlier session" in again.stderr
     assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    reports = {path: (out / path.relative_to(copy)).read_bytes() for path in copy.glob("*/*.*") if path.is_file()}
+    assert {"report.json", "report.md", "confusion.png"} <= {path.name for path in reports}
+    assert reports == {path: path.read_bytes() for path in reports}
     more = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=copy, seeds=3, overrides=QUICK)
     assert more["sst2"]["runs"][:2] == results["sst2"]["runs"] and len(more["sst2"]["runs"]) == 3
     assert json.loads((copy / "results.json").read_text())["mrpc"] == results["mrpc"]  # another task's are kept

@@ -107,10 +107,11 @@ def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, arguments,
 )
 @pytest.mark.parametrize(("key", "value"), [("class_weights", "balanced"), ("calibrate", True)])
 def test_what_needs_classes_is_refused_for_other_tasks(encoder_folder, tmp_path, task, row, key, value):
-    rows = [row | {"context": f"b {number}", "score": number} for number in range(4)]
+    texts = {name: "b" for name in row if name in ("text", "question")}
+    rows = [row | {name: f"{text} {number}" for name, text in texts.items()} | {"score": number} for number in range(8)]
     options = {"model": encoder_folder, "out": tmp_path / "out", "overrides": QUICK | {f"finetune.{key}": value}}
     with pytest.raises(InputError, match=f"finetune.{key} = .* needs classes, which {task} does not predict"):
-        ef.finetune(task, train=rows, dev=rows, **options)
+        ef.finetune(task, train=rows[:4], dev=rows[4:], **options)
 
 
 def test_a_folder_without_tasks_is_no_success(encoder_folder, tmp_path):

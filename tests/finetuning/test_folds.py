@@ -103,9 +103,12 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
     expected["matthews"] = matthews_corrcoef(gold, labels)
     assert found["out_of_fold"] == pytest.approx(expected)
     assert json.loads((out / "results.json").read_text())["classification"] == found
-    assert {*(f"fold-{number}" for number in range(3)), "curves.png", "report.md"} < {
-        *map(attrgetter("name"), folder.iterdir())
-    }
+    report = json.loads((folder / "report.json").read_text())
+    assert report["examples"] == 57
+    assert {name: each["model"] for name, each in report["scores"].items()} == pytest.approx(expected)
+    pictures = {"curves.png", "confusion.png", "calibration.png"}
+    folds = {f"fold-{number}" for number in range(3)}
+    assert {path.name for path in folder.iterdir()} == {"report.md", "report.json", *pictures, *folds}
     with pytest.raises(InputError, match="other files; choose another folder"):
         ef.finetune("classification", model=encoder_folder, train=path, out=out, overrides=QUICK)
     with pytest.raises(InputError, match="fold-0: was made with other examples of train"):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from electra_fast.data.mixture import Corpora
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.model_folder import is_finetuned
 from electra_fast.finetuning.predict import load_finetuned
 from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -24,13 +24,13 @@ _FLAGS = {"max_batches": "--batches"}
 _TUPLES = ("text", "label", "labels", "label_map")
 
 
-def evaluate(source: str | Path, data: Corpora, **options: Any) -> dict[str, Any]:
+def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
     """Evaluates a model; what it is decides how.
 
-    A fine-tuned model predicts a file of labelled examples, and its report is returned: `{"task", "kind", "examples",
-    "scores": {name: {"model": x, "majority": x}}, ...}`, with sections by task (classes, confusion, calibration,
-    entity_types, matching, residuals, answer_lengths, ...) and `errors`, the worst ones. `majority` has the scores of
-    the file's own most frequent label. Its options:
+    A fine-tuned model predicts labelled examples, in a file or in memory as for `finetune`, and the report on them is
+    returned: `{"task", "kind", "examples", "scores": {name: {"model": x, "majority": x}}, ...}`, with sections by task
+    (classes, confusion, calibration, entity_types, matching, residuals, answer_lengths, ...) and `errors`, the worst
+    ones. `majority` has the scores of the data's own most frequent label. The options:
 
         out: A folder for report.json, report.md, their pictures and predictions.jsonl.
         precision: As for `load_finetuned`.
@@ -49,9 +49,8 @@ def evaluate(source: str | Path, data: Corpora, **options: Any) -> dict[str, Any
     unknown = next((name for name in options if name not in own | others), None)
     if unknown is not None:
         raise TypeError(f"evaluate() got an unexpected keyword argument {unknown!r}")
-    is_file = isinstance(data, str | Path) and Path(data).is_file()
     if not is_finetuned(Path(source)):
-        if is_file and Path(source).exists():
+        if isinstance(data, str | Path) and Path(data).is_file() and Path(source).exists():
             raise InputError(
                 f"{source}: not fine-tuned, so it cannot predict the labels of {data}; name a fine-tuned model, as "
                 f"DIR/TASK/seed-0/model, or fine-tune this one with `electra-fast finetune --model {source}`"
@@ -59,9 +58,10 @@ def evaluate(source: str | Path, data: Corpora, **options: Any) -> dict[str, Any
         _refuse(options, others, f"for fine-tuned models, and {source} is not one")
         return pretrained.evaluate(source, data, **options)
     _refuse(options, own, f"for pre-trained models, and {source} is fine-tuned")
-    if not isinstance(data, str | Path):
+    if isinstance(data, list) and all(isinstance(each, str) for each in data):
         raise InputError(f"{source}: a fine-tuned model is evaluated on one file; give --data once")
-    return evaluate_file(source, Path(data), **options)
+    file = Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data)
+    return evaluate_file(source, file, **options)
 
 
 def evaluate_file(

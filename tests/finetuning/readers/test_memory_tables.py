@@ -157,7 +157,7 @@ def rows(datasets):
 def test_a_table_in_memory_opens_no_file_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()
-    table = MemoryTable.of("train", [{"text": "a", "label": "b"}, {"text": "c", "label": "d"}] * 4)
+    table = MemoryTable.of("train", [{"text": f"a {number}", "label": "bd"[number % 2]} for number in range(8)])
     assert len(read_tasks("classification", None, {"train": table}, {})[0].train.texts) == 6
     with pytest.raises(TypeError):
         open(table)

@@ -179,8 +179,9 @@ def test_a_list_of_words_is_a_row_and_other_columns_pass_through(tagger, tmp_pat
 
 def test_weights_of_tags_and_of_types(tiny_vocab):
     rows = [{"tokens": ["the", "class", "value"], "tags": tags} for tags in (["B-X", "I-X", "O"], ["B-Y", "O", "O"])]
-    table = MemoryTable.of("train", rows)
-    (data,) = read_tasks("tagging", None, {"train": table, "dev": table}, {})
+    others = [row | {"tokens": ["a", "b", "c"]} for row in rows]
+    tables = {"train": MemoryTable.of("train", rows), "dev": MemoryTable.of("dev", others)}
+    (data,) = read_tasks("tagging", None, tables, {})
     assert data.task.labels == ("O", "B-X", "I-X", "B-Y", "I-Y")
     for text, expected in (
         ("none", [1, 1, 1, 1, 1, 1]),

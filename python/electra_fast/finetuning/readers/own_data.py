@@ -224,6 +224,9 @@ def read_labelled(
     has_classes, mapping, bad = task.kind != "regression", parse_mapping(label_map), BadRows(skip_bad_rows)
     _check_options("classification" if has_classes else "regression", label, (), label_separator, mapping)
     file = _read_file("data", path, available, text, label, [], quoting, bad, has_others=True)
+    names = class_names(path).get(label[0], ()) if has_classes and len(label) == 1 else ()
+    if not {*names}.isdisjoint(task.labels):  # else the model was trained on the numbers
+        file.name_classes(names)
     if not has_classes:
         _read_rows(file, _number, bad)
     else:

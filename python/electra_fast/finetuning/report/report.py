@@ -141,10 +141,14 @@ def _duplicates(task: Task, train: Split, split: Split, answers: Sequence[Predic
 
 
 def write_report(folder: Path, report: Findings) -> None:
-    """Writes report.json, report.md and a picture per section that has one; each file is replaced at once."""
+    """Writes report.json, report.md and a picture per section that has one; each file is replaced at once.
+
+    report.md shows also curves.png, if it is there.
+    """
     for name, draw in report.pictures.items():
         replace_file(folder / f"{name}.png", _picture(draw))
-    replace_file(folder / "report.md", "\n".join(_markdown(report)) + "\n")
+    curves = ["\n## Training\n\n![Training](curves.png)"] if (folder / "curves.png").exists() else []
+    replace_file(folder / "report.md", "\n".join([*_markdown(report), *curves]) + "\n")
     replace_file(folder / "report.json", json.dumps(report.content, ensure_ascii=False, indent=1) + "\n")
 
 
