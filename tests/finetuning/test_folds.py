@@ -4,7 +4,6 @@ import json
 import shutil
 import statistics
 from collections import Counter
-from operator import attrgetter
 from unittest.mock import Mock
 
 import in_process
