@@ -240,6 +240,7 @@ def _train_all(groups: Sequence[_Group], out: Path, earlier: Results, callbacks:
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             found = results[group.name]
             seed = _median_seed(found)
+            _draw_curves(group)  # before the report, which shows them
             scores = _report_on(group, seed, found)
             if group.has_folds:
                 found["out_of_fold"] = scores
@@ -247,7 +248,6 @@ def _train_all(groups: Sequence[_Group], out: Path, earlier: Results, callbacks:
             else:
                 (job,) = group.jobs
                 copy_submissions(out, job.folder, job.data, seed)
-            _draw_curves(group)
             if len(found["runs"]) > 1 or group.twins:
                 progress.say(_summary_text(group, found))
             progress.say(f"{group.name}: report on seed {seed}: {group.folder / 'report.md'}")
