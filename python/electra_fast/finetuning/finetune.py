@@ -220,6 +220,7 @@ def _train_all(groups: Sequence[TaskRuns], out: Path, earlier: Results, callback
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             found = results[group.name]
             seed = median_seed(found)
+            draw_curves(group)  # before the report, which shows them
             scores = report_on(group, seed, found)
             if group.has_folds:
                 found["out_of_fold"] = scores
@@ -227,7 +228,6 @@ def _train_all(groups: Sequence[TaskRuns], out: Path, earlier: Results, callback
             else:
                 (job,) = group.jobs
                 copy_submissions(out, job.folder, job.data, seed)
-            draw_curves(group)
             if len(found["runs"]) > 1 or group.twins:
                 progress.say(summary_text(group, found))
             progress.say(f"{group.name}: report on seed {seed}: {group.folder / 'report.md'}")
