@@ -139,7 +139,7 @@ def test_multi_label(encoder, tmp_path, write_rows):
     assert list(config["id2label"].values()) == ["a", "b", "c"]
     (run,) = results["classification"]["runs"]
     thresholds = config["electra_fast_settings"]["thresholds"]
-    assert thresholds == run["thresholds"] and all(0 < each < 1 for each in thresholds.values())
+    assert thresholds == run["thresholds"] and len({0.5, *thresholds.values()}) == 4
     model, probabilities = (
         ef.load_finetuned(folder, precision="fp32"),
         1 / (1 + np.exp(-their_logits(folder, SENTENCES))),
@@ -157,7 +157,6 @@ def test_multi_label(encoder, tmp_path, write_rows):
         for average in ("micro", "macro"):
             expected = f1_score(truth, chosen, average=average, zero_division=0)
             assert run[f"f1_{average}{scores}"] == pytest.approx(expected)
-    assert run["f1_macro"] > run["f1_macro_at_half"]
     written = [
         json.loads(line)["labels"] for line in (folder.parent / "predictions.dev.jsonl").read_text().splitlines()
     ]
