@@ -163,6 +163,21 @@ def test_multi_label(encoder, tmp_path, write_rows):
     assert written == [answer["labels"] for answer in model.predict([row["text"] for row in rows])]
 
 
+def test_thresholds_follow_the_dev_split(encoder_folder, tmp_path):
+    rows = [{"text": f"value {i} of it", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(120)]
+    found = []
+    for dev in (rows[40:80], rows[40:60]):
+        options = {"train": rows[:40], "dev": dev, "test": rows[80:], "out": tmp_path / "out", "overrides": QUICK}
+        results = ef.finetune("classification", model=encoder_folder, **options)
+        found.append(results["classification"]["runs"][0])
+    folder = tmp_path / "out" / "classification" / "seed-0"
+    settings = json.loads((folder / "model" / "config.json").read_text())["electra_fast_settings"]
+    assert settings["thresholds"] == found[1]["thresholds"] != found[0]["thresholds"]
+    answers = ef.load_finetuned(folder / "model", precision="fp32").predict(rows[80:])
+    written = (folder / "predictions.test.jsonl").read_text().splitlines()
+    assert [json.loads(line)["labels"] for line in written] == [answer["labels"] for answer in answers]
+
+
 @pytest.mark.parametrize(("architecture", "head"), [("bert", "google"), ("modern", "hf")])
 def test_a_calibrated_model_has_its_temperature_in_its_weights(tmp_path, tiny_vocab, architecture, head):
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
