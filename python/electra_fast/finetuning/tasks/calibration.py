@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_TEMPERATURE = 20.0
+MAX_TEMPERATURE = 1000.0
 # Weight of the threshold of all labels beside a label's own. The best one on few examples is rarely a good one.
 PRIOR_EXAMPLES = 30
 
