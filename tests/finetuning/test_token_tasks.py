@@ -24,7 +24,8 @@ def test_every_head_survives_its_folder(
     tiny_vocab, own_files, squad_folder, tmp_path, monkeypatch, task, architecture, head
 ):
     arguments = own_files(task) | {"model": save_encoder(tmp_path / "encoder", tiny_vocab, architecture)}
-    arguments |= {"out": tmp_path / "out", "overrides": SETTINGS | {"finetune.head": head}}
+    overrides = SETTINGS | {"finetune.head": head, "finetune.calibrate": task == "tagging"}
+    arguments |= {"out": tmp_path / "out", "overrides": overrides}
     ef.finetune(task, **arguments)
     folder = tmp_path / "out" / task / "seed-0"
     reader = ef.load_finetuned(folder / "model")
@@ -46,6 +47,8 @@ def test_every_head_survives_its_folder(
     ef.finetune(task, **arguments)
     rescored = json.loads((folder / "result.json").read_text())
     assert numbers(rescored) == pytest.approx(numbers(result), rel=1e-4)
+    assert rescored.get("temperature") == result.get("temperature")
+    assert ("temperature" in result) == (task == "tagging")
     if not torch.cuda.is_available():  # and can be measured
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
         assert ef.load_finetuned(folder / "model").note.startswith("precision = auto: ")

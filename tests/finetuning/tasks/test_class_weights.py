@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from sklearn.utils.class_weight import compute_class_weight
 
+from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.readers import own_data
+from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.class_weights import class_weights
 
 LABELS = ("a", "b", "c")
@@ -23,7 +28,7 @@ def test_balanced_weights_are_those_of_scikit_learn():
     [
         ([50, 46, 4], [1, 1, 1], "none, since no class is rare"),
         ([95, 5, 0], [1, 1, 1], "none, since no class is rare"),  # no training example has it
-        ([60, 57, 3], [40 / 60, 40 / 57, 10], "'c' has 3 training examples, under a tenth of an even share of 40"),
+        ([60, 57, 3], [40 / 60, 40 / 57, 10], "'c', with 3 in training, is below a tenth of an even share of 40"),
     ],
 )
 def test_auto_weights_rare_classes_up_to_a_limit(counts, expected, reason):
@@ -42,3 +47,13 @@ def test_given_weights_and_groups():
     ):
         with pytest.raises(InputError, match=message):
             class_weights(text, LABELS, counts)
+
+
+def test_examples_have_the_weights_of_their_classes(tiny_vocab):
+    rows = [{"text": f"value {number}", "label": "ab"[number == 0]} for number in range(30)]
+    tables = {name: MemoryTable.of(name, rows) for name in ("train", "dev")}
+    kind, config = TASK_TYPES["classification"], FinetuneSection(class_weights="auto")
+    data = own_data.read("classification", *tables.values(), None)
+    found = kind.training_set(Tokenizer(tiny_vocab), data.task, data.train, config)
+    np.testing.assert_allclose(found.weights, [10] + [15 / 29] * 29)
+    assert "'b', with 1 in training, is below" in found.notes[0]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_TEMPERATURE = 20.0
-# Examples of a label from which its own threshold is chosen. With fewer, the best one on these is rarely a good one.
-MIN_EXAMPLES = 10
+MAX_TEMPERATURE = 1000.0
+# Weight of the threshold of all labels beside a label's own. The best one on few examples is rarely a good one.
+PRIOR_EXAMPLES = 30
 
 
 def fit_temperature(logits_nC: NDArray[Any], targets: NDArray[Any]) -> float:
@@ -44,23 +44,26 @@ def fit_temperature(logits_nC: NDArray[Any], targets: NDArray[Any]) -> float:
 def choose_thresholds(probabilities_nC: NDArray[Any], targets_nC: NDArray[Any]) -> NDArray[np.float64]:
     """Returns for each label the probability above which it is chosen, float64 [C].
 
-    It maximizes the label's F1. Labels with fewer than `MIN_EXAMPLES` examples share the threshold that maximizes F1
-    over all labels together, or 0.5 if all together have fewer.
+    It maximizes the label's F1, drawn towards the threshold that maximizes F1 over all labels together: a mean of the
+    two logits, in which the label's own counts as its examples and the other as `PRIOR_EXAMPLES`. In the same way, the
+    threshold of all labels is drawn towards 0.5.
     """
     has_label = targets_nC > 0
-    shared = _best_threshold(probabilities_nC.ravel(), has_label.ravel(), 0.5)
+    shared = _threshold(probabilities_nC.ravel(), has_label.ravel(), 0.5)
     labels = zip(probabilities_nC.T, has_label.T, strict=True)
-    return np.array([_best_threshold(probabilities, own, shared) for probabilities, own in labels])
+    return np.array([_threshold(probabilities, own, shared) for probabilities, own in labels])
 
 
-def _best_threshold(probabilities: NDArray[Any], has_label: NDArray[np.bool_], default: float) -> float:
-    """Returns the threshold with the highest F1, midway between two probabilities; of several the nearest to 0.5."""
-    if has_label.sum() < MIN_EXAMPLES:
-        return default
-    order = np.argsort(-probabilities)
+def _threshold(probabilities: NDArray[Any], has_label: NDArray[np.bool_], prior: float) -> float:
+    """Returns the threshold with the highest F1, of several the nearest to 0.5, drawn towards `prior`."""
+    num_examples, order = int(has_label.sum()), np.argsort(-probabilities)
+    if not num_examples:
+        return prior
     ordered = probabilities[order]
-    f1 = 2 * np.cumsum(has_label[order]) / (np.arange(1, len(order) + 1) + has_label.sum())
     following = np.append(ordered[1:], 0.0)
-    is_cut = ordered > following
-    best = ((ordered + following) / 2)[is_cut & (f1 == f1[is_cut].max(initial=0))]
-    return float(best[np.abs(best - 0.5).argmin()]) if len(best) else default
+    f1 = 2 * np.cumsum(has_label[order]) / (np.arange(1, len(order) + 1) + num_examples)
+    f1[ordered == following] = 0  # no threshold is between them
+    best = ((ordered + following) / 2)[f1 == f1.max()]
+    chosen = np.array([best[np.abs(best - 0.5).argmin()], prior]).clip(1e-6, 1 - 1e-6)
+    logit = np.average(np.log(chosen / (1 - chosen)), weights=(num_examples, PRIOR_EXAMPLES))
+    return float(1 / (1 + np.exp(-logit)))

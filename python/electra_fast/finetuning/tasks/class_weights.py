@@ -55,8 +55,8 @@ def class_weights(
             return np.ones(len(labels)), "class_weights = auto: none, since no class is rare"
         balanced = np.minimum(balanced, MAX_WEIGHT)
         how = (
-            f"auto: balanced up to {MAX_WEIGHT:g}, since {labels[rarest]!r} has {counts[rarest]:,} training examples, "
-            f"under a tenth of an even share of {share:,.0f}"
+            f"auto: balanced up to {MAX_WEIGHT:g}, since {labels[rarest]!r}, with {counts[rarest]:,} in training, is "
+            f"below a tenth of an even share of {share:,.0f}"
         )
     weights = balanced if text in ("balanced", "auto") else _given(text, labels, groups or {})
     if not weights[occurs].any():
