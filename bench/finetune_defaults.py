@@ -32,8 +32,8 @@ from electra_fast.finetuning.readers import glue
 
 LANGUAGES = ("en", "de", "fr", "it", "es")
 NUM_CLASSES, NUM_DEV = 40, 2_000
-SETTINGS = ("steps", "learning_rate", "class_weights", "layer_decay")
-"""What a plan varies; `steps` become epochs."""
+SETTINGS = ("learning_rate", "class_weights", "select")
+"""What a plan varies beside the steps, which become epochs."""
 
 
 def stanzas(path: Path) -> Iterator[dict[str, str]]:
@@ -105,6 +105,17 @@ def plan(name: str) -> Iterator[dict[str, Any]]:
     for (examples, steps), task in itertools.product(sizes, tasks.get(name, ())):
         for rate in (3e-4, 1e-4) if (examples, steps) == sizes[0] else (3e-4,):
             yield {"task": task, "examples": examples, "steps": steps, "learning_rate": rate}
+    if name == "defaults":
+        yield {"task": "tickets", "examples": 3_000, "defaults": True}
+        for weights in ("balanced", "none"):
+            yield {
+                "task": "tickets",
+                "examples": 3_000,
+                "steps": 1_000,
+                "learning_rate": 3e-4,
+                "class_weights": weights,
+                "select": "best",
+            }
     if name == "weights":
         for examples, steps in ((1_000, 300), (3_000, 300), (1_000, 1_000), (3_000, 1_000)):
             for weights in ({}, {"class_weights": "balanced"}):
@@ -114,7 +125,11 @@ def plan(name: str) -> Iterator[dict[str, Any]]:
 def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Scores of a training."""
     task, examples = case["task"], case["examples"]
-    settings = {f"finetune.{name}": case[name] for name in SETTINGS[1:] if name in case}
+    settings: dict[str, Any] = {f"finetune.{name}": case[name] for name in SETTINGS if name in case}
+    if "defaults" not in case:
+        settings = {"finetune.class_weights": "none", "finetune.select": "last"} | settings
+    if settings.get("finetune.select") == "last":
+        settings["finetune.evals_per_epoch"] = 0
     out = options.work / "out"
     shutil.rmtree(out, ignore_errors=True)
     data: dict[str, Any]
@@ -126,7 +141,7 @@ def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> d
     else:
         data = {"data": write_glue(options.work, options.glue, task, examples), "task": task}
     num_examples = min(examples, {"mrpc": 3_668, "stsb": 5_749}.get(task, examples))
-    if case.get("steps"):
+    if "steps" in case:
         settings["finetune.epochs"] = case["steps"] / -(-num_examples // 32)
     seed = case.get("seed", 0)
     found = ef.finetune(**data, model=encoder, out=out, seeds=seed + 1, overrides=settings)
@@ -141,7 +156,7 @@ def main() -> None:
     parser.add_argument("--glue", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--results", type=Path, default=Path(__file__).with_name("finetune_defaults.jsonl"))
-    parser.add_argument("--plan", nargs="+", default=["sizes", "weights", "more"])
+    parser.add_argument("--plan", nargs="+", default=["sizes", "defaults", "weights", "more"])
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     finished = (

@@ -90,30 +90,33 @@ def test_published_recipes(recipe, small, settings):
 
 
 def test_fast_has_the_encoders_dropout():
-    for shape, rate in ((SMALL, 3e-4), (BASE, 1e-4), (LARGE, 5e-5)):
+    for shape, rate in ((SMALL, 3e-4), (replace(SMALL, hidden_size=384), 3e-4), (BASE, 1e-4), (LARGE, 5e-5)):
         expected = {"dropout": 0.0, "attention_dropout": 0.2, "learning_rate": rate, "layer_decay": 0.9, "epochs": 3}
         expected |= {"schedule": "linear", "head": "hf", "bias_correction": True}
         assert_settings("fast", "stsb", replace(shape, dropout=0.0, attention_dropout=0.2), expected)
 
 
 @pytest.mark.parametrize(
-    "num_examples, overrides, epochs, evals_per_epoch",
+    "num_examples, num_classes, overrides, epochs, evals_per_epoch",
     [
-        (None, {}, 3, 1),
-        (60_000, {}, 3, 1),
-        (3_200, {}, 3, 1),
-        (3_199, {}, 3, 1),
-        (1_000, {}, 10, 1),
-        (100, {}, 75, 20 / 75),
-        (5, {}, 300, 20 / 300),
-        (1_000, {"finetune.batch_size": "10"}, 3, 1),
-        (100, {"finetune.epochs": "2"}, 2, 1),
-        (100, {"finetune.evals_per_epoch": "4"}, 75, 4),
+        (0, 0, {}, 3, 1),
+        (60_000, 40, {}, 3, 1),
+        (3_169, 2, {}, 3, 1),
+        (3_168, 15, {}, 4, 1),
+        (1_000, 0, {}, 10, 1),
+        (1_000, 40, {}, 25, 20 / 25),
+        (1_000, 500, {}, 30, 20 / 30),
+        (100, 2, {}, 75, 20 / 75),
+        (5, 2, {}, 300, 20 / 300),
+        (1_000, 2, {"finetune.batch_size": "10"}, 3, 1),
+        (100, 40, {"finetune.epochs": "2"}, 2, 1),
+        (100, 2, {"finetune.evals_per_epoch": "4"}, 75, 4),
     ],
 )
-def test_fast_takes_enough_steps(num_examples, overrides, epochs, evals_per_epoch):
+def test_fast_takes_enough_steps(num_examples, num_classes, overrides, epochs, evals_per_epoch):
+    """300 steps, and 20 per class in at most 30 epochs."""
     fast, paper = (
-        recipe_config(recipe, "sst2", SMALL, overrides, num_examples=num_examples).finetune
+        recipe_config(recipe, "sst2", SMALL, overrides, None, num_examples, num_classes).finetune
         for recipe in ("fast", "paper")
     )
     assert (fast.epochs, fast.evals_per_epoch) == (epochs, evals_per_epoch)

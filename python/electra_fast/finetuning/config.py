@@ -153,8 +153,9 @@ _GOOGLE: dict[str, Scalar] = {
     "order": "buffer",
 }
 RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": {}}
-# `fast` takes at least so many steps (bench/LOG.md has the measurement), and evaluates at most so often.
-MIN_STEPS, MAX_EVALUATIONS = 300, 20
+# `fast` takes at least so many steps, or so many per class in at most so many epochs (measured in bench/LOG.md), and
+# evaluates at most so often.
+MIN_STEPS, STEPS_PER_CLASS, MAX_EPOCHS_FOR_CLASSES, MAX_EVALUATIONS = 300, 20, 30, 20
 # Tasks with small training sets, trained for 10 epochs in the paper and its code; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
@@ -167,12 +168,14 @@ def recipe_config(
     shape: ModelConfig,
     overrides: Mapping[str, str],
     type_defaults: Mapping[str, Scalar] | None = None,
-    num_examples: int | None = None,
+    num_examples: int = 0,
+    num_classes: int = 0,
 ) -> FinetuningConfig:
     """Returns a recipe (`paper`, `google`, `fast`) for a task and an encoder of this shape.
 
     `type_defaults` are the defaults of the task type, `overrides` the keys given on the command line. `fast` depends on
-    the number of training examples if that is known. Raises InputError for an unknown recipe, key or value.
+    the numbers of training examples and classes, if these are known. Raises InputError for an unknown recipe, key or
+    value.
     """
     if recipe not in RECIPES:
         raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
@@ -181,7 +184,10 @@ def recipe_config(
     keys["sequence_length"] = min(int(keys["sequence_length"]), shape.max_positions)
     config = FinetuningConfig().replace({"finetune": keys}).override(overrides)
     if recipe == "fast" and num_examples:
-        suited = _by_size(config.finetune, num_examples, sets_epochs="finetune.epochs" not in overrides)
+        epochs = config.finetune.epochs
+        if "finetune.epochs" not in overrides:
+            epochs = max(epochs, _epochs_by_size(num_examples, num_classes, config.finetune.batch_size))
+        suited = {"epochs": epochs, "evals_per_epoch": min(1.0, MAX_EVALUATIONS / epochs)}
         config = config.replace({"finetune": suited}).override(overrides)
     return config
 
@@ -189,9 +195,9 @@ def recipe_config(
 def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
     """Returns learning rate and layer decay by the encoder's size; `fast` also takes the encoder's dropout.
 
-    `fast` differs from the paper where another value measured better on five tasks with a small encoder (bench/LOG.md).
+    `fast` differs from the paper where another value measured better with small encoders (bench/LOG.md).
     """
-    is_large, is_small = shape.num_layers >= 24, shape.hidden_size <= 256
+    is_large, is_small = shape.num_layers >= 24, shape.hidden_size <= (384 if recipe == "fast" else 256)
     rate = 5e-5 if is_large else 3e-4 if is_small and recipe != "google" else 1e-4
     keys: dict[str, Scalar] = {"learning_rate": rate, "layer_decay": 0.9 if is_large or recipe == "fast" else 0.8}
     if recipe == "fast":
@@ -208,12 +214,11 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
     return keys
 
 
-def _by_size(config: FinetuneSection, num_examples: int, *, sets_epochs: bool) -> dict[str, Scalar]:
-    """Returns whole epochs of at least `MIN_STEPS` steps together, if it `sets_epochs`, and how often to evaluate."""
-    epochs = config.epochs
-    if sets_epochs:
-        epochs = max(epochs, math.ceil(MIN_STEPS / math.ceil(num_examples / config.batch_size)))
-    return {"epochs": epochs, "evals_per_epoch": min(1.0, MAX_EVALUATIONS / epochs)}
+def _epochs_by_size(num_examples: int, num_classes: int, batch_size: int) -> int:
+    """Returns the epochs that make enough steps."""
+    per_epoch = math.ceil(num_examples / batch_size)
+    for_classes = min(math.ceil(STEPS_PER_CLASS * num_classes / per_epoch), MAX_EPOCHS_FOR_CLASSES)
+    return max(math.ceil(MIN_STEPS / per_epoch), for_classes)
 
 
 def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -> dict[str, float]:

@@ -120,8 +120,8 @@ def finetune(
         jobs: dict[str, list[Job]] = {}
         for each in all_data:
             defaults, made = TASK_TYPES[each.task.kind].defaults, jobs.setdefault(each.task.name, [])
-            num_examples = len(each.train.texts)
-            config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, num_examples)
+            sizes = len(each.train.texts), len(each.task.labels)
+            config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, *sizes)
             part = "" if folds is None else f"fold-{len(made)}"
             hardware, data_once = None, each
             if made:  # another fold

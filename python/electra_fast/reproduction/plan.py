@@ -126,8 +126,8 @@ def estimate_seconds(
     finetuning = 0.0
     for each in tasks:
         defaults = TASK_TYPES[each.task.kind].defaults
-        num_examples = len(each.train.texts)
-        config = recipe_config(DEFAULT_RECIPE, each.task.name, first.model, overrides, defaults, num_examples)
+        sizes = len(each.train.texts), len(each.task.labels)
+        config = recipe_config(DEFAULT_RECIPE, each.task.name, first.model, overrides, defaults, *sizes)
         characters = sum(len(text) for texts in each.train.texts for text in texts)
         finetuning += seeds * config.finetune.epochs * encoder * characters / _CHARACTERS_PER_TOKEN
     rounds = -(-num_runs // num_slots)
