@@ -105,21 +105,14 @@ def plan(name: str) -> Iterator[dict[str, Any]]:
     for (examples, steps), task in itertools.product(sizes, tasks.get(name, ())):
         for rate in (3e-4, 1e-4) if (examples, steps) == sizes[0] else (3e-4,):
             yield {"task": task, "examples": examples, "steps": steps, "learning_rate": rate}
+    longest = {"task": "tickets", "examples": 3_000, "steps": 1_000, "learning_rate": 3e-4}
     if name == "defaults":
         yield {"task": "tickets", "examples": 3_000, "defaults": True}
-        for weights in ("balanced", "none"):
-            yield {
-                "task": "tickets",
-                "examples": 3_000,
-                "steps": 1_000,
-                "learning_rate": 3e-4,
-                "class_weights": weights,
-                "select": "best",
-            }
+        yield from (longest | {"class_weights": weights, "select": "best"} for weights in ("balanced", "none"))
     if name == "weights":
-        for examples, steps in ((1_000, 300), (3_000, 300), (1_000, 1_000), (3_000, 1_000)):
+        for examples, steps in ((1_000, 300), (3_000, 300), (1_000, 1_000)):
             for weights in ({}, {"class_weights": "balanced"}):
-                yield {"task": "tickets", "examples": examples, "steps": steps, "learning_rate": 3e-4} | weights
+                yield longest | {"examples": examples, "steps": steps} | weights
 
 
 def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> dict[str, Any]:
