@@ -48,6 +48,8 @@ SETTINGS = {
 TASK = {
     "finetune.sequence_length": 64,
     "finetune.epochs": 5,
+    "finetune.select": "last",
+    "finetune.class_weights": "none",
     "finetune.batch_size": 16,
     "finetune.learning_rate": 3e-4,
 }

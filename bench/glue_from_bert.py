@@ -50,9 +50,10 @@ def recipe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_ours(options: argparse.Namespace, task: str, seed: int) -> dict[str, float]:
-    """`ef.finetune` without what the Trainer lacks: layers have one rate."""
+    """`ef.finetune` as the Trainer does it: all layers have one rate, and the last step is kept."""
     overrides = {f"finetune.{key}": getattr(options, key) for key in SETTINGS}
-    overrides |= {"finetune.layer_decay": 1, "finetune.epsilon": 1e-8, "finetune.sequence_length": MAX_LENGTH}
+    overrides |= {"finetune.select": "last", "finetune.evals_per_epoch": 0, "finetune.layer_decay": 1}
+    overrides |= {"finetune.epsilon": 1e-8, "finetune.sequence_length": MAX_LENGTH}
     out = options.out / "ours"
     data = data_folder(options, task)
     found = ef.finetune(task, model=options.model, data=data, out=out, seeds=seed + 1, overrides=overrides)[task]

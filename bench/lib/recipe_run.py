@@ -98,7 +98,10 @@ def do(folder: Path) -> dict[str, Any]:
         found["corrupted_by"][name] = {key: report[key] for key in JUDGED}
     if job["glue"]:
         data, name, num_seeds = job["glue"]
-        tasks = ef.finetune("glue", model=model, data=data, out=folder / "tasks" / name, seeds=num_seeds)
+        fixed = {"finetune.epochs": 3, "finetune.select": "last"}  # as the earlier lines of recipes.jsonl
+        tasks = ef.finetune(
+            "glue", model=model, data=data, out=folder / "tasks" / name, seeds=num_seeds, overrides=fixed
+        )
         found |= {"tasks": {name: each["median"] for name, each in tasks.items()}, "tasks_of": name}
     return found
 

@@ -86,7 +86,8 @@ def reproduce(
     keys = {name: str(value) for name, value in (overrides or {}).items()}
     pretraining = {name: value for name, value in keys.items() if not name.startswith("finetune.")}
     finetuning = {name: value for name, value in keys.items() if name not in pretraining}
-    finetuning = {"finetune.precision": common_precision()} | finetuning
+    # Scores are after the last step, as the paper's: the best of several would be flattered.
+    finetuning = {"finetune.precision": common_precision(), "finetune.select": "last"} | finetuning
     corpus, all_tasks = _corpus(Path(data)), read_tasks(task, Path(tasks), {}, {})
     base = base_config(Config.preset(preset, recipe), corpus, pretraining)
     made = make_experiment(experiment, base, pretraining)
