@@ -146,11 +146,12 @@ def summary_text(group: TaskRuns, found: Mapping[str, Any]) -> str:
 
 def print_table(results: Results) -> None:
     """Prints a row per task and their mean."""
-    table = Table("task", "metric", "median", "lowest", "highest", "majority", "untrained", "runs", "seconds")
+    baselines = [name for name in ("majority", "untrained") if any(found.get(name) for found in results.values())]
+    table = Table("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
     table.columns[0].no_wrap = True
     for name, found in results.items():
         numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
-        besides = (found.get(name, {}).get(found["metric"]) for name in ("majority", "untrained"))
+        besides = (found.get(baseline, {}).get(found["metric"]) for baseline in baselines)
         shown = ("" if score is None else f"{100 * score:.2f}" for score in besides)
         table.add_row(name, found["metric"], *numbers, *shown, str(len(found["runs"])), f"{found['seconds']:.0f}")
     mean = statistics.mean(found["median"] for found in results.values())

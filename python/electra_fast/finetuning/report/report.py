@@ -34,7 +34,7 @@ _MAX_ROWS, _MAX_CHARACTERS = 25, 160
 # Titles and explanations of sections, in their order; a section without a title continues the one before.
 _SECTIONS = {
     "scores": ("Scores", "Beside those of always giving the most frequent answer, and of other models if there are."),
-    "classes": ("Classes", "The lowest F1 first."),
+    "classes": ("Classes", "The lowest F1 first, of equal ones the most frequent class."),
     "averages": ("", "Averages over the classes, and weighted by support:"),
     "entity_types": (
         "Entity types",
@@ -169,14 +169,14 @@ def _markdown(report: Findings) -> Iterator[str]:
     for name, (title, text) in _SECTIONS.items():
         if not content.get(name) and name not in report.pictures:
             continue
-        yield from filter(None, ("", title and f"## {title}", text and f"\n{text}"))
+        yield from (f"\n{line}" for line in (title and f"## {title}", text) if line)
         yield from _table(content[name] if name != "classes" else _by_f1(content[name]))
         if name in report.pictures:
             yield f"\n![{title}]({name}.png)"
 
 
 def _by_f1(classes: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(sorted(classes.items(), key=lambda row: row[1]["f1"]))
+    return dict(sorted(classes.items(), key=lambda row: (row[1]["f1"], -row[1]["support"])))
 
 
 def _table(value: Any) -> Iterator[str]:
