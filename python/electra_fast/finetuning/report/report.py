@@ -33,7 +33,10 @@ Answered = tuple[Split, Sequence[Prediction]]
 _MAX_ROWS, _MAX_CHARACTERS = 25, 160
 # Titles and explanations of sections, in their order; a section without a title continues the one before.
 _SECTIONS = {
-    "scores": ("Scores", "Beside those of always giving the most frequent answer, and of other models if there are."),
+    "scores": (
+        "Scores",
+        "majority: always the most frequent answer. untrained: the same network, trained from random weights.",
+    ),
     "classes": ("Classes", "The lowest F1 first."),
     "averages": ("", "Averages over the classes, and weighted by support:"),
     "entity_types": (
@@ -64,7 +67,7 @@ _SECTIONS = {
     "duplicates": (
         "Duplicates of training examples",
         "Exact: equal in lower case without punctuation and spaces. Near: the sets of their words have a Jaccard index "
-        f"of at least {MIN_JACCARD}. Scores without them tell more about new text.",
+        f"of at least {MIN_JACCARD}, in pairs both texts. Scores without them tell more about new text.",
     ),
     "errors": ("Worst errors", "The surest, or the largest, first."),
 }
@@ -169,7 +172,7 @@ def _markdown(report: Findings) -> Iterator[str]:
     for name, (title, text) in _SECTIONS.items():
         if not content.get(name) and name not in report.pictures:
             continue
-        yield from filter(None, ("", title and f"## {title}", text and f"\n{text}"))
+        yield from filter(None, (title and f"\n## {title}", text and f"\n{text}"))
         yield from _table(content[name] if name != "classes" else _by_f1(content[name]))
         if name in report.pictures:
             yield f"\n![{title}]({name}.png)"
