@@ -57,9 +57,10 @@ def _matrix(
         names = [labels[c][:_NAME_CHARACTERS] + ("…" if len(labels[c]) > _NAME_CHARACTERS else "") for c in chosen]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
         axes.set_yticks(range(len(names)), names, fontsize=7, parse_math=False)
+        size = 5 if len(chosen) > 20 else 7
         for row, column in zip(*np.nonzero(counts), strict=True):
             color = "white" if shares[row, column] > 0.3 else "black"
-            axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=5, color=color)
+            axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=size, color=color)
     axes.set_xlabel("predicted", fontsize=9)
     axes.set_ylabel("gold", fontsize=9)
 
