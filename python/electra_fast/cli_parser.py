@@ -232,7 +232,7 @@ def build_parser() -> Parser:
         help="run, checkpoint or Hugging Face folder of any class: ELECTRA, ModernBERT, BERT, RoBERTa, XLM-R, "
         "CamemBERT, DistilBERT",
     )
-    sub.add_argument("--out", type=Path, required=True, help="output folder for models, predictions and results.json")
+    sub.add_argument("--out", type=Path, required=True, help="output folder for models, reports and results.json")
     sub.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per task, with seeds 0 to N-1")
     sub.add_argument(
         "--untrained-twin",

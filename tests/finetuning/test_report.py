@@ -112,6 +112,10 @@ def test_several_labels_are_counted_as_scikit_learn_does():
     assert content["scores"]["accuracy"]["model"] == pytest.approx((gold == chosen).all(1).mean())
     pairs = {(each["gold"], each["predicted"]): each["count"] for each in content["confusion"]}
     assert pairs["a", "never"] == ((gold[:, 0] > chosen[:, 0]) & (gold[:, 3] < chosen[:, 3])).sum()
+    (share,) = (
+        each["share_of_gold"] for each in content["confusion"] if (each["gold"], each["predicted"]) == ("a", "never")
+    )
+    assert share == pairs["a", "never"] / gold[:, 0].sum()
     surest = content["errors"][0]
     row, c = int(surest["id"].removeprefix("id-")), LABELS.index(surest["label"])
     assert surest["is_gold"] == bool(gold[row, c]) != chosen[row, c]
@@ -233,6 +237,9 @@ def test_duplicates_are_found_and_scores_given_without_them():
     found = find_duplicates(train, split_of(np.zeros(6, int), texts))
     assert [(each.row, each.train_row, each.is_exact) for each in found] == [(0, 0, True), (1, 1, False), (3, 2, True)]
     assert found[1].jaccard == 9 / 11
+    pair = split_of(np.zeros(1, int), [("Which one?", " ".join(words))])
+    others = split_of(np.zeros(3, int), [("Which other", " ".join(words)), ("one which", near), ("", near)])
+    assert [(each.row, each.jaccard) for each in find_duplicates(pair, others)] == [(1, 9 / 11)]
     answers = [{"label": "a", "scores": {"a": 0.9, "b|c": 0.1}}] * 6
     split = split_of(np.array([0, 0, 1, 0, 0, 1]), texts)
     content = make_report(CLASSES, [(split, answers)], train=train, baselines={"majority": {"accuracy": 0.5}}).content
@@ -285,7 +292,7 @@ def test_a_matrix_of_many_classes_names_those_with_most_errors():
     counts = np.diag(np.full(60, 5))
     counts[50, 51] = 7
     figure = Figure()
-    draw_confusion(figure, [f"class {n}" for n in range(60)], counts)
+    draw_confusion(figure, [f"class {n}" for n in range(60)], counts, counts.sum(1))
     whole, named = figure.axes
     assert whole.images[0].get_array().shape == (60, 60) and named.images[0].get_array().shape == (40, 40)
     assert {"class 50", "class 51"} < {text.get_text() for text in named.get_yticklabels()}

@@ -63,8 +63,9 @@ def finetune(
 ) -> Results:
     """Fine-tunes an encoder on GLUE tasks or on own data, with seeds 0 to `seeds - 1` each.
 
-    Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, and `out/results.json`, whose
-    content is returned: `{task: {"metric": name, "median": x, "medians": {every score: x}, "min": x, "max": x,
+    Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, `out/TASK/report.md` and
+    `report.json` on the seed with the median score (or on all folds together), and `out/results.json`, whose content is
+    returned: `{task: {"metric": name, "median": x, "medians": {every score: x}, "min": x, "max": x,
     "majority": {score: x}, "runs": [...], "seconds": x}}`; `majority` has the scores of the most frequent training
     answer. Called again after an interruption, it resumes at that seed and step; finished models are scored again if
     the content of `dev` or `test` has changed.

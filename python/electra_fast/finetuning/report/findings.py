@@ -59,9 +59,8 @@ def classification(task: Task, split: Split, answers: Sequence[Prediction]) -> F
     ]
     counts_CC = _counts(gold, predicted, len(task.labels))
     by_class = _classes(task.labels, counts_CC.diagonal(), counts_CC.sum(1), counts_CC.sum(0))
-    return _joined(
-        by_class, _confusion(task.labels, counts_CC), _calibration(confidence, gold == predicted), errors=errors
-    )
+    confusion = _confusion(task.labels, counts_CC, counts_CC.sum(1))
+    return _joined(by_class, confusion, _calibration(confidence, gold == predicted), errors=errors)
 
 
 def multi_label(task: Task, split: Split, answers: Sequence[Prediction]) -> Findings:
@@ -85,9 +84,8 @@ def multi_label(task: Task, split: Split, answers: Sequence[Prediction]) -> Find
     correct_C = (gold_nC & predicted_nC).sum(0)
     np.fill_diagonal(counts_CC, correct_C)
     by_class = _classes(task.labels, correct_C, gold_nC.sum(0), predicted_nC.sum(0))
-    return _joined(
-        by_class, _confusion(task.labels, counts_CC), _calibration(score_nC.ravel(), gold_nC.ravel()), errors=errors
-    )
+    confusion = _confusion(task.labels, counts_CC, gold_nC.sum(0))
+    return _joined(by_class, confusion, _calibration(score_nC.ravel(), gold_nC.ravel()), errors=errors)
 
 
 def regression(task: Task, split: Split, answers: Sequence[Prediction]) -> Findings:
@@ -117,7 +115,7 @@ def tagging(task: Task, split: Split, answers: Sequence[Prediction]) -> Findings
     assert split.targets is not None and split.words is not None
     predicted = [np.array([ids[tag] for tag in answer["tags"]], np.int64) for answer in answers]
     counts_CC = _counts(np.concatenate(split.targets), np.concatenate(predicted), len(task.labels))
-    confusion = _confusion(task.labels, counts_CC)
+    confusion = _confusion(task.labels, counts_CC, counts_CC.sum(1))
     if task.scheme == "none":
         num_wrong = np.array([(gold != own).sum() for gold, own in zip(split.targets, predicted, strict=True)])
         errors = [
@@ -238,17 +236,17 @@ def _classes(
     return Findings({"classes": rows, "averages": averages})
 
 
-def _confusion(labels: Sequence[str], counts_CC: NDArray[np.int64]) -> Findings:
+def _confusion(labels: Sequence[str], counts_CC: NDArray[np.int64], support_C: NDArray[Any]) -> Findings:
     """Returns how often each class was taken for each other one, the most frequent first."""
     others = counts_CC - np.diag(counts_CC.diagonal())
     gold, predicted = np.nonzero(others)
     order = np.argsort(-others[gold, predicted], kind="stable")
     rows = [
         {"gold": labels[a], "predicted": labels[b], "count": int(others[a, b])}
-        | {"share_of_gold": float(others[a, b] / counts_CC[a].sum())}
+        | {"share_of_gold": float(others[a, b] / support_C[a])}
         for a, b in zip(gold[order], predicted[order], strict=True)
     ]
-    draw = partial(pictures.draw_confusion, labels=labels, counts_CC=counts_CC)
+    draw = partial(pictures.draw_confusion, labels=labels, counts_CC=counts_CC, support_C=support_C)
     return Findings({"confusion": rows}, {"confusion": draw} if len(labels) > 1 else {})
 
 

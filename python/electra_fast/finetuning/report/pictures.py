@@ -19,7 +19,9 @@ MAX_NAMED = 40
 _NAME_CHARACTERS = 20
 
 
-def draw_confusion(figure: Figure, labels: Sequence[str], counts_CC: NDArray[np.int64]) -> None:
+def draw_confusion(
+    figure: Figure, labels: Sequence[str], counts_CC: NDArray[np.int64], support_C: NDArray[Any]
+) -> None:
     """Draws the share of each gold class that was taken for each class; rows are gold classes."""
     num_errors = counts_CC.sum(0) + counts_CC.sum(1) - 2 * counts_CC.diagonal()
     is_large = len(labels) > MAX_NAMED
@@ -27,32 +29,38 @@ def draw_confusion(figure: Figure, labels: Sequence[str], counts_CC: NDArray[np.
     figure.set_size_inches(2 * size if is_large else size, size)
     axes = figure.subplots(1, 2 if is_large else 1, squeeze=False)[0]
     if not is_large:
-        _matrix(axes[0], labels, counts_CC, np.arange(len(labels)))
+        _matrix(axes[0], labels, counts_CC, support_C, np.arange(len(labels)))
         return
-    by_support = np.argsort(-counts_CC.sum(1), kind="stable")
-    _matrix(axes[0], labels, counts_CC, by_support, has_names=False)
+    by_support = np.argsort(-support_C, kind="stable")
+    _matrix(axes[0], labels, counts_CC, support_C, by_support, has_names=False)
     axes[0].set_title(f"all {len(labels):,} classes, the most frequent first", fontsize=10)
     worst = np.sort(np.argsort(-num_errors, kind="stable")[:MAX_NAMED])
-    _matrix(axes[1], labels, counts_CC, worst)
+    _matrix(axes[1], labels, counts_CC, support_C, worst)
     axes[1].set_title(f"the {MAX_NAMED} classes with most errors", fontsize=10)
 
 
 def _matrix(
-    axes: Axes, labels: Sequence[str], counts_CC: NDArray[np.int64], chosen: NDArray[Any], has_names: bool = True
+    axes: Axes,
+    labels: Sequence[str],
+    counts_CC: NDArray[np.int64],
+    support_C: NDArray[Any],
+    chosen: NDArray[Any],
+    has_names: bool = True,
 ) -> None:
     from matplotlib.colors import PowerNorm
 
     counts = counts_CC[np.ix_(chosen, chosen)]
-    shares = counts / np.maximum(counts_CC.sum(1)[chosen, None], 1)
+    shares = counts / np.maximum(support_C[chosen, None], 1)
     # Rare confusions show too: the square root of the share is the color.
     axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
     if has_names:
         names = [labels[c][:_NAME_CHARACTERS] + ("…" if len(labels[c]) > _NAME_CHARACTERS else "") for c in chosen]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
         axes.set_yticks(range(len(names)), names, fontsize=7, parse_math=False)
+        size = 5 if len(chosen) > 20 else 7
         for row, column in zip(*np.nonzero(counts), strict=True):
             color = "white" if shares[row, column] > 0.3 else "black"
-            axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=5, color=color)
+            axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=size, color=color)
     axes.set_xlabel("predicted", fontsize=9)
     axes.set_ylabel("gold", fontsize=9)
 

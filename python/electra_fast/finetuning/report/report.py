@@ -33,7 +33,10 @@ Answered = tuple[Split, Sequence[Prediction]]
 _MAX_ROWS, _MAX_CHARACTERS = 25, 160
 # Titles and explanations of sections, in their order; a section without a title continues the one before.
 _SECTIONS = {
-    "scores": ("Scores", "Beside those of always giving the most frequent answer, and of other models if there are."),
+    "scores": (
+        "Scores",
+        "majority: always the most frequent answer. untrained: the same network, trained from random weights.",
+    ),
     "classes": ("Classes", "The lowest F1 first, of equal ones the most frequent class."),
     "averages": ("", "Averages over the classes, and weighted by support:"),
     "entity_types": (
@@ -64,7 +67,7 @@ _SECTIONS = {
     "duplicates": (
         "Duplicates of training examples",
         "Exact: equal in lower case without punctuation and spaces. Near: the sets of their words have a Jaccard index "
-        f"of at least {MIN_JACCARD}. Scores without them tell more about new text.",
+        f"of at least {MIN_JACCARD}, in pairs both texts. Scores without them tell more about new text.",
     ),
     "errors": ("Worst errors", "The surest, or the largest, first."),
 }

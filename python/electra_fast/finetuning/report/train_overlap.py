@@ -22,6 +22,9 @@ _PUNCTUATION = (
 # A character of a script without spaces is a word.
 _WORDS = re.compile(rf"[{UNSPACED}]|[^\s{_PUNCTUATION}{UNSPACED}]+")
 
+# Marks words of the second text of a pair.
+_SECOND = " "
+
 Example = tuple[str, ...]
 
 
@@ -50,7 +53,7 @@ def find_duplicates(train: Split, dev: Split) -> list[Duplicate]:
     """Returns the validation examples that repeat a training example, in order, each with the nearest one.
 
     Exact duplicates are equal in lower case without punctuation and spaces; the words of near ones have a Jaccard index
-    of at least `MIN_JACCARD`. Words of both texts of a pair count together, but pairs are exact only text by text.
+    of at least `MIN_JACCARD`. In pairs, each text has to be a duplicate of the other pair's.
     """
     words: dict[str, list[str]] = {}  # of each text; contexts of questions repeat
     places: dict[str, int] = {}
@@ -93,8 +96,7 @@ def _near(
         prefix = sorted(shared, key=rank.__getitem__)[:num_left]
         sizes = range(_least(len(own)), int(len(own) / MIN_JACCARD + 1e-9) + 1)
         for row in {row for key in itertools.product(prefix, sizes) if key in index for row in index[key]}:
-            num_common = len(own & dev[row])
-            jaccard = num_common / (len(own) + len(dev[row]) - num_common)
+            jaccard = _jaccard(own, dev[row])
             if jaccard >= MIN_JACCARD and (row not in found or jaccard > found[row].jaccard):
                 found[row] = Duplicate(row, train_row, jaccard, False)
     return found
@@ -120,7 +122,24 @@ def _key(texts: Example, known: dict[str, list[str]]) -> str:
 
 
 def _set(texts: Example, known: dict[str, list[str]]) -> frozenset[str]:
-    return frozenset(word for text in texts for word in _words(text, known))
+    """Returns the words of an example, those of a second text marked."""
+    first, *second = texts
+    return frozenset(_words(first, known)).union(_SECOND + word for text in second for word in _words(text, known))
+
+
+def _jaccard(one: frozenset[str], other: frozenset[str]) -> float:
+    """Returns the Jaccard index of the words, in pairs the lower one of both texts."""
+    num_shared = len(one & other)
+    jaccard = num_shared / (len(one) + len(other) - num_shared)
+    if jaccard < MIN_JACCARD:  # as of most pairs of examples; then one of the texts' is too
+        return jaccard
+    common, every = one & other, one | other
+    num_second = sum(word.startswith(_SECOND) for word in every)
+    if not num_second:
+        return jaccard
+    num_common = sum(word.startswith(_SECOND) for word in common)
+    num_first = len(every) - num_second
+    return min((len(common) - num_common) / num_first if num_first else 1.0, num_common / num_second)
 
 
 def examples(train: Split, dev: Split, found: Sequence[Duplicate]) -> list[dict[str, Any]]:
