@@ -110,7 +110,7 @@ def _batches(
         before_batch()
         examples, found = pending.pop(), []
         try:
-            for part in pack(encoded, examples, are_alike=True):
+            for part in pack(encoded, examples, are_alike=True, in_one_row=compute.computes_segments(device)):
                 with use_compute(compute):
                     tensors = model.predictions(Inputs.of(part, device), compute)
                 if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
