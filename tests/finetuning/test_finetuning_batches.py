@@ -169,6 +169,14 @@ def test_long_examples_that_are_alike_have_rows_of_their_own(length, per_row):
     assert sorted(part.sources.ravel().tolist()) == list(range(12 * length))
 
 
+@pytest.mark.parametrize("length, has_one_row", [(31, False), (32, True), (512, True), (513, False)])
+def test_one_row_holds_all_but_short_and_very_long_examples(length, has_one_row):
+    ids = np.zeros(16 * length, np.int32)
+    encoded = EncodedExamples(ids, ids, np.arange(17) * length, 0, ())
+    parts = pack(encoded, np.arange(16), 2, in_one_row=True)
+    assert all((part.columns[0].shape == (1, 8 * length)) == has_one_row for part in parts)
+
+
 def test_static_batches_have_few_shapes_and_every_token():
     encoded, shapes = random_examples(2_000), set()
     for chosen in np.random.default_rng(0).permutation(2_000)[:1_984].reshape(62, 32):

@@ -11,6 +11,7 @@ from electra_fast.model.attention import AttentionMask, self_attention
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
 from electra_fast.ops.choice import use_impl
+from electra_fast.ops.segment_attention import segment_attention
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -185,6 +186,32 @@ def test_self_attention_is_the_formula(num_heads, dropout, masked, dtype):
 
     ours = attended(inputs, num_heads, dropout)
     assert_no_worse(ours, formula(dtype), formula(torch.float64), rounding=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 2])
+def test_attention_within_segments_is_that_of_masked_rows(poisoned_memory, window, dtype, num_heads=3):
+    """Rows of one segment and of three, with and without padding, which has no gradient."""
+    qkv_TX, upstream_TD, _ = attention_inputs(num_heads, dtype)
+    lengths = [[17], [9, 8], [1, 2], [4, 12, 1], [16]]
+    ids = [[number for number, length in enumerate(row, start=1) for _ in range(length)] for row in lengths]
+    ids_BL = torch.tensor([row + [0] * (LENGTH - len(row)) for row in ids])
+    ends = torch.cat([ids_BL.flatten().diff().nonzero().flatten() + 1, torch.tensor([ids_BL.numel()])])
+    cu_seqlens = torch.cat([torch.zeros(1), ends, torch.arange(NUM_ROWS) * LENGTH]).unique().int()
+    mask = AttentionMask.packed(ids_BL, cu_seqlens, "sdpa", 2 * (window or 0))
+    mask = mask if window is None else mask.local
+    upstream_TD = upstream_TD * (ids_BL.flatten() > 0)[:, None]
+
+    def attended_by(attend, dtype):
+        (out_TD,), (gradient_TX,) = run(attend, [qkv_TX.to(dtype)], [upstream_TD.to(dtype)])
+        return out_TD[ids_BL.flatten() > 0], gradient_TX
+
+    def formula(x):
+        return attention_formula(x, AttentionMask(NUM_ROWS, LENGTH, dense_B1LL=mask.dense()), num_heads, 0.0)
+
+    ours = attended_by(lambda x: segment_attention(x, mask.segments(dtype), num_heads), dtype)
+    expected, exact = (attended_by(formula, each) for each in (dtype, torch.float64))
+    assert_no_worse(ours, expected, exact, rounding=ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])

@@ -59,11 +59,14 @@ def test_adamw_equals_torch():
 
 
 def test_sparse_gradients_update_as_whole_ones():
-    """Also where rows, or a whole gradient, are added to one; and what one step had is not in the next one's."""
+    """Also where rows, or a whole gradient, are added to one; and what one step had is not in the next one's.
+
+    So long as few rows have moments, only they are updated, and the others decay.
+    """
     config, random, results = plain(clip_norm=0.5), torch.Generator().manual_seed(0), []
-    steps = [(torch.randint(9, (4,), generator=random), torch.randn(4, 3, generator=random)) for _ in range(6)]
+    steps = [(torch.randint(9, (4,), generator=random), torch.randn(4, 3, generator=random)) for _ in range(8)]
     for is_sparse in (True, False):
-        table = torch.nn.Parameter(torch.ones(9, 3))
+        table = torch.nn.Parameter(torch.ones(60, 3))
         optimizer = Optimizer([("table", table)], config)
         for number, (rows, values) in enumerate(steps):
             optimizer.zero_grad()
@@ -72,7 +75,11 @@ def test_sparse_gradients_update_as_whole_ones():
             gradient = optimizer.gradients()["table"]
             if number == 2:
                 optimizer.add_rows("table", rows + torch.tensor([0, 0, 0, -rows[3]]), values)
-            if number == 4:
+            if number == 4:  # rows that had no moments have some
+                optimizer.load_state_dict(
+                    {n: x.roll(20, 0) if x.dim() else x for n, x in optimizer.state_dict().items()}
+                )
+            if number == 6:
                 gradient += 1.0
                 optimizer.forget_rows("table")
             update(optimizer)

@@ -19,12 +19,16 @@ from numpy.typing import NDArray
 
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import EncodedExamples, Ints
+from electra_fast.ops.cpu_ops import MAX_ROW
 
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
 # Length of a row: at least this many tokens and examples of average length. On a CPU all tokens of a row attend to each
 # other and are masked afterwards, so long rows cost more; but rows of few examples have unequal lengths.
 ROW_TOKENS, ROW_EXAMPLES = 64, 3
+# Mean length from which all examples of a part are in one row, without padding, where attention computes only scores
+# within examples.
+LONG_EXAMPLES = 32
 # If all examples have about the same length, rows of fewer examples do too, up to this many tokens.
 LONG_ROW = 192
 # Static batches have a multiple of this many rows: a larger one makes fewer graphs and more padding.
@@ -100,11 +104,19 @@ class PackedBatch:
     num_tokens: int
 
 
-def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1, *, are_alike: bool = False) -> list[PackedBatch]:
+def pack(
+    encoded: EncodedExamples,
+    examples: Ints,
+    num_parts: int = 1,
+    *,
+    are_alike: bool = False,
+    in_one_row: bool = False,
+) -> list[PackedBatch]:
     """Packs examples into `num_parts` batches of about equally many tokens, each in rows of about equal length.
 
     If there are fewer examples than parts, each example is one part. With `are_alike`, examples have about the same
-    length, and each long one gets its own row.
+    length, and each long one gets its own row. With `in_one_row`, attention computes only scores within examples, so
+    that examples of more than a few tokens need no rows (`computes_segments`).
     """
     lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
     if not num_parts:
@@ -114,6 +126,8 @@ def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1, *, are_al
     if are_alike:
         row_examples = min(row_examples, max(1, LONG_ROW // mean))
     rows_per_part = max(1, round(len(examples) / row_examples / num_parts))
+    if in_one_row and mean >= LONG_EXAMPLES and lengths.max() <= MAX_ROW:
+        rows_per_part = 1
     rows = _balanced(lengths, num_parts * rows_per_part)
     parts = (rows[part::num_parts] for part in range(num_parts))
     return [_packed(encoded, examples, own, max(int(lengths[row].sum()) for row in own)) for own in parts]

@@ -20,6 +20,7 @@ from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import fastest_matmul
+from electra_fast.ops.operations import WeightCasts
 from electra_fast.training.hardware import faster_precision, shortest_times, times_text
 from electra_fast.training.kernel_choice import settle_encoder
 
@@ -106,23 +107,25 @@ def _batches(
     model.eval()
     order = np.argsort(encoded.lengths, kind="stable")
     pending = np.split(order, _cuts(encoded.lengths[order], BATCH_TOKENS[device.type]))[::-1]
-    while pending:
-        before_batch()
-        examples, found = pending.pop(), []
-        try:
-            for part in pack(encoded, examples, are_alike=True):
-                with use_compute(compute):
-                    tensors = model.predictions(Inputs.of(part, device), compute)
-                if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
-                    raise InputError('activations exceed 65504, the largest number of fp16: set precision = "fp32"')
-                found.append((examples, part, tensors))
-        except (RuntimeError, MemoryError) as error:
-            if len(examples) < 2 or not is_out_of_memory(error):
-                raise
-            # This batch and those that follow, which are longer, in halves.
-            halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
-            pending, found = [half for pair in halves for half in pair if len(half)], []
-        yield from found
+    casts = WeightCasts(model, compute.dtype, device.type == "cpu", without_gradient=True)
+    with casts.current():
+        while pending:
+            before_batch()
+            examples, found = pending.pop(), []
+            try:
+                for part in pack(encoded, examples, are_alike=True, in_one_row=compute.computes_segments(device)):
+                    with use_compute(compute):
+                        tensors = model.predictions(Inputs.of(part, device), compute)
+                    if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
+                        raise InputError('activations exceed 65504, the largest number of fp16: set precision = "fp32"')
+                    found.append((examples, part, tensors))
+            except (RuntimeError, MemoryError) as error:
+                if len(examples) < 2 or not is_out_of_memory(error):
+                    raise
+                # This batch and those that follow, which are longer, in halves.
+                halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
+                pending, found = [half for pair in halves for half in pair if len(half)], []
+            yield from found
     model.train(was_training)
 
 

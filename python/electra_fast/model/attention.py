@@ -16,7 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
 from electra_fast.ops.choice import operation, uses_cpu_ops, uses_kernels
 from electra_fast.ops.operations import Dropout, kernels, linear
+from electra_fast.ops.segment_attention import MIN_ROW, SegmentLayout, masking_bias, segment_attention, segment_layout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -41,6 +42,8 @@ FLASH = {"varlen", "xformers"}
 # Limits of `short`, whose programs hold all keys of a row.
 MAX_SHORT_ROW, MAX_SHORT_HEAD = 128, 64
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class AttentionMask:
@@ -48,7 +51,8 @@ class AttentionMask:
 
     One field is set, that of the backend: `dense_B1LL` (bool, True = attend; None: whole rows) for
     `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen`, `block_mask` for `flex`, `block_diagonal` for
-    `xformers`, `segment_ids_BL` for `short`. `local` is the mask of layers with local attention, where a model has
+    `xformers`, `segment_ids_BL` for `short`; on a CPU, where the offsets are known, `sdpa` has both instead of
+    `dense_B1LL`. `local` is the mask of layers with local attention, where a model has
     them; its `window` is how many tokens to each side a token attends to.
     """
 
@@ -93,10 +97,10 @@ class AttentionMask:
             return cls(num_rows, length, backend, block_diagonal=_block_diagonal(cu_seqlens, num_rows, length))
         if backend == "flex":
             return cls(num_rows, length, backend, block_mask=_block_mask(segment_ids_BL, window), window=window)
-        mask_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
-        if window is not None:
-            mask_BLL = mask_BLL & _within(window, length, mask_BLL.device)
-        return cls(num_rows, length, dense_B1LL=mask_BLL[:, None], window=window)
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+            return cls(num_rows, length, cu_seqlens=cu_seqlens, segment_ids_BL=segment_ids_BL, window=window)
+        dense_B1LL = _dense(segment_ids_BL, window)
+        return cls(num_rows, length, dense_B1LL=dense_B1LL, window=window)
 
     @classmethod
     def padded(
@@ -118,17 +122,41 @@ class AttentionMask:
         local_B1LL = dense_B1LL & _within(window, length, device) | _within(0, length, device)
         return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
 
+    def dense(self) -> Tensor | None:
+        """`dense_B1LL`, made when it is first needed if there are offsets instead."""
+        ids_BL = self.segment_ids_BL
+        return self.dense_B1LL if ids_BL is None else self._made("_dense", lambda: _dense(ids_BL, self.window))
+
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """`dense_B1LL` as a summand of scores of this dtype; made once for all layers."""
-        if self.dense_B1LL is None:
-            return None
-        found = self.__dict__.get("_bias")
-        if found is None or found.dtype != dtype:
-            # Finite, since a row of scores that are all -inf would become NaN.
-            zeros = torch.zeros(self.dense_B1LL.shape, dtype=dtype, device=self.dense_B1LL.device)
-            found = zeros.masked_fill_(~self.dense_B1LL, torch.finfo(dtype).min)
-            self.__dict__["_bias"] = found
+        """`dense` as a summand of scores of this dtype; made once for all layers."""
+        dense_B1LL = self.dense()
+        return None if dense_B1LL is None else self._made(f"_bias {dtype}", lambda: masking_bias(dense_B1LL, dtype))
+
+    def segments(self, dtype: torch.dtype) -> SegmentLayout:
+        """The segments by length; made once for all layers."""
+        ids_BL, cu_seqlens, window = self.segment_ids_BL, self.cu_seqlens, self.window
+        assert ids_BL is not None and cu_seqlens is not None
+        return self._made(f"_segments {dtype}", lambda: segment_layout(ids_BL, cu_seqlens, window, dtype))
+
+    @property
+    def longest(self) -> int:
+        """Tokens that attend to each other, at most; on a CPU."""
+        offsets = self.cu_seqlens
+        return self.length if offsets is None else self._made("_longest", lambda: int(offsets.diff().max()))
+
+    def _made(self, name: str, make: Callable[[], T]) -> T:
+        if name not in self.__dict__:
+            self.__dict__[name] = make()
+        found: T = self.__dict__[name]
         return found
+
+
+def _dense(segment_ids_BL: Tensor, window: int | None) -> Tensor:
+    """Which tokens of a row attend to each other; bool [B, 1, L, L]."""
+    mask_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
+    if window is not None:
+        mask_BLL = mask_BLL & _within(window, segment_ids_BL.shape[1], mask_BLL.device)
+    return mask_BLL[:, None]
 
 
 @operation
@@ -154,12 +182,14 @@ def self_attention(
             out_TD: Tensor = kernels().short_attention(*arguments, *dropout.arguments)[0]
             return out_TD
         return short_attention_reference(*arguments, dropout)
-    is_short = mask.length <= cpu_ops.MAX_ROW or dropout.probability > 0
-    if mask.backend == "sdpa" and is_short and uses_cpu_ops(x_TD):
+    is_on_cpu = mask.backend == "sdpa" and uses_cpu_ops(x_TD)
+    if is_on_cpu and (dropout.probability > 0 or mask.longest <= cpu_ops.MAX_ROW):
         if rotary is None:
             qkv_TX = linear(x_TD, qkv_weight_XD, qkv_bias_X)
         else:
             qkv_TX = cpu_ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
+        if mask.cu_seqlens is not None and mask.length > MIN_ROW:
+            return segment_attention(qkv_TX, mask.segments(x_TD.dtype), num_heads, dropout.probability)
         return cpu_ops.self_attention(qkv_TX, mask.bias(x_TD.dtype), mask.num_rows, num_heads, dropout.probability)
     if rotary is None:
         q, k, v = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
@@ -198,7 +228,7 @@ def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Querie
     """`attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
     scores_NnT = torch.einsum("nah,tah->ant", q_nNH, k_TNH).float() * q_nNH.shape[-1] ** -0.5
     weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
-    weights_NnT = F.dropout(weights_NnT, dropout).to(v_TNH.dtype)
+    weights_NnT = ops.dropout_reference(weights_NnT, Dropout(dropout)).to(v_TNH.dtype)
     return torch.einsum("ant,tah->nah", weights_NnT, v_TNH).flatten(1)
 
 
@@ -278,7 +308,7 @@ def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, drop
     q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
     # Not cuDNN, whose backward pass on Hopper gives NaN under masks of some lengths (issue 196678 of pytorch).
     with sdpa_kernel(SDPA_KERNELS) if q_TNH.is_cuda else contextlib.nullcontext():
-        out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
+        out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(), dropout_p=dropout)
     return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
 
 

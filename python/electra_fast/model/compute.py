@@ -43,6 +43,10 @@ class ComputeConfig:
     matmul: str = DEFAULT
     kernels: tuple[tuple[str, str], ...] = ()
 
+    def computes_segments(self, device: torch.device) -> bool:
+        """Returns True if attention computes scores within the segments of a packed row only."""
+        return self.attention == "sdpa" and device.type == "cpu"
+
 
 @contextmanager
 def use_compute(compute: ComputeConfig) -> Iterator[None]:

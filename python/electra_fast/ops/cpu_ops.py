@@ -98,13 +98,16 @@ def _dropout_mask(like: Tensor, probability: float) -> Tensor:
     """0 with a probability rounded to 2^-16, otherwise the factor that preserves the mean; shape and dtype of `like`.
 
     Each element takes 16 bits of torch's generator, where `F.dropout` draws a double. Arithmetic on integers is
-    vectorized, comparisons are not.
+    vectorized, comparisons are not; a factor of 16 bits is an integer too.
     """
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     num_dropped = round(probability * 2**16)
     first_kept = num_dropped - 2**15
     bits = words.view(torch.int16)[: like.numel()].view(like.shape).clamp_(first_kept - 1, first_kept)
-    return bits.float().sub_(first_kept - 1).mul_(2**16 / (2**16 - num_dropped)).to(like.dtype)
+    kept, factor = bits.sub_(first_kept - 1), 2**16 / (2**16 - num_dropped)
+    if like.dtype.itemsize == 2:
+        return kept.mul_(torch.tensor(factor, dtype=like.dtype).view(torch.int16).item()).view(like.dtype)
+    return kept.to(like.dtype).mul_(factor)
 
 
 def self_attention(

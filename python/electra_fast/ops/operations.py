@@ -48,7 +48,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if uses_kernels(x, "linear") and weight.dtype != x.dtype and not torch.compiler.is_compiling():
         out: Tensor = _MixedLinear.apply(x, weight, bias)
         return out
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    weight = weight.to(x.dtype) if torch.is_grad_enabled() else cast(weight, x.dtype)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
@@ -80,15 +81,18 @@ class _MixedLinear(torch.autograd.Function):
 class WeightCasts:
     """Copies of the weights of a model's linear layers in the dtype of the activations, at fixed addresses.
 
-    There are none where `linear` would not use them: without kernels, with fp32 activations, or if not `enabled`.
+    There are none where `linear` would not use them: with fp32 activations, without kernels unless `without_gradient`
+    (predictions on a CPU, which would cast all weights for each batch), or if not `enabled`.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, enabled: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, enabled: bool = True, *, without_gradient: bool = False
+    ) -> None:
         weights = dict.fromkeys(module.weight for module in model.modules() if isinstance(module, nn.Linear))
         self._casts: dict[Tensor, Tensor] = {
             weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
             for weight in weights
-            if enabled and uses_kernels(weight, "linear") and weight.dtype != dtype
+            if enabled and (without_gradient or uses_kernels(weight, "linear")) and weight.dtype != dtype
         }
 
     @property

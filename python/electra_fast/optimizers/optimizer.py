@@ -20,6 +20,9 @@ from electra_fast.optimizers.muon import MatrixDivision, Muon
 from electra_fast.optimizers.rule import OptimizerState, UpdateRule
 from electra_fast.optimizers.shards import Shards, assign_owners
 
+# A table is updated by its rows that have moments if it has this many times as many rows: copies of them cost, too.
+MIN_ROWS_BY_MOMENTS = 4
+
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
 
 
@@ -93,6 +96,10 @@ class Optimizer:
         # For sparse gradients: the rows that are not zero, and the whole tables.
         self.gradient_rows: dict[str, Tensor] = {}
         self._tables: dict[str, Tensor] = {}
+        # By table: which rows may have moments, while gradients are sparse. `num_loads` counts replacements of all
+        # moments, so that processes that share them notice.
+        self._has_moments: dict[str, Tensor] = {}
+        self.num_loads = 0
         self.num_updates, self._rank, self._num_processes = 0, 0, 1
         self.choose_parameters()
 
@@ -110,6 +117,7 @@ class Optimizer:
         """Chooses the parameters that require a gradient now, and resets moments and the number of updates."""
         self.choose_parameters()
         self.num_updates = 0
+        self.follow_loads(self.num_loads + 1)
         for moment in (*self.exp_avg.values(), *self.exp_avg_sq.values()):
             moment.zero_()
 
@@ -150,6 +158,12 @@ class Optimizer:
         host = torch.tensor(scalars, pin_memory=self._state.scalars.is_cuda)
         self._state.scalars.copy_(host, non_blocking=True)
 
+    def follow_loads(self, num_loads: int) -> None:
+        """Forgets which rows have moments if those were replaced since, by this process or another."""
+        if num_loads != self.num_loads:
+            self._has_moments.clear()
+        self.num_loads = num_loads
+
     def gradients(self) -> dict[str, Tensor]:
         """Returns dense gradients by parameter name. Raises RuntimeError naming a parameter without one."""
         found = {}
@@ -167,12 +181,30 @@ class Optimizer:
         assert grad is not None
         grad.index_add_(0, rows, values)
         if name in self.gradient_rows:
-            self.gradient_rows[name] = torch.cat((self.gradient_rows[name], rows))
+            self.gradient_rows[name] = torch.unique(torch.cat((self.gradient_rows[name], rows)))
 
     def forget_rows(self, name: str) -> None:
         """Marks a parameter's gradient as dense."""
         if name in self.gradient_rows:
             del self.gradient_rows[name], self._tables[name]
+
+    def nonzero(self, name: str, gradient: Tensor) -> Tensor:
+        """Returns the rows of a gradient that are not zero, as far as that is known; a copy of them."""
+        rows = self.gradient_rows.get(name)
+        return gradient if rows is None else gradient.index_select(0, rows)
+
+    def _rows_with_moments(self) -> dict[str, Tensor]:
+        """Returns the rows that an update changes otherwise than by decay, of tables with few of them."""
+        found = {}
+        for name in self._has_moments.keys() - self.gradient_rows.keys():
+            del self._has_moments[name]  # any row may get moments now
+        for name in self.gradient_rows.keys() & self.exp_avg_sq.keys() & set(self.own_names):
+            if name not in self._has_moments:
+                self._has_moments[name] = ((self.exp_avg[name] != 0) | (self.exp_avg_sq[name] != 0)).any(1)
+            rows = self._has_moments[name].index_fill_(0, self.gradient_rows[name], True).nonzero()[:, 0]
+            if MIN_ROWS_BY_MOMENTS * len(rows) <= len(self._has_moments[name]):
+                found[name] = rows
+        return found
 
     def _filled_table(self, name: str, sparse: Tensor) -> Tensor:
         """Returns a sparse gradient as a dense one, in a table that is reused; `zero_grad` zeroes its rows."""
@@ -206,13 +238,18 @@ class Optimizer:
         """
         gradients = self.gradients()
         if norm is None:
-            norm = global_norm(gradients.values())
+            norm = global_norm(self.nonzero(name, gradient) for name, gradient in gradients.items())
         own = {name: gradients[name] for name in self.own_names}
         self._state.skipped = skipped
         if own and self.config.clip_norm:
             # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
             bounded = norm if skipped is None else torch.where(skipped > 0, 1.0, norm)
-            torch._foreach_mul_(list(own.values()), self.config.clip_norm / bounded.clamp(min=self.config.clip_norm))
+            factor = self.config.clip_norm / bounded.clamp(min=self.config.clip_norm)
+            for name in self.gradient_rows.keys() & own.keys():
+                own[name].index_copy_(0, self.gradient_rows[name], self.nonzero(name, own[name]) * factor)
+            if dense := [gradient for name, gradient in own.items() if name not in self.gradient_rows]:
+                torch._foreach_mul_(dense, factor)
+        self._state.rows = self._rows_with_moments()
         self.rule.update(own)
         return norm
 
@@ -232,6 +269,7 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores a state of `state_dict`. Raises ValueError if it is of other trained parameters or another rule."""
         self.check_state(state)
+        self.follow_loads(self.num_loads + 1)
         for name, tensor in self.state_dict().items():
             if name != "num_updates":
                 tensor.copy_(state[name])

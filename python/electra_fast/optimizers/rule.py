@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ class OptimizerState:
         matrix_dtype: Dtype of Muon's iterations.
         skipped: 1 if the update must change neither parameters nor moments (gradients are then 0), else 0; an fp32
             scalar. None if no step is ever skipped.
+        rows: Of some tables, the rows that have moments once they have this step's; all others have neither moments nor
+            gradients, so that a rule may leave them but for their decay.
     """
 
     config: OptimizerConfig
@@ -43,6 +45,7 @@ class OptimizerState:
     shards: Shards | None = None
     matrix_dtype: torch.dtype = torch.float32
     skipped: Tensor | None = None
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
 
     def lr_factor(self, name: str) -> float:
         """Returns a parameter's learning-rate factor."""

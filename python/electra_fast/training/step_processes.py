@@ -143,7 +143,7 @@ class _Worker:
         for name in own_names:
             for rank in others:
                 self._add_published(name, rank, gradients[name])
-            self._norms[name].copy_(gradients[name].norm())
+            self._norms[name].copy_(optimizer.nonzero(name, gradients[name]).norm())
         wait()
         return totals, optimizer.step(global_norm(self._norms[name] for name in optimizer.parameters))
 
@@ -219,7 +219,8 @@ class StepProcesses:
 
     def start(self, batch: Any, step: int, lr_scale: float) -> None:
         """Starts a step on the workers, before the optimizer's scalars are set for it."""
-        self._send((batch, step, lr_scale, self._worker.optimizer.num_updates))
+        optimizer = self._worker.optimizer
+        self._send((batch, step, lr_scale, optimizer.num_updates, optimizer.num_loads))
 
     def run(self) -> tuple[list[dict[str, Any]], Tensor]:
         """Runs the calling process's part of the step, after its batch and the optimizer's scalars are set.
@@ -376,10 +377,11 @@ def _serve(connection: Connection, task: _Task) -> None:
     worker = _Worker(task.rank, backward, optimizer, task.memory, task.num_processes)
     connection.send(None)
     while True:
-        batch, step, lr_scale, num_updates = connection.recv()
+        batch, step, lr_scale, num_updates, num_loads = connection.recv()
         if backward.enter(step):
             optimizer.choose_parameters()
         optimizer.num_updates = num_updates
+        optimizer.follow_loads(num_loads)
         optimizer.set_step_scalars(lr_scale)
         backward.load(batch, step)
         totals, _ = worker.run(wait)

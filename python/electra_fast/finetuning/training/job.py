@@ -121,7 +121,8 @@ class Job:
         if self.work.captures(self.device):
             config = self.config
             return [batches.pack_static(self.examples, chosen, config.sequence_length, config.batch_size)]
-        return batches.pack(self.examples, chosen, self.num_processes)
+        in_one_row = self.work.compute.computes_segments(self.device)
+        return batches.pack(self.examples, chosen, self.num_processes, in_one_row=in_one_row)
 
     def twin(self, untrained: PretrainedEncoder) -> Job:
         """Returns the same job with an encoder that was not pre-trained, of the same shape."""
@@ -262,7 +263,7 @@ def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
     lengths = job.examples.lengths[: job.config.batch_size]
     enough = np.searchsorted(lengths.cumsum(), MAX_MEASURED_TOKENS * job.num_processes)
     examples = np.arange(max(1, min(len(lengths), int(enough))))
-    parts = batches.pack(job.examples, examples, job.num_processes)
+    parts = job.pack(examples)
     batch = job.training_set.batch(parts, examples, job.config.loss_reduction, 0)
     with torch.random.fork_rng(devices=[]), use_compute(work.compute):
         model = work.model()
