@@ -207,7 +207,7 @@ def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
     assert "this is a bug; please report it" in caught.value.__notes__[0]
 
 
-def test_metrics_of_the_training_text_are_labelled(folder, tmp_path):
+def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
     """Of a corpus without a validation part; not of a corpus that the run has never seen."""
     own = ("evaluate", folder / "run", "--data", folder / "shards" / "holdout", "--sequence-length", 32, "--json")
     assert run(*own).stderr == ""

@@ -37,7 +37,7 @@ def test_an_encoder_is_adapted_and_compared(tmp_path):
     make_run(tmp_path / "first", "google", {})
     export(tmp_path / "first", tmp_path / "hf")
     (tmp_path / "text.txt").write_text("the cats sat w1 w2 w3\n\n" * 60, encoding="utf-8")
-    rows = "".join(f"the cat {name},{name}\n" for name in ("w1", "w2")) * 8
+    rows = "".join(f"the cat w{number + 3} w{number % 2},w{number % 2}\n" for number in range(16))
     (tmp_path / "labeled.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
     places = [tmp_path / name for name in ("hf/discriminator", "text.txt", "labeled.csv", "out")]
     for command in commands(tmp_path, *places, *OPTIONS):

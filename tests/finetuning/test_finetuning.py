@@ -354,7 +354,7 @@ def test_usual_names_of_tasks_are_known_and_read_once(glue_folder):
     assert [each.task.name for each in read_tasks("SST-2,sst2", glue_folder, {}, {})] == ["sst2"]
 
 
-def test_a_labelled_test_is_scored_and_submissions_are_named_as_the_server_takes_them(encoder_folder, tmp_path):
+def test_a_labeled_test_is_scored_and_submissions_are_named_as_the_server_takes_them(encoder_folder, tmp_path):
     data = write_mrpc(tmp_path / "MRPC")
     shutil.copyfile(data / "dev.tsv", data / "test.tsv")  # MRPC's test file has labels
     found = ef.finetune("mrpc", model=encoder_folder, data=data, out=tmp_path / "out", seeds=2, overrides=QUICK)["mrpc"]

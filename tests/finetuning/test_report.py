@@ -218,7 +218,7 @@ def test_questions_are_scored_by_length_and_first_word():
     assert content["label_shares"]["no answer"] == {"train": 0.0, "dev": 0.25, "difference": 0.25}
 
 
-def test_parts_are_reported_together_without_unlabelled_examples():
+def test_parts_are_reported_together_without_unlabeled_examples():
     gold, _, _, answers = answered(20)
     whole = make_report(CLASSES, [(split_of(gold), answers)])
     first, second = split_of(gold[:7]), split_of(np.append(gold[7:], -1))

@@ -94,7 +94,7 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
         scores[step] = np.mean([each["label"] == label for each, (_, label) in zip(found, rows, strict=True)])
     assert {each["step"]: each["accuracy"] for each in log if "accuracy" in each} == pytest.approx(scores)
     best = max(scores, key=scores.__getitem__)  # the earliest
-    assert best < 14 and scores[best] > scores[15] and list(scores.values()).count(scores[best]) > 1  # it is a choice
+    assert 2 < best < 14 and list(scores.values()).count(scores[best]) > 1  # neither the first, nor the last, nor alone
     assert result["best_step"] == best and result["accuracy"] == pytest.approx(scores[best])
     for name, tensor in ef.load_finetuned(folder / "model")._model.named_parameters():
         assert tensor.equal(steps[best - 1][name]), name

@@ -1,4 +1,4 @@
-"""`evaluate`: scores a fine-tuned model on labelled examples, or a pre-trained one on a corpus."""
+"""`evaluate`: scores a fine-tuned model on labeled examples, or a pre-trained one on a corpus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TUPLES = ("text", "label", "labels", "label_map")
 def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
     """Evaluates a model; what it is decides how.
 
-    A fine-tuned model predicts labelled examples, in a file or in memory as for `finetune`, and the report on them is
+    A fine-tuned model predicts labeled examples, in a file or in memory as for `finetune`, and the report on them is
     returned: `{"task", "kind", "examples", "scores": {name: {"model": x, "majority": x}}, ...}`, with sections by task
     (classes, confusion, calibration, entity_types, matching, residuals, answer_lengths, ...) and `errors`, the worst
     ones. `majority` has the scores of the data's own most frequent label. The options:
@@ -45,7 +45,7 @@ def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
     """
     own, others = _options(evaluate_file), _options(pretrained.evaluate)
     for task_type in TASK_TYPES.values():
-        own |= _options(task_type.read_labelled)
+        own |= _options(task_type.read_labeled)
     unknown = next((name for name in options if name not in own | others), None)
     if unknown is not None:
         raise TypeError(f"evaluate() got an unexpected keyword argument {unknown!r}")
@@ -76,11 +76,11 @@ def evaluate_file(
     """Evaluates a fine-tuned model on a file, as `evaluate` says."""
     predictor = load_finetuned(model, precision=precision)
     task, task_type = predictor.task, predictor.task_type
-    _refuse(options, _options(task_type.read_labelled), f"not for {predictor.kind}")
+    _refuse(options, _options(task_type.read_labeled), f"not for {predictor.kind}")
     options |= {name: (options[name],) for name in _TUPLES if isinstance(options.get(name), str)}
     dialect = Dialect(options.pop("quoting", "auto"), delimiter)
     trained = (predictor.text_columns, predictor.label_columns)
-    split, notes = task_type.read_labelled(task, file, trained, quoting=dialect, **options)
+    split, notes = task_type.read_labeled(task, file, trained, quoting=dialect, **options)
     num_texts = predictor.num_texts or len(split.texts[0])
     if len(split.texts[0]) != num_texts:
         reads = "one text" if num_texts == 1 else "a pair of texts"

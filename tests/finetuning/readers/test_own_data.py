@@ -11,7 +11,7 @@ from electra_fast.finetuning.readers import own_data
 from electra_fast.finetuning.task_data import read_tasks
 
 
-def labelled(*labels, **texts):
+def labeled(*labels, **texts):
     return [{"text": f"text {row}", **texts, "label": label} for row, label in enumerate(labels)]
 
 
@@ -35,7 +35,7 @@ def message_of(train, dev=None, test=None, kind="classification", **options):
 
 
 def test_a_classification(write):
-    train = write(labelled("pos", "neg", "pos"))
+    train = write(labeled("pos", "neg", "pos"))
     test = write([{"text": "unseen", "other": "x"}], "test.csv")
     dev = write([{"text": "other", "label": "pos"}], "dev.parquet")
     data = read(train, dev, test)
@@ -110,7 +110,7 @@ NUMBERS = "a regression has one label column of numbers"
     ],
 )
 def test_what_cannot_be_used(write, labels, options, message):
-    train = write(labelled(*labels, a="0", b="1"))
+    train = write(labeled(*labels, a="0", b="1"))
     assert message_of(train, **options).removeprefix(f"{train}: ").startswith(message)
 
 
@@ -122,7 +122,7 @@ def test_missing_columns_are_named_with_those_there_are(write):
 
 
 def test_what_dev_or_test_lack(write, tmp_path):
-    train = write(labelled("a", "b"))
+    train = write(labeled("a", "b"))
     scored, other = write([{"text": "x", "score": "a"}], "dev.jsonl"), write([{"body": "x"}], "test.jsonl")
     message = f"{scored}: no column 'label'; there are: text, score; choose with --dev-label"
     assert message_of(train, scored) == message
@@ -146,27 +146,27 @@ def test_what_dev_or_test_lack(write, tmp_path):
     ],
 )
 def test_names_and_order_of_classes(write, labels, names):
-    assert read(write(labelled(*labels))).task.labels == names
+    assert read(write(labeled(*labels))).task.labels == names
 
 
 def test_given_labels_keep_their_order(write):
-    train = write(labelled("b", "a"))
+    train = write(labeled("b", "a"))
     data = read(train, labels=("b", "a", "c"))
     assert (data.task.labels, data.train.targets.tolist()) == (("b", "a", "c"), [0, 1])
-    assert read(write(labelled("0.5", "1.0")), labels=("0.5", "1.0")).task.labels == ("0.5", "1.0")
+    assert read(write(labeled("0.5", "1.0")), labels=("0.5", "1.0")).task.labels == ("0.5", "1.0")
 
 
 def test_a_label_that_training_lacks_is_an_error(write):
-    train, other = write(labelled("a", "b")), write(labelled("a", "c"), "other.jsonl")
+    train, other = write(labeled("a", "b")), write(labeled("a", "c"), "other.jsonl")
     message = f"{other}: line 2: unknown label 'c'; {train} has: 'a', 'b'"
     assert message_of(train, other) == message_of(train, train, other) == message
-    other = write(labelled(99), "other.jsonl")
-    assert message_of(write(labelled(*range(30))), other).endswith("'18', '19' and 10 more")
+    other = write(labeled(99), "other.jsonl")
+    assert message_of(write(labeled(*range(30))), other).endswith("'18', '19' and 10 more")
 
 
 @pytest.mark.parametrize("sign", [-1, "-1", "-1.0", "-", " ", None, float("nan")])
 def test_what_says_that_there_is_no_label_is_no_class(write, sign):
-    train = write(labelled(sign, "1", "0", sign, "1"))
+    train = write(labeled(sign, "1", "0", sign, "1"))
     dev = write([{"text": "x", "label": "1"}, {"text": "y", "label": sign}], "dev.csv")
     data = read(train, dev)
     assert (data.task.labels, data.train.targets.tolist(), data.train.ids) == (("0", "1"), [1, 0, 1], ["1", "2", "4"])
@@ -179,28 +179,28 @@ def test_what_says_that_there_is_no_label_is_no_class(write, sign):
 
 @pytest.mark.parametrize("labels, given", [((-1, 0, 1), ("-1", "0", "1")), (("-", "a", "-"), ("a", "-"))])
 def test_signs_that_are_named_are_classes(write, labels, given):
-    data = read(write(labelled(*labels)), labels=given)
+    data = read(write(labeled(*labels)), labels=given)
     assert data.task.labels == given
     assert [given[target] for target in data.train.targets] == list(map(str, labels))
 
 
 def test_a_single_class_besides_minus_one_is_asked_about(write):
-    assert "--labels=-1,1" in message_of(write(labelled(1, -1, 1, -1)))
+    assert "--labels=-1,1" in message_of(write(labeled(1, -1, 1, -1)))
 
 
 def test_words_for_nothing_are_classes_with_a_doubt_and_missing_among_numbers(write):
-    (note,) = notes_of(write(labelled("NA", "DE", "FR", "NA")))
+    (note,) = notes_of(write(labeled("NA", "DE", "FR", "NA")))
     assert "'NA', 2 examples, may mean that there is no label; --label-map NA= leaves them out" in note
-    train = write(labelled("NA", "1", "2", "nan", "1"))
+    train = write(labeled("NA", "1", "2", "nan", "1"))
     assert read(train).task.labels == ("1", "2")
     assert "2 of 5 examples have no label ('NA' 1, 'nan' 1;" in notes_of(train)[0]
-    assert read(write(labelled("NA", "DE", "FR")), label_map=("NA=",)).task.labels == ("DE", "FR")
+    assert read(write(labeled("NA", "DE", "FR")), label_map=("NA=",)).task.labels == ("DE", "FR")
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("sign", [None, "-", "-1"])
 def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
-    train, test = write(labelled("1", "2")), write(labelled("2", sign, "1"), "test.jsonl")
+    train, test = write(labeled("1", "2")), write(labeled("2", sign, "1"), "test.jsonl")
     data = read(train, train, test, kind=kind)
     (split,) = data.test
     missing = -1 if (kind, sign) == ("regression", "-1") else np.nan  # a number like others
@@ -208,12 +208,12 @@ def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
     np.testing.assert_array_equal(values, [2, missing, 1])
     assert len(split.texts) == 3
     assert any("): predicted and not scored" in note for note in data.notes) == (missing != -1)
-    hidden = write(labelled(sign, sign), "hidden.jsonl")
+    hidden = write(labeled(sign, sign), "hidden.jsonl")
     assert read(train, train, hidden, kind=kind).test[0].targets is None
 
 
 def test_several_labels_without_a_label(write):
-    lists = read(write(labelled(["a"], None, [], ["b", ""], [-1], ["-"])))
+    lists = read(write(labeled(["a"], None, [], ["b", ""], [-1], ["-"])))
     assert lists.train.ids == ["0", "2", "3"]
     rows = [("1", "0"), ("-1", "-1"), ("", "1"), ("0", "1.0")]
     columns = write([{"text": "x", "toxic": one, "rude": two} for one, two in rows], "train.csv")
@@ -223,23 +223,23 @@ def test_several_labels_without_a_label(write):
 
 @pytest.mark.parametrize("form", [list, str])
 def test_lists_of_zeros_and_ones_are_not_lists_of_classes(write, form):
-    train = write(labelled(*map(form, ([0, 1, 0], [1, 1, 0], [0, 0, 0]))))
+    train = write(labeled(*map(form, ([0, 1, 0], [1, 1, 0], [0, 0, 0]))))
     data = read(train)
     assert (data.task.kind, data.task.labels) == ("multi-label", ("0", "1", "2"))
     assert data.train.targets.tolist() == [[0, 1, 0], [1, 1, 0], [0, 0, 0]]
     assert read(train, labels=("x", "y", "z")).task.labels == ("x", "y", "z")
     assert "--labels names 2" in message_of(train, labels=("x", "y"))
-    message = message_of(train, write(labelled([1]), "dev.jsonl"))
+    message = message_of(train, write(labeled([1]), "dev.jsonl"))
     assert message.endswith("line 1: the label is [1], elsewhere it is a list of 3 times 0 or 1")
 
 
 @pytest.mark.parametrize("form", [list, str, json.dumps])
 def test_lists_are_several_labels(write, form):
-    data = read(write(labelled(*map(form, (["b", "a"], [], ["c"])))))
+    data = read(write(labeled(*map(form, (["b", "a"], [], ["c"])))))
     assert (data.task.kind, data.task.metric, data.task.labels) == ("multi-label", "f1_micro", ("a", "b", "c"))
     assert data.train.targets.dtype == np.float32
     assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
-    assert read(write(labelled("[NEG]", "[POS]"))).task.labels == ("[NEG]", "[POS]")
+    assert read(write(labeled("[NEG]", "[POS]"))).task.labels == ("[NEG]", "[POS]")
 
 
 def pairs_of(first, second, label, names):
@@ -269,18 +269,18 @@ def test_columns_and_labels_that_differ_by_file(write):
     ("one", "two"), [("Refund", "refund"), ("caf\u00e9", "cafe\u0301"), ("not ok", "not_ok"), ("ok", "o\u200bk")]
 )
 def test_classes_that_look_alike_are_named_with_their_sizes(write, one, two):
-    (note,) = notes_of(write(labelled(one, one, two, "other")))
+    (note,) = notes_of(write(labeled(one, one, two, "other")))
     assert f"{one!r} 2, {two!r} 1; --label-map {two}={one} joins them" in note
 
 
 @pytest.mark.parametrize("labels", [("-1.5x", "1.5x"), ("A-", "A"), ("01", "1"), ("C++", "C")])
 def test_classes_that_differ_do_not_look_alike(write, labels):
-    assert notes_of(write(labelled(*labels, *labels))) == []
+    assert notes_of(write(labeled(*labels, *labels))) == []
 
 
 def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
-    train = write([*labelled("a", "b", {"x": 1}), {"text": None, "label": "a"}])
-    dev = write(labelled("a", "c", "b"), "dev.jsonl")
+    train = write([*labeled("a", "b", {"x": 1}), {"text": None, "label": "a"}])
+    dev = write(labeled("a", "c", "b"), "dev.jsonl")
     message = message_of(train, dev)
     places = (f"{train}: line 3: the label", f"{train}: line 4: 'text' is null", f"{dev}: line 2: unknown label 'c'")
     assert message.startswith("3 bad rows: ") and all(place in message for place in places)
@@ -288,9 +288,9 @@ def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
     data = read(train, dev, skip_bad_rows=3)
     assert (data.train.ids, data.dev[0].ids) == (["0", "1"], ["0", "2"])
     assert data.notes[0].startswith("3 bad rows are left out: ")
-    message = message_of(write(labelled(*[{}] * 25), "all.jsonl"))
+    message = message_of(write(labeled(*[{}] * 25), "all.jsonl"))
     assert message.startswith("25 bad rows: ") and message.endswith("; and 5 more (--skip-bad-rows leaves rows out)")
-    unknown = write(labelled("c"), "unknown.jsonl")
+    unknown = write(labeled("c"), "unknown.jsonl")
     assert "no example has a label that can be used" in message_of(train, unknown, skip_bad_rows=4)
 
 
@@ -299,7 +299,7 @@ def test_several_labels_that_occur_twice_are_in_both_splits(write, seed):
     rng = random.Random(seed)
     names = [f"l{number}" for number in range(12) for _ in range(number + 1)]
     rows = [rng.sample(names, rng.choice((0, 1, 1, 2))) for _ in range(60)] + [["once"]]
-    data = set_aside(write(labelled(*rows)), seed=seed)
+    data = set_aside(write(labeled(*rows)), seed=seed)
     in_train, in_dev = (split.targets.sum(0) for split in (data.train, data.dev[0]))
     total = in_train + in_dev
     assert (in_train >= 1).all() and len(data.dev[0].texts) < 15
@@ -308,7 +308,7 @@ def test_several_labels_that_occur_twice_are_in_both_splits(write, seed):
 
 
 def test_a_separator_makes_several_labels(write):
-    data = read(write(labelled("b; a", "", "c;", "b")), label_separator=";")
+    data = read(write(labeled("b; a", "", "c;", "b")), label_separator=";")
     assert (data.task.kind, data.task.labels) == ("multi-label", ("a", "b", "c"))
     assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
 
@@ -338,7 +338,7 @@ def test_a_regression_is_standardized_by_its_training_values(write, name):
 
 def test_a_dev_split_is_set_aside_by_class(write):
     labels = ["common"] * 160 + ["rare"] * 38 + ["once"] * 2
-    train = write(labelled(*labels))
+    train = write(labeled(*labels))
     data = set_aside(train, seed=3)
     (dev,) = data.dev
     assert data.notes == (
@@ -353,13 +353,13 @@ def test_a_dev_split_is_set_aside_by_class(write):
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
 def test_every_class_of_two_is_in_both_splits(write, fraction):
-    data = set_aside(write(labelled(*"aabbbcdddddd")), dev_fraction=fraction)
+    data = set_aside(write(labeled(*"aabbbcdddddd")), dev_fraction=fraction)
     assert set(data.train.targets.tolist()) == {0, 1, 2, 3} and set(data.dev[0].targets.tolist()) == {0, 1, 3}
     assert len(data.dev[0].texts) == {0.01: 3, 0.5: 6, 0.99: 8}[fraction]
 
 
 def test_texts_in_both_splits_are_counted(write):
-    train, dev = write(labelled("a", "b")), write(labelled("a", "b", "a"), "dev.jsonl")
+    train, dev = write(labeled("a", "b")), write(labeled("a", "b", "a"), "dev.jsonl")
     (data,) = read_tasks("classification", None, {"train": train, "dev": dev}, {})
     assert data.notes == (f"{dev}: 2 of 3 dev examples have a text that is in the training split",)
     with pytest.raises(InputError, match="all 2 dev examples have a text that is in the training split, so a score"):

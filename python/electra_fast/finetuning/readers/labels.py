@@ -21,7 +21,7 @@ _WHOLE = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,17}))\.0*")
 _NO_LABEL = ("", "-", "-1")
 # Signs of a missing label in columns of numbers; elsewhere they may be classes.
 _MISSING = {"nan", "na", "n/a", "#n/a", "<na>", "null", "none"}
-_DOUBTFUL = _MISSING | {"?", "--", "–", "—", "unlabeled", "unlabelled", "undefined"}
+_DOUBTFUL = _MISSING | {"?", "--", "–", "—", "unlabeled", "undefined"}
 _SEPARATORS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 

@@ -167,7 +167,7 @@ def read(
         _read_rows(file, reader or _number, bad)
     notes, hint = [note for file in files.values() for note in file.notes], ""
     try:
-        _check_labelled(files)
+        _check_labeled(files)
         if reader:
             task, targets, hint = _classification(files, reader, labels, bad)
             notes += _doubts(files["train"])
@@ -178,7 +178,7 @@ def read(
         bad.finish()  # bad rows may be the reason
         raise
     notes += bad.finish(hint)
-    _check_labelled(files)  # of those that are left
+    _check_labeled(files)  # of those that are left
 
     splits = {name: file.split(targets[name]) for name, file in files.items()}
     if dev is None:
@@ -201,7 +201,7 @@ def read(
     )
 
 
-def read_labelled(
+def read_labeled(
     task: Task,
     path: Path,
     trained: tuple[Sequence[Columns], Sequence[Columns]],
@@ -213,7 +213,7 @@ def read_labelled(
     quoting: Quoting = "auto",
     skip_bad_rows: int = 0,
 ) -> tuple[Split, list[str]]:
-    """Reads labelled examples of a trained model's task; returns them and notes for the user.
+    """Reads labeled examples of a trained model's task; returns them and notes for the user.
 
     `trained` are the text and label columns of training, if known, of which the first that the file has are read. Rows
     with a label that the task lacks are bad rows. Other arguments, and what it raises, are those of `read`.
@@ -237,7 +237,7 @@ def read_labelled(
         ids = {reader.canonical(name): number for number, name in enumerate(task.labels)}
         file.keep(known_rows(path, file.labels, ids, bad))
     notes = [*file.notes, *bad.finish()]
-    _check_labelled({"data": file})
+    _check_labeled({"data": file})
     targets = _class_targets(file, ids, task.kind == "multi-label") if has_classes else _values(file)
     return file.split(targets), notes
 
@@ -336,7 +336,7 @@ def _check_options(
 
 def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad: BadRows) -> None:
     """Reads the rows of a file; leaves those without a label out, except in a test file."""
-    table, signs, unlabelled = file.table, Counter[str](), list[int]()
+    table, signs, unlabeled = file.table, Counter[str](), list[int]()
     rejected = rejected_rows(table.rows, file.text + file.label, is_test=file.name == "test")
     for row, values in enumerate(table.rows):
         if row in rejected:
@@ -348,16 +348,16 @@ def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad
                     label = read_cells([values[name] for name in file.label], table.place(row))
                 except NoLabel as sign:
                     signs[str(sign)] += 1
-                    unlabelled.append(row)
+                    unlabeled.append(row)
             if label is None and file.name != "test":
                 continue
             file.texts.append(tuple(text_of(table.path, table.lines[row], values, name) for name in file.text))
             file.rows.append(row)
             file.labels.append(label)
     if file.name == "test" and all(label in (None, -1) for label in file.labels):  # hidden
-        file.label, unlabelled = (), []
+        file.label, unlabeled = (), []
     file.notes += rejected_note(file.path, len(rejected), len(table.rows))
-    file.notes += [*_unlabelled_note(file, signs, unlabelled), *_empty_texts(file)]
+    file.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
 
 
 def _named(cell: Any, names: Columns) -> Any:
@@ -366,21 +366,21 @@ def _named(cell: Any, names: Columns) -> Any:
     return names[cell] if isinstance(cell, int) and 0 <= cell < len(names) else cell
 
 
-def _check_labelled(files: Mapping[str, _File]) -> None:
+def _check_labeled(files: Mapping[str, _File]) -> None:
     for name, file in files.items():
         if not file.rows:
             flag = "--label" if name in ("train", "data") else f"--{name}-label"
             raise InputError(f"{file.path}: no example has a label that can be used; choose the column with {flag}")
 
 
-def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int]) -> Iterator[str]:
-    if not unlabelled:
+def _unlabeled_note(file: _File, signs: Counter[str], unlabeled: list[int]) -> Iterator[str]:
+    if not unlabeled:
         return
     what = "predicted and not scored" if file.name == "test" else "left out"
-    first = file.table.place(unlabelled[0]).removeprefix(f"{file.path}: ")
+    first = file.table.place(unlabeled[0]).removeprefix(f"{file.path}: ")
     remedy = _how_to_keep(signs, file.labels) if file.name == "train" and len(file.label) == 1 else ""
     yield (
-        f"{file.path}: {len(unlabelled):,} of {len(file.table.rows):,} examples have no label "
+        f"{file.path}: {len(unlabeled):,} of {len(file.table.rows):,} examples have no label "
         f"({left_out(signs)}; the first in {first}): {what}{remedy}"
     )
 

@@ -1,4 +1,4 @@
-"""A report on a model's answers to labelled examples: report.json, report.md for people, and pictures.
+"""A report on a model's answers to labeled examples: report.json, report.md for people, and pictures.
 
 It depends on the task, the examples and the answers alone, never on the model: those of a finished seed, of all folds
 together, or of a file that was predicted.
@@ -89,7 +89,7 @@ def make_report(
         baselines: Scores of other answers to the same examples by their name, such as `majority`.
     """
     task_type = TASK_TYPES[task.kind]
-    split, answers = _labelled(task, parts)
+    split, answers = _labeled(task, parts)
     scores = task_type.scores_of_answers(task, split, answers)
     baselines = {name: own for name, own in (baselines or {}).items() if own}
     content: dict[str, Any] = {
@@ -110,7 +110,7 @@ def make_report(
     return Findings(content | {"errors": findings.content["errors"]}, findings.pictures)
 
 
-def _labelled(task: Task, parts: Sequence[Answered]) -> Answered:
+def _labeled(task: Task, parts: Sequence[Answered]) -> Answered:
     """Returns the examples of all parts that have a gold label, and their answers."""
     golds = [TASK_TYPES[task.kind].golds(task, split) for split, _ in parts]
     chosen = [[row for row, gold in enumerate(own) if gold is not None] for own in golds]

@@ -75,7 +75,7 @@ class SequenceType(TaskType):
     """Base of the three types. Outputs are logits or values, float32 [n, C]."""
 
     usual_columns = own_data.TEXT_COLUMNS
-    read_labelled = staticmethod(own_data.read_labelled)
+    read_labeled = staticmethod(own_data.read_labeled)
     hf_form = "SequenceClassification"
     head_names = {
         ("bert", "hf"): {
@@ -181,11 +181,11 @@ class SequenceType(TaskType):
         return self._scores(task, split, self.majority_outputs(task, train.targets, len(split.texts)))
 
     def _scores(self, task: Task, split: Split, outputs: NDArray[Any]) -> dict[str, float]:
-        return self.metrics(task, *_labelled(split, outputs))
+        return self.metrics(task, *_labeled(split, outputs))
 
     def temperature(self, split: Split, outputs: Any) -> float:
         """Returns the temperature of the logits that fits the labels best."""
-        targets, logits = _labelled(split, outputs)
+        targets, logits = _labeled(split, outputs)
         return fit_temperature(logits, targets)
 
     def write_predictions(
@@ -365,7 +365,7 @@ class MultiLabel(SequenceType):
         self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Returns the `metrics`, also with thresholds of 0.5, and for the first split the labels' `thresholds`."""
-        targets, logits = _labelled(split, outputs)
+        targets, logits = _labeled(split, outputs)
         at_half, chosen = self.metrics(task, targets, logits), dict[str, Any]()
         if not earlier:
             thresholds = choose_thresholds(_sigmoid(finite(logits)), targets)
@@ -533,7 +533,7 @@ def _thresholds(task: Task, settings: Mapping[str, Any]) -> NDArray[np.float64]:
     return np.array([own.get(label, 0.5) if given is None else given for label in task.labels])
 
 
-def _labelled(split: Split, outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _labeled(split: Split, outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Returns the targets and outputs of the examples that have a label."""
     targets = split.targets
     assert targets is not None

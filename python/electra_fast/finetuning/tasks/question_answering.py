@@ -55,7 +55,7 @@ class QuestionAnswering(TaskType):
 
     defaults = {"sequence_length": 512, "epochs": 2.0, "head_dropout": 0.0}
     read = staticmethod(read_questions)
-    read_labelled = staticmethod(read_answered)
+    read_labeled = staticmethod(read_answered)
     num_texts = 2
     hf_form = "QuestionAnswering"
     head_names = {

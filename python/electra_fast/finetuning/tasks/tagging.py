@@ -105,7 +105,7 @@ class Tagging(TaskType):
 
     defaults = {"sequence_length": 256}
     read = staticmethod(read_tagging)
-    read_labelled = staticmethod(read_tagged)
+    read_labeled = staticmethod(read_tagged)
     findings = staticmethod(findings.tagging)
     num_texts = 1
     hf_form = "TokenClassification"

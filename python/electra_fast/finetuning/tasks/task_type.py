@@ -58,7 +58,7 @@ class TaskType(ExampleReader):
     """Keys of `[finetune]` that differ from their defaults, in all recipes."""
     read: ClassVar[Callable[..., TaskData] | None] = None
     """Reads own files: `train`, `dev` and `test` (the latter two may be None), then keyword arguments."""
-    read_labelled: ClassVar[Callable[..., tuple[Split, list[str]]]]
+    read_labeled: ClassVar[Callable[..., tuple[Split, list[str]]]]
     """Reads a file to score a trained model on: the task, the path, the text and label columns of training, then
     keyword arguments. Returns also notes for the user."""
     num_texts: ClassVar[int | None] = None
@@ -170,7 +170,7 @@ class TaskType(ExampleReader):
 
     @abstractmethod
     def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
-        """Returns the scores of answers to labelled examples, as given to the user."""
+        """Returns the scores of answers to labeled examples, as given to the user."""
 
     @abstractmethod
     def findings(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Findings:
