@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import mean
 
 from lib.results import markdown, processor
+from lib.task_data import stanzas
 
 import electra_fast as ef
 from electra_fast.training.flops import flops_per_token
@@ -58,8 +59,7 @@ TASK = {
 def fields(path: Path) -> Iterator[dict[str, str]]:
     """The fields of each package in one of apt's lists."""
     text = subprocess.run(["/usr/lib/apt/apt-helper", "cat-file", path], capture_output=True, text=True, check=True)
-    for stanza in text.stdout.split("\n\n"):
-        yield dict(re.findall(r"^(\S+): *((?:.*)(?:\n .*)*)", stanza, re.MULTILINE))
+    return stanzas(text.stdout)
 
 
 def descriptions() -> Iterator[tuple[str, str]]:

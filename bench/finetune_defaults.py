@@ -17,7 +17,6 @@ import itertools
 import json
 import lzma
 import random
-import re
 import shutil
 import time
 from collections import Counter
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from lib.results import processor
+from lib.task_data import cut_glue, stanzas
 
 import electra_fast as ef
-from electra_fast.finetuning.readers import glue
 
 LANGUAGES = ("en", "de", "fr", "it", "es")
 NUM_CLASSES, NUM_DEV = 40, 2_000
@@ -36,11 +35,9 @@ SETTINGS = ("learning_rate", "class_weights", "select")
 """What a plan varies beside the steps, which become epochs."""
 
 
-def stanzas(path: Path) -> Iterator[dict[str, str]]:
+def packages_of(path: Path) -> Iterator[dict[str, str]]:
     """The fields of each package in a list of a Debian mirror."""
-    text = (bz2 if path.suffix == ".bz2" else lzma).open(path, "rt", encoding="utf-8").read()
-    for stanza in text.split("\n\n"):
-        yield dict(re.findall(r"^(\S+): *((?:.*)(?:\n .*)*)", stanza, re.MULTILINE))
+    return stanzas((bz2 if path.suffix == ".bz2" else lzma).open(path, "rt", encoding="utf-8").read())
 
 
 def messy(text: str, dice: random.Random) -> str:
@@ -56,11 +53,11 @@ def messy(text: str, dice: random.Random) -> str:
 
 def tickets(work: Path) -> list[tuple[str, str]]:
     """Pairs of a class and a text, a package each in one language, in a random but fixed order."""
-    packages = stanzas(work / "Packages.xz")
+    packages = packages_of(work / "Packages.xz")
     section = {each["Package"]: each["Section"].rpartition("/")[2] for each in packages if "Section" in each}
     texts: dict[str, list[str]] = {}
     for language in LANGUAGES:
-        for each in stanzas(*work.glob(f"Translation-{language}.*")):
+        for each in packages_of(*work.glob(f"Translation-{language}.*")):
             title, *lines = each.get(f"Description-{language}", "").split("\n")
             body = " ".join(line.strip() for line in lines if line.strip() != ".")
             if title:
@@ -82,19 +79,6 @@ def write_tickets(work: Path, examples: int) -> tuple[Path, Path]:
             lines = (json.dumps({"text": text, "label": label}, ensure_ascii=False) for label, text in chosen)
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return train, dev
-
-
-def write_glue(work: Path, source: Path, task: str, examples: int) -> Path:
-    """Copies a task's files without test examples, with the first examples of training; returns the folder."""
-    folder = work / f"{task}-{examples}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in glue.locate(task, source).iterdir():
-        if file.suffix == ".tsv" and not file.name.startswith("test") and not (folder / file.name).exists():
-            lines = file.read_bytes().splitlines(keepends=True)
-            is_cut = examples and file.name.startswith("train")
-            has_header = task != "cola"
-            (folder / file.name).write_bytes(b"".join(lines[: examples + has_header] if is_cut else lines))
-    return folder
 
 
 def plan(name: str) -> Iterator[dict[str, Any]]:
@@ -132,7 +116,7 @@ def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> d
         settings["finetune.sequence_length"] = 48
         data["skip_bad_rows"] = NUM_DEV  # of classes that the first examples lack
     else:
-        data = {"data": write_glue(options.work, options.glue, task, examples), "task": task}
+        data = {"data": cut_glue(options.work, options.glue, task, examples), "task": task}
     num_examples = min(examples, {"mrpc": 3_668, "stsb": 5_749}.get(task, examples))
     if "steps" in case:
         settings["finetune.epochs"] = case["steps"] / -(-num_examples // 32)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lib.results import Results, markdown, measured_by_child, parse_arguments, processor
+from lib.task_data import cut_glue
 
 import electra_fast as ef
 from electra_fast.finetuning.readers import glue
@@ -34,14 +35,7 @@ SETTINGS = ("learning_rate", "batch_size", "epochs", "warmup_fraction", "weight_
 
 def data_folder(options: argparse.Namespace, task: str) -> Path:
     """A task's folder without test examples, and with the first `--examples` of training."""
-    folder = options.out / "data" / f"{task}-{options.examples}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in glue.locate(task, options.glue).iterdir():
-        if file.suffix == ".tsv" and not file.name.startswith("test") and not (folder / file.name).exists():
-            lines = file.read_bytes().splitlines(keepends=True)
-            is_cut = options.examples and file.name.startswith("train")
-            (folder / file.name).write_bytes(b"".join(lines[: options.examples + 1] if is_cut else lines))
-    return folder
+    return cut_glue(options.out / "data", options.glue, task, options.examples)
 
 
 def recipe(options: argparse.Namespace) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def finetune(
     returned: `{task: {"metric": name, "median": x, "medians": {every score: x}, "min": x, "max": x,
     "majority": {score: x}, "runs": [...], "seconds": x}}`; `majority` has the scores of the most frequent training
     answer. Called again after an interruption, it resumes at that seed and step; finished models are scored again if
-    the content of `dev` or `test` has changed.
+    the content of `test` has changed, or with `finetune.select = last` that of `dev`, on which the best step depends.
 
     Args:
         task: A GLUE task (`cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte`, `wnli`), several of them,

@@ -1,6 +1,6 @@
 """One seed of a task: trains, resumes where it was killed, and leaves model, predictions and scores.
 
-A finished seed is scored again if validation or test data have changed; its model does not depend on them.
+A finished seed is scored again if test data have changed, or validation data on which its model does not depend.
 
 While a seed trains, its folder has checkpoints/ and metrics.jsonl, as a pre-training run has. result.json is written
 last and marks the seed as finished.
