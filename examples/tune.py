@@ -33,11 +33,14 @@ def score(trial):
     def prune(record):  # after each epoch of each seed
         trial.report(record["accuracy"], next(evaluations))
         if trial.should_prune():
-            raise optuna.TrialPruned
+            raise ef.StopTraining
 
     folder = out / f"trial-{trial.number}"
     arguments = {"model": model, "train": train, "out": folder, "seeds": 3, "overrides": settings}
-    return ef.finetune("classification", **arguments, on_evaluation=prune)["classification"]["median"]
+    try:
+        return ef.finetune("classification", **arguments, on_evaluation=prune)["classification"]["median"]
+    except ef.StopTraining:
+        raise optuna.TrialPruned from None
 
 
 out.mkdir(parents=True, exist_ok=True)

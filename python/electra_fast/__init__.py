@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from electra_fast.data.corpus import Corpus, Tokenizer, verify
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, train_vocab
-    from electra_fast.errors import ElectraFastError, InputError, Interrupted, TrainingFailed
+    from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
     from electra_fast.finetuning.error_detection import load_error_detector
     from electra_fast.finetuning.evaluate import evaluate
     from electra_fast.finetuning.finetune import finetune
@@ -36,6 +36,7 @@ _MODULES = {
     "ElectraFastError": "errors",
     "InputError": "errors",
     "Interrupted": "errors",
+    "StopTraining": "errors",
     "Tokenizer": "data.corpus",
     "TrainingFailed": "errors",
     "evaluate": "finetuning.evaluate",
@@ -61,6 +62,7 @@ __all__ = [
     "ElectraFastError",
     "InputError",
     "Interrupted",
+    "StopTraining",
     "Tokenizer",
     "TrainingFailed",
     "__version__",

@@ -29,6 +29,10 @@ class ReportedElsewhere(ElectraFastError):
     """Ends a rank because of an error that another rank reports."""
 
 
+class StopTraining(ElectraFastError):
+    """Raise it in a callback to stop `pretrain` or `finetune`: a checkpoint is written, then it passes through."""
+
+
 class OutOfMemory(ElectraFastError, MemoryError):
     """The memory of a device does not suffice; the message names the value to set."""
 

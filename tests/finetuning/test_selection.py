@@ -166,25 +166,25 @@ def test_a_signal_in_an_evaluation_ends_it_and_a_resume_repeats_it(reference, tr
     assert train(tmp_path) == left(reference[0])
 
 
-def test_what_a_callback_raises_passes_through_after_a_checkpoint(reference, train, tmp_path):
-    class Pruned(Exception):
-        pass
-
-    logs, evaluations = [], []
+def test_a_callback_stops_training_after_a_checkpoint(reference, train, tmp_path):
+    logs, evaluations, checkpoints = [], [], []
 
     def prune(record):
         evaluations.append(record)
         if record["step"] == 6:
-            raise Pruned
+            raise ef.StopTraining
 
-    with pytest.raises(Pruned):
+    with pytest.raises(ef.StopTraining):
         train(tmp_path, settings=SETTINGS | {"finetune.checkpoint_seconds": "60"}, on_evaluation=prune)
     assert checkpoint_folder.steps(tmp_path / "sst2/seed-0") == [6]
-    assert train(tmp_path, on_log=logs.append, on_evaluation=prune) == left(reference[0])
+    assert train(
+        tmp_path, on_log=logs.append, on_evaluation=evaluations.append, on_checkpoint=checkpoints.append
+    ) == left(reference[0])
     found = [{**each, "seconds": None} for each in (*logs, *evaluations)]
     named = [{"task": "sst2", "seed": 0} | each for each in left(reference[0])[1]]
     assert [each for each in found if "loss" in each] == [each for each in named if each["step"] > 6 and "loss" in each]
     assert [each for each in found if "accuracy" in each] == [each for each in named if "accuracy" in each]
+    assert checkpoints[-1]["step"] == 15 and checkpoints[-1]["path"].endswith("checkpoints/step-15")
 
 
 def test_patience_ends_training_and_says_so(train, tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ from electra_fast.config.file import Scalar, Value, did_you_mean, read_toml
 from electra_fast.config.objectives import OBJECTIVE_SPECS, OPTION_NEEDS, check_needs
 from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES
 from electra_fast.config.section import AUTO as AUTO
-from electra_fast.config.section import Configuration, Section, config_key
+from electra_fast.config.section import LOGGERS, Configuration, Section, config_key
 from electra_fast.errors import InputError
 
 Architecture = Literal["bert", "modern"]
@@ -265,6 +265,7 @@ class TrainConfig(Section):
         "end the run, without another checkpoint, if its loss reaches twice that of uniform guesses or it loses all "
         "that it had learned",
     )
+    loggers: str | list[str] = config_key("", "also log to these, if installed", choices=LOGGERS, takes_several=True)
     max_minutes: float = config_key(0.0, "session time limit; checkpoints, then exits with code 75; 0: no limit", low=0)
     reduce: Literal["fast", "exact"] = config_key(
         "fast", "gradient sum over ranks: fast, or exact for bitwise equal results on 1, 2 and 4 ranks"

@@ -17,6 +17,7 @@ from electra_fast.config.file import (
     TYPE_NAMES,
     Scalar,
     Value,
+    comma_separated,
     did_you_mean,
     format_value,
     nearest,
@@ -26,6 +27,8 @@ from electra_fast.config.file import (
 from electra_fast.errors import InputError
 
 AUTO: Final = "auto"
+LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Names of `train.loggers` and `finetune.loggers`."""
 
 
 def config_key(
@@ -42,7 +45,7 @@ def config_key(
     """Declares a configuration key: its default, meaning and allowed range (`open_low` excludes `low` itself).
 
     `choices` are the allowed names where the type is no Literal. A string that `takes_several` may also be a list of
-    strings or a table of weights by string. `or_auto`: an integer, or "auto".
+    strings or, without `choices`, a table of weights by string. `or_auto`: an integer, or "auto".
     """
     bounds = {"low": low, "high": high, "open_low": open_low}
     metadata = {"doc": doc, "choices": choices, "takes_several": takes_several, "or_auto": or_auto, **bounds}
@@ -115,8 +118,12 @@ class Configuration:
                 meant = nearest(name, known)
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
                 raise InputError(f"unknown key {name}{hint}")
-            several = cls._field(name).metadata["takes_several"] and isinstance(value, str)
-            table.setdefault(section, {})[key] = parse_several(name, str(value)) if several else value
+            metadata = cls._field(name).metadata
+            if metadata["takes_several"] and isinstance(value, str):
+                value = parse_several(name, value)
+                if metadata["choices"] and isinstance(value, str):
+                    value = list(comma_separated(value)) if value else ""
+            table.setdefault(section, {})[key] = value
         return table
 
     def to_toml(self) -> str:
@@ -196,8 +203,9 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
     elif type(value) is not expected and not _is_auto(field, value):
         raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
     _check_text(name, value)
-    if choices and value not in choices:
-        raise InputError(f"{name} = {value!r} must be one of {', '.join(choices)}")
+    if choices and any(each not in (field.default, *choices) for each in (value if type(value) is list else [value])):
+        several = "among" if field.metadata["takes_several"] else "one of"
+        raise InputError(f"{name} = {value!r} must be {several} {', '.join(choices)}")
     low, high = field.metadata["low"], field.metadata["high"]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if isinstance(value, int) and value > _MAX_INT:

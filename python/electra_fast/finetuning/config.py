@@ -10,7 +10,7 @@ from typing import Literal
 
 from electra_fast.config.config import ModelConfig, OptimizerConfig
 from electra_fast.config.file import Scalar, did_you_mean
-from electra_fast.config.section import Configuration, Section, config_key
+from electra_fast.config.section import LOGGERS, Configuration, Section, config_key
 from electra_fast.errors import InputError
 
 DEFAULT_RECIPE = "fast"
@@ -92,6 +92,7 @@ class FinetuneSection(Section):
     execution: Literal["auto", "eager", "graph"] = config_key(
         "auto", "eager, or graph: CUDA graphs, one per batch shape; auto: graph on CUDA"
     )
+    loggers: str | list[str] = config_key("", "also log to these, if installed", choices=LOGGERS, takes_several=True)
     checkpoint_seconds: float = config_key(60.0, "seconds between checkpoints, from which a killed run resumes", low=0)
 
     def __post_init__(self) -> None:

@@ -33,12 +33,14 @@ from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts
-from electra_fast.finetuning.training.seed_run import Callback, Callbacks, SeedRun, outdated_splits, rescore
+from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, rescore
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder, untrained
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import FinetuningProgress
+from electra_fast.training.callbacks import Callback, Callbacks
+from electra_fast.training.loggers import require_loggers
 from electra_fast.training.run import exclusive
 
 
@@ -59,6 +61,7 @@ def finetune(
     untrained_twin: bool = False,
     on_log: Callback | None = None,
     on_evaluation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
     **columns: Any,
 ) -> Results:
     """Fine-tunes an encoder on GLUE tasks or on own data, with seeds 0 to `seeds - 1` each.
@@ -95,7 +98,9 @@ def finetune(
         on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
             "grad_norm", "learning_rate", "seconds"}`.
         on_evaluation: Called likewise with each line about an evaluation: `{"step"}` and the validation scores by
-            name. What it raises stops the training and passes through, after a checkpoint.
+            name. An exception in a callback is reported once and stops nothing; `StopTraining` stops the training and
+            passes through, after a checkpoint.
+        on_checkpoint: Called likewise when a checkpoint is complete: `{"step", "path"}`.
         columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
             `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `skip_bad_rows`, `scheme`
             (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
@@ -110,7 +115,9 @@ def finetune(
     files = {name: _file(name, each) for name, each in given if each is not None}
     settings = {name: str(value) for name, value in (overrides or {}).items()}
     encoder = load_encoder(model, role)
-    check_length(recipe_config(recipe, "", encoder.shape, settings).finetune, encoder)  # before large files are read
+    common = recipe_config(recipe, "", encoder.shape, settings).finetune
+    require_loggers("finetune.loggers", common.loggers)
+    check_length(common, encoder)  # before large files are read
     folder = Path(data) if data is not None else None
     parts = [columns] if folds is None else _folds(folds, columns, dev)
     all_data = [each for part in parts for each in read_tasks(task, folder, files, part)]
@@ -147,7 +154,7 @@ def finetune(
             for job in (*group.jobs, *group.twins):
                 _check_folder(job)
         replace_file(out / "config.toml", text)
-        return _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation))
+        return _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation, on_checkpoint))
 
 
 def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ class CheckpointWriter:
     def __init__(self, run: Path, keep: int) -> None:
         self._run, self._keep = run, keep
         self.num_written, self.last_write_seconds, self.blocked_seconds = 0, 0.0, 0.0
+        self._written: list[int] = []
         # Not a `Thread`: in Python 3.9 to 3.12, a signal that interrupts `join` makes a running thread look stopped, so
         # the interpreter would not wait for the write at exit.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
@@ -72,6 +73,11 @@ class CheckpointWriter:
         """Raises the error of a finished write that failed, an OSError naming the checkpoint, once; never waits."""
         if self._pending is not None and self._pending.done():
             self._finish()
+
+    def take_written(self) -> list[int]:
+        """Returns the steps whose checkpoints are complete since the last call."""
+        written, self._written = self._written, []
+        return written
 
     def wait_up_to(self, seconds: float) -> bool:
         """Waits for the write in progress for up to `seconds`, as `check`; returns whether none is in progress."""
@@ -121,6 +127,7 @@ class CheckpointWriter:
         try:
             checkpoint.write(self._run, config, *copies, state, self._keep)
             self.num_written += 1
+            self._written.append(state.step)
         finally:
             self.last_write_seconds = time.perf_counter() - start
             self._buffers = copies

@@ -17,6 +17,7 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.errors import InputError, Interrupted, ReportedElsewhere
 from electra_fast.interruption import StopRequest, launcher_seconds, stop_requests, stop_with_parent
+from electra_fast.training.callbacks import Callback, Callbacks
 from electra_fast.training.division import Division
 from electra_fast.training.launch import Launch
 from electra_fast.training.run import Run, exclusive, open_run
@@ -39,6 +40,9 @@ def pretrain(
     out: str | Path | None = None,
     allow_changes: bool = False,
     from_step: int | None = None,
+    on_log: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
 ) -> Result:
     """Trains a run to its end, from the start or from where an earlier call stopped.
 
@@ -55,6 +59,10 @@ def pretrain(
             that `model.max_positions` and the bases of rotary positions may grow.
         from_step: Go back to the checkpoint of this step instead of the newest one. Renames later checkpoints and
             removes later log lines.
+        on_log: Called on the first rank with each line of metrics.jsonl, as a dictionary. An exception in a callback is
+            reported once and stops nothing; `StopTraining` stops the run.
+        on_evaluation: Called likewise with each line of evaluations.jsonl.
+        on_checkpoint: Called likewise when a checkpoint is complete, with `{"step": N, "path": "RUN/checkpoints/…"}`.
 
     Returns:
         The folder, the last step, and whether the run is finished or `train.max_minutes` stopped it.
@@ -64,6 +72,7 @@ def pretrain(
         Diverged: The loss is not finite, or so high that the run is lost (`train.stop_on_divergence`); the best
             checkpoint is kept.
         TrainingFailed: Another rank is lost; the last good checkpoint is kept.
+        StopTraining: A callback raised it, and a checkpoint was written.
         Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) to any rank requested a stop, and a checkpoint
             was written. It is a `KeyboardInterrupt`, so that a notebook stops.
     """
@@ -84,8 +93,11 @@ def pretrain(
         if launch.launcher == "torchrun":
             stop_with_parent()
         open_it = partial(open_run, allow_changes=allow_changes, from_step=from_step)
+        callbacks = Callbacks(on_log, on_evaluation, on_checkpoint)
         train = _train_alone if launch.world_size == 1 else partial(_train_among, launch)
-        run, step = train(config, open_it, stop, start)
+        run, step = train(config, open_it, stop, start, callbacks)
+    if callbacks.stop is not None:
+        raise callbacks.stop
     if stop and step < run.config.train.steps:
         raise Interrupted(
             stop.signal,
@@ -97,7 +109,7 @@ def pretrain(
 
 
 def _train_alone(
-    config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float
+    config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float, callbacks: Callbacks
 ) -> tuple[Run, int]:
     """Trains on one device; reports mistakes before importing torch, which takes seconds."""
     mixture = Mixture(config.data.corpus)
@@ -106,7 +118,7 @@ def _train_alone(
         from electra_fast.training.trainer import Trainer
         from electra_fast.training.world import World
 
-        return run, Trainer(run, mixture, World()).train(stop, start)
+        return run, Trainer(run, mixture, World(), callbacks).train(stop, start)
 
 
 def _contents(mixture: Mixture) -> list[tuple[str, str | None]]:
@@ -127,7 +139,12 @@ def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]]
 
 
 def _train_among(
-    launch: Launch, config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float
+    launch: Launch,
+    config: Config,
+    open_it: Callable[[Config, Mixture], Run],
+    stop: StopRequest,
+    start: float,
+    callbacks: Callbacks,
 ) -> tuple[Run, int]:
     """Trains as one of several ranks; the first rank opens the run and writes its files."""
     try:
@@ -149,4 +166,4 @@ def _train_among(
         contents = world.all_gather_object(world.agree(lambda: _contents(mixture)))
         world.agree(lambda: _require_same(mixture, launch.rank, contents[launch.rank], contents[0]))
         run = world.from_first(lambda: open_it(config, mixture))
-        return run, Trainer(run, mixture, world).train(stop, start)
+        return run, Trainer(run, mixture, world, callbacks).train(stop, start)

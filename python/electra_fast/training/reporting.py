@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -29,8 +30,10 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives.objective import Number, Stage
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
+from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.graphs import Preparation
+from electra_fast.training.loggers import Loggers, logger_names
 from electra_fast.training.run import Run
 
 # Rows whose words are examined, and fractions of their tokens that cause a warning.
@@ -243,17 +246,20 @@ def version_or_none(package: str) -> str:
 
 
 class RunLog:
-    """The files metrics.jsonl and evaluations.jsonl and the progress line, as a context manager.
+    """The files metrics.jsonl and evaluations.jsonl, loggers, callbacks and the progress line, as a context manager.
 
     Args:
         run: The run's folder.
+        config: Its configuration.
         first_step: Step at which the session begins; lines of later steps are dropped.
-        num_steps: Steps of the run.
-        is_silent: True on ranks that write and print nothing.
+        callbacks: Called after a line is written.
+        is_silent: True on ranks that write, call and print nothing.
     """
 
-    def __init__(self, run: Path, first_step: int, num_steps: int, *, is_silent: bool) -> None:
-        self._run, self._first_step = run, first_step
+    def __init__(self, run: Path, config: Config, first_step: int, callbacks: Callbacks, *, is_silent: bool) -> None:
+        self._run, self._config, self._first_step, self._callbacks = run, config, first_step, callbacks
+        self._loggers: Loggers | None = None
+        num_steps = config.train.steps
         self._files: tuple[JsonLines, JsonLines] | None = None
         self._is_silent = is_silent
         self._progress = TrainingProgress(first_step, num_steps, shown=not is_silent)
@@ -267,6 +273,9 @@ class RunLog:
                     for name in ("metrics.jsonl", "evaluations.jsonl")
                 )
                 self._files = (metrics, evaluations)
+                earlier = {"train": read_records(self._run / "metrics.jsonl"), "validation": self.evaluations}
+                names, settings = logger_names(self._config.train.loggers), dataclasses.asdict(self._config)
+                self._loggers = opened.enter_context(Loggers(names, self._run, settings, earlier))
             opened.enter_context(self._progress)
             self._open = opened.pop_all()
         return self
@@ -286,14 +295,18 @@ class RunLog:
 
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Writes a line of metrics.jsonl, and shows it."""
-        if self._files is not None:
-            self._files[0].write(record)
         self._progress.report(record)
+        if self._files is not None and self._loggers is not None:
+            self._files[0].write(record)
+            self._loggers.log("train", record)
+            self._callbacks("on_log", record)
 
     def write_evaluation(self, record: dict[str, Number]) -> None:
         """Writes a line of evaluations.jsonl."""
-        if self._files is not None:
+        if self._files is not None and self._loggers is not None:
             self._files[1].write(record)
+            self._loggers.log("validation", record)
+            self._callbacks("on_evaluation", record)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:

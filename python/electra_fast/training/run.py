@@ -26,6 +26,7 @@ from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.files.json_files import parse_json
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 from electra_fast.messages import say
+from electra_fast.training.loggers import forget_loggers, require_loggers
 
 Changes = dict[str, tuple[Value, Value]]
 
@@ -44,6 +45,7 @@ FREE_KEYS = {
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.stop_on_divergence",
+    "train.loggers",
     "train.max_minutes",
     "train.sharding",
     "train.timeout_seconds",
@@ -115,6 +117,7 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
     configuration or corpus.
     """
     folder = Path(config.train.out)
+    require_loggers("train.loggers", config.train.loggers)
     if from_step is not None:
         directory = checkpoint_folder.at_step(folder, from_step)
         checkpoint_folder.verify(directory)
@@ -132,7 +135,10 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
         directory, warnings = checkpoint_folder.recover_run(folder)
         for warning in warnings:  # at once: checkpoints have been renamed even if something is refused below
             say(f"warning: {warning}")
-    return _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
+    run = _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
+    if from_step is not None:
+        forget_loggers(folder)
+    return run
 
 
 def config_at(folder: Path, step: int) -> Config:

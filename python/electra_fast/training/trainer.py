@@ -37,6 +37,7 @@ from electra_fast.objectives.objective import Number
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training import reporting
+from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 from electra_fast.training.diagnostics import (
     MIN_STEPS,
@@ -74,8 +75,8 @@ class Trainer:
     All ranks make the same collective calls in the same order; the first one reads and writes files.
     """
 
-    def __init__(self, run: Run, mixture: Mixture, world: World) -> None:
-        self.device, self.world = choose_device(), world
+    def __init__(self, run: Run, mixture: Mixture, world: World, callbacks: Callbacks) -> None:
+        self.device, self.world, self.callbacks = choose_device(), world, callbacks
         run, self.notes = settle_for_all(run, self.device, world)
         self.run, self.config, self.mixture = run, run.config, mixture
         self.compute = replace(choose_compute(self.config, self.device), kernels=run.kernels)
@@ -153,11 +154,11 @@ class Trainer:
             use_compute(self.compute),
             contextlib.closing(self.train_step),
             self.writer,
-            RunLog(self.run.folder, state.step, num_steps, is_silent=not self.world.is_first) as log,
+            RunLog(self.run.folder, self.config, state.step, self.callbacks, is_silent=not self.world.is_first) as log,
         ):
             self._begin(log)
             while state.step < num_steps and not agreed and not is_time_up:
-                is_time_up = limit.is_up(self.writer.last_write_seconds)
+                is_time_up = limit.is_up(self.writer.last_write_seconds) or self.callbacks.stop is not None
                 with self._out_of_memory_named():
                     flags = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
                 if agreed is not stop:
@@ -179,7 +180,7 @@ class Trainer:
             self._await_writer()
             if state.step == num_steps:
                 self._finish(log, first_step)
-            elif is_time_up and not agreed:
+            elif is_time_up and not agreed and self.callbacks.stop is None:
                 log.say(reporting.out_of_time(self.run.folder, self.config.train.max_minutes, state.step, num_steps))
         stop.signal = agreed.signal
         return state.step
@@ -246,6 +247,7 @@ class Trainer:
             waited = self.world.wait_seconds - self.waited_before
             self._check_ranks(max(seconds - waited, self.train_step.take_device_seconds()))
         self.world.from_first(self.writer.check)
+        self._report_checkpoints()
 
     def _start_timer(self) -> None:
         self.timer.start()
@@ -427,6 +429,13 @@ class Trainer:
         turn = self.config.train.timeout_seconds / 4
         while not self.world.from_first(lambda: self.writer.wait_up_to(turn)):
             pass
+        self._report_checkpoints()
+
+    def _report_checkpoints(self) -> None:
+        """Calls on_checkpoint, on the first rank, for each checkpoint that is complete since the last call."""
+        for step in self.writer.take_written():
+            path = checkpoint_folder.path_of(self.run.folder, step)
+            self.callbacks("on_checkpoint", {"step": step, "path": str(path)})
 
     def _restore(self, directory: Path, state: TrainState) -> None:
         self.state, self.saved_step = state, state.step

@@ -37,7 +37,7 @@ from electra_fast.training.kernel_choice import settle_encoder
 from electra_fast.training.step_processes import max_processes
 
 # Keys that may change between sessions: they affect at most a result's rounding.
-FREE_KEYS = {"checkpoint_seconds", "matmul"}
+FREE_KEYS = {"checkpoint_seconds", "loggers", "matmul"}
 # File in a task's folder that records everything its results depend on.
 IDENTITY = "task.json"
 MAX_NAMED_CLASSES = 20

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +25,7 @@ from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, Interrupted, OutOfMemory, is_out_of_memory
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import remove, replace_folder
-from electra_fast.files.json_files import JsonLines, read_object, record_of, write_object
+from electra_fast.files.json_files import JsonLines, read_object, read_records, record_of, write_object
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
@@ -44,6 +44,8 @@ from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, spec
 from electra_fast.interruption import StopRequest
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import FinetuningProgress
+from electra_fast.training.callbacks import Callbacks
+from electra_fast.training.loggers import Loggers, logger_names
 
 # Lines of metrics.jsonl.
 _NUM_LOGS = 100
@@ -65,16 +67,6 @@ class SeedState:
     best_score: float = 0.0
     num_worse: int = 0
     """Evaluations since the best one."""
-
-
-Callback = Callable[[dict[str, Any]], None]
-
-
-class Callbacks(NamedTuple):
-    """What a caller of `finetune` wants to know while a seed trains."""
-
-    on_log: Callback | None = None
-    on_evaluation: Callback | None = None
 
 
 def predict_splits(
@@ -147,15 +139,16 @@ class SeedRun:
     def train(self, stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks) -> bool:
         """Takes the remaining steps, or those until a stop; returns whether training is finished.
 
-        What a callback raises passes through, after a checkpoint.
+        Raises StopTraining, after a checkpoint, if a callback did.
         """
         num_steps, state, first_step = self.job.num_steps, self.state, self.state.step
         log_every = max(1, num_steps // _NUM_LOGS)
         self.model.train()
         began, saved = time.monotonic() - state.seconds, state.seconds
         # A step's lines are written after its evaluation.
-        with JsonLines(self.folder / "metrics.jsonl", state.step - self._is_evaluation_due) as log:
-            while not self.is_trained and not stop:
+        path = self.folder / "metrics.jsonl"
+        with JsonLines(path, state.step - self._is_evaluation_due) as log, self._loggers(path) as loggers:
+            while not self.is_trained and not stop and callbacks.stop is None:
                 if not self._is_evaluation_due:  # as it is if a stop prevented it
                     progress.advance(self._take_step())
                 evaluation = record = None
@@ -173,28 +166,35 @@ class SeedRun:
                     progress.advance(self.job.evaluation_tokens)
                 if record:
                     progress.report(record, num_steps, self._score_text())
-                self._call(callbacks, record, evaluation)
+                about = {"task": self.job.task.name, "seed": self.seed}
+                if record:
+                    loggers.log("train", record)
+                    callbacks("on_log", about | record)
+                if evaluation:
+                    loggers.log("validation", evaluation)
+                    callbacks("on_evaluation", about | evaluation)
                 if state.seconds - saved >= self.job.config.checkpoint_seconds and not self.is_trained:
-                    self._save()
+                    callbacks("on_checkpoint", about | self._save())
                     saved = time.monotonic() - began
         if state.step > first_step or not state.step:
-            self._save()  # after the last step too, since predictions may take long
+            # after the last step too, since predictions may take long
+            callbacks("on_checkpoint", {"task": self.job.task.name, "seed": self.seed} | self._save())
+        if callbacks.stop is not None:
+            raise callbacks.stop
         return self.is_trained
+
+    def _loggers(self, path: Path) -> Loggers:
+        earlier: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
+        for record in read_records(path):
+            earlier["train" if "loss" in record else "validation"].append(record)
+        names, settings = logger_names(self.job.config.loggers), {"finetune": dataclasses.asdict(self.job.config)}
+        return Loggers(names, self.folder, settings, earlier)
 
     def _score_text(self) -> str:
         state = self.state
         if not state.best_step:
             return ""
         return f"  best {self.job.task.metric} {state.best_score:.4f} at {state.best_step}"
-
-    def _call(self, callbacks: Callbacks, *records: dict[str, Any] | None) -> None:
-        for callback, record in zip(callbacks, records, strict=True):
-            if callback is not None and record is not None:
-                try:
-                    callback({"task": self.job.task.name, "seed": self.seed} | record)
-                except BaseException:
-                    self._save()
-                    raise
 
     def _evaluate(self, stop: StopRequest) -> dict[str, float]:
         """Returns the scores on the validation splits by name; the best step's weights are kept.
@@ -276,7 +276,8 @@ class SeedRun:
         state.window_steps, state.window_loss, state.window_norm = 0, 0.0, 0.0
         return record
 
-    def _save(self) -> None:
+    def _save(self) -> dict[str, Any]:
+        """Writes a checkpoint; returns its step and path."""
         self._collect_totals()
 
         def write(folder: Path) -> None:
@@ -286,10 +287,12 @@ class SeedRun:
                 write_tensors(self._best, folder / "best.safetensors")
             checkpoint_folder.seal(folder, self.state)
 
-        self._replace(checkpoint_folder.path_of(self.folder, self.state.step), write)
+        path = checkpoint_folder.path_of(self.folder, self.state.step)
+        self._replace(path, write)
         # Keep two until the seed is finished, in case one is damaged.
         for step in checkpoint_folder.steps(self.folder)[:-2]:
             remove(checkpoint_folder.path_of(self.folder, step))
+        return {"step": self.state.step, "path": str(path)}
 
     def _restore(self) -> None:
         remedy = f"remove {self.folder} to train this seed again"

@@ -1,0 +1,230 @@
+"""Loggers: TensorBoard, Weights & Biases, Trackio and MLflow show the lines of metrics.jsonl and evaluations.jsonl.
+
+Those files stay the truth. A session first sends each logger the lines that it has not seen, so that a logger added
+later shows the whole run; a line that a resumed run repeats is not sent again. Which run of the logger it is, and what
+it has seen, is in `loggers.json` in the run's folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import remove, replace_file
+from electra_fast.files.json_files import json_text, read_object
+from electra_fast.messages import say
+
+FILE = "loggers.json"
+PROJECT = "electra-fast"
+Record = Mapping[str, Any]
+
+
+def logger_names(value: str | list[str]) -> list[str]:
+    """Returns the names in `train.loggers` or `finetune.loggers`."""
+    return [name for name in ([value] if isinstance(value, str) else value) if name]
+
+
+def require_loggers(key: str, value: str | list[str]) -> None:
+    """Raises InputError if a logger's package is not installed."""
+    for name in logger_names(value):
+        if find_spec(name) is None:
+            raise InputError(f'{key}: {name} is not installed; pip install "electra-fast[{name}]"')
+
+
+def forget_loggers(folder: Path) -> None:
+    """Makes the next session begin a new run of each logger, since this one goes back to an earlier step."""
+    remove(folder / FILE)
+
+
+class Logger(Protocol):
+    """A run of one logger."""
+
+    def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """Returns, by kind, the last step whose line cannot have been lost in a kill; `state` is as in loggers.json."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Sends values by name."""
+
+    def close(self) -> None:
+        """Ends the session's part of the run."""
+
+
+class Loggers:
+    """The loggers of a run, as a context manager. What a logger raises is reported once, and ends its logging.
+
+    Args:
+        names: Of `train.loggers`.
+        folder: The run's folder.
+        settings: The resolved configuration, by section.
+        earlier: Lines of the run's logs, `kind → records`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        settings: Mapping[str, Any],
+        earlier: Mapping[str, Iterable[Record]],
+    ) -> None:
+        self._names, self._folder, self._settings = names, folder, settings
+        self._earlier = sorted(
+            ((kind, each) for kind, records in earlier.items() for each in records), key=lambda line: line[1]["step"]
+        )
+        self._open: dict[str, Logger] = {}
+        self._state: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        if not self._names:
+            return self
+        path = self._folder / FILE
+        self._state = read_object(path) if path.exists() else {}
+        for name in self._names:
+            state = self._state.setdefault(name, {"id": secrets.token_hex(4), "steps": {}})
+            title, last = f"{self._folder.resolve().name} {state['id']}", max(state["steps"].values(), default=-1)
+            try:
+                self._open[name] = _KINDS[name](self._folder, title, state, self._settings, last)
+                state["steps"] = self._open[name].arrived(state)
+            except Exception as error:
+                self._give_up(name, error)
+        replace_file(path, json_text(self._state))
+        for kind, record in self._earlier:
+            self.log(kind, record)
+        return self
+
+    def log(self, kind: str, record: Record) -> None:
+        """Sends a record with its `kind` (train, validation) before each name, to loggers that have not seen it."""
+        step, values = int(record["step"]), dict(_numbers(f"{kind}/", record))
+        for name, logger in list(self._open.items()):
+            steps = self._state[name]["steps"]
+            if step <= steps.get(kind, -1):
+                continue
+            try:
+                logger.log(values, step)
+            except Exception as error:
+                self._give_up(name, error)
+            steps[kind] = step
+        if self._open:
+            replace_file(self._folder / FILE, json_text(self._state))
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        self._open.pop(name, None)
+        say(f"warning: {name}: {type(error).__name__}: {error}; training goes on without it")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, logger in list(self._open.items()):
+            try:
+                logger.close()
+                self._state[name]["closed"] = self._state[name]["steps"]
+            except Exception as error:
+                self._give_up(name, error)
+        if self._open:
+            replace_file(self._folder / FILE, json_text(self._state))
+
+
+def _numbers(prefix: str, record: Record) -> Iterable[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(f"{prefix}{name}/", value)
+        elif value is not None and name != "step":
+            yield prefix + name, float(value)
+
+
+class _Durable:
+    """A logger that has written what it was given when `log` returns."""
+
+    def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
+        steps: dict[str, int] = state["steps"]
+        return steps
+
+
+class _TensorBoard(_Durable):
+    """Event files in RUN/tensorboard; events past the last known step are purged."""
+
+    def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbLike:
+    """Weights & Biases, or Trackio, which has its interface. Their environment variables choose project and mode."""
+
+    def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
+        self._module: Any = importlib.import_module(self.module)
+        project = os.environ.get(f"{self.module.upper()}_PROJECT", PROJECT)
+        own = self.options(folder, state["id"])
+        self._run = self._module.init(project=project, name=title, config=dict(settings), resume="allow", **own)
+
+    module = "wandb"
+
+    def options(self, folder: Path, run_id: str) -> dict[str, Any]:
+        return {"id": run_id, "dir": str(folder)}
+
+    def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """Returns what was sent before the last clean end; W&B writes in blocks, of which a kill loses the last."""
+        return dict(state.get("closed", {}))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class _Trackio(_WandbLike):
+    module = "trackio"
+
+    def options(self, folder: Path, run_id: str) -> dict[str, Any]:
+        return {"embed": False}  # a run is known by its name
+
+    def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the lines that are in the local database, where a thread writes them."""
+        stored = self._module.SQLiteStorage.get_max_step_for_run(self._run.project, self._run.name)
+        return {kind: min(step, -1 if stored is None else stored) for kind, step in state["steps"].items()}
+
+
+class _Mlflow(_Durable):
+    """MLflow, at the server or in the database that MLFLOW_TRACKING_URI names."""
+
+    def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._client, self._metric = MlflowClient(), Metric
+        if "run" not in state:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            found = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+            state["run"] = self._client.create_run(experiment, run_name=title).info.run_id
+            params = [Param(f"{section}.{key}", str(keys[key])) for section, keys in settings.items() for key in keys]
+            self._client.log_batch(state["run"], params=params)
+        self._id = state["run"]
+        self._client.update_run(self._id, status="RUNNING")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        now = time.time_ns() // 1_000_000
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WandbLike, "trackio": _Trackio, "mlflow": _Mlflow}

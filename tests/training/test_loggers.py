@@ -1,0 +1,141 @@
+"""Callbacks and loggers: what they are given, after a kill and a resume too, and that they never cost a run."""
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+import warnings
+
+import pytest
+from tiny_run import STEPS, assert_same_run, command, lines, tiny_config
+
+import electra_fast as ef
+from electra_fast.files import checkpoint_folder
+
+
+def test_callbacks_get_the_lines_of_the_logs(validation_corpus, tmp_path, capsys):
+    seen = {"log": [], "evaluation": [], "checkpoint": []}
+
+    def faulty(record):
+        seen["log"].append(record)
+        raise ZeroDivisionError("of mine")
+
+    given = {f"on_{name}": each.append for name, each in seen.items()} | {"on_log": faulty}
+    ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run", **given)
+    times = {"tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest", "checkpoint_seconds"}
+    assert [{name: each[name] for name in each if name not in times} for each in seen["log"]] == lines(tmp_path / "run")
+    assert seen["evaluation"] == lines(tmp_path / "run", "evaluations.jsonl")
+    assert [each["step"] for each in seen["checkpoint"]] == list(range(3, STEPS + 1, 3))
+    assert capsys.readouterr().err.count("warning: on_log raised ZeroDivisionError: of mine") == 1
+
+
+def test_a_callback_stops_a_run_after_a_checkpoint(validation_corpus, whole_run, tmp_path):
+    def stop(record):
+        if record["step"] == 8:
+            raise ef.StopTraining("enough")
+
+    with pytest.raises(ef.StopTraining, match="enough"):
+        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run", on_evaluation=stop)
+    assert checkpoint_folder.steps(tmp_path / "run")[-1] == 9 < STEPS
+    assert ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run").is_finished
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+def test_an_unknown_or_missing_logger_is_refused(validation_corpus, tmp_path, monkeypatch):
+    with pytest.raises(ef.InputError, match="train.loggers = .* must be among tensorboard, wandb, trackio, mlflow"):
+        tiny_config(**{"train.loggers": "tensorboard,comet"})
+    monkeypatch.setattr("electra_fast.training.loggers.find_spec", lambda name: None)
+    config = tiny_config(**{"train.loggers": "wandb"})
+    with pytest.raises(ef.InputError, match="train.loggers: wandb is not installed; pip install"):
+        ef.pretrain(config, data=validation_corpus, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def read_tensorboard(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def wandb_records(path):
+    """Yields the records of a .wandb file: a LevelDB log in blocks of 32 KiB after a header of 7 bytes."""
+    content, position, record = path.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def read_wandb(run):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found, ids = {}, set()
+    for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        for data in wandb_records(path):
+            record = Record.FromString(data)
+            ids |= {record.run.run_id} - {""}
+            items = {"".join([item.key, *item.nested_key]): json.loads(item.value_json) for item in record.history.item}
+            for name, value in items.items():
+                found.setdefault(name, []).append((items["_step"], value))
+    assert len(ids) == 1
+    return found
+
+
+def read_trackio(run):
+    from trackio import Api, SQLiteStorage
+
+    (only,) = Api().runs("electra-fast")
+    found = {}
+    for each in SQLiteStorage.get_logs("electra-fast", only.name, run_id=only.id):
+        for name, value in each.items():
+            found.setdefault(name, []).append((each["step"], value))
+    return found
+
+
+def read_mlflow(run):
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    (experiment,) = [each for each in client.search_experiments() if each.name == "electra-fast"]
+    (only,) = client.search_runs([experiment.experiment_id])
+    assert only.data.params["train.steps"] == str(STEPS) and only.info.status == "FINISHED"
+    history = {name: client.get_metric_history(only.info.run_id, name) for name in only.data.metrics}
+    return {name: [(each.step, each.value) for each in values] for name, values in history.items()}
+
+
+READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "trackio": read_trackio, "mlflow": read_mlflow}
+
+
+def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, monkeypatch):
+    """Killed by the kernel in the middle, resumed in another process, and read back."""
+    run = tmp_path / "run"
+    environment = {
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+    }  # fmt: skip
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    words = command(validation_corpus, run, **{"train.loggers": ",".join(READERS)})
+    killed = (
+        "import os, signal; from electra_fast.training.trainer import Trainer; log = Trainer._log\n"
+        "def logged(self, to):\n log(self, to)\n if self.state.step == 16: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"Trainer._log = logged; from electra_fast.cli import main; main({words[3:]!r})"
+    )
+    assert subprocess.run([sys.executable, "-c", killed]).returncode == -signal.SIGKILL
+    subprocess.run(words, check=True)
+    for read in READERS.values():
+        with warnings.catch_warnings(action="ignore"):  # of their dependencies
+            found = read(run)
+        for kind, file in (("train", "metrics.jsonl"), ("validation", "evaluations.jsonl")):
+            for key in ("discriminator_loss", "generator_loss"):
+                expected = [(each["step"], pytest.approx(each[key], rel=1e-6)) for each in lines(run, file)]
+                assert found[f"{kind}/{key}"] == expected, read.__name__
