@@ -291,9 +291,10 @@ class RunLog:
         self._progress.report(record)
 
     def write_evaluation(self, record: dict[str, Number]) -> None:
-        """Writes a line of evaluations.jsonl."""
+        """Writes a line of evaluations.jsonl, and shows its AUC."""
         if self._files is not None:
             self._files[1].write(record)
+        self._progress.report_evaluation(record)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
