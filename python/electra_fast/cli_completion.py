@@ -32,5 +32,6 @@ def completion_script(parser: Parser, shell: str) -> str:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's protocol
         for configuration in CONFIGURED.get(name, ()):
             for key in configuration.key_names():
-                sub.add_argument(f"--{key}", help=configuration.describe_key(key), choices=configuration.choices(key))
+                text = configuration.describe_key(key).replace("%", "%%")
+                sub.add_argument(f"--{key}", help=text, choices=configuration.choices(key))
     return str(shtab.complete(parser, shell))
