@@ -5,6 +5,7 @@ The main commands run once as a shell runs them, in a process of their own (`she
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -192,9 +193,44 @@ def test_flops_names_the_keys_that_an_objective_cannot_have(given, counted_with)
 
 
 def test_help_and_version():
-    assert shell("--version").stdout.startswith("electra-fast 0.")
+    assert shell("-V").stdout.startswith("electra-fast 0.")
     text = run("pretrain", "--help").stdout
     assert "--optimizer.learning_rate" in text and "--preset" in text
+    alone = run()
+    assert alone.returncode == 0 and alone.stdout == run("--help").stdout and "pretrain" in alone.stdout
+
+
+@pytest.mark.parametrize("command", build_parser().commands)
+def test_help_states_the_default_of_every_option(command):
+    entries = run(command, "--help").stdout.split("\n  -")
+    for action in build_parser().commands[command]._actions:
+        if action.option_strings and not action.required and action.nargs != 0:
+            (entry,) = (each for each in entries if each.startswith(f"{action.option_strings[0][1:]} "))
+            assert re.search(r"\(default:\s+[^\s)]", entry), entry
+
+
+def test_quiet_keeps_results_warnings_and_errors(folder, tmp_path, monkeypatch):
+    start = ("--data", folder / "shards", "--preset", "tiny", "--train.batch_size", 4, "--train.log_every", 1)
+    for words, out in ((("-q", "pretrain"), "first"), (("pretrain", "--quiet"), "second")):
+        done = run(*words, *start, "--train.steps", 3, "--optimizer.warmup_steps", 100, "--out", tmp_path / out)
+        (warning,) = done.stderr.splitlines()
+        assert done.returncode == 0 and warning.startswith("warning: optimizer.warmup_steps = 100")
+    assert "no such" in fails("--quiet", "flops", tmp_path / "none.toml")
+    loud = ("flops", "--objective.name", "two-stage")
+    assert run("-q", *loud).stderr == "" != run(*loud).stderr  # the environment is as before
+    assert run("-q", *loud).stdout == run(*loud).stdout != ""
+
+
+@pytest.mark.parametrize(("shell_name", "checked"), [("bash", True), ("zsh", False), ("tcsh", False)])
+def test_completion_knows_commands_options_and_keys(shell_name, checked, tmp_path):
+    pytest.importorskip("shtab")
+    script = run("--print-completion", shell_name).stdout
+    assert "finetune" in script and "optimizer.muon_learning_rate" in script
+    if checked:
+        words = "electra-fast pretrain --train.sharding ''"
+        program = f'{script}\nCOMP_WORDS=({words})\nCOMP_CWORD=3\n_shtab_electra_fast\necho "${{COMPREPLY[*]}}"'
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+        assert done.stdout == "none full\n", done.stderr
 
 
 def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
@@ -264,6 +300,12 @@ class TestMistakes:
     def test_toml(self, tmp_path):
         (tmp_path / "c.toml").write_text("[train]\nsteps = 'ten'\n")
         assert "c.toml: train.steps = 'ten' must be an integer" in fails("pretrain", tmp_path / "c.toml")
+
+    @pytest.mark.parametrize("name", ["run.yaml", "run.YML", "run.json", "run.cfg"])
+    def test_other_formats(self, tmp_path, name):
+        (tmp_path / name).write_text("# steps: 10\n" if name.lower().endswith("ml") else '{"train": {"steps": 10}}')
+        said = fails("pretrain", tmp_path / name)
+        assert f"{tmp_path / name}: " in said and "configurations are TOML" in said
 
     def test_unknown_command(self):
         assert "pretrian: no such command; did you mean pretrain?" in fails("pretrian", "--preset", "tiny", how=shell)

@@ -1,6 +1,8 @@
 """Live progress lines in terminals of several widths, and complete records as plain lines."""
 
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -35,15 +37,42 @@ def last_line(shown: io.StringIO) -> str:
     return shown.getvalue().replace("\x1b[2K", "").split("\r")[-1].splitlines()[0]
 
 
-@pytest.mark.parametrize(("width", "figures"), [(60, "los"), (80, "loss 12.345"), (120, "recall 12.3%")])
-def test_bar_step_and_eta_stay_in_a_narrow_terminal(monkeypatch, width, figures):
+@pytest.mark.parametrize(
+    ("width", "figures"),
+    [
+        (60, "500000/1000000 loss 12.345 AUC 0.912 "),
+        (80, "500000/1000000 loss 12.345 AUC 0.912 123k tok/s MFU 45.1% "),
+        (130, "500000/1000000 loss 12.345 AUC 0.912 123k tok/s MFU 45.1% gen 7.123 disc 0.1234 recall 12.3% "),
+    ],
+)
+def test_what_matters_most_stays_in_a_narrow_terminal(monkeypatch, width, figures):
     shown = terminal(monkeypatch, width)
     with TrainingProgress(0, 1_000_000) as progress:
         progress.advance(500_000)
+        progress.report_evaluation({"step": 400_000, "discriminator_auc": 0.9123, "unigram_auc": 0.8})
         progress.report(RECORD)
     line = last_line(shown)
     assert len(line) <= width and line.count("━") >= 3, line  # the completed half
-    assert "500000/1000000" in line and figures in line and line.rstrip().endswith(("eta -:--:--", "eta 0:00:00"))
+    assert " ".join(line.split()).endswith((f" {figures}eta -:--:--", f" {figures}eta 0:00:00"))
+
+
+def test_a_notebook_has_one_line_that_changes(monkeypatch):
+    shown: list[str] = []
+    display = SimpleNamespace(update=lambda content, raw: shown.append(content["text/plain"]))
+
+    def new_display(content, raw, display_id):
+        assert raw and display_id
+        shown.append(content["text/plain"])
+        return display
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=new_display))
+    monkeypatch.setattr("electra_fast.progress.Console", lambda **_: Console(file=io.StringIO(), force_jupyter=True))
+    with TrainingProgress(0, 1_000_000) as progress:
+        progress.report(RECORD)
+        monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace())  # a second line would fail
+        progress.report(RECORD | {"step": 600_000})
+    assert [line.split()[1] for line in shown] == ["500000/1000000", "600000/1000000"]
 
 
 def test_reading_shows_bar_bytes_and_eta(monkeypatch):

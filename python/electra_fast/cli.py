@@ -18,25 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from electra_fast.cli_parser import build_parser
+from electra_fast.cli_completion import PrintCompletion
+from electra_fast.cli_parser import CONFIGURED, build_parser
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.config.file import did_you_mean, format_value, nearest, take_overrides
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import DEFAULT_RECIPE
-from electra_fast.config.section import Configuration
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
-from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
-from electra_fast.messages import error_line, printable, say
-
-# Commands that take `--section.key value`.
-CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
-    "pretrain": (Config,),
-    "flops": (Config,),
-    "doctor": (Config,),
-    "finetune": (FinetuningConfig,),
-    "reproduce": (Config, FinetuningConfig),
-}
+from electra_fast.messages import error_line, printable, quietly, say
 
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
@@ -65,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if overrides and options.command not in CONFIGURED:
             raise InputError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
         options.overrides = overrides
-        return HANDLERS[options.command](options) or 0
+        with quietly() if options.quiet else contextlib.nullcontext():
+            return HANDLERS[options.command](options) or 0
     except KeyboardInterrupt as interruption:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         is_reported = isinstance(interruption, Interrupted) and interruption.is_reported
@@ -114,6 +105,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     For a misspelled flag, argparse alone would report that a required argument is missing.
     """
     parser = build_parser()
+    shells = ("bash", "zsh", "tcsh")
+    parser.add_argument("--print-completion", action=PrintCompletion, choices=shells, help="print a completion script")
+    if not arguments:
+        parser.print_help()
+        parser.exit()
+    if arguments[0].startswith("--print-completion"):
+        parser.parse_args(arguments)
     words = list(itertools.takewhile(lambda word: word != "--", arguments))
     command = next((word for word in words if not word.startswith("-")), None)
     if command is not None and command not in HANDLERS:
@@ -349,8 +347,7 @@ def _reproduce(options: argparse.Namespace) -> None:
         *("finetune_seeds", "corrupted_by", "workers", "overrides"),
     )
     results = reproduce(options.experiment, **_named(options, *names))
-    if options.json:
-        print(json.dumps(results))
+    print(json.dumps(results) if options.json else (options.out / "table.md").read_text(encoding="utf-8"))
 
 
 def _predict(options: argparse.Namespace) -> None:

@@ -19,6 +19,15 @@ from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.model.networks import PARTS
 
+# Commands that take `--section.key value`.
+CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
+    "pretrain": (Config,),
+    "flops": (Config,),
+    "doctor": (Config,),
+    "finetune": (FinetuningConfig,),
+    "reproduce": (Config, FinetuningConfig),
+}
+
 
 class Parser(argparse.ArgumentParser):
     """Reports an error as one line, without the usage. Reads integers as the configuration does: 10000, 10k or 1e4."""
@@ -40,12 +49,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Appends its default to the help of every option that has one."""
+    """Appends its default to the help of every option that takes a value."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        has_default = default not in (None, (), "", argparse.SUPPRESS) and default is not False
-        return f"{text} (default: %(default)s)" if has_default and "(default:" not in text else text
+        if "(default:" in text or action.required or action.nargs == 0 or not action.option_strings:
+            return text
+        return f"{text} (default: none)" if default in (None, (), "") else f"{text} (default: %(default)s)"
 
 
 def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
@@ -63,12 +73,15 @@ def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
 def build_parser() -> Parser:
     """Returns the parser of all commands; `command` in its result names the chosen one."""
     parser = Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
-    parser.add_argument("--version", action="version", version=f"electra-fast {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"electra-fast {__version__}")
+    _add_quiet(parser, default=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, summary: str) -> Parser:
-        parser.commands[name] = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
-        return parser.commands[name]
+        sub: Parser = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
+        _add_quiet(sub, default=argparse.SUPPRESS)  # keeps what stands before the command
+        parser.commands[name] = sub
+        return sub
 
     sub = command("demo", "train and export a model in a minute or two, without downloads")
     sub.add_argument("--out", type=Path, required=True, help="output folder")
@@ -107,7 +120,9 @@ def build_parser() -> Parser:
         "--cased", dest="lowercase", action="store_const", const=False, help="keep case (default: as --vocab does)"
     )
     case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lowercase the text")
-    sub.add_argument("--partition", metavar="I/N", help="process only every N-th input group, starting with the I-th")
+    sub.add_argument(
+        "--partition", metavar="I/N", help="process only every N-th input group, starting with the I-th (default: all)"
+    )
     sub.add_argument(
         "--verify-inputs",
         action="store_true",
@@ -118,11 +133,13 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--threads", type=int, default=0, help="tokenization threads; 0: all cores")
     sub.add_argument(
-        "--scheduler", metavar="ADDRESS", help="distribute the work over this Dask scheduler, e.g. tcp://host:8786"
+        "--scheduler",
+        metavar="ADDRESS",
+        help="distribute the work over this Dask scheduler, e.g. tcp://host:8786 (default: this machine only)",
     )
 
     sub = command("inspect", "summarize a corpus and show one of its packed, masked rows as text")
-    sub.add_argument("directory", type=Path)
+    sub.add_argument("directory", type=Path, metavar="CORPUS", help="corpus folder")
     sub.add_argument("--sequence-length", type=int, default=128, help="tokens per row")
     shown = RECIPES[DEFAULT_RECIPE]
     masking, mask_prob = shown["data.masking"], shown["data.mask_prob"]
@@ -134,11 +151,11 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("verify", "verify all checksums of a corpus")
-    sub.add_argument("directory", type=Path)
+    sub.add_argument("directory", type=Path, metavar="CORPUS", help="corpus folder")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("pretrain", "train a model; rerun with the same --out to resume")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="configuration, in place of --preset")
     _add_preset(sub)
     sub.add_argument(
         "--data",
@@ -146,14 +163,14 @@ def build_parser() -> Parser:
         metavar="FOLDER[:WEIGHT]",
         help="corpus (data.corpus); repeat to mix corpora, in proportion to WEIGHT (default: tokens)",
     )
-    sub.add_argument("--out", type=Path, help="run folder (train.out)")
+    sub.add_argument("--out", type=Path, help="run folder (default: train.out of the configuration)")
     sub.add_argument("--allow-changes", action="store_true", help="resume with changed configuration keys")
     sub.add_argument(
         "--from",
         dest="from_step",
         type=_checkpoint_step,
         metavar="step-N",
-        help="go back to this checkpoint: renames later checkpoints, removes later log lines",
+        help="go back to this checkpoint: renames later checkpoints, removes later log lines (default: the last one)",
     )
     sub.epilog = _key_help(Config.preset("small"))
 
@@ -276,7 +293,10 @@ def build_parser() -> Parser:
         "else txt)",
     )
     sub.add_argument(
-        "--task", choices=("errors",), help="errors: find words that do not belong, with a pre-trained discriminator"
+        "--task",
+        choices=("errors",),
+        help="errors: find words that do not belong, with a pre-trained discriminator (default: what the model was "
+        "fine-tuned for)",
     )
     sub.add_argument(
         "--threshold",
@@ -285,7 +305,9 @@ def build_parser() -> Parser:
         help="errors: lowest probability of a marked word (default: 0.5); several labels per text: probability above "
         "which a label is chosen (default: each label's own, from the model's config.json)",
     )
-    sub.add_argument("--top-k", type=int, metavar="K", help="classification: only the K best labels, best first")
+    sub.add_argument(
+        "--top-k", type=int, metavar="K", help="classification: only the K best labels, best first (default: all)"
+    )
     sub.add_argument("--n-best", type=int, metavar="N", help="question-answering: list the N best answers")
     sub.add_argument(
         "--null-threshold",
@@ -375,10 +397,16 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("flops", "count the FLOPs of a configuration: the paper's count and the true one")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="configuration, in place of --preset")
     _add_preset(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_quiet(parser: Parser, default: Any) -> None:
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", default=default, help="no progress and no notes, only warnings and errors"
+    )
 
 
 def _checkpoint_step(text: str) -> int:
@@ -435,7 +463,7 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
     _add_label(own)
     for split in ("dev", "test"):
         for kind in ("text", "label"):
-            help = f"--{kind} of --{split}, if its columns differ"
+            help = f"--{kind} of --{split}, if its columns differ (default: as --{kind})"
             own.add_argument(f"--{split}-{kind}", type=comma_separated, default=(), metavar="COLUMN", help=help)
     own.add_argument(
         "--labels",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ def demo(out: Path) -> None:
     Writes `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, demo.png` to `out`, and
     resumes when run again after an interruption.
     """
-    console = Console(file=sys.stderr)
+    console = Console()
     out.mkdir(parents=True, exist_ok=True)
     corpus, vocab, shards, run = out / "corpus.jsonl", out / "vocab.txt", out / "shards", out / "run"
     if not corpus.exists():

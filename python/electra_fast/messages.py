@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
+from collections.abc import Iterator
 
 MAX_ERROR_LENGTH = 1000
+# Set by --quiet, and so inherited by the processes that a command starts.
+QUIET = "ELECTRA_FAST_QUIET"
+# What begins a message that --quiet keeps.
+KEPT = re.compile(r"(^|: )(warning|error): ")
 # Control characters, line and paragraph separators, directional overrides and isolates, and halves of surrogate pairs.
 UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -22,6 +29,27 @@ def error_line(text: str) -> str:
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[:half]}…{line[1 - half :]}"
 
 
+def is_quiet() -> bool:
+    """Whether only warnings, errors and results are wanted."""
+    return bool(os.environ.get(QUIET))
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Within it, this process and those that it starts are quiet."""
+    os.environ[QUIET] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[QUIET]
+
+
+def is_shown(message: str) -> bool:
+    """Whether a message is wanted: with `--quiet`, if it says that it is a warning or an error."""
+    return not is_quiet() or KEPT.search(message) is not None
+
+
 def say(message: str) -> None:
-    """Prints a line on standard error."""
-    print(printable(message), file=sys.stderr)
+    """Prints a line on standard error; with `--quiet`, only a warning or an error."""
+    if is_shown(message):
+        print(printable(message), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Progress of long-running work on standard error: a live line in a terminal, plain lines elsewhere.
+"""Progress of long-running work: a live line in a terminal or notebook, plain lines on standard error elsewhere.
 
 `ReadingProgress` tracks the bytes that `prepare` and `vocab` read, `TrainingProgress` the steps of `pretrain`.
 """
@@ -13,8 +13,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -24,15 +25,18 @@ from rich.progress import (
     Task,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
 from rich.text import Text
 
-from electra_fast.messages import printable
+from electra_fast.messages import is_quiet, is_shown, printable
 
 LINE_SECONDS = 10.0
+# The estimate of the remaining time is the mean of this period, so that a validation hardly moves it.
+SPEED_SECONDS = 300.0
+# From this many columns on, the bar is long.
+WIDE = 100
 
 
 class LastingStream:
@@ -59,36 +63,58 @@ class LastingStream:
         return getattr(self._stream, name)
 
 
-class _StatusColumn(ProgressColumn):
-    """Shows the task's field `status` on one line, truncated to fit."""
+class _Status:
+    """Parts of a status on one line, most important first; the last ones that do not fit are left out."""
 
-    def render(self, task: Task) -> Text:
-        """Returns the status text, never wrapped."""
-        return Text(printable(task.fields["status"]), no_wrap=True, overflow="ellipsis")
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._parts = [printable(part) for part in parts]
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = Text(" ".join(self._parts)).cell_len
+        return Measurement(min(width, 1), width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = self._parts
+        while len(parts) > 1 and Text(" ".join(parts)).cell_len > options.max_width:
+            parts = parts[:-1]
+        yield Text(" ".join(parts), no_wrap=True, overflow="ellipsis")
+
+
+class _StatusColumn(ProgressColumn):
+    """Shows the task's field `status`, a list of parts."""
+
+    def render(self, task: Task) -> Any:
+        """Returns the parts that fit."""
+        return _Status(task.fields["status"])
 
 
 class _WorkProgress:
-    """A live line with name, bar, count, status, elapsed time and ETA, as a context manager; truncates the status."""
+    """A live line with bar, count, status and ETA, as a context manager; in a notebook, the text of a plain line.
+
+    With `--quiet` it only prints warnings.
+    """
 
     def __init__(self, name: str, count: type[ProgressColumn], total: int | None, done: int, *, shown: bool) -> None:
         self.name = name
         self.console = Console(file=cast(TextIO, LastingStream(sys.stderr)), quiet=not shown)
-        self.is_live = shown and self.console.is_terminal
-        self.start = time.monotonic()
+        self._reports = shown and not is_quiet()
+        self._is_notebook = self._reports and self.console.is_jupyter
+        self.is_live = self._reports and self.console.is_terminal and not self._is_notebook
+        self.start = self._last_line = time.monotonic()
+        self._display: Any = None
         fixed = Column(no_wrap=True)  # a table first shrinks columns that may wrap
         self._progress = Progress(
-            TextColumn(name),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=20 if self.console.width >= WIDE else 6, table_column=fixed),
             count(table_column=fixed),
             _StatusColumn(),
-            TimeElapsedColumn(table_column=fixed),
-            TextColumn("eta"),
+            TextColumn("eta", table_column=fixed),
             TimeRemainingColumn(table_column=fixed),
             console=self.console,
             transient=total is None,
             disable=not self.is_live,
+            speed_estimate_period=SPEED_SECONDS,
         )
-        self._task = self._progress.add_task("", total=total, completed=done, status="")
+        self._task = self._progress.add_task("", total=total, completed=done, status=())
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -100,16 +126,37 @@ class _WorkProgress:
         self._progress.stop()
 
     def say(self, message: str, style: str | None = None) -> None:
-        """Prints a permanent line."""
-        self.console.print(printable(message), highlight=False, soft_wrap=True, markup=False, style=style)
+        """Prints a permanent line; with `--quiet`, only a warning."""
+        if is_shown(message):
+            self.console.print(printable(message), highlight=False, soft_wrap=True, markup=False, style=style)
 
     def warn(self, message: str | None) -> None:
-        """Prints a permanent line in yellow; does nothing for `None`."""
+        """Prints a permanent line in yellow, also with `--quiet`; does nothing for `None`."""
         if message is not None:
-            self.say(message, style="yellow")
+            line = printable(message)
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False, style="yellow")
 
     def _move(self, **changes: Any) -> None:
         self._progress.update(self._task, **changes)
+
+    def _write_line(self, text: str) -> None:
+        """Shows progress as text, where there is no live line: prints it, or replaces the previous in a notebook."""
+        self._last_line = time.monotonic()
+        if self._is_notebook:
+            content = {"text/plain": printable(text)}
+            if self._display is None:
+                from IPython.display import display
+
+                self._display = display(content, raw=True, display_id=True)
+            else:
+                self._display.update(content, raw=True)
+        elif self._reports and not self.is_live:
+            self.say(text)
+
+    def _is_line_due(self) -> bool:
+        """Whether it is time for a line of work that reports many times per second."""
+        pause = 0.5 if self._is_notebook else LINE_SECONDS
+        return self._reports and not self.is_live and time.monotonic() - self._last_line >= pause
 
 
 class ReadingProgress(_WorkProgress):
@@ -117,29 +164,26 @@ class ReadingProgress(_WorkProgress):
 
     def __init__(self, name: str, *, shown: bool) -> None:
         super().__init__(name, DownloadColumn, None, 0, shown=shown)
-        self._is_plain = shown and not self.is_live
-        self._last_line = self.start
 
     def update(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
         """Updates the bar or prints a line; `bytes_total` is 0 if unknown."""
-        now = time.monotonic()
-        seconds = max(now - self.start, 1e-9)
-        status = f"{documents:,} documents  {tokens / seconds / 1e6:.2f} Mtok/s" if tokens else ""
-        if not self._is_plain:
-            self._move(completed=bytes_done, total=bytes_total or None, status=status)
-        elif now - self._last_line >= LINE_SECONDS:
-            self._last_line = now
-            self.say(
-                "  ".join(filter(None, (f"{self.name}: {_reading_text(bytes_done, bytes_total, seconds)}", status)))
-            )
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        status = (f"{documents:,} documents", f"{tokens / seconds / 1e6:.2f} Mtok/s") if tokens else ()
+        self._move(completed=bytes_done, total=bytes_total or None, status=status)
+        if self._is_line_due():
+            self._write_line("  ".join((f"{self.name}: {_reading_text(bytes_done, bytes_total, seconds)}", *status)))
 
 
 class TrainingProgress(_WorkProgress):
-    """Steps done, losses, tokens/s, MFU and ETA; without a terminal, a plain line per record of metrics.jsonl."""
+    """Steps done, loss, AUC, tokens/s, MFU, ETA, and more if there is room.
+
+    Without a terminal, a plain line per record of metrics.jsonl.
+    """
 
     def __init__(self, first_step: int, num_steps: int, *, shown: bool = True) -> None:
         super().__init__("pretrain", MofNCompleteColumn, num_steps, first_step, shown=shown)
         self._first_step, self._num_steps = first_step, num_steps
+        self._auc: float | None = None
 
     def advance(self, step: int) -> None:
         """Moves the bar; called at every step, so it must be cheap."""
@@ -147,9 +191,14 @@ class TrainingProgress(_WorkProgress):
 
     def report(self, record: Mapping[str, Any]) -> None:
         """Shows a record of metrics.jsonl."""
-        self._move(status=metrics_text(record))
-        if not self.is_live:
-            self.say(f"step {record['step']}/{self._num_steps}  {metrics_text(record)}  eta {self._remaining(record)}")
+        status = metrics_parts(record, self._auc)
+        self._move(status=status)
+        remaining = self._remaining(record)
+        self._write_line("  ".join((f"step {record['step']}/{self._num_steps}", *status, f"eta {remaining}")))
+
+    def report_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Keeps the discriminator's AUC of a record of evaluations.jsonl, to show it from now on."""
+        self._auc = record.get("discriminator_auc")
 
     def _remaining(self, record: Mapping[str, Any]) -> str:
         step = int(record["step"] or 0)
@@ -162,7 +211,7 @@ class FinetuningProgress(_WorkProgress):
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__("finetune", TaskProgressColumn, num_tokens, 0, shown=True)
-        self._num_tokens, self._done, self._skipped, self._last_line = num_tokens, 0, 0, self.start
+        self._num_tokens, self._done, self._skipped = num_tokens, 0, 0
         self._name = ""
 
     def enter(self, name: str) -> None:
@@ -181,15 +230,19 @@ class FinetuningProgress(_WorkProgress):
 
     def report(self, record: Mapping[str, Any], num_steps: int, score: str) -> None:
         """Shows a record of metrics.jsonl, and the best validation score so far."""
-        now = time.monotonic()
-        seconds, trained = now - self.start, self._done - self._skipped
-        speed = trained / max(seconds, 1e-9)
-        text = f"{self._name}  step {record['step']}/{num_steps}  loss {record['loss']:.4f}{score}  {speed:,.0f} tok/s"
-        self._move(status=text)
-        if not self.is_live and now - self._last_line >= LINE_SECONDS:
-            self._last_line = now
+        trained = self._done - self._skipped
+        speed = trained / max(time.monotonic() - self.start, 1e-9)
+        status = (
+            f"loss {record['loss']:.4f}{score}",
+            f"{_rate(speed)} tok/s",
+            f"step {record['step']}/{num_steps}",
+            self._name,
+        )
+        self._move(status=status)
+        if self._is_line_due():
             remaining = timedelta(seconds=round(max(0, self._num_tokens - self._done) / max(speed, 1e-9)))
-            self.say(f"{text}  {min(1.0, self._done / self._num_tokens):.0%}  eta {remaining}")
+            done = f"{min(1.0, self._done / self._num_tokens):.0%}"
+            self._write_line("  ".join((self._name, *reversed(status[:-1]), done, f"eta {remaining}")))
 
 
 class RunsProgress(_WorkProgress):
@@ -201,7 +254,7 @@ class RunsProgress(_WorkProgress):
 
     def show(self, standing: Sequence[str]) -> None:
         """Shows the status of the running runs."""
-        self._move(status="  |  ".join(standing))
+        self._move(status=("  |  ".join(standing),))
 
     def finish(self, message: str, seconds_per_run: float) -> None:
         """Counts a finished run, and prints its result and the time remaining."""
@@ -220,19 +273,26 @@ _SHOWN = (
 )
 
 
-def metrics_text(record: Mapping[str, Any]) -> str:
-    """Returns losses, the discriminator's recall, tokens/s and MFU as one short text."""
-    parts = [f"loss {record['loss']:.3f}"]
-    for name, label, form in _SHOWN:
-        if record.get(name) is not None:
-            parts.append(f"{label} {record[name]:{form}}")
-    parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
+def metrics_parts(record: Mapping[str, Any], auc: float | None = None) -> list[str]:
+    """Returns loss, AUC of the last validation, tokens/s, MFU and details as short texts, most important first."""
+    parts = [f"loss {record['loss']:.3f}", *([] if auc is None else [f"AUC {auc:.3f}"])]
+    parts.append(f"{_rate(record['tokens_per_second'])} tok/s")
     parts.append(f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU n/a")
     if record.get("skipped_steps"):
         parts.append(f"skipped {record['skipped_steps']}")
+    for name, label, form in _SHOWN:
+        if record.get(name) is not None:
+            parts.append(f"{label} {record[name]:{form}}")
     if record.get("slowest_rank") is not None:
         parts.append(f"slowest rank {record['slowest_rank']}: {record['slowest_rank_seconds']:.3g} s/step")
-    return "  ".join(parts)
+    return parts
+
+
+def _rate(per_second: float) -> str:
+    """Returns a rate with three digits or more: 12,345, 123k, 1.23M."""
+    if per_second < 1e5:
+        return f"{per_second:,.0f}"
+    return f"{per_second / 1e3:.0f}k" if per_second < 999_500 else f"{per_second / 1e6:.3g}M"
 
 
 def _reading_text(done: int, total: int, seconds: float) -> str:

@@ -28,6 +28,8 @@ Architecture = Literal["bert", "modern"]
 MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
 NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
+# A longer repr has one key per line.
+MAX_REPR_LINE = 100
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
 # Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
 HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution", "train.accumulate")
@@ -323,6 +325,20 @@ class Config(Configuration):
                 "give a rate above 0"
             )
         self._check_objective()
+
+    def __repr__(self) -> str:
+        """Returns the call that makes it: the preset and recipe that differ least, and the differences."""
+        name = self.objective.name
+        own = () if name == "electra" else (name,)
+        presets = ((preset, recipe, *own) for preset in SIZES for recipe in RECIPES)
+        nearest = min(presets, key=lambda each: len(Config.preset(*each).differences(self)))
+        changes = {key: now for key, (_, now) in Config.preset(*nearest).differences(self).items()}
+        call = f"Config.preset({', '.join(map(repr, nearest))})"
+        items = [f"{key!r}: {value!r}" for key, value in changes.items()]
+        table = f"{{{', '.join(items)}}}"
+        if len(call) + len(table) > MAX_REPR_LINE:
+            table = "".join(["{\n", *(f"    {item},\n" for item in items), "}"])
+        return f"{call}.override({table})" if changes else call
 
     def _check_objective(self) -> None:
         name, model = self.objective.name, self.model

@@ -67,13 +67,18 @@ TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: 
 def read_toml(path: Path) -> dict[str, Any]:
     """Reads a TOML file. Raises FileNotFoundError, or ValueError naming the file."""
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such configuration file") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
+    if path.suffix.lower() in (".json", ".yaml", ".yml"):  # YAML that is all comments would be TOML without keys
+        raise InputError(f"{path}: configurations are TOML: a section is [train], a key below it steps = 1000")
+    try:
+        return parse_toml(text)
     except ValueError as error:
-        raise InputError(f"{path}: {error}") from None
+        hint = "" if path.suffix == ".toml" else "; configurations are TOML"
+        raise InputError(f"{path}: {error}{hint}") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:

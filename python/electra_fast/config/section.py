@@ -77,9 +77,14 @@ class Configuration:
     @classmethod
     def describe_key(cls, name: str) -> str:
         """Returns a key's meaning and choices for help texts."""
-        section_name, _, key = name.partition(".")
-        choices = _choices(_sections(cls)[section_name]).get(key)
+        choices = cls.choices(name)
         return str(cls._field(name).metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+
+    @classmethod
+    def choices(cls, name: str) -> tuple[str, ...] | None:
+        """Returns the values that a key may have, or None if they cannot be listed."""
+        section, _, key = name.partition(".")
+        return _choices(_sections(cls)[section]).get(key)
 
     @classmethod
     def _field(cls, name: str) -> dataclasses.Field[Any]:

@@ -68,6 +68,11 @@ class Tokenizer:
     def __setstate__(self, pickled: tuple[Any, ...]) -> None:
         self._inner = _data.Tokenizer.restored(*pickled)
 
+    def __repr__(self) -> str:
+        case = {True: ", lowercases", False: ", keeps case", None: ""}[self.options["lowercase"]]
+        path = "" if self.fast else f", without the fast path: {self.fallback_reason}"
+        return f"Tokenizer({str(self.path)!r}): {self.vocab_size:,} entries{case}{path}"
+
     @classmethod
     def of(cls, corpus: Corpus) -> Tokenizer:
         """The tokenizer that a corpus was prepared with, from the corpus's own copy."""
@@ -185,7 +190,11 @@ class Corpus(Sequence[Ids]):
         self._inner = _data.Corpus(os.fspath(self.path), content_hash)
 
     def __repr__(self) -> str:
-        return f"Corpus({str(self.path)!r}): {len(self):,} documents, {self.num_tokens:,} tokens"
+        validation = "no validation part" if self.holdout is None else "with a validation part"
+        return (
+            f"Corpus({str(self.path)!r}): {len(self):,} documents, {self.num_tokens:,} tokens, "
+            f"{self.vocab_size:,} entries in the vocabulary, {validation}"
+        )
 
     def __len__(self) -> int:
         return self._inner.num_documents

@@ -134,6 +134,14 @@ class BatchLoader(Iterator[RecordBatch]):
         self._loader = _data.BatchLoader(pickled["corpora"], self._options)
         self.restore(pickled["state"])
 
+    def __repr__(self) -> str:
+        corpora, options = self._loader.corpora, self._options
+        names = ", ".join(repr(folder) for folder, _ in corpora)
+        rows = "{batch_size} rows of {sequence_length} tokens, {packing} packing, {masking} masking of {mask_prob:.0%}"
+        part = "" if options["world_size"] == 1 else ", part {rank} of {world_size}"
+        epochs = ", ".join(f"{each:.4g}" for each in self.passes())
+        return f"BatchLoader({names}): {(rows + part).format(**options)}; at epoch {epochs}"
+
     def __iter__(self) -> Self:
         return self
 

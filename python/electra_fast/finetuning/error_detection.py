@@ -19,7 +19,7 @@ from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.encoding import text_chunks
-from electra_fast.finetuning.inference import choose_inference, rounded, token_predictions
+from electra_fast.finetuning.inference import choose_inference, inference_text, rounded, token_predictions
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.readers.rows import Row, text_of
@@ -74,6 +74,10 @@ class ErrorDetector(ExampleReader):
         self.threshold, self.sequence_length = threshold, sequence_length
         self.tokenizer, self._model = tokenizer, ReplacedTokenDetector(model).to(device).eval()
         self._compute, self.note = choose_inference(self._model, device, precision)
+
+    def __repr__(self) -> str:
+        size = inference_text(self._model, self._compute)
+        return f"{type(self).__name__}: threshold {self.threshold:g}, {self.sequence_length} tokens per input, {size}"
 
     usual_columns = (("text",),)
 

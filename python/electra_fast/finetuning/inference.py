@@ -52,6 +52,13 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
     return compute, "; ".join(filter(None, [note, *lines]))
 
 
+def inference_text(model: EncoderWithHead, compute: ComputeConfig) -> str:
+    """Returns a model's size, precision and device for its repr."""
+    parameters = list(model.parameters())
+    size = sum(each.numel() for each in parameters) / 1e6
+    return f"{size:.2f} M parameters, {str(compute.dtype).removeprefix('torch.')} on {parameters[0].device}"
+
+
 def _random_examples(shape: ModelConfig) -> EncodedExamples:
     """Returns a few rows of random tokens."""
     length = min(_SAMPLE_LENGTH, shape.max_positions)

@@ -23,10 +23,11 @@ from electra_fast.files.atomic_files import remove
 from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.error_detection import load_error_detector
-from electra_fast.finetuning.inference import choose_inference
+from electra_fast.finetuning.inference import choose_inference, inference_text
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.labels import truncated
 from electra_fast.finetuning.readers.memory_table import MemoryTable, is_table
 from electra_fast.finetuning.readers.rows import Row, with_columns
 from electra_fast.finetuning.readers.tables import Quoting
@@ -67,6 +68,10 @@ class FinetunedModel:
         self._model.load_state_dict(dict(finetuned.state))
         self._model.to(device).eval()
         self._compute, self.note = choose_inference(self._model, device, precision)
+
+    def __repr__(self) -> str:
+        labels = f", {len(self.labels)} labels: {truncated(self.labels)}" if self.labels else ""
+        return f"{type(self).__name__}: {self.kind}{labels}, {inference_text(self._model, self._compute)}"
 
     def predict(self, examples: Iterable[Any], *, text: str | Sequence[str] = (), **settings: Any) -> list[Prediction]:
         """Returns an answer per example, in their order.

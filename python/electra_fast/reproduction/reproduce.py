@@ -6,7 +6,6 @@ import json
 import math
 import os
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
@@ -27,7 +26,7 @@ from electra_fast.interruption import stop_requests
 from electra_fast.progress import RunsProgress
 from electra_fast.reproduction.experiments import Experiment, make_experiment
 from electra_fast.reproduction.plan import Plan, base_config, common_precision, estimate_seconds, row_configs
-from electra_fast.reproduction.report import score, summarize, table, write_report
+from electra_fast.reproduction.report import score, summarize, write_report
 from electra_fast.reproduction.row_run import RunSettings, read_result
 from electra_fast.reproduction.speed import measure_speed
 from electra_fast.reproduction.workers import LOG, Slot, Workers, choose_slots, describe_exit, last_line
@@ -120,9 +119,8 @@ def reproduce(
         seconds = estimate_seconds(plan, all_tasks, len(waiting), facts["flops_per_second"], len(slots))
         failed = _run(plan, facts, slots, waiting, _opening(plan, corpus, len(waiting), len(slots), seconds))
         results = _report(plan, facts)
-    print(table(made, results), file=sys.stderr)
     if failed:
-        remedy = "what was finished is kept, run again to retry"
+        remedy = f"{out / 'table.md'} has what was finished, run again to retry"
         raise ElectraFastError(f"{out}: {len(failed)} of {len(waiting)} runs failed: {'; '.join(failed)}; {remedy}")
     return results
 

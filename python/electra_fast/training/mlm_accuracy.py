@@ -13,7 +13,6 @@ Shapes: C candidates, n tokens of a text, V vocabulary, D hidden.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Corpora
+from electra_fast.messages import say
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
@@ -132,7 +132,7 @@ def _count(model: Electra, examples: list[Example], num_candidates: int) -> list
         if (now := time.monotonic()) - last_line >= LINE_SECONDS:
             last_line, done = now, number + 1
             eta = timedelta(seconds=round((now - start) / done * (len(examples) - done)))
-            print(f"masked language modeling: {done}/{len(examples)} examples, eta {eta}", file=sys.stderr)
+            say(f"masked language modeling: {done}/{len(examples)} examples, eta {eta}")
     return counts
 
 

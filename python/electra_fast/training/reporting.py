@@ -302,7 +302,8 @@ class RunLog:
             self._callbacks("on_log", record)
 
     def write_evaluation(self, record: dict[str, Number]) -> None:
-        """Writes a line of evaluations.jsonl."""
+        """Writes a line of evaluations.jsonl, and shows its AUC."""
+        self._progress.report_evaluation(record)
         if self._files is not None and self._loggers is not None:
             self._files[1].write(record)
             self._loggers.log("validation", record)
