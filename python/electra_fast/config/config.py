@@ -267,7 +267,9 @@ class TrainConfig(Section):
         "end the run, without another checkpoint, if its loss reaches twice that of uniform guesses or it loses all "
         "that it had learned",
     )
-    loggers: str | list[str] = config_key("", "also log to these, if installed", choices=LOGGERS, takes_several=True)
+    loggers: str | list[str] = config_key(
+        "", "loggers to use besides metrics.jsonl, separated by commas", choices=LOGGERS, takes_several=True
+    )
     max_minutes: float = config_key(0.0, "session time limit; checkpoints, then exits with code 75; 0: no limit", low=0)
     reduce: Literal["fast", "exact"] = config_key(
         "fast", "gradient sum over ranks: fast, or exact for bitwise equal results on 1, 2 and 4 ranks"

@@ -92,7 +92,9 @@ class FinetuneSection(Section):
     execution: Literal["auto", "eager", "graph"] = config_key(
         "auto", "eager, or graph: CUDA graphs, one per batch shape; auto: graph on CUDA"
     )
-    loggers: str | list[str] = config_key("", "also log to these, if installed", choices=LOGGERS, takes_several=True)
+    loggers: str | list[str] = config_key(
+        "", "loggers to use besides metrics.jsonl, separated by commas", choices=LOGGERS, takes_several=True
+    )
     checkpoint_seconds: float = config_key(60.0, "seconds between checkpoints, from which a killed run resumes", low=0)
 
     def __post_init__(self) -> None:
