@@ -198,6 +198,7 @@ def test_help_and_version():
     assert "--optimizer.learning_rate" in text and "--preset" in text
     alone = run()
     assert alone.returncode == 0 and alone.stdout == run("--help").stdout and "pretrain" in alone.stdout
+    assert "required: COMMAND" in fails("--train.steps", 3)
 
 
 @pytest.mark.parametrize("command", build_parser().commands)
