@@ -53,7 +53,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if "(default:" in text or action.required or action.nargs == 0 or not action.option_strings:
+        has_none = action.required or action.nargs == 0 or not action.option_strings or default is argparse.SUPPRESS
+        if has_none or "(default:" in text:
             return text
         return f"{text} (default: none)" if default in (None, (), "") else f"{text} (default: %(default)s)"
 
