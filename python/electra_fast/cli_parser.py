@@ -156,13 +156,20 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("pretrain", "train a model; rerun with the same --out to resume")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="configuration, in place of --preset")
+    sub.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        metavar="CONFIG.toml",
+        help="configuration (default: that of the run in --out, else of --preset)",
+    )
     _add_preset(sub)
     sub.add_argument(
         "--data",
         action="append",
         metavar="FOLDER[:WEIGHT]",
-        help="corpus (data.corpus); repeat to mix corpora, in proportion to WEIGHT (default: tokens)",
+        help="corpus; repeat to mix corpora, in proportion to WEIGHT or else to their tokens (default: data.corpus of "
+        "the configuration)",
     )
     sub.add_argument("--out", type=Path, help="run folder (default: train.out of the configuration)")
     sub.add_argument("--allow-changes", action="store_true", help="resume with changed configuration keys")
