@@ -99,6 +99,7 @@ def test_inspect_and_verify(folder):
     of_recipe = ("--masking", RECIPES[DEFAULT_RECIPE]["data.masking"], "--mask-prob", 0.25)
     rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
     assert rows[0] == rows[1] and rows[0].count("[MASK](") > rows[2].count("[MASK](") > 0
+    assert max(map(len, rows[0].splitlines())) > 80  # a pipe has no width
     cut = [
         run("inspect", folder / "shards", "--sequence-length", 16, "--cut-at", at).stdout for at in ("token", "line")
     ]

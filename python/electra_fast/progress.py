@@ -35,8 +35,15 @@ from electra_fast.messages import is_quiet, is_shown, printable
 LINE_SECONDS = 10.0
 # The estimate of the remaining time is the mean of this period, so that a validation hardly moves it.
 SPEED_SECONDS = 300.0
+# Wider than any row of text or table.
+PIPE_WIDTH = 1_000_000
 # From this many columns on, the bar is long.
 WIDE = 100
+
+
+def result_console() -> Console:
+    """A console for results on standard output; in a pipe or a file, nothing is wrapped or cut."""
+    return Console(markup=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 class LastingStream:
