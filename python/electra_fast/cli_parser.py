@@ -53,8 +53,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        has_none = action.required or action.nargs == 0 or not action.option_strings or default is argparse.SUPPRESS
-        if has_none or "(default:" in text:
+        has_no_default = (
+            action.required or action.nargs == 0 or not action.option_strings or default is argparse.SUPPRESS
+        )
+        if has_no_default or "(default:" in text:
             return text
         return f"{text} (default: none)" if default in (None, (), "") else f"{text} (default: %(default)s)"
 
