@@ -99,6 +99,7 @@ def test_inspect_and_verify(folder):
     of_recipe = ("--masking", RECIPES[DEFAULT_RECIPE]["data.masking"], "--mask-prob", 0.25)
     rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
     assert rows[0] == rows[1] and rows[0].count("[MASK](") > rows[2].count("[MASK](") > 0
+    assert max(map(len, rows[0].splitlines())) > 80  # a pipe has no width
     cut = [
         run("inspect", folder / "shards", "--sequence-length", 16, "--cut-at", at).stdout for at in ("token", "line")
     ]
@@ -198,6 +199,7 @@ def test_help_and_version():
     assert "--optimizer.learning_rate" in text and "--preset" in text
     alone = run()
     assert alone.returncode == 0 and alone.stdout == run("--help").stdout and "pretrain" in alone.stdout
+    assert "required: COMMAND" in fails("--train.steps", 3)
 
 
 @pytest.mark.parametrize("command", build_parser().commands)
@@ -213,8 +215,9 @@ def test_quiet_keeps_results_warnings_and_errors(folder, tmp_path, monkeypatch):
     start = ("--data", folder / "shards", "--preset", "tiny", "--train.batch_size", 4, "--train.log_every", 1)
     for words, out in ((("-q", "pretrain"), "first"), (("pretrain", "--quiet"), "second")):
         done = run(*words, *start, "--train.steps", 3, "--optimizer.warmup_steps", 100, "--out", tmp_path / out)
-        (warning,) = done.stderr.splitlines()
-        assert done.returncode == 0 and warning.startswith("warning: optimizer.warmup_steps = 100")
+        said = done.stderr.splitlines()
+        assert done.returncode == 0 and said[0].startswith("warning: optimizer.warmup_steps = 100")
+        assert all(line.startswith("warning: ") for line in said) and "the model has learned" in said[1]
     assert "no such" in fails("--quiet", "flops", tmp_path / "none.toml")
     loud = ("flops", "--objective.name", "two-stage")
     assert run("-q", *loud).stderr == "" != run(*loud).stderr  # the environment is as before

@@ -53,6 +53,7 @@ def test_labels_reach_terminal_and_card_as_text(encoder_folder, tmp_path):
         *("--text", "text", "--label", "label", "--out", out, *settings),
     )
     assert found.returncode == 0
+    assert found.stdout.split()[:2] == ["task", "metric"] and "…" not in found.stdout
     card = next(out.rglob("README.md")).read_text()
     predicted = in_process.run("predict", out / "classification/seed-0/model", tmp_path / "train.jsonl").stdout
     assert {json.loads(line)["label"] for line in predicted.splitlines()} <= set(labels) and HOSTILE[

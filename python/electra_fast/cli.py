@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(command=None)
     try:
         rest, overrides = take_overrides(sys.argv[1:] if arguments is None else arguments)
-        options = _parse(rest)
+        options = _parse(rest if rest or overrides else ["--help"])
         if overrides and options.command not in CONFIGURED:
             raise InputError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
         options.overrides = overrides
@@ -107,10 +107,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     shells = ("bash", "zsh", "tcsh")
     parser.add_argument("--print-completion", action=PrintCompletion, choices=shells, help="print a completion script")
-    if not arguments:
-        parser.print_help()
-        parser.exit()
-    if arguments[0].startswith("--print-completion"):
+    if arguments and arguments[0].startswith("--print-completion"):
         parser.parse_args(arguments)
     words = list(itertools.takewhile(lambda word: word != "--", arguments))
     command = next((word for word in words if not word.startswith("-")), None)

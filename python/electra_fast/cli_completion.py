@@ -33,5 +33,6 @@ def completion_script(parser: Parser, shell: str) -> str:
         for configuration in CONFIGURED.get(name, ()):
             for key in configuration.key_names():
                 text = configuration.describe_key(key).replace("%", "%%")
-                sub.add_argument(f"--{key}", help=text, choices=configuration.choices(key))
+                choices = configuration.choices(key)
+                sub.add_argument(f"--{key}", help=text, choices=choices, default=argparse.SUPPRESS)
     return str(shtab.complete(parser, shell))

@@ -53,7 +53,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if "(default:" in text or action.required or action.nargs == 0 or not action.option_strings:
+        has_no_default = (
+            action.required or action.nargs == 0 or not action.option_strings or default is argparse.SUPPRESS
+        )
+        if has_no_default or "(default:" in text:
             return text
         return f"{text} (default: none)" if default in (None, (), "") else f"{text} (default: %(default)s)"
 
@@ -155,13 +158,20 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("pretrain", "train a model; rerun with the same --out to resume")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="configuration, in place of --preset")
+    sub.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        metavar="CONFIG.toml",
+        help="configuration (default: that of the run in --out, else of --preset)",
+    )
     _add_preset(sub)
     sub.add_argument(
         "--data",
         action="append",
         metavar="FOLDER[:WEIGHT]",
-        help="corpus (data.corpus); repeat to mix corpora, in proportion to WEIGHT (default: tokens)",
+        help="corpus; repeat to mix corpora, in proportion to WEIGHT or else to their tokens (default: data.corpus of "
+        "the configuration)",
     )
     sub.add_argument("--out", type=Path, help="run folder (default: train.out of the configuration)")
     sub.add_argument("--allow-changes", action="store_true", help="resume with changed configuration keys")

@@ -35,8 +35,15 @@ from electra_fast.messages import is_quiet, is_shown, printable
 LINE_SECONDS = 10.0
 # The estimate of the remaining time is the mean of this period, so that a validation hardly moves it.
 SPEED_SECONDS = 300.0
+# Wider than any row of text or table.
+PIPE_WIDTH = 1_000_000
 # From this many columns on, the bar is long.
 WIDE = 100
+
+
+def result_console() -> Console:
+    """A console for results on standard output; in a pipe or a file, nothing is wrapped or cut."""
+    return Console(markup=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 class LastingStream:
@@ -184,6 +191,7 @@ class TrainingProgress(_WorkProgress):
         super().__init__("pretrain", MofNCompleteColumn, num_steps, first_step, shown=shown)
         self._first_step, self._num_steps = first_step, num_steps
         self._auc: float | None = None
+        self._record: Mapping[str, Any] | None = None
 
     def advance(self, step: int) -> None:
         """Moves the bar; called at every step, so it must be cheap."""
@@ -191,14 +199,17 @@ class TrainingProgress(_WorkProgress):
 
     def report(self, record: Mapping[str, Any]) -> None:
         """Shows a record of metrics.jsonl."""
+        self._record = record
         status = metrics_parts(record, self._auc)
         self._move(status=status)
         remaining = self._remaining(record)
         self._write_line("  ".join((f"step {record['step']}/{self._num_steps}", *status, f"eta {remaining}")))
 
     def report_evaluation(self, record: Mapping[str, Any]) -> None:
-        """Keeps the discriminator's AUC of a record of evaluations.jsonl, to show it from now on."""
+        """Shows the discriminator's AUC of a record of evaluations.jsonl from now on."""
         self._auc = record.get("discriminator_auc")
+        if self._record is not None:
+            self._move(status=metrics_parts(self._record, self._auc))
 
     def _remaining(self, record: Mapping[str, Any]) -> str:
         step = int(record["step"] or 0)

@@ -24,6 +24,9 @@ TABLE = {
 }
 
 
+BASE_KEYS = {"train.log_every": 7, "train.eval_every": 77, "optimizer.beta1": 0.95, "model.num_heads": 8}
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_presets_have_the_published_sizes(name: str) -> None:
     config = Config.preset(name, "google")
@@ -188,6 +191,17 @@ def test_an_objective_brings_what_it_needs_and_takes_nothing_that_is_set(
         else:
             with pytest.raises(ValueError, match=f'objective.name = "{name}" needs .*{key} = '):
                 Config.load(path, {key: value})
+
+
+@pytest.mark.parametrize("changes", [{}, {"train.steps": 7}, {"data.corpus": {"a b": 1.0}, **BASE_KEYS}])
+@pytest.mark.parametrize("objective", ["electra", "mlm"])
+def test_the_repr_names_preset_recipe_and_changes(changes: dict[str, object], objective: str) -> None:
+    """And makes the configuration again, on one line or on several."""
+    config = Config.preset("mini", "google", objective).override(changes)
+    own = "" if objective == "electra" else ", 'mlm'"
+    assert repr(config).startswith(f"Config.preset('mini', 'google'{own})")
+    assert eval(repr(config)) == config and all(f"{key!r}: " in repr(config) for key in changes)
+    assert max(map(len, repr(config).splitlines())) <= 110
 
 
 def test_differences_name_the_keys() -> None:

@@ -63,6 +63,8 @@ def test_ids_are_those_of_the_tokenizers_package(vocab, lowercase, strip_accents
     tokenizer = Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents)
     texts = ODD + random_texts(500)
     reference = oracle(lowercase, strip_accents)
+    assert repr(tokenizer).startswith(f"Tokenizer({str(vocab)!r}): {len(VOCAB)} entries, ")
+    assert ("lowercases" in repr(tokenizer)) == lowercase and "without the fast path" not in repr(tokenizer)
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.dtype == np.int32 and ids.tolist() == reference.encode(text).ids, repr(text)
 
@@ -174,6 +176,8 @@ def test_every_format_gives_the_same_corpus(vocab, tmp_path, name, compression):
     path.write_bytes(COMPRESS[compression](FORMATS[name]()))
     prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
     prepare(iter(DOCUMENTS), vocab=vocab, out=tmp_path / "plain", progress=False)
+    documents, tokens = len(DOCUMENTS), Corpus(tmp_path / "plain").num_tokens
+    assert f": {documents} documents, {tokens:,} tokens, {len(VOCAB)} entries" in repr(Corpus(tmp_path / "plain"))
     corpus = Corpus(tmp_path / "out")
     assert corpus.content_hash == Corpus(tmp_path / "plain").content_hash
     expected = Tokenizer(vocab).encode_batch(DOCUMENTS)

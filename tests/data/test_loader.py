@@ -36,6 +36,14 @@ def open_loader(corpus: Path) -> Open:
     return open_with
 
 
+def test_the_repr_says_what_comes_and_where_it_stands(open_loader: Open, corpus: Path):
+    loader = open_loader(rank=1, world_size=2)
+    rows = f"23 rows of {LENGTH} tokens, best-fit packing, google masking of 15%, part 1 of 2"
+    assert repr(loader) == f"BatchLoader({str(corpus)!r}): {rows}; at epoch 0"
+    next(loader)
+    assert 0 < float(repr(loader).rpartition(" ")[2]) < 1
+
+
 def digest(batches: list[Any]) -> str:
     """Hash of all columns of the batches, concatenated row-wise."""
     table = pa.Table.from_batches([pa.record_batch(batch) for batch in batches])

@@ -29,6 +29,8 @@ def test_every_head_survives_its_folder(
     ef.finetune(task, **arguments)
     folder = tmp_path / "out" / task / "seed-0"
     reader = ef.load_finetuned(folder / "model")
+    kind = "question-answering" if task == "squad2" else "tagging"
+    assert repr(reader).startswith(f"FinetunedModel: {kind}, ") and repr(reader).endswith("on cpu")
     assert "path/to/this/folder" in (folder / "model" / "README.md").read_text()
     if task == "squad2":
         pairs = [(question, context) for _, question, context in questions_of(squad_folder / "dev-v2.0.json")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from electra_fast import _data
@@ -13,6 +12,7 @@ from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare_report import contents
 from electra_fast.messages import printable
+from electra_fast.progress import result_console
 
 
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
@@ -88,4 +88,4 @@ def show_row(
         else:
             text.append(token, style="dim" if token in ("[CLS]", "[SEP]") else "")
         text.append(" " if token != "[SEP]" else "\n")
-    Console().print(text)
+    result_console().print(text)

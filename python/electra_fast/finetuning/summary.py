@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from electra_fast.files.atomic_files import replace_file
@@ -18,6 +17,7 @@ from electra_fast.files.json_files import read_object, read_records
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.training.job import Job
 from electra_fast.finetuning.training.results import RESULT, scores_of
+from electra_fast.progress import result_console
 from electra_fast.training.plots import plot_finetuning
 
 Results = dict[str, dict[str, Any]]
@@ -147,8 +147,9 @@ def summary_text(group: TaskRuns, found: Mapping[str, Any]) -> str:
 def print_table(results: Results) -> None:
     """Prints a row per task and their mean."""
     baselines = [name for name in ("majority", "untrained") if any(found.get(name) for found in results.values())]
-    table = Table("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
-    table.columns[0].no_wrap = True
+    headers = ("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
+    table = Table(*headers, box=None, padding=(0, 1, 0, 0))
+    table.columns[0].overflow = "fold"
     for name, found in results.items():
         numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
         besides = (found.get(baseline, {}).get(found["metric"]) for baseline in baselines)
@@ -157,4 +158,4 @@ def print_table(results: Results) -> None:
     mean = statistics.mean(found["median"] for found in results.values())
     if len(results) > 1:
         table.add_row("mean", "", f"{100 * mean:.2f}")
-    Console(markup=False).print(table)
+    result_console().print(table)

@@ -164,7 +164,7 @@ def verdict(
     if not amount:
         return [f"{what}: {measured}"]
     reasons = "; ".join(_reasons(config, trained_tokens, corpus_tokens))
-    return [f"the model has learned {amount} yet: {measured}", f"likely reasons: {reasons}"]
+    return [f"warning: the model has learned {amount} yet: {measured}", f"warning: likely reasons: {reasons}"]
 
 
 def auc_text(auc: float) -> str:

@@ -278,6 +278,8 @@ class RunLog:
                 self._loggers = opened.enter_context(Loggers(names, self._run, settings, earlier))
             opened.enter_context(self._progress)
             self._open = opened.pop_all()
+        for record in self.evaluations[-1:]:
+            self._progress.report_evaluation(record)
         return self
 
     def __exit__(
