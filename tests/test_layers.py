@@ -28,7 +28,7 @@ PACKAGE_LAYERS = [
     {"cli"},
     {"cli_parser"},
     {"__init__"},
-    {"demo", "doctor", "reproduction"},
+    {"demo", "doctor", "reproduction", "run_report"},
     {"finetuning"},
     {"training"},
     {"huggingface"},

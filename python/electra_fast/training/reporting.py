@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +32,7 @@ from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.graphs import Preparation
+from electra_fast.training.plots import draw_curves
 from electra_fast.training.run import Run
 
 # Rows whose words are examined, and fractions of their tokens that cause a warning.
@@ -243,7 +245,7 @@ def version_or_none(package: str) -> str:
 
 
 class RunLog:
-    """The files metrics.jsonl and evaluations.jsonl and the progress line, as a context manager.
+    """The progress line and the files that grow: metrics, evaluations, warnings, curves.png; a context manager.
 
     Args:
         run: The run's folder.
@@ -254,19 +256,20 @@ class RunLog:
 
     def __init__(self, run: Path, first_step: int, num_steps: int, *, is_silent: bool) -> None:
         self._run, self._first_step = run, first_step
-        self._files: tuple[JsonLines, JsonLines] | None = None
+        self._files: tuple[JsonLines, JsonLines, JsonLines] | None = None
         self._is_silent = is_silent
         self._progress = TrainingProgress(first_step, num_steps, shown=not is_silent)
         self._open = ExitStack()
+        self._drawn = time.monotonic()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes open files if another cannot be opened
             if not self._is_silent:
-                metrics, evaluations = (
+                metrics, evaluations, warnings = (
                     opened.enter_context(JsonLines(self._run / name, self._first_step))
-                    for name in ("metrics.jsonl", "evaluations.jsonl")
+                    for name in ("metrics.jsonl", "evaluations.jsonl", "warnings.jsonl")
                 )
-                self._files = (metrics, evaluations)
+                self._files = (metrics, evaluations, warnings)
             opened.enter_context(self._progress)
             self._open = opened.pop_all()
         return self
@@ -279,6 +282,23 @@ class RunLog:
     def say(self, message: str) -> None:
         """Prints a permanent line."""
         self._progress.say(message)
+
+    def warn(self, step: int, message: str) -> None:
+        """Prints a warning about a step, and records it."""
+        self.record_warning(step, message)
+        self.say(f"step {step}: warning: {message}")
+
+    def record_warning(self, step: int, message: str) -> None:
+        """Writes a line of warnings.jsonl; a resumed session repeats no line."""
+        record = {"step": step, "message": message}
+        if self._files is not None and record not in read_records(self._run / "warnings.jsonl"):
+            self._files[2].write(record)
+
+    def draw_curves(self, min_seconds: float = 0.0) -> None:
+        """Draws curves.png, if the last picture is older than `min_seconds`."""
+        if not self._is_silent and time.monotonic() - self._drawn >= min_seconds:
+            draw_curves(self._run)
+            self._drawn = time.monotonic()
 
     def advance(self, step: int) -> None:
         """Moves the bar."""
