@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +11,9 @@ from tiny_run import tiny_config
 
 import electra_fast as ef
 from electra_fast.cli import main
-from electra_fast.files.json_files import JsonLines
+from electra_fast.files.json_files import JsonLines, read_records
+from electra_fast.training.plots import draw_curves
+from electra_fast.training.reporting import RunLog
 
 NASTY = "</script><img src=x onerror=alert(1)>&\"'"
 VOID = {"meta"}
@@ -111,3 +114,48 @@ def test_refusals(tmp_path):
     with pytest.raises(ef.InputError, match="cola has no list of runs"):
         ef.report(tmp_path, tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_samples(whole_run, tmp_path):
+    ef.report(whole_run, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count('<p class="sample">') > 1 and re.search(r"<u>[^<]+</u><i> \[", page)
+    assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_without_discriminator(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 2, "encoder_loss": 2}\n')
+    draw_curves(tmp_path)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_warnings_after_a_resume(tmp_path):
+    for first_step, steps in ((0, (0, 4, 8)), (4, (4, 8))):
+        with RunLog(tmp_path, first_step, 8, is_silent=False) as log:
+            for step in steps:
+                log.warn(step, f"slow {first_step if step == 8 else ''}")
+    found = [(each["step"], each["message"]) for each in read_records(tmp_path / "warnings.jsonl")]
+    assert found == [(0, "slow "), (4, "slow "), (8, "slow 4")]
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_in_a_browser(runs, tmp_path, width):
+    """Draws every chart, reports no error on the console, and fits the window."""
+    out = tmp_path / "report.html"
+    ef.report(runs, out)
+    # A headless window is at least 500 pixels wide, so the page itself is made narrow.
+    probe = f"document.documentElement.style.width = '{width}px'; document.title = document.body.scrollWidth;"
+    text = out.read_text(encoding="utf-8")
+    out.write_text(text.replace("</body>", f"<script>{probe} console.log('probe');</script></body>"), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    flags += [f"--window-size={width},900", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", out.as_uri()]
+    done = subprocess.run([BROWSER, *flags], capture_output=True, text=True, check=True, timeout=60)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert len(console) == 1 and "probe" in console[0]
+    assert int(re.search(r"<title>(\d+)</title>", done.stdout)[1]) == width
+    charts = re.findall(r"<svg.*?</svg>", done.stdout, re.DOTALL)
+    assert len(charts) == 4 and all('<path d="M' in chart for chart in charts)  # loss, AUC; loss, matthews

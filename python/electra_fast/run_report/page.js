@@ -55,6 +55,9 @@
       box.append(run.name);
     }
     const names = [...new Set(own.flatMap((run) => [...Object.keys(run.train.y), ...Object.keys(run.validation.y)]))];
+    const ORDER = ["loss", "auc", "accuracy"];
+    const rank = (name) => ORDER.findIndex((end) => name.endsWith(end)) >>> 0;  // others last
+    names.sort((a, b) => rank(a) - rank(b));
     const drawn = names.map((name) => chart(name));
 
     function chart(name) {
@@ -88,6 +91,10 @@
           for (const [x, y] of points) {
             x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y);
           }
+        // All charts have the same x axis.
+        for (const run of own)
+          for (const x of run.shown ? [...(xs(run.train) ?? []), ...(xs(run.validation) ?? [])] : [])
+            if (x !== null) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); }
         if (range) [x0, x1] = range;
         if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
         const margin = (y1 - y0) * 0.05 || Math.abs(y0) * 0.05 || 0.5;
@@ -121,10 +128,7 @@
 
       const xAt = (event) => {
         const box = svg.getBoundingClientRect();
-        // The picture keeps its proportions, so it may have margins at its sides.
-        const zoom = Math.min(box.width / WIDTH, box.height / HEIGHT);
-        const at = (event.clientX - box.left - (box.width - WIDTH * zoom) / 2) / zoom;
-        const share = (at - LEFT) / (WIDTH - LEFT - RIGHT);
+        const share = ((event.clientX - box.left) * WIDTH / box.width - LEFT) / (WIDTH - LEFT - RIGHT);
         return scale.x0 + Math.min(1, Math.max(0, share)) * (scale.x1 - scale.x0);
       };
       svg.onpointermove = (event) => {
