@@ -29,7 +29,7 @@ PACKAGE_LAYERS = [
     {"cli_completion"},
     {"cli_parser"},
     {"__init__"},
-    {"demo", "doctor", "reproduction"},
+    {"demo", "doctor", "reproduction", "run_report"},
     {"finetuning"},
     {"training"},
     {"huggingface"},

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.reproduce import reproduce
+    from electra_fast.run_report.report import report
     from electra_fast.training.pretrain import pretrain
 
 # Before torch loads OpenMP: let waiting threads sleep. On a busy machine, spinning ones are up to fifteen times slower
@@ -48,6 +49,7 @@ _MODULES = {
     "load_finetuned": "finetuning.predict",
     "prepare": "data.prepare",
     "pretrain": "training.pretrain",
+    "report": "run_report.report",
     "reproduce": "reproduction.reproduce",
     "to_torch": "data.loader",
     "train_vocab": "data.prepare",
@@ -75,6 +77,7 @@ __all__ = [
     "load_finetuned",
     "prepare",
     "pretrain",
+    "report",
     "reproduce",
     "to_torch",
     "train_vocab",

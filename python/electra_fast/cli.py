@@ -365,6 +365,13 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if report["problems"] else 0
 
 
+def _report(options: argparse.Namespace) -> None:
+    from electra_fast.run_report.report import report
+
+    report(options.runs, options.out)
+    print(options.out)
+
+
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "demo": _demo,
     "vocab": _vocab,
@@ -379,5 +386,6 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _export,
     "import": _import,
     "flops": _flops,
+    "report": _report,
     "doctor": _doctor,
 }

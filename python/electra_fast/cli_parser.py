@@ -410,6 +410,10 @@ def build_parser() -> Parser:
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="configuration, in place of --preset")
     _add_preset(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sub = command("report", "write one page about runs: curves, configurations, evaluations, fine-tuning, samples")
+    sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run, fine-tuning, or folder with such inside")
+    sub.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE.html", help="page to write")
     return parser
 
 

@@ -10,10 +10,8 @@ import ast
 import json
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from rich.console import Console
@@ -21,22 +19,19 @@ from rich.markup import escape
 from rich.text import Text
 
 from electra_fast.config.config import Config
-from electra_fast.data.corpus import Corpus, Tokenizer
-from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.corpus import Corpus
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.huggingface.export import export, load
+from electra_fast.huggingface.export import export
 from electra_fast.messages import printable
-from electra_fast.model.compute import ComputeConfig
-from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.training.diagnostics import auc_text
-from electra_fast.training.evaluate import SEED, evaluate
+from electra_fast.training.evaluate import evaluate
 from electra_fast.training.plots import AMBER, GREEN, GREY, ORANGE, plot_curves
 from electra_fast.training.pretrain import pretrain
+from electra_fast.training.verdicts import Word, verdicts
 
 VOCAB_SIZE = 1024
-NUM_SENTENCES, NUM_DRAWN = 6, 3
+NUM_DRAWN = 3
 COLUMNS = 120  # characters per line of the picture
 # Folders of the standard library to skip: tests, and tools with copies of other code.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "idle_test"}
@@ -60,7 +55,7 @@ def demo(out: Path) -> None:
     pretrain(demo_config(), data=shards, out=run)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
     export(run, out / "export")
-    rows = verdicts(run, shards, Tokenizer(vocab))
+    rows = verdicts(run, Corpus(shards))
     show_verdicts(console, rows)
     draw(out / "demo.png", rows[:NUM_DRAWN], run)
     replaced = float(metrics["replaced_fraction"] or 0)
@@ -109,68 +104,6 @@ def _write_corpus(path: Path) -> None:
     # Docstrings may contain lone surrogates, which UTF-8 cannot encode.
     documents = (document.encode("utf-8", "replace").decode() for document in documentation())
     replace_file(path, "".join(json.dumps({"text": document}) + "\n" for document in documents))
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word after corruption by the generator, with the discriminator's probability that it was replaced."""
-
-    text: str
-    original: str
-    is_replaced: bool
-    probability: float
-
-    @property
-    def verdict(self) -> str:
-        """`original`, `doubtful` or `replaced`."""
-        return "replaced" if self.probability > 0.5 else "doubtful" if self.probability > 0.25 else "original"
-
-
-@torch.no_grad()
-def verdicts(run: Path, shards: Path, tokenizer: Tokenizer) -> list[list[Word]]:
-    """Validation rows as the generator corrupted them, with the discriminator's verdict on each word."""
-    model = load(run)
-    config = model.config
-    validation = Corpus(shards).holdout
-    loader = BatchLoader.from_config(config, corpus=validation, batch_size=NUM_SENTENCES, seed=SEED, epochs=1)
-    batch, objective = to_torch(next(loader)), objective_of(config)
-    key, denominators = RngKey(torch.tensor([SEED, 0])), objective.loss_denominators(batch)
-    output = objective.forward(model, MicroBatch(batch, ComputeConfig("sdpa", torch.float32), key, denominators))
-    predictions = output.predictions
-    assert predictions is not None
-    shape = batch["input_ids"].shape
-    original = batch["input_ids"].long().scatter(1, batch["masked_positions"].long(), batch["masked_ids"].long())
-    replaced_prob_T = predictions.logits_T.sigmoid()
-    columns = (original, predictions.corrupted_ids_T, predictions.replaced_T, replaced_prob_T, batch["segment_ids"])
-    rows = zip(*(column.view(shape).tolist() for column in columns), strict=True)
-    return [_words(tokenizer, *row) for row in rows]
-
-
-def _words(
-    tokenizer: Tokenizer,
-    original: list[int],
-    corrupted: list[int],
-    replaced: list[bool],
-    probability: list[float],
-    segments: list[int],
-) -> list[Word]:
-    """One row with its pieces joined into words; a word's probability is the maximum over its pieces."""
-    special = set(tokenizer.special_tokens.values())
-    words: list[Word] = []
-    for i, token_id in enumerate(corrupted):
-        if not segments[i] or original[i] in special:
-            continue
-        piece, original_piece = tokenizer.id_to_token(token_id), tokenizer.id_to_token(original[i])
-        if not original_piece.startswith("##"):
-            words.append(Word(piece, original_piece, replaced[i], probability[i]))
-        elif words:  # otherwise the row starts inside a word
-            words[-1] = Word(
-                words[-1].text + piece.removeprefix("##"),
-                words[-1].original + original_piece.removeprefix("##"),
-                words[-1].is_replaced or replaced[i],
-                max(words[-1].probability, probability[i]),
-            )
-    return words
 
 
 def show_verdicts(console: Console, rows: list[list[Word]]) -> None:

@@ -155,6 +155,6 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         raise InputError(f"{path}: line {number}: not an object with an integer step; repair or remove this line")
     for name, value in record.items():
-        if isinstance(value, (str, bool, list)):
+        if isinstance(value, (str, bool, list)) and name != "message":  # the text of a warning
             raise InputError(f"{path}: line {number}: not a number: {name}; repair or remove this line")
     return record

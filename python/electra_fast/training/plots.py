@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import read_records
 
 if TYPE_CHECKING:
@@ -16,17 +18,43 @@ if TYPE_CHECKING:
 # Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, AMBER, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999", "#000000"
 
+_LOSSES = (
+    ("generator_loss", BLUE, "Generator loss (nats per masked token)"),
+    ("discriminator_loss", ORANGE, "Discriminator loss (nats per token)"),
+    ("encoder_loss", GREEN, "Encoder loss (nats per predicted token)"),
+)
+_ACCURACIES = {"generator_accuracy": BLUE, "encoder_accuracy": GREEN}
+_AUCS = {"discriminator_auc": GREY, "unigram_auc": BLACK}
+
 Record = dict[str, Any]
 
 
+def draw_curves(run: Path) -> None:
+    """Draws curves.png of a pre-training run, if it has logged anything."""
+    from matplotlib.figure import Figure
+
+    if read_records(run / "metrics.jsonl"):
+        figure, content = Figure(figsize=(12, 4), layout="constrained"), BytesIO()
+        plot_curves(figure, run)
+        figure.savefig(content, format="png", dpi=100)
+        replace_file(run / "curves.png", content.getvalue())
+
+
 def plot_curves(figure: FigureBase, run: Path) -> None:
-    """Plots metrics.jsonl and evaluations.jsonl of a run with a generator and a discriminator."""
+    """Plots metrics.jsonl and evaluations.jsonl of a run: a panel for each loss, and one for accuracies and AUCs."""
     records, validation = read_records(run / "metrics.jsonl"), read_records(run / "evaluations.jsonl")
-    left, middle, right = figure.subplots(1, 3)
-    _lines(left, records, validation, {"generator_loss": BLUE}, "Generator loss (nats per masked token)")
-    _lines(middle, records, validation, {"discriminator_loss": ORANGE}, "Discriminator loss (nats per token)")
-    title, aucs = "Generator accuracy, discriminator AUC", {"discriminator_auc": GREY, "unigram_auc": BLACK}
-    _lines(right, records, [], {"generator_accuracy": BLUE}, title)
+    # With stages, a loss may be absent from the first or last records.
+    present = {name for each in (*records, *validation) for name, value in each.items() if value is not None}
+    losses = [each for each in _LOSSES if each[0] in present] or [("loss", BLACK, "Loss")]
+    *panels, right = figure.subplots(1, len(losses) + 1, squeeze=False)[0]
+    for axes, (name, color, title) in zip(panels, losses, strict=True):
+        _lines(axes, records, validation, {name: color}, title)
+    accuracies, aucs = (
+        {name: color for name, color in _ACCURACIES.items() if name in present},
+        {name: color for name, color in _AUCS.items() if name in present},
+    )
+    title = ", ".join(name for name, own in (("Accuracy", accuracies), ("AUC", aucs)) if own)
+    _lines(right, records, [], accuracies, title)
     _lines(right, validation, [], aucs, title, "o--", suffix=", validation")
     right.set_ylim(0, 1)
     figure.suptitle(f"{run.resolve().name}: {records[-1]['step']:,} steps, {records[-1]['tokens']:,} tokens")
@@ -69,4 +97,5 @@ def _decorate(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step", fontsize=9)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    if axes.has_data():
+        axes.legend(fontsize=8)

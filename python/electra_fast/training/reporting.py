@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -34,6 +35,7 @@ from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.graphs import Preparation
 from electra_fast.training.loggers import Loggers, logger_names
+from electra_fast.training.plots import draw_curves
 from electra_fast.training.run import Run
 
 # Rows whose words are examined, and fractions of their tokens that cause a warning.
@@ -246,7 +248,7 @@ def version_or_none(package: str) -> str:
 
 
 class RunLog:
-    """The files metrics.jsonl and evaluations.jsonl, loggers, callbacks and the progress line, as a context manager.
+    """The files that grow, loggers, callbacks, curves.png and the progress line, as a context manager.
 
     Args:
         run: The run's folder.
@@ -260,19 +262,20 @@ class RunLog:
         self._run, self._config, self._first_step, self._callbacks = run, config, first_step, callbacks
         self._loggers: Loggers | None = None
         num_steps = config.train.steps
-        self._files: tuple[JsonLines, JsonLines] | None = None
+        self._files: tuple[JsonLines, JsonLines, JsonLines] | None = None
         self._is_silent = is_silent
         self._progress = TrainingProgress(first_step, num_steps, shown=not is_silent)
         self._open = ExitStack()
+        self._drawn = time.monotonic()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes open files if another cannot be opened
             if not self._is_silent:
-                metrics, evaluations = (
+                metrics, evaluations, warnings = (
                     opened.enter_context(JsonLines(self._run / name, self._first_step))
-                    for name in ("metrics.jsonl", "evaluations.jsonl")
+                    for name in ("metrics.jsonl", "evaluations.jsonl", "warnings.jsonl")
                 )
-                self._files = (metrics, evaluations)
+                self._files = (metrics, evaluations, warnings)
                 earlier = {"train": read_records(self._run / "metrics.jsonl"), "validation": self.evaluations}
                 names, settings = logger_names(self._config.train.loggers), dataclasses.asdict(self._config)
                 self._loggers = opened.enter_context(Loggers(names, self._run, settings, earlier))
@@ -290,6 +293,23 @@ class RunLog:
     def say(self, message: str) -> None:
         """Prints a permanent line."""
         self._progress.say(message)
+
+    def warn(self, step: int, message: str) -> None:
+        """Prints a warning about a step, and records it."""
+        self.record_warning(step, message)
+        self.say(f"step {step}: warning: {message}")
+
+    def record_warning(self, step: int, message: str) -> None:
+        """Writes a line of warnings.jsonl; a resumed session repeats no line."""
+        record = {"step": step, "message": message}
+        if self._files is not None and record not in read_records(self._run / "warnings.jsonl"):
+            self._files[2].write(record)
+
+    def draw_curves(self, min_seconds: float = 0.0) -> None:
+        """Draws curves.png, if the last picture is older than `min_seconds`."""
+        if not self._is_silent and time.monotonic() - self._drawn >= min_seconds:
+            draw_curves(self._run)
+            self._drawn = time.monotonic()
 
     def advance(self, step: int) -> None:
         """Moves the bar."""

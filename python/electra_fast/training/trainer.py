@@ -67,6 +67,8 @@ from electra_fast.training.world import World
 _OTHER_LOSSES = ("data.", "objective.", "model.rope_theta", "model.local_rope_theta", CORPUS)
 # Batches for the verdict on a run without evaluations.
 _VERDICT_BATCHES = 10
+# Time between pictures of the curves, each of which takes about half a second.
+_CURVES_SECONDS = 60.0
 
 
 class Trainer:
@@ -172,12 +174,14 @@ class Trainer:
                         self._evaluate(log)
                     if "checkpoint" in due:
                         self._save()
+                        log.draw_curves(min_seconds=_CURVES_SECONDS)
                     self._start_timer()
                     limit.pause()
             if self.saved_step != state.step:
                 self._stop_timer()
                 self._save()
             self._await_writer()
+            log.draw_curves()
             if state.step == num_steps:
                 self._finish(log, first_step)
             elif is_time_up and not agreed and self.callbacks.stop is None:
@@ -211,6 +215,8 @@ class Trainer:
             *reporting.settings(self.config, self.device, self.world.size, num_rows, self.notes, self.stream_change),
         ):
             log.say(line)
+            if line.startswith("warning: "):
+                log.record_warning(self.state.step, line.removeprefix("warning: "))
         self._start_timer()
 
     def _num_parameters(self) -> int:
@@ -311,7 +317,7 @@ class Trainer:
         log.write_metrics(record)
         first_step = self.stage.first_step + max(MIN_STEPS, self.config.optimizer.warmup_steps)
         if message := self.warnings.take(record, self.state.log_window.steps, first_step):
-            log.say(f"step {self.state.step}: warning: {message}")
+            log.warn(self.state.step, message)
         lost = lost_learning(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
         if lost and self.config.train.stop_on_divergence:
             self._end_diverged(f"all that was learned is lost at step {self.state.step}: {lost}")
@@ -382,7 +388,7 @@ class Trainer:
         self.validation_loss = objective.comparable_loss(found) if is_sound else None
         can_correct = self.config.objective.name == "electra" and not self.config.objective.corrective_weight
         if message := stall_warning(log.evaluations, can_correct):
-            log.say(f"step {self.state.step}: warning: {message}")
+            log.warn(self.state.step, message)
 
     def _say_changes(self, log: RunLog) -> None:
         """Reports a new stage, and slow compilations and captures."""

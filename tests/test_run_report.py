@@ -1,0 +1,161 @@
+"""The page about runs: complete, self-contained, well-formed, and safe against text from files."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from tiny_run import tiny_config
+
+import electra_fast as ef
+from electra_fast.cli import main
+from electra_fast.files.json_files import JsonLines, read_records
+from electra_fast.training.plots import draw_curves
+from electra_fast.training.reporting import RunLog
+
+NASTY = "</script><img src=x onerror=alert(1)>&\"'"
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order; collects their text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in VOID
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two pre-training runs of three log lines, and a fine-tuning with a report by class."""
+    for name, rate, scale in (("fast", "2e-3", 1), ("slow", "1e-3", 2)):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        config = tiny_config(
+            **{"optimizer.learning_rate": rate, "data.corpus": str(tmp_path / "gone"), "model.vocab_size": "99"}
+        )
+        (run / "config.toml").write_text(config.to_toml())
+        with JsonLines(run / "metrics.jsonl", 0) as metrics:
+            for step in (4, 8, 12):
+                loss = float("nan") if step == 8 else scale / step
+                metrics.write({"step": step, "loss": loss, "tokens": step * 100, "seconds": step * 0.5, "mfu": None})
+        with JsonLines(run / "evaluations.jsonl", 0) as evaluations:
+            evaluations.write({"step": 6, "discriminator_auc": 0.625, "rows": 4, "tokens": 64})
+        with JsonLines(run / "warnings.jsonl", 0) as warnings:
+            warnings.write({"step": 8, "message": NASTY})
+        (run / "environment.jsonl").write_text(json.dumps({"device": "cpu", "torch": NASTY, "process": 1}) + '\n{"cut')
+    tuned = tmp_path / "runs" / "tuned"
+    seed = tuned / "cola" / "seed-0"
+    seed.mkdir(parents=True)
+    (tuned / "config.toml").write_text("[finetune]\nepochs = 3\n")
+    result = {"metric": "matthews", "median": 0.5, "min": 0.25, "max": 0.75, "runs": [{"seed": 0, "matthews": 0.5}]}
+    (tuned / "results.json").write_text(json.dumps({"cola": result}))
+    (tuned / "cola" / "report.json").write_text(json.dumps({"classes": {NASTY: {"f1": 0.375, "support": 7}}}))
+    (seed / "metrics.jsonl").write_text('{"step": 1, "loss": 0.7, "seconds": 1}\n{"step": 1, "matthews": 0.5}\n')
+    return tmp_path / "runs"
+
+
+def test_page(runs, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert main(["report", str(runs), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    text = out.read_text(encoding="utf-8")
+    page = Page(text)
+    assert "img" not in page.tags and page.text.count(NASTY) >= 4  # as text: warnings, environment, class
+    assert not re.search(
+        r"(?:src|href)=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)",
+        text.replace(NASTY, "").replace("img src=x", ""),
+    )
+    for shown in ("optimizer.learning_rate", "0.625", "0.375", "No samples", "matthews", "0.75"):
+        assert shown in page.text
+    fast, slow, tuned = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    assert (fast["name"], slow["name"], tuned["name"]) == ("fast", "slow", "tuned: cola/seed-0")
+    assert fast["train"]["y"]["loss"] == [0.25, None, round(1 / 12, 7)]
+    assert fast["train"]["x"]["flops"][2] == 3 * fast["train"]["x"]["flops"][0] > 0
+    at = fast["validation"]["x"]  # halfway between two lines
+    assert (at["step"], at["tokens"], at["seconds"]) == ([6], [600], [3])
+    assert fast["warnings"][0]["message"] == NASTY and fast["warnings"][0]["x"]["tokens"] == 800
+    assert tuned["validation"] == {"x": {"step": [1]}, "y": {"matthews": [0.5]}}
+
+
+def test_same_configurations(runs, tmp_path):
+    shutil.copy(runs / "fast/config.toml", runs / "slow/config.toml")
+    ef.report([runs / "fast", runs / "slow"], tmp_path / "report.html")
+    assert "All are the same." in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ef.InputError, match="contains no run"):
+        ef.report(tmp_path, tmp_path / "report.html")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        ef.report(tmp_path / "none", tmp_path / "report.html")
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "results.json").write_text('{"cola": 1}')
+    with pytest.raises(ef.InputError, match="cola has no list of runs"):
+        ef.report(tmp_path, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_samples(whole_run, tmp_path):
+    ef.report(whole_run, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count('<p class="sample">') > 1 and re.search(r"<u>[^<]+</u><i> \[", page)
+    assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_without_discriminator(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 2, "encoder_loss": 2}\n')
+    draw_curves(tmp_path)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_warnings_after_a_resume(tmp_path):
+    for first_step, steps in ((0, (0, 4, 8)), (4, (4, 8))):
+        with RunLog(tmp_path, first_step, 8, is_silent=False) as log:
+            for step in steps:
+                log.warn(step, f"slow {first_step if step == 8 else ''}")
+    found = [(each["step"], each["message"]) for each in read_records(tmp_path / "warnings.jsonl")]
+    assert found == [(0, "slow "), (4, "slow "), (8, "slow 4")]
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_in_a_browser(runs, tmp_path, width):
+    """Draws every chart, reports no error on the console, and fits the window."""
+    out = tmp_path / "report.html"
+    ef.report(runs, out)
+    # A headless window is at least 500 pixels wide, so the page itself is made narrow.
+    probe = f"document.documentElement.style.width = '{width}px'; document.title = document.body.scrollWidth;"
+    text = out.read_text(encoding="utf-8")
+    out.write_text(text.replace("</body>", f"<script>{probe} console.log('probe');</script></body>"), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    flags += [f"--window-size={width},900", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", out.as_uri()]
+    done = subprocess.run([BROWSER, *flags], capture_output=True, text=True, check=True, timeout=60)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert len(console) == 1 and "probe" in console[0]
+    assert int(re.search(r"<title>(\d+)</title>", done.stdout)[1]) == width
+    charts = re.findall(r"<svg.*?</svg>", done.stdout, re.DOTALL)
+    assert len(charts) == 4 and all('<path d="M' in chart for chart in charts)  # loss, AUC; loss, matthews
