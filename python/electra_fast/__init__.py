@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.reproduce import reproduce
+    from electra_fast.training.plan import plan
     from electra_fast.training.pretrain import pretrain
 
 # Before torch loads OpenMP: let waiting threads sleep. On a busy machine, spinning ones are up to fifteen times slower
@@ -45,6 +46,7 @@ _MODULES = {
     "load": "huggingface.export",
     "load_error_detector": "finetuning.error_detection",
     "load_finetuned": "finetuning.predict",
+    "plan": "training.plan",
     "prepare": "data.prepare",
     "pretrain": "training.pretrain",
     "reproduce": "reproduction.reproduce",
@@ -71,6 +73,7 @@ __all__ = [
     "load",
     "load_error_detector",
     "load_finetuned",
+    "plan",
     "prepare",
     "pretrain",
     "reproduce",

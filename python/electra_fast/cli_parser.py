@@ -140,13 +140,11 @@ def build_parser() -> Parser:
     sub = command("pretrain", "train a model; rerun with the same --out to resume")
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
     _add_preset(sub)
-    sub.add_argument(
-        "--data",
-        action="append",
-        metavar="FOLDER[:WEIGHT]",
-        help="corpus (data.corpus); repeat to mix corpora, in proportion to WEIGHT (default: tokens)",
-    )
+    _add_corpora(sub)
     sub.add_argument("--out", type=Path, help="run folder (train.out)")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="show the resolved configuration, the plan and the first batch; no run"
+    )
     sub.add_argument("--allow-changes", action="store_true", help="resume with changed configuration keys")
     sub.add_argument(
         "--from",
@@ -378,7 +376,35 @@ def build_parser() -> Parser:
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
     _add_preset(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sub = command("plan", "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    _add_preset(sub)
+    _add_corpora(sub)
+    speed = sub.add_mutually_exclusive_group()
+    speed.add_argument(
+        "--tokens-per-second",
+        type=number(float),
+        metavar="X",
+        help="speed to assume, such as a GPU's elsewhere (default: measured here in seconds, which needs --data)",
+    )
+    speed.add_argument(
+        "--hours",
+        type=number(float),
+        metavar="H",
+        help="propose preset and steps for this time on this machine and corpus",
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_corpora(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--data",
+        action="append",
+        metavar="FOLDER[:WEIGHT]",
+        help="corpus (data.corpus); repeat to mix corpora, in proportion to WEIGHT (default: tokens)",
+    )
 
 
 def _checkpoint_step(text: str) -> int:
