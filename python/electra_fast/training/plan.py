@@ -203,10 +203,13 @@ def _memory(trial: Trial | None, weights: int, moments: int) -> dict[str, int | 
     gradients = weights * (2 * num_processes if num_processes > 1 else 1)
     known = weights + gradients + moments
     parts: dict[str, int | None] = {"parameters": weights, "gradients": gradients, "moments": moments}
+    on_cpu = trial is not None and trial.device == "cpu"
+    # Copied while a checkpoint is written, which the first steps have not done.
+    parts["checkpoint"] = copied = weights + moments if on_cpu else 0
     if trial is None or trial.memory is None:
         return parts | {"program": None, "activations": None, "total": None}
     rest = trial.memory - known - (trial.program or 0)
-    return parts | {"program": trial.program, "activations": max(0, rest), "total": trial.memory}
+    return parts | {"program": trial.program, "activations": max(0, rest), "total": trial.memory + copied}
 
 
 def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, int | None]) -> Iterator[str]:

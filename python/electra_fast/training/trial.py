@@ -25,9 +25,9 @@ from electra_fast.training.step_processes import choose_num_processes
 from electra_fast.training.trainer import Trainer
 from electra_fast.training.world import World
 
-# Larger steps are measured with fewer rows at two sizes, and time and memory continued on a line: some five seconds
+# Larger steps are measured with fewer rows at two sizes, and time and memory continued on a line: some two seconds
 # per step on two cores.
-_MAX_FLOPS = 1.2e12
+_MAX_FLOPS = 5e11
 _WARMUP_STEPS, _MIN_STEPS, _SECONDS = 2, 2, 4.0
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import trial as t"
 
