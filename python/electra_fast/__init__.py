@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.reproduce import reproduce
     from electra_fast.run_report.report import report
+    from electra_fast.training.plan import plan
     from electra_fast.training.pretrain import pretrain
 
 # Before torch loads OpenMP: let waiting threads sleep. On a busy machine, spinning ones are up to fifteen times slower
@@ -47,6 +48,7 @@ _MODULES = {
     "load": "huggingface.export",
     "load_error_detector": "finetuning.error_detection",
     "load_finetuned": "finetuning.predict",
+    "plan": "training.plan",
     "prepare": "data.prepare",
     "pretrain": "training.pretrain",
     "report": "run_report.report",
@@ -75,6 +77,7 @@ __all__ = [
     "load",
     "load_error_detector",
     "load_finetuned",
+    "plan",
     "prepare",
     "pretrain",
     "report",

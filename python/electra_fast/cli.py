@@ -258,6 +258,11 @@ def _pretrain(options: argparse.Namespace) -> int:
     config = _config(options)
     _require_corpus(options, config)
     data = _corpora(options.data) if options.data else None
+    if options.dry_run:
+        from electra_fast.training.plan import dry_run
+
+        print("\n".join(map(printable, dry_run(config, data))))
+        return 0
     result = pretrain(config, data=data, **_named(options, "out", "allow_changes", "from_step"))
     return 0 if result.is_finished else TIME_IS_UP
 
@@ -356,6 +361,20 @@ def _predict(options: argparse.Namespace) -> None:
     predict_file(options.model, options.file, options.out, **_named(options, *names), **given)
 
 
+def _plan(options: argparse.Namespace) -> None:
+    from electra_fast.training.plan import plan, report_lines
+
+    config = None
+    if options.hours is None:
+        config = _config(options)
+        _require_corpus(options, config)
+    elif options.config or options.preset or options.recipe or options.overrides:
+        raise InputError("--hours proposes a configuration and takes none; leave it out to plan one of your own")
+    data = _corpora(options.data) if options.data else None
+    found = plan(config, data=data, **_named(options, "tokens_per_second", "hours"))
+    print(json.dumps(found) if options.json else "\n".join(map(printable, report_lines(found))))
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from electra_fast.doctor import doctor, report_lines
 
@@ -386,6 +405,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _export,
     "import": _import,
     "flops": _flops,
+    "plan": _plan,
     "report": _report,
     "doctor": _doctor,
 }

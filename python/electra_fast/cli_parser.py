@@ -23,6 +23,7 @@ from electra_fast.model.networks import PARTS
 CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
     "pretrain": (Config,),
     "flops": (Config,),
+    "plan": (Config,),
     "doctor": (Config,),
     "finetune": (FinetuningConfig,),
     "reproduce": (Config, FinetuningConfig),
@@ -166,14 +167,11 @@ def build_parser() -> Parser:
         help="configuration (default: that of the run in --out, else of --preset)",
     )
     _add_preset(sub)
-    sub.add_argument(
-        "--data",
-        action="append",
-        metavar="FOLDER[:WEIGHT]",
-        help="corpus; repeat to mix corpora, in proportion to WEIGHT or else to their tokens (default: data.corpus of "
-        "the configuration)",
-    )
+    _add_corpora(sub)
     sub.add_argument("--out", type=Path, help="run folder (default: train.out of the configuration)")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="show the resolved configuration, the plan and the first batch; no run"
+    )
     sub.add_argument("--allow-changes", action="store_true", help="resume with changed configuration keys")
     sub.add_argument(
         "--from",
@@ -411,10 +409,39 @@ def build_parser() -> Parser:
     _add_preset(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
+    sub = command("plan", "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    _add_preset(sub)
+    _add_corpora(sub)
+    speed = sub.add_mutually_exclusive_group()
+    speed.add_argument(
+        "--tokens-per-second",
+        type=number(float),
+        metavar="X",
+        help="speed to assume, such as a GPU's elsewhere (default: measured here in seconds, which needs --data)",
+    )
+    speed.add_argument(
+        "--hours",
+        type=number(float),
+        metavar="H",
+        help="propose preset and steps for this time on this machine and corpus",
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
     sub = command("report", "write one page about runs: curves, configurations, evaluations, fine-tuning, samples")
     sub.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run, fine-tuning, or folder with such inside")
     sub.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE.html", help="page to write")
     return parser
+
+
+def _add_corpora(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--data",
+        action="append",
+        metavar="FOLDER[:WEIGHT]",
+        help="corpus; repeat to mix corpora, in proportion to WEIGHT or else to their tokens (default: data.corpus of "
+        "the configuration)",
+    )
 
 
 def _add_quiet(parser: Parser, default: Any) -> None:

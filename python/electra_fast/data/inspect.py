@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from electra_fast import _data
+from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.mixture import Mixture
 from electra_fast.data.prepare_report import contents
 from electra_fast.messages import printable
 from electra_fast.progress import result_console
@@ -75,6 +78,21 @@ def show_row(
     options: dict[str, Any] = {"masking": masking, "mask_prob": mask_prob, "packing": packing, "cut_at": cut_at}
     loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, seed=seed, epochs=1, **options)
     row = {name: tensor.flatten().tolist() for name, tensor in to_torch(next(loader)).items()}
+    result_console().print(_text_of(row, tokenizer))
+
+
+def rows_as_text(config: Config, num_rows: int) -> Iterator[str]:
+    """Yields lines of a run's first rows: one segment per line, masked positions as [MASK](original)."""
+    tokenizer = Tokenizer.of(Mixture(config.data.corpus).corpora[0])
+    loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
+    batch = to_torch(next(loader))
+    names = ("input_ids", "segment_ids", "masked_positions", "masked_ids", "masked_weights")
+    for number in range(num_rows):
+        yield f"row {number}:"
+        yield _text_of({name: batch[name][number].tolist() for name in names}, tokenizer).plain.rstrip()
+
+
+def _text_of(row: Mapping[str, list[Any]], tokenizer: Tokenizer) -> Text:
     slots = zip(row["masked_positions"], row["masked_ids"], row["masked_weights"], strict=True)
     originals = {position: token_id for position, token_id, weight in slots if weight}
     text = Text()
@@ -88,4 +106,4 @@ def show_row(
         else:
             text.append(token, style="dim" if token in ("[CLS]", "[SEP]") else "")
         text.append(" " if token != "[SEP]" else "\n")
-    result_console().print(text)
+    return text

@@ -33,6 +33,7 @@ from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
 from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.flops import flops_per_token
+from electra_fast.training.forecast import compact, low_peak
 from electra_fast.training.graphs import Preparation
 from electra_fast.training.loggers import Loggers, logger_names
 from electra_fast.training.plots import draw_curves
@@ -40,8 +41,6 @@ from electra_fast.training.run import Run
 
 # Rows whose words are examined, and fractions of their tokens that cause a warning.
 WORD_ROWS, FEW_IN_LONGER_WORDS, MANY_IN_TOO_LONG = 64, 0.05, 0.1
-# Warns if the learning rate never reaches this fraction of its peak.
-LOW_PEAK = 0.5
 
 
 def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) -> Iterator[str]:
@@ -66,7 +65,10 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
         yield "the learned positions and their moments repeat from the first one on, until they are trained"
     if "train.steps" in run.changes:
         yield _rate_change(run, state.step, int(str(run.changes["train.steps"][0])))
-    yield from _low_peak(run)
+    if not state.step:
+        yield from compact(config, mixture, num_parameters)
+    else:
+        yield from (f"warning: {line}" for line in low_peak(config))
 
 
 def _shares(mixture: Mixture) -> str:
@@ -122,19 +124,6 @@ def _rate_change(run: Run, step: int, num_steps: int) -> str:
         f"the schedule is stretched: the learning rate of step {step} is {after:.3g} "
         f"(it was {before:.3g}) and falls to 0 at step {steps}"
     )
-
-
-def _low_peak(run: Run) -> Iterator[str]:
-    optimizer, steps = run.config.optimizer, run.config.schedule_steps
-    # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
-    at = (min(optimizer.warmup_steps, steps - 1), steps // 2)
-    peak = max(lr_scale(optimizer, step, steps) for step in at)
-    if peak < LOW_PEAK:
-        yield (
-            f"warning: optimizer.warmup_steps = {optimizer.warmup_steps} with train.steps = {run.config.train.steps}: "
-            f"the learning rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
-            f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
-        )
 
 
 def settings(

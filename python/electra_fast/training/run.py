@@ -148,7 +148,7 @@ def config_at(folder: Path, step: int) -> Config:
 
 
 def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
-    config = _resolved(config, mixture)
+    config = resolved(config, mixture)
     replace_file(folder / "config.toml", config.to_toml())  # first, since it marks the folder as a run
     with errors_named(folder / "tokenizer"):
         write_tokenizer(folder / "tokenizer", mixture.tokenizer, max_length=config.model.max_positions)
@@ -166,7 +166,7 @@ def _resumed_run(
         config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
     size = config.model.vocab_size or saved.model.vocab_size
-    config = _resolved(_with(config.override(kept), "model", vocab_size=size), mixture)
+    config = resolved(_with(config.override(kept), "model", vocab_size=size), mixture)
     for name in GROWING:
         was, now = saved.value(name), config.value(name)
         if float(str(now)) < float(str(was)):
@@ -210,7 +210,7 @@ def _last_value(name: str, saved: Config, recorded: Changes) -> str:
     return str(recorded[name][1] if name in recorded else saved.value(name))
 
 
-def _resolved(config: Config, mixture: Mixture) -> Config:
+def resolved(config: Config, mixture: Mixture) -> Config:
     """Fills in the corpus's vocabulary size and the values derived from `train.steps`.
 
     A table may be larger than the vocabulary, as some frameworks pad it to a size that suits GPUs.

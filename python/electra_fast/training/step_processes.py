@@ -217,6 +217,11 @@ class StepProcesses:
         finally:
             os.close(memory)
 
+    @property
+    def pids(self) -> list[str]:
+        """The process ids of the workers."""
+        return [str(process.pid) for process, _ in self._processes]
+
     def start(self, batch: Any, step: int, lr_scale: float) -> None:
         """Starts a step on the workers, before the optimizer's scalars are set for it."""
         optimizer = self._worker.optimizer

@@ -1,0 +1,118 @@
+"""What follows from a configuration and a corpus before a run starts: counts, rates, and what is unwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from electra_fast.config.config import Config
+from electra_fast.data.mixture import Mixture
+from electra_fast.optimizers.optimizer import lr_scale
+from electra_fast.training.flops import flops_per_token
+
+# Beyond these, a run is warned of. None is an optimum; all but the last are round numbers.
+MAX_EPOCHS = 40
+# Row length relative to the mean document; tokens of the corpus per entry of its vocabulary; the table's share of the
+# model's parameters.
+MAX_ROW_PER_DOCUMENT, MIN_TOKENS_PER_ENTRY, MAX_TABLE_SHARE = 4, 100, 2 / 3
+# Steps of the longest runs to which the rule of rates was fitted (bench/LOG.md).
+MAX_RULE_STEPS = 6_570
+# Warns if the learning rate never reaches this fraction of its peak.
+LOW_PEAK = 0.5
+
+
+def size(config: Config, mixture: Mixture | None, num_parameters: int) -> dict[str, Any]:
+    """Returns what follows from the configuration and the corpus: counts and rates. `config` is resolved."""
+    tokens_per_step = config.train.batch_size * config.data.sequence_length
+    tokens, per_token, optimizer = config.train.steps * tokens_per_step, flops_per_token(config).total, config.optimizer
+    rates = {"learning_rate": optimizer.learning_rate}
+    if optimizer.name == "muon":
+        rates["muon_learning_rate"] = optimizer.muon_learning_rate
+    return {
+        "parameters": num_parameters,
+        "steps": config.train.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens": tokens,
+        "corpus_tokens": None if mixture is None else mixture.num_tokens,
+        "epochs": None if mixture is None else tokens / max(1, mixture.num_tokens),
+        "flops_per_token": per_token,
+        "flops": per_token * tokens,
+        "learning_rates": rates,
+        "warmup_steps": optimizer.warmup_steps,
+    }
+
+
+def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is unwise about a run, each with its remedy; reads no tokens. `found` is its `size`."""
+    data, epochs = config.data, found["epochs"]
+    if mixture is not None and epochs > MAX_EPOCHS:
+        most = max(1, MAX_EPOCHS * mixture.num_tokens // found["tokens_per_step"])
+        yield (
+            f"the run reads the corpus {epochs:,.0f} times, and repeated text teaches less and less; add text, "
+            f"or lower train.steps (to {most:,} for {MAX_EPOCHS} epochs)"
+        )
+    yield from low_peak(config)
+    if mixture is not None:
+        mean = mixture.num_tokens / max(1, sum(len(each) for each in mixture.corpora))
+        if data.sequence_length > 32 and data.sequence_length > MAX_ROW_PER_DOCUMENT * mean:
+            yield (
+                f"rows of {data.sequence_length} tokens hold many documents of {mean:.0f} tokens each, which do not "
+                f"attend to each other; lower data.sequence_length (and raise train.batch_size as much)"
+            )
+        if mixture.num_tokens < MIN_TOKENS_PER_ENTRY * mixture.vocab_size:
+            yield (
+                f"a vocabulary of {mixture.vocab_size:,} entries is large for {mixture.num_tokens:,} tokens "
+                f"({mixture.num_tokens / mixture.vocab_size:.0f} per entry); prepare with a smaller one "
+                f"(vocab --size {max(1000, mixture.num_tokens // MIN_TOKENS_PER_ENTRY)})"
+            )
+    table = config.model.vocab_size * config.model.embedding_size
+    if table > MAX_TABLE_SHARE * found["parameters"]:
+        yield (
+            f"the embedding table is {table / found['parameters']:.0%} of the parameters; a smaller vocabulary "
+            "(vocab --size) leaves more to the layers"
+        )
+    if config.model.tying != "all" and flops_per_token(config).generator and _has_large_generator(config):
+        yield (
+            "the generator is as large as the discriminator, which then learns less for more FLOPs; "
+            "lower generator.fraction or generator.num_layers"
+        )
+    if config.optimizer.name == "muon" and config.schedule_steps > MAX_RULE_STEPS and _follows_rule(config):
+        yield (
+            f"the learning rates follow a rule that was fitted to runs of at most {MAX_RULE_STEPS:,} steps; for "
+            f"{config.schedule_steps:,} it is an extrapolation: compare rates in shorter runs first"
+        )
+
+
+def _has_large_generator(config: Config) -> bool:
+    own, other = config.generator_shape(), config.model
+    return own.num_layers * own.hidden_size**2 >= other.num_layers * other.hidden_size**2
+
+
+def _follows_rule(config: Config) -> bool:
+    by_rule = config.replace({"optimizer": {"learning_rate": 0.0, "muon_learning_rate": 0.0}}).resolved().optimizer
+    return by_rule.muon_learning_rate == config.optimizer.muon_learning_rate
+
+
+def low_peak(config: Config) -> Iterator[str]:
+    """Warns if warmup leaves the learning rate far below its peak."""
+    optimizer, steps = config.optimizer, config.schedule_steps
+    # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
+    at = (min(optimizer.warmup_steps, steps - 1), steps // 2)
+    peak = max(lr_scale(optimizer, step, steps) for step in at)
+    if peak < LOW_PEAK:
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} with train.steps = {config.train.steps}: "
+            f"the learning rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
+            f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
+        )
+
+
+def compact(config: Config, mixture: Mixture, num_parameters: int) -> Iterator[str]:
+    """Yields the lines of a plan that need no measurement, for the start of a run."""
+    found = size(config, mixture, num_parameters)
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in found["learning_rates"].items())
+    yield (
+        f"plan: {found['tokens'] / 1e6:,.2f} M tokens, {found['epochs']:.3g} epochs, {found['flops']:.3g} FLOPs; "
+        f"{rates} after {found['warmup_steps']:,} steps of warmup"
+    )
+    yield from (f"warning: {line}" for line in warnings(config, mixture, found))

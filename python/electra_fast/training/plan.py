@@ -1,0 +1,288 @@
+"""What a run will take, before it starts: size, epochs, memory, disk, time, rates, and what is unwise about it."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from electra_fast.config.config import Config
+from electra_fast.config.presets import DEFAULT_RECIPE
+from electra_fast.data.inspect import rows_as_text
+from electra_fast.data.mixture import Corpora, Mixture, absolute
+from electra_fast.errors import InputError
+from electra_fast.model.model import Electra
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.division import smaller_micro_batches
+from electra_fast.training.flops import PUBLISHED_VOCABULARY
+from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
+from electra_fast.training.run import resolved
+from electra_fast.training.trial import Trial, measure
+
+# More unknown tokens than this are warned of.
+MAX_UNKNOWN = 0.05
+# Steps with which a proposed preset learns something: of tiny and mini, its own (measured); of others, those of mini.
+FEWEST_STEPS = {"tiny": 2_000, "mini": 5_000, "small": 5_000, "base": 5_000}
+# Of the free memory, the part that a step may take; of the given hours, the part that steps are planned for.
+_SHARE = 0.9
+# A proposed run evaluates and saves this often.
+_TENTH, _SHOWN_ROWS = 10, 2
+_GIB, _MB = 1 << 30, 1e6
+
+
+def plan(
+    config: Config | None = None,
+    *,
+    data: Corpora | None = None,
+    tokens_per_second: float | None = None,
+    hours: float | None = None,
+) -> dict[str, Any]:
+    """Returns what a run will take, and warnings; trains nothing that is kept.
+
+    With a corpus, and without `tokens_per_second`, the first steps are taken in another process, in ten seconds or so,
+    which gives time and memory.
+
+    Args:
+        config: The run's configuration; None with `hours`.
+        data: Corpus folder, or several, as for `pretrain`; `data.corpus` by default, which may be empty.
+        tokens_per_second: The speed to assume, such as that of a GPU elsewhere, instead of measuring.
+        hours: Proposes a preset, its steps and intervals for this time on this machine and corpus: `proposal` in the
+            result has them, the command, and what of the choice is measured and what an assumption.
+
+    Returns:
+        Counts, bytes and seconds by name, ready for JSON; values that nobody knows are None. `config` is the resolved
+        configuration as TOML.
+
+    Raises:
+        ValueError, FileNotFoundError: Configuration and corpus do not fit together.
+    """
+    if hours is not None:
+        return _proposed(config, data, tokens_per_second, hours)
+    if config is None:
+        raise InputError("plan needs a configuration, or hours to propose one")
+    if tokens_per_second is not None and not tokens_per_second > 0:
+        raise InputError(f"tokens_per_second = {tokens_per_second:g} must be above 0")
+    config = config.replace({"data": {"corpus": absolute(data if data is not None else config.data.corpus)}})
+    mixture = Mixture(config.data.corpus) if config.data.corpus else None
+    if mixture is None:
+        config = config.resolved().override({"model.vocab_size": config.model.vocab_size or PUBLISHED_VOCABULARY})
+    else:
+        config = resolved(config, mixture)
+    trial = measure(config) if mixture is not None and tokens_per_second is None else None
+    return _report(config if trial is None else trial.config, mixture, trial, tokens_per_second)
+
+
+def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed: float | None) -> dict[str, Any]:
+    """Returns the plan of a resolved configuration, at a trial's speed or a given one."""
+    with torch.device("meta"):
+        model = Electra(config)
+    found = size(config, mixture, sum(each.numel() for each in model.parameters()))
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    moments = sum(each.nbytes for each in (*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()))
+    parameters = {name: 0 for name, _ in model.named_children()}
+    for name, parameter in model.named_parameters():
+        parameters[name.partition(".")[0]] = parameters.get(name.partition(".")[0], 0) + parameter.numel()
+    speed = speed if trial is None else found["tokens_per_step"] / trial.seconds_per_step
+    weights = 4 * found["parameters"]
+    kept = config.train.keep_checkpoints + 1  # and the best
+    lines = list(warnings(config, mixture, found))
+    if mixture is not None:
+        lines += _corpus_warnings(mixture)
+    memory = _memory(trial, weights, moments)
+    lines += _memory_warnings(config, trial, memory)
+    return {
+        **found,
+        "parameters_by_part": {name: count for name, count in parameters.items() if count},
+        "memory": memory,
+        "micro_batch_rows": config.train.batch_size // config.train.num_micro_batches,
+        "checkpoint_bytes": weights + moments,
+        "checkpoints_bytes": kept * (weights + moments),
+        "device": None if trial is None else trial.device,
+        "processes": None if trial is None else trial.num_processes,
+        "precision": config.train.precision,
+        "tokens_per_second": speed,
+        "is_measured": trial is not None,
+        "is_extrapolated": trial is not None and trial.is_extrapolated,
+        "seconds": None if speed is None else found["tokens"] / speed * (1 + _evaluations(config, mixture)),
+        "warnings": lines,
+        "config": config.to_toml(),
+    }
+
+
+def _proposed(
+    config: Config | None, data: Corpora | None, tokens_per_second: float | None, hours: float
+) -> dict[str, Any]:
+    """Returns the plan of the largest preset that gets its fewest steps in the time."""
+    if config is not None or tokens_per_second is not None or not data:
+        raise InputError("hours proposes a configuration for a corpus (--data), and takes none, nor a speed")
+    if not 0 < hours < math.inf:
+        raise InputError(f"hours = {hours:g} must be above 0")
+    mixture = Mixture(absolute(data))
+
+    def tried(preset: str) -> tuple[str, Config, Trial, int]:
+        first = Config.preset(preset).replace({"data": {"corpus": absolute(data)}})
+        trial = measure(resolved(first, mixture))
+        seconds = trial.seconds_per_step * (1 + _TENTH * first.train.eval_batches / 3 / FEWEST_STEPS[preset])
+        return preset, first, trial, int(_SHARE * 3600 * hours / seconds)
+
+    chosen = tried("mini")
+    if chosen[3] < FEWEST_STEPS["mini"]:
+        chosen = tried("tiny")
+    else:
+        for larger in ("small", "base"):
+            if mixture.num_tokens * MAX_EPOCHS < _fewest_tokens(larger):
+                break
+            if (found := tried(larger))[3] < FEWEST_STEPS[larger]:
+                break
+            chosen = found
+    preset, first, trial, affordable = chosen
+    tokens_per_step = first.train.batch_size * first.data.sequence_length
+    most = max(1, MAX_EPOCHS * mixture.num_tokens // tokens_per_step)
+    steps = int(float(f"{max(1, min(affordable, most)):.2g}"))
+    every = max(1, steps // _TENTH)
+    changes = {"train.steps": steps, "train.eval_every": every, "train.checkpoint_every": every}
+    given = {name: trial.config.value(name) for name in ("train.precision", "train.matmul")}
+    config = resolved(first.override(changes).override(given), mixture)
+    report = _report(config, mixture, trial, None)
+    if steps < FEWEST_STEPS[preset]:
+        report["warnings"].append(
+            f"{steps:,} steps are fewer than the {FEWEST_STEPS[preset]:,} in which {preset} learns something; "
+            f"give it more {'text' if most < affordable else 'time'}"
+        )
+    folders = [data] if isinstance(data, (str, os.PathLike)) else list(data)
+    if isinstance(data, Mapping):
+        folders = [f"{folder}:{weight}" for folder, weight in data.items()]
+    words = ["electra-fast", "pretrain", "--preset", preset, "--recipe", DEFAULT_RECIPE]
+    words += [word for folder in folders for word in ("--data", str(folder))]
+    words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    return report | {
+        "proposal": {
+            "preset": preset,
+            "recipe": DEFAULT_RECIPE,
+            "overrides": changes,
+            "command": shlex.join([*words, "--out", "RUN"]),
+            "measured": f"the speed; that {DEFAULT_RECIPE} learns most at tiny and mini; that mini learns something in "
+            f"{FEWEST_STEPS['mini']:,} steps",
+            "assumed": f"that small and base need as many steps; that text repays {MAX_EPOCHS} epochs at most",
+        }
+    }
+
+
+def _fewest_tokens(preset: str) -> int:
+    config = Config.preset(preset)
+    return FEWEST_STEPS[preset] * config.train.batch_size * config.data.sequence_length
+
+
+def dry_run(config: Config, data: Corpora | None) -> Iterator[str]:
+    """Yields the resolved configuration, the plan, and rows of the first batch as text."""
+    if not (data or config.data.corpus):
+        raise InputError("pretrain --dry-run needs a corpus (--data DIR, data.corpus)")
+    found = plan(config, data=data)
+    yield from (found["config"].rstrip(), "")
+    yield from report_lines(found)
+    config = config.replace({"data": {"corpus": absolute(data or config.data.corpus)}})
+    yield from ("", "first rows of the first batch; masked tokens in brackets:")
+    yield from rows_as_text(config, _SHOWN_ROWS)
+
+
+def _evaluations(config: Config, mixture: Mixture | None) -> float:
+    """Returns the time of evaluations relative to that of the steps: a third of a step per batch."""
+    train = config.train
+    if mixture is None or mixture.holdout is None or not train.eval_every:
+        return 0.0
+    return train.eval_batches / (3 * train.eval_every)
+
+
+def _memory(trial: Trial | None, weights: int, moments: int) -> dict[str, int | None]:
+    """Returns bytes by part. Processes that share a step have gradients of their own and publish them."""
+    num_processes = 1 if trial is None else trial.num_processes
+    gradients = weights * (2 * num_processes if num_processes > 1 else 1)
+    known = weights + gradients + moments
+    parts: dict[str, int | None] = {"parameters": weights, "gradients": gradients, "moments": moments}
+    on_cpu = trial is not None and trial.device == "cpu"
+    # Copied while a checkpoint is written, which the first steps have not done.
+    parts["checkpoint"] = copied = weights + moments if on_cpu else 0
+    if trial is None or trial.memory is None:
+        return parts | {"program": None, "activations": None, "total": None}
+    rest = trial.memory - known - (trial.program or 0)
+    return parts | {"program": trial.program, "activations": max(0, rest), "total": trial.memory + copied}
+
+
+def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, int | None]) -> Iterator[str]:
+    """Warns if a CPU's free memory is too small; a GPU's micro-batches are chosen so that they fit."""
+    total, activations = memory["total"], memory["activations"]
+    if trial is None or trial.device != "cpu" or total is None or activations is None:
+        return
+    free = _SHARE * _available_bytes()
+    if total <= free:
+        return
+    choices = smaller_micro_batches(config.train)
+    most = max(choices.values())
+    fits = [n for n, rows in choices.items() if total - activations * (1 - rows / most) <= free]
+    remedy = f"--train.accumulate {fits[0]} fits" if fits else "choose a smaller model"
+    yield f"the step needs {total / _GIB:.3g} GiB, and {free / _GIB:.3g} GiB can be used; {remedy}"
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return 1024 * int(next(line for line in file if line.startswith("MemAvailable:")).split()[1])
+
+
+def _corpus_warnings(mixture: Mixture) -> Iterator[str]:
+    """Warns of unknown tokens; reads a sample of each corpus."""
+    for name, corpus in zip(mixture.names(), mixture.corpora, strict=True):
+        if (share := corpus.coverage().unknown_share) > MAX_UNKNOWN:
+            yield (
+                f"{name}: {share:.1%} of the tokens are [UNK]; prepare with a vocabulary of this text "
+                "(electra-fast vocab)"
+            )
+
+
+def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a plan as text."""
+    parts = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in found["parameters_by_part"].items())
+    yield f"parameters      {found['parameters'] / 1e6:.2f} M ({parts})"
+    yield (
+        f"tokens          {found['tokens'] / 1e6:,.2f} M: {found['steps']:,} steps of {found['tokens_per_step']:,}"
+        + ("" if found["epochs"] is None else f"; {found['epochs']:.3g} epochs of {found['corpus_tokens']:,} tokens")
+    )
+    yield f"FLOPs           {found['flops']:.3g}, {found['flops_per_token'] / 1e6:.3g} M per token"
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in found["learning_rates"].items())
+    yield f"learning rates  {rates}, after {found['warmup_steps']:,} steps of warmup"
+    memory = found["memory"]
+    sizes = ", ".join(f"{name} {_bytes(each)}" for name, each in memory.items() if each is not None and name != "total")
+    total = "not measured; of it" if memory["total"] is None else f"{_bytes(memory['total'])}:"
+    yield f"memory          {total} {sizes}"
+    yield f"micro-batch     {found['micro_batch_rows']} rows"
+    checkpoint, all_of_them = (_bytes(found[name]) for name in ("checkpoint_bytes", "checkpoints_bytes"))
+    yield f"disk            {checkpoint} per checkpoint, at most {all_of_them}"
+    if found["seconds"] is None:
+        yield "time            unknown: give a corpus (--data) to measure it, or --tokens-per-second"
+    else:
+        where = f"measured on this {found['device']} in {found['precision']}" if found["is_measured"] else "as given"
+        if found["is_extrapolated"]:
+            where += ", with fewer rows per step"
+        yield f"time            {duration(found['seconds'])} at {found['tokens_per_second']:,.0f} tokens/s, {where}"
+    yield from (f"warning: {line}" for line in found["warnings"])
+    if "proposal" in found:
+        proposal = found["proposal"]
+        yield f"proposal        {proposal['preset']}, recipe {proposal['recipe']}, {found['steps']:,} steps:"
+        yield f"  {proposal['command']}"
+        yield f"  measured: {proposal['measured']}"
+        yield f"  assumed: {proposal['assumed']}"
+
+
+def duration(seconds: float) -> str:
+    """Formats a time in the unit that suits it."""
+    for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.0f} seconds"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / _MB:.1f} MB"

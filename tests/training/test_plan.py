@@ -1,0 +1,120 @@
+"""What `plan` says before a run, beside the run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import tiny_config
+
+import electra_fast as ef
+from electra_fast import cli
+from electra_fast.files import checkpoint_folder
+from electra_fast.training import plan as planning
+from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
+from electra_fast.training.trial import Trial, _on_line
+
+
+def told(config, corpus):
+    mixture = planning.Mixture(corpus)
+    resolved = planning.resolved(config.replace({"data": {"corpus": str(corpus)}}), mixture)
+    return " ".join(warnings(resolved, mixture, size(resolved, mixture, 10**6)))
+
+
+def test_counts_are_those_of_the_run(whole_run, validation_corpus):
+    config = ef.Config.load(whole_run / "config.toml")
+    found = ef.plan(config, data=validation_corpus, tokens_per_second=64)
+    checkpoint = checkpoint_folder.latest(whole_run)
+    model = ef.load(checkpoint)
+    assert found["parameters"] == sum(found["parameters_by_part"].values())
+    assert found["parameters"] == sum(each.numel() for each in model.parameters())
+    written = sum(each.stat().st_size for each in checkpoint.rglob("*") if each.is_file())
+    assert 0 < written - found["checkpoint_bytes"] < 0.2 * written  # headers, tokenizer, state
+    assert found["tokens"] == config.train.steps * 8 * 16
+    assert found["epochs"] == found["tokens"] / ef.Corpus(validation_corpus).num_tokens
+    assert found["seconds"] == pytest.approx(found["tokens"] / 64 * (1 + 2 / (3 * 8)))
+    assert not found["is_measured"] and found["memory"]["total"] is None
+
+
+def test_the_first_steps_are_measured(tiny_corpus, monkeypatch, capsys):
+    seconds = []
+    monkeypatch.setattr(planning, "measure", lambda config: seconds.append(config) or trial_of(config))
+    assert cli.main(["plan", "--preset", "tiny", "--data", str(tiny_corpus), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_second"] == 64 * 32 / 0.5
+    memory = found["memory"]
+    assert (
+        memory["total"]
+        == 10**9 + found["checkpoint_bytes"]
+        == sum(each for name, each in memory.items() if name != "total")
+    )
+    assert seconds[0].model.vocab_size == ef.Corpus(tiny_corpus).vocab_size
+
+
+def trial_of(config, seconds=0.5):
+    settled = config.override({"train.precision": "fp32", "train.matmul": "default", "train.accumulate": "1"})
+    return Trial(settled, "cpu", 2, seconds, 10**9, 10**8, False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or not Path("/proc/self/smaps_rollup").exists(), reason="a CPU's memory")
+def test_dry_run_measures_and_shows_the_first_batch(tiny_corpus, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    command = ["pretrain", "--preset", "tiny", "--data", str(tiny_corpus), "--train.precision", "fp32", "--dry-run"]
+    assert cli.main([*command, "--out", "run"]) == 0
+    out = capfd.readouterr().out
+    for part in ("[optimizer]", "muon_learning_rate = 0.0112", "tokens/s, measured on this cpu", "row 1:", "[MASK]("):
+        assert part in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.steps": "100000"}, "or lower train.steps (to "),
+        ({"optimizer.warmup_steps": "240"}, "lower optimizer.warmup_steps"),
+        ({"generator.fraction": "1.0"}, "lower generator.fraction"),
+        ({"data.sequence_length": "4096", "model.max_positions": "4096"}, "lower data.sequence_length"),
+        ({"model.vocab_size": "100000"}, "the embedding table is"),
+    ],
+)
+def test_each_warning_comes_with_its_cause_alone(tiny_corpus, changes, words):
+    assert words not in told(tiny_config(), tiny_corpus)
+    assert words in told(tiny_config(**changes), tiny_corpus)
+
+
+def test_rates_beyond_the_measured_steps_are_an_extrapolation(tiny_corpus):
+    config = ef.Config.preset("tiny", "modern")
+    assert "extrapolation" not in told(config, tiny_corpus)
+    assert "extrapolation" in told(config.override({"train.steps": "6571"}), tiny_corpus)
+    by_hand = config.override({"train.steps": "6571", "optimizer.muon_learning_rate": "0.001"})
+    assert "extrapolation" not in told(by_hand, tiny_corpus)
+
+
+@pytest.mark.parametrize(("seconds", "preset"), [(0.5, "mini"), (10.0, "tiny"), (0.01, "base")])
+def test_hours_choose_the_largest_preset_that_gets_its_steps(tiny_corpus, monkeypatch, seconds, preset):
+    monkeypatch.setattr(planning, "measure", lambda config: trial_of(config, seconds * config.train.batch_size / 32))
+    monkeypatch.setattr(planning, "MAX_EPOCHS", 10**9)
+    found = ef.plan(data=tiny_corpus, hours=1)
+    assert found["proposal"]["preset"] == preset
+    assert found["seconds"] <= 3600
+    monkeypatch.undo()
+    monkeypatch.setattr(planning, "measure", lambda config: trial_of(config, seconds * config.train.batch_size / 32))
+    assert ef.plan(data=tiny_corpus, hours=1)["epochs"] <= MAX_EPOCHS  # the corpus is tiny
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hours", "1", "--preset", "mini"], "proposes a configuration"),
+        (["--hours", "1"], "corpus"),
+        (["--tokens-per-second", "0"], "above 0"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, message, capsys):
+    assert cli.main(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_large_steps_continue_on_a_line():
+    assert _on_line([2, 4], [1.0, 1.5], 12) == 3.5
+    assert _on_line([8], [2.0], 4) == 2.0
