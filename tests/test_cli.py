@@ -217,7 +217,9 @@ def test_quiet_keeps_results_warnings_and_errors(folder, tmp_path, monkeypatch):
         done = run(*words, *start, "--train.steps", 3, "--optimizer.warmup_steps", 100, "--out", tmp_path / out)
         said = done.stderr.splitlines()
         assert done.returncode == 0 and said[0].startswith("warning: optimizer.warmup_steps = 100")
-        assert all(line.startswith("warning: ") for line in said) and "the model has learned" in said[1]
+        assert all(line.startswith("warning: ") for line in said) and any(
+            "the model has learned" in line for line in said
+        )
     assert "no such" in fails("--quiet", "flops", tmp_path / "none.toml")
     loud = ("flops", "--objective.name", "two-stage")
     assert run("-q", *loud).stderr == "" != run(*loud).stderr  # the environment is as before

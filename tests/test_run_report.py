@@ -11,7 +11,9 @@ from tiny_run import tiny_config
 
 import electra_fast as ef
 from electra_fast.cli import main
+from electra_fast.config.config import Config
 from electra_fast.files.json_files import JsonLines, read_records
+from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.plots import draw_curves
 from electra_fast.training.reporting import RunLog
 
@@ -131,7 +133,7 @@ def test_curves_without_discriminator(tmp_path):
 
 def test_warnings_after_a_resume(tmp_path):
     for first_step, steps in ((0, (0, 4, 8)), (4, (4, 8))):
-        with RunLog(tmp_path, first_step, 8, is_silent=False) as log:
+        with RunLog(tmp_path, Config(), first_step, Callbacks(), is_silent=False) as log:
             for step in steps:
                 log.warn(step, f"slow {first_step if step == 8 else ''}")
     found = [(each["step"], each["message"]) for each in read_records(tmp_path / "warnings.jsonl")]
