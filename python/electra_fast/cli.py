@@ -371,7 +371,7 @@ def _plan(options: argparse.Namespace) -> None:
     elif options.config or options.preset or options.recipe or options.overrides:
         raise InputError("--hours proposes a configuration and takes none; leave it out to plan one of your own")
     data = _corpora(options.data) if options.data else None
-    found = plan(config, data=data, **_named(options, "tokens_per_second", "hours"))
+    found = plan(config, data=data, **_named(options, "tokens_per_second", "hours", "gpu_memory", "gpus"))
     print(json.dumps(found) if options.json else "\n".join(map(printable, report_lines(found))))
 
 

@@ -426,6 +426,13 @@ def build_parser() -> Parser:
         metavar="H",
         help="propose preset and steps for this time on this machine and corpus",
     )
+    sub.add_argument(
+        "--gpu-memory",
+        type=number(float),
+        metavar="GIB",
+        help="plan for GPUs elsewhere with this much free memory each: counts memory and the micro-batch that fits",
+    )
+    sub.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of --gpu-memory")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("report", "write one page about runs: curves, configurations, evaluations, fine-tuning, samples")

@@ -8,7 +8,7 @@ import sys
 import warnings
 
 import pytest
-from tiny_run import STEPS, assert_same_run, command, lines, tiny_config
+from tiny_run import STEPS, assert_same_run, command, lines, tiny_config, truncate
 
 import electra_fast as ef
 from electra_fast.files import checkpoint_folder
@@ -139,3 +139,15 @@ def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, m
             for key in ("discriminator_loss", "generator_loss"):
                 expected = [(each["step"], pytest.approx(each[key], rel=1e-6)) for each in lines(run, file)]
                 assert found[f"{kind}/{key}"] == expected, read.__name__
+
+
+def test_a_changed_run_replaces_its_later_lines(validation_corpus, tmp_path):
+    given, run = {"train.loggers": "tensorboard"}, tmp_path / "run"
+    ef.pretrain(tiny_config(**given), data=validation_corpus, out=run)
+    truncate(run, 21)
+    before = lines(run)
+    changed = tiny_config(**given, **{"optimizer.learning_rate": "5e-4"})
+    ef.pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+    assert before[:-1] == lines(run)[:-1] and before[-1] != lines(run)[-1]
+    expected = [(each["step"], pytest.approx(each["discriminator_loss"], rel=1e-6)) for each in lines(run)]
+    assert read_tensorboard(run)["train/discriminator_loss"] == expected

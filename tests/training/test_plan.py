@@ -10,8 +10,10 @@ from tiny_run import tiny_config
 import electra_fast as ef
 from electra_fast import cli
 from electra_fast.files import checkpoint_folder
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import plan as planning
 from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
+from electra_fast.training.memory import StepMemory
 from electra_fast.training.trial import Trial, _on_line
 
 
@@ -108,6 +110,9 @@ def test_hours_choose_the_largest_preset_that_gets_its_steps(tiny_corpus, monkey
         (["--hours", "1", "--preset", "mini"], "proposes a configuration"),
         (["--hours", "1"], "corpus"),
         (["--tokens-per-second", "0"], "above 0"),
+        (["--gpu-memory", "0"], "above 0"),
+        (["--gpus", "2"], "needs gpu_memory"),
+        (["--gpus", "3", "--gpu-memory", "24", "--train.reduce", "exact"], "needs 1, 2 or 4 ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options, message, capsys):
@@ -118,3 +123,15 @@ def test_what_cannot_be_planned_is_refused(options, message, capsys):
 def test_large_steps_continue_on_a_line():
     assert _on_line([2, 4], [1.0, 1.5], 12) == 3.5
     assert _on_line([8], [2.0], 4) == 2.0
+
+
+def test_memory_of_gpus_elsewhere_is_that_of_a_run_there(monkeypatch):
+    config = ef.Config.preset("tiny").override({"model.vocab_size": "30522", "train.precision": "bf16"})
+    compute = ComputeConfig("varlen", torch.bfloat16, kernels=(("*", "kernel"),))
+    needed = StepMemory(config, compute, torch.device("cpu"), 4).step(4)
+    found = ef.plan(config, gpu_memory=needed / 0.9 / 2**30 + 1e-6, gpus=4)
+    assert found["memory"]["total"] == needed == sum(found["memory"].values()) - needed
+    assert found["micro_batch_rows"] == 4  # 4 micro-batches on each of 4 GPUs
+    assert "accumulate = 4" in found["config"] and "micro-batch" not in " ".join(found["warnings"])
+    warning = ef.plan(config, gpu_memory=0.5)["warnings"][-1]
+    assert "a micro-batch of 1 row of 32 tokens needs about 1." in warning and "choose a smaller model" in warning

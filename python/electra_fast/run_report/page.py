@@ -104,7 +104,7 @@ def _finetuning(runs: Sequence[FinetuningRun]) -> Iterator[str]:
 
 def _configurations(runs: Sequence[PretrainingRun | FinetuningRun]) -> Iterator[str]:
     yield "<h2>Configuration</h2>"
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "train.out")
     differing = [
         key for key in keys if any(run.config.get(key, _MISSING) != runs[0].config.get(key, _MISSING) for run in runs)
     ]

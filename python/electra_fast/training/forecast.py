@@ -15,6 +15,8 @@ MAX_EPOCHS = 40
 # Row length relative to the mean document; tokens of the corpus per entry of its vocabulary; the table's share of the
 # model's parameters.
 MAX_ROW_PER_DOCUMENT, MIN_TOKENS_PER_ENTRY, MAX_TABLE_SHARE = 4, 100, 2 / 3
+# No vocabulary below this is called large.
+FEWEST_ENTRIES = 1_000
 # Steps of the longest runs to which the rule of rates was fitted (bench/LOG.md).
 MAX_RULE_STEPS = 6_570
 # Warns if the learning rate never reaches this fraction of its peak.
@@ -59,11 +61,12 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) 
                 f"rows of {data.sequence_length} tokens hold many documents of {mean:.0f} tokens each, which do not "
                 f"attend to each other; lower data.sequence_length (and raise train.batch_size as much)"
             )
-        if mixture.num_tokens < MIN_TOKENS_PER_ENTRY * mixture.vocab_size:
+        largest = max(FEWEST_ENTRIES, mixture.num_tokens // MIN_TOKENS_PER_ENTRY)
+        if mixture.vocab_size > largest:
             yield (
                 f"a vocabulary of {mixture.vocab_size:,} entries is large for {mixture.num_tokens:,} tokens "
                 f"({mixture.num_tokens / mixture.vocab_size:.0f} per entry); prepare with a smaller one "
-                f"(vocab --size {max(1000, mixture.num_tokens // MIN_TOKENS_PER_ENTRY)})"
+                f"(vocab --size {largest})"
             )
     table = config.model.vocab_size * config.model.embedding_size
     if table > MAX_TABLE_SHARE * found["parameters"]:

@@ -39,9 +39,12 @@ def require_loggers(key: str, value: str | list[str]) -> None:
             raise InputError(f'{key}: {name} is not installed; pip install "electra-fast[{name}]"')
 
 
-def forget_loggers(folder: Path) -> None:
-    """Makes the next session begin a new run of each logger, since this one goes back to an earlier step."""
-    remove(folder / FILE)
+def forget_loggers(folder: Path, step: int) -> None:
+    """Makes the next session begin a new run of each logger if one has lines after `step`, which are now outdated."""
+    path = folder / FILE
+    seen = [last for state in read_object(path).values() for last in state["steps"].values()] if path.exists() else []
+    if max(seen, default=step) > step:
+        remove(path)
 
 
 class Logger(Protocol):

@@ -148,20 +148,48 @@ class StepMemory:
 
     def step(self, num_rows: int) -> int:
         """Estimates the peak bytes of training steps in micro-batches of `num_rows` rows, and of evaluations."""
-        saved, working = self.forward(num_rows)
-        updated = self._num_parameters() * _UPDATE[self._config.optimizer.name]
-        # Evaluations run beside the memory pool of the step's CUDA graph.
-        return self._constant() + max(saved + round(_BACKWARD * working), round(updated)) + working + _FIXED
+        return sum(self.parts(num_rows).values())
 
-    def _constant(self) -> int:
-        """Returns the bytes of parameters and gradients (fp32), optimizer state, and casts."""
-        train, num_own = self._config.train, self._num_parameters()
-        own = num_own * (8 + _OPTIMIZER_STATE) + sum(each.nbytes for each in self._casts.copies)
-        if train.sharding == "full":
-            return round(own + 8 * self._num_gathered())
-        # Gradients are there twice: in the buffer of ranks and groups, or as the last eager step left them, beside the
-        # pool of a graph.
-        return round(own + 4 * num_own * max(1, num_groups(train, self._world_size) // self._world_size))
+    def parts(self, num_rows: int) -> dict[str, int]:
+        """Returns the bytes of `step` by part."""
+        saved, working = self.forward(num_rows)
+        own, train = self._num_parameters(), self._config.train
+        # Whole at once, beside those that this rank updates; or gradients that are there twice: in the buffer of ranks
+        # and groups, or as the last eager step left them, beside the pool of a graph.
+        gathered = self._num_gathered() if train.sharding == "full" else 0
+        twice = 0 if train.sharding == "full" else own * max(1, num_groups(train, self._world_size) // self._world_size)
+        updated = round(own * _UPDATE[self._config.optimizer.name])
+        return {
+            "parameters": round(4 * (own + gathered)),
+            "gradients": round(4 * (own + gathered + twice)),
+            "moments": round(_OPTIMIZER_STATE * own),
+            "casts": sum(each.nbytes for each in self._casts.copies),
+            # Evaluations run beside the memory pool of the step's CUDA graph.
+            "activations": max(saved + round(_BACKWARD * working), updated) + working,
+            "libraries": _FIXED,
+        }
+
+    def fewest_micro_batches(self, free: int) -> tuple[int, int, bool]:
+        """Returns the fewest micro-batches per step that fit `free` bytes, their rows, and whether they do fit.
+
+        At least `train.accumulate`, where that is a number.
+        """
+        choices = list(smaller_micro_batches(self._config.train, self._world_size).items())
+
+        def fits(choice: tuple[int, int]) -> bool:
+            return self.step(choice[1]) <= _SHARE * free
+
+        position = 0 if fits(choices[0]) else bisect.bisect_left(choices, True, 1, key=fits)
+        return *choices[min(position, len(choices) - 1)], position < len(choices)
+
+    def too_large(self, num_rows: int, free: int) -> str:
+        """Returns the message about micro-batches of `num_rows` rows that do not fit `free` bytes, with remedies."""
+        return (
+            f"a micro-batch of {num_rows} {'row' if num_rows == 1 else 'rows'} of {self._config.data.sequence_length} "
+            f"tokens needs about {self.step(num_rows) / _GIB:.3g} GiB of GPU memory, and of {free / _GIB:.3g} GiB free "
+            f"a step can use {_SHARE:.0%}; choose a smaller model, lower data.sequence_length, use more GPUs with "
+            'train.sharding = "full"'
+        )
 
     def _num_parameters(self) -> float:
         """Returns the number of parameters that this rank updates."""
@@ -192,21 +220,12 @@ def choose_accumulate(
     train = config.train
     if device.type != "cuda":
         return train.num_micro_batches, ""
-    memory = StepMemory(config, compute, device, world_size)
-    free, choices = free_bytes(device), list(smaller_micro_batches(train, world_size).items())
-
-    def fits(choice: tuple[int, int]) -> bool:
-        return memory.step(choice[1]) <= _SHARE * free
-
-    position = 0 if fits(choices[0]) else bisect.bisect_left(choices, True, 1, key=fits)
-    accumulate, num_rows = choices[min(position, len(choices) - 1)]
+    memory, free = StepMemory(config, compute, device, world_size), free_bytes(device)
+    accumulate, num_rows, does_fit = memory.fewest_micro_batches(free)
     needed = f"{memory.step(num_rows) / _GIB:.3g}"
-    if position == len(choices):
+    if not does_fit:
         raise InputError(
-            f"a micro-batch of {num_rows} {'row' if num_rows == 1 else 'rows'} of {config.data.sequence_length} tokens "
-            f"needs about {needed} GiB of GPU memory, and of {free / _GIB:.3g} GiB free a step can use "
-            f"{_SHARE:.0%}; choose a smaller model, lower data.sequence_length, use more GPUs with "
-            'train.sharding = "full", or give a number as train.accumulate to try all the same'
+            f"{memory.too_large(num_rows, free)}, or give a number as train.accumulate to try all the same"
         )
     rows = f"{accumulate} micro-{'batch' if accumulate == 1 else 'batches'} of {num_rows} rows"
     return accumulate, f"train.accumulate = auto: {rows}, about {needed} of {free / _GIB:.3g} GiB"

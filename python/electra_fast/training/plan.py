@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
-from electra_fast.config.config import Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.config.presets import DEFAULT_RECIPE
 from electra_fast.data.inspect import rows_as_text
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.errors import InputError
+from electra_fast.model.compute import DTYPES, ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
-from electra_fast.training.division import smaller_micro_batches
+from electra_fast.training.division import Division, smaller_micro_batches
 from electra_fast.training.flops import PUBLISHED_VOCABULARY
 from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
+from electra_fast.training.memory import StepMemory
 from electra_fast.training.run import resolved
 from electra_fast.training.trial import Trial, measure
 
@@ -31,7 +33,7 @@ FEWEST_STEPS = {"tiny": 2_000, "mini": 5_000, "small": 5_000, "base": 5_000}
 _SHARE = 0.9
 # A proposed run evaluates and saves this often.
 _TENTH, _SHOWN_ROWS = 10, 2
-_GIB, _MB = 1 << 30, 1e6
+_GIB = 1 << 30
 
 
 def plan(
@@ -40,11 +42,13 @@ def plan(
     data: Corpora | None = None,
     tokens_per_second: float | None = None,
     hours: float | None = None,
+    gpu_memory: float | None = None,
+    gpus: int = 1,
 ) -> dict[str, Any]:
     """Returns what a run will take, and warnings; trains nothing that is kept.
 
-    With a corpus, and without `tokens_per_second`, the first steps are taken in another process, in ten seconds or so,
-    which gives time and memory.
+    With a corpus, and without `tokens_per_second` and `gpu_memory`, the first steps are taken in another process, in
+    half a minute or so, which gives time and memory.
 
     Args:
         config: The run's configuration; None with `hours`.
@@ -52,6 +56,9 @@ def plan(
         tokens_per_second: The speed to assume, such as that of a GPU elsewhere, instead of measuring.
         hours: Proposes a preset, its steps and intervals for this time on this machine and corpus: `proposal` in the
             result has them, the command, and what of the choice is measured and what an assumption.
+        gpu_memory: Plans for GPUs that need not be here, with this much free memory each, in GiB: `memory` is then
+            that of one GPU, counted as for `train.accumulate = "auto"`, and `micro_batch_rows` fits it.
+        gpus: The number of those GPUs, one rank each.
 
     Returns:
         Counts, bytes and seconds by name, ready for JSON; values that nobody knows are None. `config` is the resolved
@@ -61,19 +68,44 @@ def plan(
         ValueError, FileNotFoundError: Configuration and corpus do not fit together.
     """
     if hours is not None:
-        return _proposed(config, data, tokens_per_second, hours)
+        return _proposed(config, data, tokens_per_second or gpu_memory, hours)
     if config is None:
         raise InputError("plan needs a configuration, or hours to propose one")
     if tokens_per_second is not None and not tokens_per_second > 0:
         raise InputError(f"tokens_per_second = {tokens_per_second:g} must be above 0")
+    if gpus < 1 or (gpus > 1 and gpu_memory is None):
+        raise InputError(f"gpus = {gpus} must be at least 1, and needs gpu_memory")
+    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
+        raise InputError(f"gpu_memory = {gpu_memory:g} must be above 0")
     config = config.replace({"data": {"corpus": absolute(data if data is not None else config.data.corpus)}})
     mixture = Mixture(config.data.corpus) if config.data.corpus else None
     if mixture is None:
         config = config.resolved().override({"model.vocab_size": config.model.vocab_size or PUBLISHED_VOCABULARY})
     else:
         config = resolved(config, mixture)
+    if gpu_memory is not None:
+        return _on_gpus(config, mixture, tokens_per_second, gpu_memory, gpus)
     trial = measure(config) if mixture is not None and tokens_per_second is None else None
     return _report(config if trial is None else trial.config, mixture, trial, tokens_per_second)
+
+
+def _on_gpus(
+    config: Config, mixture: Mixture | None, speed: float | None, gpu_memory: float, num_gpus: int
+) -> dict[str, Any]:
+    """Returns the plan for GPUs that are not here, which run all kernels and flash attention."""
+    if config.train.precision == AUTO:
+        config = config.override({"train.precision": "bf16"})
+    Division.of(config.train, 0, num_gpus)  # raises for a number of ranks that the step cannot be divided among
+    attention = "varlen" if config.model.attention == AUTO else config.model.attention
+    compute = ComputeConfig(attention, DTYPES[config.train.precision], kernels=(("*", "kernel"),))
+    counted = StepMemory(config, compute, torch.device("cpu"), num_gpus)
+    free = round(gpu_memory * _GIB)
+    accumulate, num_rows, does_fit = counted.fewest_micro_batches(free)
+    parts = counted.parts(num_rows)
+    report = _report(config.override({"train.accumulate": str(accumulate)}), mixture, None, speed)
+    if not does_fit:
+        report["warnings"].append(counted.too_large(num_rows, free))
+    return report | {"memory": parts | {"total": sum(parts.values())}, "micro_batch_rows": num_rows, "gpus": num_gpus}
 
 
 def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed: float | None) -> dict[str, Any]:
@@ -118,7 +150,7 @@ def _proposed(
 ) -> dict[str, Any]:
     """Returns the plan of the largest preset that gets its fewest steps in the time."""
     if config is not None or tokens_per_second is not None or not data:
-        raise InputError("hours proposes a configuration for a corpus (--data), and takes none, nor a speed")
+        raise InputError("hours proposes a configuration for a corpus (--data), and takes none, nor a speed or GPUs")
     if not 0 < hours < math.inf:
         raise InputError(f"hours = {hours:g} must be above 0")
     mixture = Mixture(absolute(data))
@@ -257,7 +289,9 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
     sizes = ", ".join(f"{name} {_bytes(each)}" for name, each in memory.items() if each is not None and name != "total")
     total = "not measured; of it" if memory["total"] is None else f"{_bytes(memory['total'])}:"
     yield f"memory          {total} {sizes}"
-    yield f"micro-batch     {found['micro_batch_rows']} rows"
+    num_rows, num_gpus = found["micro_batch_rows"], found.get("gpus", 1)
+    where = f", on each of {num_gpus} GPUs; memory is that of one" if num_gpus > 1 else ""
+    yield f"micro-batch     {num_rows} {'row' if num_rows == 1 else 'rows'}{where}"
     checkpoint, all_of_them = (_bytes(found[name]) for name in ("checkpoint_bytes", "checkpoints_bytes"))
     yield f"disk            {checkpoint} per checkpoint, at most {all_of_them}"
     if found["seconds"] is None:
@@ -285,4 +319,4 @@ def duration(seconds: float) -> str:
 
 
 def _bytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / _MB:.1f} MB"
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / (1 << 20):.1f} MiB"

@@ -135,10 +135,7 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
         directory, warnings = checkpoint_folder.recover_run(folder)
         for warning in warnings:  # at once: checkpoints have been renamed even if something is refused below
             say(f"warning: {warning}")
-    run = _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
-    if from_step is not None:
-        forget_loggers(folder)
-    return run
+    return _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
 
 
 def config_at(folder: Path, step: int) -> Config:
@@ -192,6 +189,8 @@ def _resumed_run(
             say(message)
     if unrecorded:
         _record(folder, state.step, unrecorded)
+    if unrecorded or goes_back:
+        forget_loggers(folder, state.step)
     replace_file(folder / "config.toml", config.to_toml())
     return Run(folder, config, directory, state, changes, frozenset(kept))
 
