@@ -231,11 +231,11 @@ def test_completion_knows_commands_options_and_keys(shell_name, checked, tmp_pat
     pytest.importorskip("shtab")
     script = run("--print-completion", shell_name).stdout
     assert "finetune" in script and "optimizer.muon_learning_rate" in script
-    if checked:
-        words = "electra-fast pretrain --train.sharding ''"
+    for option, values in (("--train.sharding", "none full"), ("--recipe", "paper google modern")) if checked else ():
+        words = f"electra-fast pretrain {option} ''"
         program = f'{script}\nCOMP_WORDS=({words})\nCOMP_CWORD=3\n_shtab_electra_fast\necho "${{COMPREPLY[*]}}"'
         done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
-        assert done.stdout == "none full\n", done.stderr
+        assert done.stdout == f"{values}\n", done.stderr
 
 
 def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):

@@ -100,6 +100,15 @@ def test_page(runs, tmp_path, capsys):
     assert tuned["validation"] == {"x": {"step": [1]}, "y": {"matthews": [0.5]}}
 
 
+def test_a_finetuning_that_has_not_ended(runs, tmp_path):
+    (runs / "tuned/results.json").unlink()
+    fold = runs / "tuned/cola/fold-0/seed-0"
+    fold.mkdir(parents=True)
+    shutil.copy(runs / "tuned/cola/seed-0/metrics.jsonl", fold)
+    ef.report(runs / "tuned", tmp_path / "report.html")
+    assert '"name": "tuned: cola/fold-0/seed-0"' in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_same_configurations(runs, tmp_path):
     shutil.copy(runs / "fast/config.toml", runs / "slow/config.toml")
     ef.report([runs / "fast", runs / "slow"], tmp_path / "report.html")
@@ -140,6 +149,25 @@ def test_warnings_after_a_resume(tmp_path):
     assert found == [(0, "slow "), (4, "slow "), (8, "slow 4")]
 
 
+# Hovers, hides a run, zooms, and changes the axis, as a user does by mouse; the title becomes what was seen.
+USE = """
+const section = document.querySelector("section"), svg = section.querySelector("svg"), seen = [];
+const [box, button, select, tip] = ["input", "button", "select", ".tip"].map((name) => section.querySelector(name));
+svg.setPointerCapture = () => {};
+const mouse = (type, share) => {
+  const area = svg.getBoundingClientRect();
+  svg.dispatchEvent(new PointerEvent(type, { clientX: area.left + share * area.width, clientY: area.top + 30 }));
+  return tip.textContent;
+};
+const points = () => [...svg.querySelectorAll("path")].map((path) => path.getAttribute("d").split("L").length);
+seen.push(document.body.scrollWidth, mouse("pointermove", 0.99));
+box.click(); seen.push(mouse("pointermove", 0.99)); box.click();
+mouse("pointerdown", 0.5); mouse("pointermove", 0.6); mouse("pointerup", 1); seen.push(points(), button.disabled);
+button.click(); seen.push(points(), button.disabled);
+select.value = "tokens"; select.onchange(); seen.push(mouse("pointermove", 0.99));
+document.title = JSON.stringify(seen);
+"""
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -150,7 +178,7 @@ def test_in_a_browser(runs, tmp_path, width):
     out = tmp_path / "report.html"
     ef.report(runs, out)
     # A headless window is at least 500 pixels wide, so the page itself is made narrow.
-    probe = f"document.documentElement.style.width = '{width}px'; document.title = document.body.scrollWidth;"
+    probe = f"document.documentElement.style.width = '{width}px'; {USE}"
     text = out.read_text(encoding="utf-8")
     out.write_text(text.replace("</body>", f"<script>{probe} console.log('probe');</script></body>"), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
@@ -158,6 +186,13 @@ def test_in_a_browser(runs, tmp_path, width):
     done = subprocess.run([BROWSER, *flags], capture_output=True, text=True, check=True, timeout=60)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert len(console) == 1 and "probe" in console[0]
-    assert int(re.search(r"<title>(\d+)</title>", done.stdout)[1]) == width
+    assert json.loads(re.search(r"<title>(.*?)</title>", done.stdout)[1]) == [
+        width,
+        "fast: 0.08333 at step 12slow: 0.1667 at step 12",
+        "slow: 0.1667 at step 12",
+        *([1, 1], False),
+        *([2, 2], True),
+        "fast: 0.08333 at tokens 1.2kslow: 0.1667 at tokens 1.2k",
+    ]
     charts = re.findall(r"<svg.*?</svg>", done.stdout, re.DOTALL)
     assert len(charts) == 4 and all('<path d="M' in chart for chart in charts)  # loss, AUC; loss, matthews

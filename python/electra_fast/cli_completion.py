@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from electra_fast.cli_parser import CONFIGURED, Parser
+from electra_fast.config.presets import RECIPES, SIZES
 from electra_fast.errors import InputError
+
+# Offered, while the command itself answers other values with the closest of these.
+_VALUES = {"preset": list(SIZES), "recipe": list(RECIPES)}
 
 
 class PrintCompletion(argparse.Action):
@@ -28,6 +32,7 @@ def completion_script(parser: Parser, shell: str) -> str:
         raise InputError("--print-completion needs shtab: pip install 'electra-fast[completion]'") from None
     for name, sub in parser.commands.items():
         for action in sub._actions:
+            action.choices = _VALUES.get(action.dest, action.choices)
             if action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's protocol
         for configuration in CONFIGURED.get(name, ()):

@@ -101,7 +101,8 @@ def test_hours_choose_the_largest_preset_that_gets_its_steps(tiny_corpus, monkey
     assert found["seconds"] <= 3600
     monkeypatch.undo()
     monkeypatch.setattr(planning, "measure", lambda config: trial_of(config, seconds * config.train.batch_size / 32))
-    assert ef.plan(data=tiny_corpus, hours=1)["epochs"] <= MAX_EPOCHS  # the corpus is tiny
+    found = ef.plan(data=tiny_corpus, hours=1)
+    assert found["proposal"]["preset"] == "tiny" and found["epochs"] <= MAX_EPOCHS  # for want of text
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,8 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
     expected = _kind(field)
     if field.metadata["takes_several"] and not isinstance(value, str):
         _check_several(name, value)
+        if not value and not choices:
+            raise InputError(f"{name} = {value!r} is empty; name at least one")
     elif type(value) is not expected and not _is_auto(field, value):
         raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
     _check_text(name, value)
@@ -224,15 +226,13 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
 
 
 def _check_several(name: str, value: object) -> None:
-    """Raises ValueError unless a value is a nonempty list of strings or table of numbers."""
+    """Raises ValueError unless a value is a list of strings or table of numbers."""
     is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
     is_table = isinstance(value, dict) and all(
         type(each) in (int, float) and abs(each) <= _MAX_INT for each in value.values()
     )
     if not (is_list or is_table):
         raise InputError(f"{name} = {value!r} must be a string, a list of strings, or a table of numbers")
-    if not value:
-        raise InputError(f"{name} = {value!r} is empty; name at least one")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.run_report.page import page
-from electra_fast.run_report.runs import find_runs, names_of, read_finetuning, read_pretraining
+from electra_fast.run_report.runs import find_runs, is_pretraining, names_of, read_finetuning, read_pretraining
 
 
 def report(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
@@ -34,10 +34,10 @@ def report(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out:
         if not found:
             raise InputError(
                 f"{folder}: contains no run: neither metrics.jsonl and config.toml of a pre-training "
-                "nor results.json and config.toml of a fine-tuning"
+                "nor TASK/seed-K/metrics.jsonl and config.toml of a fine-tuning"
             )
         folders |= {each.resolve(): each for each in found}
     names = names_of(list(folders))
-    pretrainings = [read_pretraining(each, names[each]) for each in folders if not (each / "results.json").exists()]
-    finetunings = [read_finetuning(each, names[each]) for each in folders if (each / "results.json").exists()]
+    pretrainings = [read_pretraining(each, names[each]) for each in folders if is_pretraining(each)]
+    finetunings = [read_finetuning(each, names[each]) for each in folders if not is_pretraining(each)]
     replace_file(Path(out), page(pretrainings, finetunings))

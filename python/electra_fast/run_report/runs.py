@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Fields of a record that are an x axis or describe the record itself.
 _NOT_CURVES = {"step", "tokens", "seconds", "rows", "unigram_sequence_length"}
+# The logs of a fine-tuning.
+_SEEDS = "*/**/seed-*/metrics.jsonl"
 
 Record = dict[str, Any]
 
@@ -50,13 +52,18 @@ class FinetuningRun:
 
 def find_runs(folder: Path) -> Iterator[Path]:
     """Yields the runs in a folder, itself included; does not look for runs inside runs."""
-    has_config = (folder / "config.toml").exists()
-    if has_config and ((folder / "results.json").exists() or (folder / "metrics.jsonl").exists()):
+    has_config, has_results = ((folder / name).exists() for name in ("config.toml", "results.json"))
+    if has_config and (has_results or is_pretraining(folder) or any(folder.glob(_SEEDS))):
         yield folder
         return
     for each in sorted(folder.iterdir()):
         if each.is_dir() and not each.is_symlink():
             yield from find_runs(each)
+
+
+def is_pretraining(folder: Path) -> bool:
+    """Tells if a run's folder is of a pre-training, not of a fine-tuning."""
+    return (folder / "metrics.jsonl").exists()
 
 
 def names_of(folders: Sequence[Path]) -> dict[Path, str]:
@@ -160,15 +167,16 @@ def _samples(folder: Path, corpora: Corpora) -> Any:
 
 
 def read_finetuning(folder: Path, name: str) -> FinetuningRun:
-    """Reads the folder of a fine-tuning. Raises InputError for a damaged file."""
-    results = read_object(folder / "results.json")
+    """Reads the folder of a fine-tuning, ended or not. Raises InputError for a damaged file."""
+    path = folder / "results.json"
+    results = read_object(path) if path.exists() else {}
     for task, result in results.items():
         if not isinstance(result, dict) or not isinstance(result.get("runs"), list):
-            raise InputError(f"{folder / 'results.json'}: {task} has no list of runs; is it the file of a fine-tuning?")
+            raise InputError(f"{path}: {task} has no list of runs; is it the file of a fine-tuning?")
     run = FinetuningRun(name, _config(folder / "config.toml"), results)
     for path in sorted(folder.glob("*/**/report.json")):
         run.reports[str(path.parent.relative_to(folder))] = read_object(path)
-    for path in sorted(folder.glob("*/seed-*/metrics.jsonl")):
+    for path in sorted(folder.glob(_SEEDS)):
         records = read_records(path)
         scored = [each for each in records if "loss" not in each]
         losses = [each for each in records if "loss" in each]

@@ -161,20 +161,17 @@ def _proposed(
         seconds = trial.seconds_per_step * (1 + _TENTH * first.train.eval_batches / 3 / FEWEST_STEPS[preset])
         return preset, first, trial, int(_SHARE * 3600 * hours / seconds)
 
-    chosen = tried("mini")
-    if chosen[3] < FEWEST_STEPS["mini"]:
-        chosen = tried("tiny")
-    else:
-        for larger in ("small", "base"):
-            if mixture.num_tokens * MAX_EPOCHS < _fewest_tokens(larger):
-                break
-            if (found := tried(larger))[3] < FEWEST_STEPS[larger]:
-                break
-            chosen = found
-    preset, first, trial, affordable = chosen
+    chosen = None
+    for preset in ("mini", "small", "base"):
+        has_text = mixture.num_tokens * MAX_EPOCHS >= _fewest_tokens(preset)
+        if not has_text or (found := tried(preset))[3] < FEWEST_STEPS[preset]:
+            break
+        chosen = found
+    preset, first, trial, affordable = chosen or tried("tiny")
     tokens_per_step = first.train.batch_size * first.data.sequence_length
     most = max(1, MAX_EPOCHS * mixture.num_tokens // tokens_per_step)
-    steps = int(float(f"{max(1, min(affordable, most)):.2g}"))
+    steps = max(1, min(affordable, most))
+    steps -= steps % 10 ** (len(str(steps)) - 2) if steps >= 100 else 0  # two digits are enough
     every = max(1, steps // _TENTH)
     changes = {"train.steps": steps, "train.eval_every": every, "train.checkpoint_every": every}
     given = {name: trial.config.value(name) for name in ("train.precision", "train.matmul")}
@@ -195,6 +192,7 @@ def _proposed(
         "proposal": {
             "preset": preset,
             "recipe": DEFAULT_RECIPE,
+            "batch_size": config.train.batch_size,
             "overrides": changes,
             "command": shlex.join([*words, "--out", "RUN"]),
             "measured": f"the speed; that {DEFAULT_RECIPE} learns most at tiny and mini; that mini learns something in "
@@ -304,7 +302,8 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"warning: {line}" for line in found["warnings"])
     if "proposal" in found:
         proposal = found["proposal"]
-        yield f"proposal        {proposal['preset']}, recipe {proposal['recipe']}, {found['steps']:,} steps:"
+        steps = f"{found['steps']:,} steps of {proposal['batch_size']} rows"
+        yield f"proposal        {proposal['preset']}, recipe {proposal['recipe']}, {steps}:"
         yield f"  {proposal['command']}"
         yield f"  measured: {proposal['measured']}"
         yield f"  assumed: {proposal['assumed']}"
