@@ -199,9 +199,13 @@ class _Trackio(_WandbLike):
         return {"embed": False}  # a run is known by its name
 
     def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the lines that are in the local database, where a thread writes them."""
-        stored = self._module.SQLiteStorage.get_max_step_for_run(self._run.project, self._run.name)
-        return {kind: min(step, -1 if stored is None else stored) for kind, step in state["steps"].items()}
+        """Returns the last lines that are in the local database, where a thread writes them in order."""
+        stored: dict[str, int] = {}
+        for values in self._module.SQLiteStorage.get_logs(self._run.project, self._run.name):
+            for name in values:
+                kind = name.partition("/")[0]
+                stored[kind] = max(values["step"], stored.get(kind, -1))
+        return {kind: min(step, stored.get(kind, -1)) for kind, step in state["steps"].items()}
 
 
 class _Mlflow(_Durable):
