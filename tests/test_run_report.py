@@ -72,6 +72,7 @@ def runs(tmp_path):
     (tuned / "config.toml").write_text("[finetune]\nepochs = 3\n")
     result = {"metric": "matthews", "median": 0.5, "min": 0.25, "max": 0.75, "runs": [{"seed": 0, "matthews": 0.5}]}
     (tuned / "results.json").write_text(json.dumps({"cola": result}))
+    (tuned / "cola" / "task.json").write_text(json.dumps({"finetune": {"epochs": 3, "class_weights": "auto"}}))
     (tuned / "cola" / "report.json").write_text(json.dumps({"classes": {NASTY: {"f1": 0.375, "support": 7}}}))
     (seed / "metrics.jsonl").write_text('{"step": 1, "loss": 0.7, "seconds": 1}\n{"step": 1, "matthews": 0.5}\n')
     return tmp_path / "runs"
@@ -88,9 +89,18 @@ def test_page(runs, tmp_path, capsys):
         r"(?:src|href)=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)",
         text.replace(NASTY, "").replace("img src=x", ""),
     )
-    for shown in ("optimizer.learning_rate", "0.625", "0.375", "No samples", "matthews", "0.75"):
+    for shown in (
+        "optimizer.learning_rate",
+        "0.625",
+        "0.375",
+        "No samples",
+        "matthews",
+        "0.75",
+        'cola: finetune.class_weights = "auto"',
+    ):
         assert shown in page.text
     fast, slow, tuned = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    assert "cola: finetune.epochs" not in page.text  # the same as in config.toml
     assert (fast["name"], slow["name"], tuned["name"]) == ("fast", "slow", "tuned: cola/seed-0")
     assert fast["train"]["y"]["loss"] == [0.25, None, round(1 / 12, 7)]
     assert fast["train"]["x"]["flops"][2] == 3 * fast["train"]["x"]["flops"][0] > 0

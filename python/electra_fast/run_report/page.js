@@ -93,7 +93,8 @@
           }
         // All charts have the same x axis.
         for (const run of own)
-          for (const x of run.shown ? [...(xs(run.train) ?? []), ...(xs(run.validation) ?? [])] : [])
+          for (const x of run.shown
+            ? [...(xs(run.train) ?? []), ...(xs(run.validation) ?? []), ...run.warnings.map((each) => each.x[axis])] : [])
             if (x !== null) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); }
         if (range) [x0, x1] = range;
         if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }

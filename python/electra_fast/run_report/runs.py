@@ -173,7 +173,11 @@ def read_finetuning(folder: Path, name: str) -> FinetuningRun:
     for task, result in results.items():
         if not isinstance(result, dict) or not isinstance(result.get("runs"), list):
             raise InputError(f"{path}: {task} has no list of runs; is it the file of a fine-tuning?")
-    run = FinetuningRun(name, _config(folder / "config.toml"), results)
+    config = _config(folder / "config.toml")
+    for path in sorted(folder.glob("*/task.json")):  # settings that the task's data decided
+        settings = {f"finetune.{key}": value for key, value in read_object(path).get("finetune", {}).items()}
+        config |= {f"{path.parent.name}: {k}": value for k, value in settings.items() if config.get(k) != value}
+    run = FinetuningRun(name, config, results)
     for path in sorted(folder.glob("*/**/report.json")):
         run.reports[str(path.parent.relative_to(folder))] = read_object(path)
     for path in sorted(folder.glob(_SEEDS)):
