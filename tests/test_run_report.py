@@ -134,7 +134,28 @@ def test_refusals(tmp_path):
     (tmp_path / "results.json").write_text('{"cola": 1}')
     with pytest.raises(ef.InputError, match="cola has no list of runs"):
         ef.report(tmp_path, tmp_path / "report.html")
+    with pytest.raises(ef.InputError, match="is a folder"):
+        ef.report(tmp_path, tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("fast/metrics.jsonl", '{"step": 4, "loss": 1, "seconds": 1}'),
+        ("fast/metrics.jsonl", '{"step": 4, "tokens": NaN, "seconds": 1}'),
+        ("fast/evaluations.jsonl", "[1]"),
+        ("fast/config.toml", "[train\n"),
+        ("tuned/results.json", '{"cola": {"runs": [1]}}'),
+        ("tuned/cola/report.json", '{"classes": [1]}'),
+        ("tuned/cola/task.json", "{"),
+    ],
+)
+def test_a_damaged_file_is_named(runs, tmp_path, file, content, capsys):
+    (runs / file).write_text(content + "\n")
+    assert main(["report", str(runs), "--out", str(tmp_path / "report.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{runs / file}: " in line
 
 
 def test_samples(whole_run, tmp_path):

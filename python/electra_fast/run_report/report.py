@@ -20,10 +20,12 @@ def report(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out:
         out: The page to write.
 
     Raises:
-        InputError: If a folder contains no run, or a file of a run is damaged.
+        InputError: If a folder contains no run, a file of a run is damaged, or `out` is a folder.
         FileNotFoundError: If a folder does not exist.
     """
     given = [Path(each) for each in ([runs] if isinstance(runs, (str, os.PathLike)) else runs)]
+    if Path(out).is_dir():
+        raise InputError(f"{out}: is a folder; --out needs a file")
     if not given:
         raise InputError("report: no run is given")
     folders: dict[Path, Path] = {}
@@ -40,4 +42,5 @@ def report(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out:
     names = names_of(list(folders))
     pretrainings = [read_pretraining(each, names[each]) for each in folders if is_pretraining(each)]
     finetunings = [read_finetuning(each, names[each]) for each in folders if not is_pretraining(each)]
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     replace_file(Path(out), page(pretrainings, finetunings))

@@ -100,15 +100,11 @@ def read_pretraining(folder: Path, name: str) -> PretrainingRun:
     from electra_fast.training.flops import flops_per_token
 
     records, evaluations = read_records(folder / "metrics.jsonl"), read_records(folder / "evaluations.jsonl")
-    warnings = read_records(folder / "warnings.jsonl")
+    warnings = [{"message": "", **each} for each in read_records(folder / "warnings.jsonl")]
     config = Config.load(folder / "config.toml")
     flops = flops_per_token(config).total
-    axes = {
-        "step": [each["step"] for each in records],
-        "tokens": [each["tokens"] for each in records],
-        "flops": [flops * each["tokens"] for each in records],
-        "seconds": [each["seconds"] for each in records],
-    }
+    step, tokens, seconds = (_axis(folder / "metrics.jsonl", records, name) for name in ("step", "tokens", "seconds"))
+    axes = {"step": step, "tokens": tokens, "flops": [flops * each for each in tokens], "seconds": seconds}
     at = {step: _axes_at(axes, step) for step in {each["step"] for each in (*evaluations, *warnings)}}
     curves = {
         "name": name,
@@ -129,6 +125,14 @@ def read_pretraining(folder: Path, name: str) -> PretrainingRun:
         samples=_samples(folder, config.data.corpus),
         curves=curves,
     )
+
+
+def _axis(path: Path, records: Sequence[Record], name: str) -> list[float]:
+    values = [_finite(each.get(name)) for each in records]
+    for each, value in zip(records, values, strict=True):
+        if value is None:
+            raise InputError(f"{path}: step {each['step']} has no number of {name}; repair or remove this line")
+    return [each[name] for each in records]
 
 
 def _axes_at(axes: Mapping[str, Sequence[float]], step: int) -> dict[str, float | None]:
@@ -171,7 +175,8 @@ def read_finetuning(folder: Path, name: str) -> FinetuningRun:
     path = folder / "results.json"
     results = read_object(path) if path.exists() else {}
     for task, result in results.items():
-        if not isinstance(result, dict) or not isinstance(result.get("runs"), list):
+        own = result.get("runs") if isinstance(result, dict) else None
+        if not isinstance(own, list) or not all(isinstance(each, dict) for each in own):
             raise InputError(f"{path}: {task} has no list of runs; is it the file of a fine-tuning?")
     config = _config(folder / "config.toml")
     for path in sorted(folder.glob("*/task.json")):  # settings that the task's data decided
@@ -179,7 +184,11 @@ def read_finetuning(folder: Path, name: str) -> FinetuningRun:
         config |= {f"{path.parent.name}: {k}": value for k, value in settings.items() if config.get(k) != value}
     run = FinetuningRun(name, config, results)
     for path in sorted(folder.glob("*/**/report.json")):
-        run.reports[str(path.parent.relative_to(folder))] = read_object(path)
+        found = read_object(path)
+        classes = found.get("classes") or {}
+        if not isinstance(classes, dict) or not all(isinstance(each, dict) for each in classes.values()):
+            raise InputError(f"{path}: classes are no table of scores; is it the report of a fine-tuning?")
+        run.reports[str(path.parent.relative_to(folder))] = found
     for path in sorted(folder.glob(_SEEDS)):
         records = read_records(path)
         scored = [each for each in records if "loss" not in each]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from electra_fast.config.config import Config
+from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.data.mixture import Mixture
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.training.flops import flops_per_token
@@ -74,7 +75,7 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) 
             f"the embedding table is {table / found['parameters']:.0%} of the parameters; a smaller vocabulary "
             "(vocab --size) leaves more to the layers"
         )
-    if config.model.tying != "all" and flops_per_token(config).generator and _has_large_generator(config):
+    if flops_per_token(config).generator and _has_large_generator(config):
         yield (
             "the generator is as large as the discriminator, which then learns less for more FLOPs; "
             "lower generator.fraction or generator.num_layers"
@@ -88,7 +89,8 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) 
 
 def _has_large_generator(config: Config) -> bool:
     own, other = config.generator_shape(), config.model
-    return own.num_layers * own.hidden_size**2 >= other.num_layers * other.hidden_size**2
+    must_be_large = config.model.tying == "all" or "generator.fraction" in OBJECTIVE_SPECS[config.objective.name].needs
+    return not must_be_large and own.num_layers * own.hidden_size**2 >= other.num_layers * other.hidden_size**2
 
 
 def _follows_rule(config: Config) -> bool:

@@ -28,8 +28,8 @@ Record = Mapping[str, Any]
 
 
 def logger_names(value: str | list[str]) -> list[str]:
-    """Returns the names in `train.loggers` or `finetune.loggers`."""
-    return [name for name in ([value] if isinstance(value, str) else value) if name]
+    """Returns the names in `train.loggers` or `finetune.loggers`, each once."""
+    return [name for name in dict.fromkeys([value] if isinstance(value, str) else value) if name]
 
 
 def require_loggers(key: str, value: str | list[str]) -> None:

@@ -67,16 +67,17 @@ def plan(
     Raises:
         ValueError, FileNotFoundError: Configuration and corpus do not fit together.
     """
-    if hours is not None:
-        return _proposed(config, data, tokens_per_second or gpu_memory, hours)
-    if config is None:
-        raise InputError("plan needs a configuration, or hours to propose one")
-    if tokens_per_second is not None and not tokens_per_second > 0:
-        raise InputError(f"tokens_per_second = {tokens_per_second:g} must be above 0")
+    for name, value in (("tokens_per_second", tokens_per_second), ("hours", hours), ("gpu_memory", gpu_memory)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{name} = {value:g} must be a number above 0")
     if gpus < 1 or (gpus > 1 and gpu_memory is None):
         raise InputError(f"gpus = {gpus} must be at least 1, and needs gpu_memory")
-    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
-        raise InputError(f"gpu_memory = {gpu_memory:g} must be above 0")
+    if hours is not None:
+        if config is not None or tokens_per_second is not None or gpu_memory is not None or not data:
+            raise InputError("hours proposes a configuration for a corpus (--data), and takes no other option")
+        return _proposed(data, hours)
+    if config is None:
+        raise InputError("plan needs a configuration, or hours to propose one")
     config = config.replace({"data": {"corpus": absolute(data if data is not None else config.data.corpus)}})
     mixture = Mixture(config.data.corpus) if config.data.corpus else None
     if mixture is None:
@@ -95,6 +96,11 @@ def _on_gpus(
     """Returns the plan for GPUs that are not here, which run all kernels and flash attention."""
     if config.train.precision == AUTO:
         config = config.override({"train.precision": "bf16"})
+    if config.train.precision == "fp32" or config.model.attention == "sdpa":
+        raise InputError(
+            "gpu_memory is counted for 16-bit activations and flash attention; leave out train.precision = fp32 and "
+            "model.attention = sdpa"
+        )
     Division.of(config.train, 0, num_gpus)  # raises for a number of ranks that the step cannot be divided among
     attention = "varlen" if config.model.attention == AUTO else config.model.attention
     compute = ComputeConfig(attention, DTYPES[config.train.precision], kernels=(("*", "kernel"),))
@@ -145,14 +151,8 @@ def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed:
     }
 
 
-def _proposed(
-    config: Config | None, data: Corpora | None, tokens_per_second: float | None, hours: float
-) -> dict[str, Any]:
+def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     """Returns the plan of the largest preset that gets its fewest steps in the time."""
-    if config is not None or tokens_per_second is not None or not data:
-        raise InputError("hours proposes a configuration for a corpus (--data), and takes none, nor a speed or GPUs")
-    if not 0 < hours < math.inf:
-        raise InputError(f"hours = {hours:g} must be above 0")
     mixture = Mixture(absolute(data))
 
     def tried(preset: str) -> tuple[str, Config, Trial, int]:
