@@ -295,7 +295,8 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
     if found["seconds"] is None:
         yield "time            unknown: give a corpus (--data) to measure it, or --tokens-per-second"
     else:
-        where = f"measured on this {found['device']} in {found['precision']}" if found["is_measured"] else "as given"
+        machine = "this cpu" if found["device"] == "cpu" else "one GPU"
+        where = f"measured on {machine} in {found['precision']}" if found["is_measured"] else "as given"
         if found["is_extrapolated"]:
             where += ", with fewer rows per step"
         yield f"time            {duration(found['seconds'])} at {found['tokens_per_second']:,.0f} tokens/s, {where}"
