@@ -34,7 +34,8 @@ def test_counts_are_those_of_the_run(whole_run, validation_corpus):
     assert 0 < written - found["checkpoint_bytes"] < 0.2 * written  # headers, tokenizer, state
     assert found["tokens"] == config.train.steps * 8 * 16
     assert found["epochs"] == found["tokens"] / ef.Corpus(validation_corpus).num_tokens
-    assert found["seconds"] == pytest.approx(found["tokens"] / 64 * (1 + 2 / (3 * 8)))
+    evaluated = 3 * 2 * 8 * 16  # three times two batches
+    assert found["seconds"] == pytest.approx((found["tokens"] + 2 / 3 * evaluated) / 64)
     assert not found["is_measured"] and found["memory"]["total"] is None
 
 
@@ -55,7 +56,7 @@ def test_the_first_steps_are_measured(tiny_corpus, monkeypatch, capsys):
 
 def trial_of(config, seconds=0.5):
     settled = config.override({"train.precision": "fp32", "train.matmul": "default", "train.accumulate": "1"})
-    return Trial(settled, "cpu", 2, seconds, 10**9, 10**8, False)
+    return Trial(settled, "cpu", 2, seconds, None, 10**9, 10**8, False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or not Path("/proc/self/smaps_rollup").exists(), reason="a CPU's memory")

@@ -7,7 +7,7 @@ from typing import Any
 
 from electra_fast.config.config import Config
 from electra_fast.config.objectives import OBJECTIVE_SPECS
-from electra_fast.data.mixture import Mixture
+from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.training.flops import flops_per_token
 
@@ -43,6 +43,12 @@ def size(config: Config, mixture: Mixture | None, num_parameters: int) -> dict[s
         "learning_rates": rates,
         "warmup_steps": optimizer.warmup_steps,
     }
+
+
+def rows_of_evaluation(config: Config, holdout: Corpora, num_batches: int) -> int:
+    """Returns the rows of an evaluation of `num_batches` batches (0: all), as far as the validation text goes."""
+    rows = -(-Mixture(holdout).num_tokens // config.data.sequence_length)
+    return max(1, min(rows, num_batches * config.train.batch_size or rows))
 
 
 def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) -> Iterator[str]:

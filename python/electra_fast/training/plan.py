@@ -20,7 +20,7 @@ from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.division import Division, smaller_micro_batches
 from electra_fast.training.flops import PUBLISHED_VOCABULARY
-from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
+from electra_fast.training.forecast import MAX_EPOCHS, rows_of_evaluation, size, warnings
 from electra_fast.training.memory import StepMemory
 from electra_fast.training.run import resolved
 from electra_fast.training.trial import Trial, measure
@@ -145,7 +145,7 @@ def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed:
         "tokens_per_second": speed,
         "is_measured": trial is not None,
         "is_extrapolated": trial is not None and trial.is_extrapolated,
-        "seconds": None if speed is None else found["tokens"] / speed * (1 + _evaluations(config, mixture)),
+        "seconds": None if speed is None else found["tokens"] / speed + _evaluations(config, mixture, trial, speed),
         "warnings": lines,
         "config": config.to_toml(),
     }
@@ -158,8 +158,9 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     def tried(preset: str) -> tuple[str, Config, Trial, int]:
         first = Config.preset(preset).replace({"data": {"corpus": absolute(data)}})
         trial = measure(resolved(first, mixture))
-        seconds = trial.seconds_per_step * (1 + _TENTH * first.train.eval_batches / 3 / FEWEST_STEPS[preset])
-        return preset, first, trial, int(_SHARE * 3600 * hours / seconds)
+        as_often = first.override({"train.steps": str(_TENTH), "train.eval_every": "1"})
+        training = _SHARE * 3600 * hours - _evaluations(as_often, mixture, trial, 1.0)
+        return preset, first, trial, int(training / trial.seconds_per_step)
 
     chosen = None
     for preset in ("mini", "small", "base"):
@@ -219,12 +220,15 @@ def dry_run(config: Config, data: Corpora | None) -> Iterator[str]:
     yield from rows_as_text(config, _SHOWN_ROWS)
 
 
-def _evaluations(config: Config, mixture: Mixture | None) -> float:
-    """Returns the time of evaluations relative to that of the steps: a third of a step per batch."""
+def _evaluations(config: Config, mixture: Mixture | None, trial: Trial | None, speed: float) -> float:
+    """Returns the seconds of a run's evaluations, by the trial or, as two forward passes of a third of a step each."""
     train = config.train
     if mixture is None or mixture.holdout is None or not train.eval_every:
         return 0.0
-    return train.eval_batches / (3 * train.eval_every)
+    per_row = None if trial is None else trial.seconds_per_row
+    if per_row is None:
+        per_row = 2 / 3 * config.data.sequence_length / speed
+    return train.steps // train.eval_every * rows_of_evaluation(config, mixture.holdout, train.eval_batches) * per_row
 
 
 def _memory(trial: Trial | None, weights: int, moments: int) -> dict[str, int | None]:

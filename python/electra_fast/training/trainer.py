@@ -367,7 +367,7 @@ class Trainer:
         flops = tokens_per_second * flops_per_token(self.config, [self.stage]).total
         return flops / self.peak / self.world.size
 
-    def _measure(self, corpora: Corpora, num_batches: int) -> dict[str, Number]:
+    def measure(self, corpora: Corpora, num_batches: int) -> dict[str, Number]:
         """Returns the metrics of an evaluation."""
         objective, wrapped = self.stage.objective, self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
@@ -379,7 +379,7 @@ class Trainer:
 
     def _evaluate(self, log: RunLog) -> None:
         assert self.mixture.holdout is not None
-        objective, found = self.stage.objective, self._measure(self.mixture.holdout, self.config.train.eval_batches)
+        objective, found = self.stage.objective, self.measure(self.mixture.holdout, self.config.train.eval_batches)
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {reporting.validation(found)}")
         is_sound = not has_exploded(objective, found)
@@ -471,7 +471,7 @@ class Trainer:
         found: dict[str, Any] = {}
         if "evaluation" not in self.every:
             num_batches = _VERDICT_BATCHES
-            found = self._measure(corpora, num_batches)
+            found = self.measure(corpora, num_batches)
         elif evaluations := log.evaluations:
             found = evaluations[-1]
         if "discriminator" not in self.stage.objective.networks():

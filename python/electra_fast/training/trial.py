@@ -20,6 +20,7 @@ from electra_fast.model.compute import use_compute
 from electra_fast.objectives import objective_of
 from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.flops import flops_per_token
+from electra_fast.training.forecast import rows_of_evaluation
 from electra_fast.training.parallel_step import CpuProcessesStep
 from electra_fast.training.run import Run
 from electra_fast.training.step_processes import choose_num_processes
@@ -30,6 +31,8 @@ from electra_fast.training.world import World
 # per step on two cores.
 _MAX_FLOPS = 5e11
 _WARMUP_STEPS, _MIN_STEPS, _SECONDS = 2, 2, 4.0
+# Batches of the evaluation that is timed.
+_EVALUATED = 5
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import trial as t"
 
 
@@ -39,14 +42,15 @@ class Trial:
 
     `config` has the run's choices for the hardware. `memory` is the peak in bytes of all processes, memory that they
     share counted once, and `program` the part of it that was there before the first step, without the model; on a GPU,
-    its memory, without a `program`; None where the system does not tell. `is_extrapolated` is true if the step was too
-    large to be measured whole.
+    its memory, without a `program`; None where the system does not tell. `seconds_per_row` is that of an evaluation;
+    None if there is none. `is_extrapolated` is true if the step was too large to be measured whole.
     """
 
     config: Config
     device: str
     num_processes: int
     seconds_per_step: float
+    seconds_per_row: float | None
     memory: int | None
     program: int | None
     is_extrapolated: bool
@@ -107,19 +111,20 @@ def _measured(folder: Path, config: Config) -> dict[str, object]:
         settled = settled.override(own)
     (folder / "settled.toml").write_text(settled.to_toml(), encoding="utf-8")
     rows = settled.train.batch_size
-    seconds = _on_line(sizes, [each[0] for each in points], rows)
-    memory = points[-1][1]
+    seconds = _on_line(sizes, [each.seconds for each in points], rows)
+    memory = points[-1].memory
     if memory is not None:
         memory = round(
-            _on_line(sizes, [float(each[1] or 0) for each in points], rows // settled.train.num_micro_batches)
+            _on_line(sizes, [float(each.memory or 0) for each in points], rows // settled.train.num_micro_batches)
         )
     share = flops_per_token(config).total / flops_per_token(config, [stage]).total
     return {
         "device": trainer.device.type,
         "num_processes": choose_num_processes(settled, trainer.device),
         "seconds_per_step": seconds * share,
+        "seconds_per_row": points[-1].seconds_per_row,
         "memory": memory,
-        "program": points[-1][2],
+        "program": points[-1].program,
         "is_extrapolated": is_extrapolated,
     }
 
@@ -132,8 +137,18 @@ def _on_line(sizes: list[int], values: list[float], size: int) -> float:
     return values[1] + max(0.0, slope) * (size - sizes[1])
 
 
-def _steps(trainer: Trainer, first_step: int) -> tuple[float, int | None, int | None]:
-    """Returns seconds per step, the peak memory, and the memory before the first step without the model."""
+@dataclass(frozen=True)
+class _Point:
+    """What steps of some size took: seconds of a step, and of an evaluation per row; bytes as in Trial."""
+
+    seconds: float
+    seconds_per_row: float | None
+    memory: int | None
+    program: int | None
+
+
+def _steps(trainer: Trainer, first_step: int) -> _Point:
+    """Takes steps from `first_step` on, and an evaluation if the run has any."""
     step, pids = trainer.train_step, ["self"]
     if isinstance(step, CpuProcessesStep):
         pids += step.processes.pids
@@ -150,12 +165,24 @@ def _steps(trainer: Trainer, first_step: int) -> tuple[float, int | None, int | 
             num_steps += 1
         step.synchronize()
         seconds = (time.perf_counter() - start) / (num_steps - _WARMUP_STEPS)
+        per_row = _evaluation(trainer)
         if is_cuda:
-            return seconds, torch.cuda.max_memory_reserved(trainer.device), None
+            return _Point(seconds, per_row, torch.cuda.max_memory_reserved(trainer.device), None)
         # Processes keep what they have freed (training.allocator), so that this is the peak.
         memory = _resident_bytes(pids)
         program = None if before is None else max(0, before - sum(each.nbytes for each in state))
-        return seconds, memory, program
+        return _Point(seconds, per_row, memory, program)
+
+
+def _evaluation(trainer: Trainer) -> float | None:
+    """Returns the seconds per row of an evaluation, or None if the run has none."""
+    holdout = trainer.mixture.holdout
+    if holdout is None or not trainer.config.train.eval_every:
+        return None
+    trainer.measure(holdout, 1)  # compiles
+    start = time.perf_counter()
+    trainer.measure(holdout, _EVALUATED)
+    return (time.perf_counter() - start) / rows_of_evaluation(trainer.config, holdout, _EVALUATED)
 
 
 def _resident_bytes(pids: list[str]) -> int | None:
