@@ -115,6 +115,7 @@ def test_hours_choose_the_largest_preset_that_gets_its_steps(tiny_corpus, monkey
         (["--gpu-memory", "0"], "above 0"),
         (["--gpus", "2"], "needs gpu_memory"),
         (["--gpu-memory", "24", "--train.precision", "fp32"], "16-bit"),
+        (["--preset", "base", "--gpu-memory", "24", "--model.attention", "short"], "leave out"),
         (["--gpus", "3", "--gpu-memory", "24", "--train.reduce", "exact"], "needs 1, 2 or 4 ranks"),
     ],
 )

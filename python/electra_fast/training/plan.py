@@ -96,14 +96,13 @@ def _on_gpus(
     """Returns the plan for GPUs that are not here, which run all kernels and flash attention."""
     if config.train.precision == AUTO:
         config = config.override({"train.precision": "bf16"})
-    if config.train.precision == "fp32" or config.model.attention == "sdpa":
+    if config.train.precision == "fp32" or config.model.attention not in (AUTO, "varlen"):
         raise InputError(
             "gpu_memory is counted for 16-bit activations and flash attention; leave out train.precision = fp32 and "
-            "model.attention = sdpa"
+            f"model.attention = {config.model.attention}"
         )
     Division.of(config.train, 0, num_gpus)  # raises for a number of ranks that the step cannot be divided among
-    attention = "varlen" if config.model.attention == AUTO else config.model.attention
-    compute = ComputeConfig(attention, DTYPES[config.train.precision], kernels=(("*", "kernel"),))
+    compute = ComputeConfig("varlen", DTYPES[config.train.precision], kernels=(("*", "kernel"),))
     counted = StepMemory(config, compute, torch.device("cpu"), num_gpus)
     free = round(gpu_memory * _GIB)
     accumulate, num_rows, does_fit = counted.fewest_micro_batches(free)
