@@ -21,6 +21,8 @@ DEMO   := $(CACHE)/$(TREE)/demo
 EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
+# Crates name their files in messages. What is built names no folder of this machine.
+export RUSTFLAGS += --remap-path-prefix=$(HOME)=~
 
 # Python's checks run beside Rust's, neither of which keeps two cores busy. Other goals (`make clean test`) keep their order.
 ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
@@ -86,6 +88,7 @@ docs: env
 wheel: $(TOOLS)/bin/maturin
 	rm -f dist/electra_fast-*.whl
 	$(TOOLS)/bin/maturin build --release --locked --interpreter $(TOOLS)/bin/python --out dist
+	$(TOOLS)/bin/python .ci/clean_wheel.py dist/electra_fast-*.whl
 
 # Shows that scripts run: all but those that need texts, hours or a GPU, with small settings where they have them. One
 # that fails does not stop the others. For numbers, run a script alone on an idle machine.

@@ -34,6 +34,8 @@ from electra_fast.huggingface.encoder import load_encoder
 
 TREE = Path(__file__).resolve().parent.parent
 EXAMPLES = TREE / "examples"
+# An absolute link to a file of this repository, as README.md needs them on a package index.
+OWN_LINK = re.compile(r"https://(raw\.githubusercontent|github)\.com/electra-fast/electra-fast/((blob|tree)/)?main/")
 DOCUMENTS = [*TREE.glob("*.md"), *TREE.glob("docs/*.md"), TREE / "bench/README.md"]
 # In place of a command: writes its name, arguments and environment to a file of that name, and exits as told.
 FAKE = """#!{python}
@@ -180,9 +182,10 @@ def test_commands_and_links_of_documents_are_valid(document):
         if options.command in ("pretrain", "flops"):
             Config.preset(options.preset or "small").override(overrides)
     for link in re.findall(r"\]\(([^)]+)\)", text):
-        name, _, anchor = link.partition("#")
-        if not link.startswith("http"):
-            target = document.parent / name if name else document
+        own = OWN_LINK.match(link)
+        if own or not link.startswith("http"):
+            name, _, anchor = link[own.end() if own else 0 :].partition("#")
+            target = (TREE if own else document.parent) / name if name else document
             assert target.exists(), link
             headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
             assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
