@@ -22,7 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import object_store
 from in_process import run
+from object_store import S3
 
 import electra_fast as ef
 from electra_fast.errors import InputError
@@ -31,60 +33,18 @@ WORDS = ["the", "of", "and", "cat", "dog", "sees", "a", "blue", "house", "runs",
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 
 
-class S3:
-    """A running server (`moto`) with one bucket, `bucket`."""
-
-    def __init__(self, port: int) -> None:
-        self.endpoint = f"http://127.0.0.1:{port}"
-
-    def put(self, key: str, data: bytes = b"") -> None:
-        headers = {"Content-Type": "application/octet-stream"}
-        request = urllib.request.Request(f"{self.endpoint}/{key}", data=data, method="PUT", headers=headers)
-        urllib.request.urlopen(request, timeout=60).close()
-
-    def replace(self, key: str, new: str) -> None:
-        """Overwrites an object, which its owner alone may do."""
-        program = "import boto3, sys; boto3.client('s3').put_object(Bucket='bucket', Key=sys.argv[1], Body=sys.argv[2])"
-        subprocess.run([sys.executable, "-c", program, key, new], check=True)
-
-    def upload(self, folder: Path, prefix: str) -> str:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                self.put(f"bucket/{prefix}/{path.relative_to(folder)}", path.read_bytes())
-        return f"s3://bucket/{prefix}"
-
-
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    store = S3(port)
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(store.endpoint, timeout=60).close()
-                break
-            except urllib.error.URLError:
-                assert server.poll() is None, "the server ended"
-                time.sleep(0.1)
-        store.put("bucket")
+    with object_store.running() as store:
         yield store
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(autouse=True)
 def credentials(s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("ELECTRA_FAST_RETRY_SECONDS", "3")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
