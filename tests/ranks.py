@@ -180,8 +180,10 @@ def wait_for_child(child, timeout):
     return None
 
 
-def serve():
-    # For all ranks, also what they would import later.
+def import_first():
+    """Imports what forks would import later."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
     import pyarrow  # noqa: F401
     import sklearn.metrics  # noqa: F401
     import torch._dynamo  # noqa: F401
@@ -190,6 +192,9 @@ def serve():
     import electra_fast.training.sharding
     import electra_fast.training.trainer  # noqa: F401
 
+
+def serve():
+    import_first()
     for line in sys.stdin:
         request = json.loads(line)
         reply = wait_for_child(request["wait"], request["timeout"]) if "wait" in request else fork_rank(request)

@@ -42,6 +42,14 @@ def write_sst2(folder: Path, train=40, dev=16, test=8) -> Path:
     return folder
 
 
+def write_cola(folder: Path, train=40, dev=16) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
+        lines = (f"gj04\t{label}\t\t{text}\n" for text, label in sentences(count, seed))
+        (folder / f"{name}.tsv").write_text("".join(lines))
+    return folder
+
+
 def write_mrpc(folder: Path, train=27, dev=10) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):

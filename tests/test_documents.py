@@ -1,0 +1,425 @@
+"""Every block of code in the documents runs as a reader would run it, and what they name and link to exists.
+
+A page's blocks run in order in one folder, which has the files that they read but do not make (`THINGS`); each block of
+the README has a folder of its own. `sh` blocks are scripts of bash; `python` blocks are scripts, one for those with no
+`sh` block between them; `toml` blocks are configurations, in a file if their first line is a comment with its name;
+`text` is output. `SMALLER` makes models small. What does not belong to the package has stand-ins (`PROGRAMS`).
+"""
+
+import ast
+import csv
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import forked_python
+import object_store
+import pyarrow as pa
+import pytest
+from tiny_reading import questions_of, write_conll, write_squad
+from tiny_task import sentences, write_cola, write_sst2
+
+import electra_fast as ef
+from electra_fast.cli_parser import build_parser
+from electra_fast.config.file import take_overrides
+
+TREE = Path(__file__).resolve().parent.parent
+PAGES = [TREE / "README.md", *sorted(TREE.glob("docs/**/*.md"))]
+DOCUMENTS = sorted({*TREE.glob("*.md"), *PAGES, TREE / "bench/README.md"})
+# Why a block does not run: `<!-- not run: REASON -->` is before it.
+NOT_RUN = set()
+# What makes blocks a matter of seconds; each text is in some block.
+SMALLER = {
+    "electra_fast pretrain ": "electra_fast pretrain --train.steps 12 --train.batch_size 8 ",
+    "pretrain --data s3": "pretrain --preset tiny --data s3",
+    "electra-fast pretrain ": "electra-fast pretrain --train.steps 12 --train.batch_size 8 ",
+    "--preset small": "--preset tiny",
+    "--preset base": "--preset tiny",
+    "--train.steps 100k": "--train.steps 12",
+    "--train.steps 110k": "--train.steps 16",
+    "--train.steps 2000": "--train.steps 12",
+    "--train.batch_size 1024": "--train.batch_size 8",
+    "--train.batch_size 8192": "--train.batch_size 16",
+    'ef.Config.preset("small")': 'ef.Config.preset("tiny").replace({"train": {"steps": 12, "batch_size": 8}})',
+    "electra-fast finetune ": "electra-fast finetune --finetune.epochs 1 ",
+    "ef.finetune(": 'ef.finetune(overrides={"finetune.epochs": "1"}, task=',
+    "--seeds 10": "--seeds 2",
+    "--seeds 3": "--seeds 1",
+    "--seeds 5": "--seeds 1",
+    "seeds=3": "seeds=1",
+    "--folds 5": "--folds 2",
+    "reproduce objectives": "reproduce tying --seeds 1 --finetune.epochs 1 --train.batch_size 4 --data.sequence_length 16",
+    "--budget 3e15": "--budget 1e10",
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "ProcessPoolExecutor(32)": "ProcessPoolExecutor(2)",
+    "array=1-64": "array=1-2",
+    "TASK_ID/64": "TASK_ID/2",
+    " /nvme/": " ./nvme/",
+    " /shared/": " ./shared/",
+}
+
+# --- Pages --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Script:
+    """A block, or python blocks in a row. Its code is on the lines that it has in the page."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    @property
+    def smaller(self):
+        return functools.reduce(lambda code, each: code.replace(*each), SMALLER.items(), self.code)
+
+    def words(self):
+        """Words and strings in the order of the code, each with whether it names what the script writes."""
+        if self.language == "python":
+            tree = ast.parse(self.code)
+            outputs = {each.value for each in ast.walk(tree) if isinstance(each, ast.keyword) and each.arg == "out"}
+            texts = [e for e in ast.walk(tree) if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+            return [(e.value, e in outputs) for e in sorted(texts, key=lambda e: (e.lineno, e.col_offset))]
+        words = " ".join(shlex.split(self.code, comments=True)).split()
+        return [(word, before in ("--out", ">")) for before, word in zip(["", *words], words, strict=False)]
+
+    def read(self):
+        """The things that the script reads and does not write before."""
+        first = {}
+        for word, is_output in self.words():
+            for name in THINGS:
+                if word == name or word.startswith((f"{name}/", f"{name}:")):
+                    first.setdefault(name, is_output)
+        return [name for name, is_output in first.items() if not is_output]
+
+
+def name_of(page):
+    return page.relative_to(TREE).as_posix() if page.is_relative_to(TREE) else page.name
+
+
+def scripts(page):
+    """What of a page runs."""
+    text, found = page.read_text(encoding="utf-8"), []
+    blocks = list(re.finditer(r"^(?:<!-- not run: (.*?) -->\s+)?( *)```(\w*)\n(.*?)^\2```$", text, re.M | re.S))
+    fences = re.findall(r"^ *```.*", text, re.M)
+    assert len(fences) == 2 * len(blocks), f"{name_of(page)}: fences that do not match: {fences}"
+    for block in blocks:
+        reason, _, language, code = block.groups()
+        line = text[: block.start(3)].count("\n") + 1
+        place = f"{name_of(page)}:{line}"
+        assert language in ("sh", "python", "toml", "text"), f"{place}: a block of the language {language!r}"
+        assert reason is None or reason in NOT_RUN, f"{place}: add the reason {reason!r} to NOT_RUN, or run it"
+        if language == "text" or reason:
+            continue
+        if found and found[-1].language == language == "python" and page.name != "README.md":
+            found[-1].code += "\n" * (line - found[-1].code.count("\n")) + code
+        else:
+            found.append(Script(page, line, language, "\n" * line + code))
+    return found
+
+
+# --- Things -------------------------------------------------------------------------------------
+
+
+def make_texts(path, get):
+    documents = get.documents
+    path.mkdir()
+    (path / "a.txt").write_text("\n\n".join(documents[::3]) + "\n", encoding="utf-8")
+    for name, part, compression in (("b.jsonl", documents[1::3], None), ("c.jsonl.zst", documents[2::3], "zstd")):
+        lines = [json.dumps({"text": text}) + "\n" for each in part for text in each.split("\n\n")]
+        with pa.output_stream(str(path / name), compression=compression) as file:
+            file.write("".join(lines).encode())
+
+
+def make_shards(path, get):
+    ef.prepare(get("texts"), vocab=get("vocab.txt"), out=path, holdout=0.1, progress=False)
+
+
+def make_run(path, get, seed=0):
+    changes = {"train.steps": "12", "train.batch_size": "8", "train.log_every": "2", "train.seed": str(seed)}
+    ef.pretrain(ef.Config.preset("tiny").override(changes), data=get("shards"), out=path)
+
+
+def make_bert(path, get):
+    from transformers import AutoConfig, AutoModel
+
+    vocab = get("vocab.txt").read_text()
+    sizes = {"vocab_size": vocab.count("\n"), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    AutoModel.from_config(AutoConfig.for_model("bert", intermediate_size=64, **sizes)).save_pretrained(path)
+    (path / "vocab.txt").write_text(vocab)
+
+
+def make_glue(path, get):
+    write_sst2(path / "SST-2")
+    write_cola(path / "CoLA")
+
+
+def make_table(path, get):
+    """Texts with labels, in columns of several names."""
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["text", "label", "body", "stars", "queue"])
+        table.writerows([text, "ab"[label], text, label + 1, "cd"[label]] for text, label in sentences(60))
+
+
+def make_questions(path, get):
+    rows = questions_of(get("squad") / "train-v2.0.json")
+    lines = ({"question": asked, "context": text, "answers": text.split()[:1]} for _, asked, text in rows)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_tasks(path, get):
+    ef.finetune(
+        "classification", model=get("run"), train=get("labeled.csv"), out=path, overrides={"finetune.epochs": "1"}
+    )
+
+
+# How files and folders are made that pages speak of: by functions of their path and of `Things`.
+THINGS = {
+    "texts": make_texts,
+    "vocab.txt": lambda path, get: shutil.copy(get.vocab, path),
+    "shards": make_shards,
+    "wiki": make_shards,
+    "books": lambda path, get: ef.prepare(reversed(get.documents), vocab=get("vocab.txt"), out=path, progress=False),
+    "s3://bucket/wiki": lambda path, get: get.store.upload(get("texts"), "wiki"),
+    "run": make_run,
+    "run1": make_run,
+    "run2": lambda path, get: make_run(path, get, seed=1),
+    "model": lambda path, get: ef.export(get("run"), path),
+    "bert-base-uncased": make_bert,
+    "glue": make_glue,
+    "squad": lambda path, get: write_squad(path, 2),
+    **dict.fromkeys(("labeled.csv", "reviews.csv", "tickets.csv", "new.csv", "new-tickets.csv"), make_table),
+    "own.jsonl": make_questions,
+    **dict.fromkeys(("train.conll", "dev.conll"), lambda path, get: write_conll(path.parent)),
+    "ocr.txt": lambda path, get: path.write_text("the functon returns a valve\n"),
+    "tasks": make_tasks,
+}
+
+
+class Things:
+    """Files and folders that pages speak of, each made when it is first needed."""
+
+    def __init__(self, folder, vocab, documents, store):
+        self.folder, self.vocab, self.documents, self._store = folder, vocab, documents, store
+
+    @property
+    def store(self):
+        return self._store()
+
+    def __call__(self, name):
+        path = self.folder / name
+        if not path.exists():
+            THINGS[name](path, self)
+        return path
+
+    def put(self, name, folder):
+        source = self(name)
+        if source.is_dir():
+            shutil.copytree(source, folder / name)
+        elif source.exists():  # here, not in a bucket
+            shutil.copy(source, folder / name)
+
+
+# --- Programs -----------------------------------------------------------------------------------
+
+# Stand-ins for what is no part of the package, or needs other machines.
+PROGRAMS = {
+    # whether what it would install is installed
+    "pip": """#!{python}
+import importlib.metadata, sys
+from packaging.requirements import Requirement
+def check(requirement):
+    found = importlib.metadata.distribution(requirement.name)
+    assert found.version in requirement.specifier, f"{{requirement}}: there is {{found.version}}"
+    for extra in requirement.extras:
+        assert extra in found.metadata.get_all("Provides-Extra"), f"{{requirement.name}} has no extra {{extra}}"
+        for each in map(Requirement, found.requires):
+            if each.marker and each.marker.evaluate({{"extra": extra}}):
+                check(each)
+assert sys.argv[1] == "install"
+for word in sys.argv[2:]:
+    if not word.endswith(".whl"):
+        check(Requirement(word))
+""",
+    "aws": """#!{python}
+import boto3, pathlib, sys
+assert sys.argv[1:4] == ["s3", "cp", "--recursive"]
+folder, (bucket, _, prefix) = pathlib.Path(sys.argv[4]), sys.argv[5].removeprefix("s3://").partition("/")
+for path in folder.rglob("*"):
+    if path.is_file():
+        boto3.client("s3").upload_file(str(path), bucket, f"{{prefix}}/{{path.relative_to(folder)}}")
+""",
+    # one task, after its options
+    "srun": """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+exec "$@"
+""",
+    # one task of the array after another
+    "sbatch": """#!/bin/bash -eu
+range=$(sed -n 's/^#SBATCH --array=//p' "$1")
+for SLURM_ARRAY_TASK_ID in $(seq ${{range/-/ }}); do export SLURM_ARRAY_TASK_ID; bash -eu "$@"; done
+""",
+    # whether there are such targets: the tests do not make themselves
+    "make": """#!/bin/bash -eu
+for target; do grep -q "^$target:" '{tree}/Makefile'; done
+""",
+}
+DASK = """
+from distributed import LocalCluster
+if __name__ == "__main__":
+    with LocalCluster(1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=None) as cluster:
+        print(cluster.scheduler_address, flush=True)
+        input()
+"""
+
+
+@pytest.fixture(scope="module")
+def store():
+    with object_store.running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """A folder with the stand-ins."""
+    with forked_python.stand_ins(tmp_path_factory.mktemp("bin")) as folder:
+        for name, code in PROGRAMS.items():
+            (folder / name).write_text(code.format(python=sys.executable, tree=TREE))
+            (folder / name).chmod(0o755)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def environment(programs, tmp_path_factory):
+    """As in a terminal, with caches of its own and without network."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "TRITON_", "AWS_"))}
+    path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    home = str(tmp_path_factory.mktemp("home"))
+    return kept | {"PATH": path, "HOME": home, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+
+
+@pytest.fixture(scope="module")
+def scheduler(environment, tmp_path_factory):
+    """The address of a Dask scheduler with a worker."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    folder = tmp_path_factory.mktemp("dask")
+    with subprocess.Popen([sys.executable, "-c", DASK], cwd=folder, env=environment, text=True, **pipes) as cluster:
+        yield cluster.stdout.readline().strip()
+        cluster.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory, tiny_vocab, tiny_text, request):
+    folder = tmp_path_factory.mktemp("things")
+    return Things(folder, tiny_vocab, tiny_text, lambda: request.getfixturevalue("store"))
+
+
+@pytest.fixture(scope="module")
+def run(things, environment, request):
+    """A function that runs a script in a folder."""
+
+    def run_in(folder, script):
+        __tracebackhide__ = True
+        code, variables = script.smaller, environment | {"PAGE": name_of(script.page)}
+        if "s3://" in code:
+            variables |= request.getfixturevalue("store").environment
+        if "tcp://host:8786" in code:
+            code = code.replace("tcp://host:8786", request.getfixturevalue("scheduler"))
+        for name in script.read():
+            if not (folder / name).exists():
+                things.put(name, folder)
+        if script.language == "toml":
+            name = re.match(r"\s*# (\S+\.toml)$", code, re.M)
+            path = folder / (name[1] if name else "configuration.toml")
+            path.write_text(code, encoding="utf-8")
+            return ef.Config.load(path)
+        if script.language == "python":
+            command = ["python"]
+        else:
+            command = ["sbatch"] if "#SBATCH" in code else ["bash", "-eu"]
+            code = f"trap 'echo \"$PAGE:$LINENO: $BASH_COMMAND\" >&2' ERR{code}"  # on the first line
+        file = folder / f"{script.page.stem}.{script.line}"
+        file.write_text(code, encoding="utf-8")
+        with (folder / "output").open("w+") as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            with subprocess.Popen([*command, file.name], cwd=folder, env=variables, process_group=0, **streams) as process:
+                try:
+                    code = process.wait(timeout=600)
+                except BaseException:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    raise
+            output.seek(0)
+            assert code == 0, f"{name_of(script.page)}:{script.line}: exit code {code}\n{output.read()[-8000:]}"
+
+    return run_in
+
+
+# --- Tests --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_code_of_a_page_runs(page, run, tmp_path):
+    for number, script in enumerate(scripts(page)):
+        folder = tmp_path / (str(number) if page.name == "README.md" else "page")
+        folder.mkdir(exist_ok=True)
+        run(folder, script)
+
+
+def test_every_replacement_is_needed():
+    code = [script.code for page in PAGES for script in scripts(page)]
+    assert [text for text in SMALLER if not any(text in each for each in code)] == []
+
+
+def test_every_reason_not_to_run_is_needed():
+    found = {reason for page in PAGES for reason in re.findall("<!-- not run: (.*?) -->", page.read_text())}
+    assert found == NOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ("```sh\ntrue\nfalse it\n```", "page.md:5: false it"),
+        ("```sh\ncat run/config.toml > found\ngrep -c steps missing\n```", "grep: missing: No such file"),
+        ("```python\na = 1\n```\nNow:\n```python\nb = a\nb.c\n```", 'page.3", line 9'),
+        ("```toml\n# my.toml\n[train]\nstepz = 3\n```", "my.toml: unknown key train.stepz"),
+        ("```python\nimport sys\nprint('was here')\nsys.exit('why')\n```", "was here\n  why"),
+        ("```console\n$ true\n```", "page.md:3: a block of the language 'console'"),
+        ("```\ntrue\n```", "page.md:3: a block of the language ''"),
+        ("<!-- not run: no time -->\n```sh\ntrue\n```", "add the reason 'no time'"),
+        ("```sh\ntrue\n", "fences that do not match"),
+    ],
+)
+def test_a_block_that_fails_is_named(block, said, run, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# A page\n\n{block}\n")
+    with pytest.raises((AssertionError, ef.InputError), match=re.escape(said)):
+        for script in scripts(page):
+            run(tmp_path, script)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        if not link.startswith("http"):
+            target = document.parent / name if name else document
+            assert target.exists(), link
+            headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("document", [TREE / "CONTRIBUTING.md", TREE / "bench/README.md"], ids=name_of)
+def test_files_that_a_document_names_exist(document):
+    names = [path.relative_to(TREE).as_posix() for pattern in ("*/**/*.py", "*/**/*.rs") for path in TREE.glob(pattern)]
+    for named in re.findall(r"`([\w/]+\.(?:py|rs))`", document.read_text(encoding="utf-8")):
+        assert "NAME" in named or any(f"/{name}".endswith(f"/{named}") for name in names), named
