@@ -14,7 +14,8 @@ mod options;
 mod pack;
 mod permutation;
 mod position;
-#[cfg(all(test, target_os = "linux"))] // only there has a store's corpus a cache
+#[cfg(test)]
+#[cfg(target_os = "linux")] // only there has a store's corpus a cache
 mod remote_tests;
 mod shuffle_window;
 mod state;
