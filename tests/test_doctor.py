@@ -29,7 +29,7 @@ def test_one_screen(tmp_path, monkeypatch, capsys):
 def test_problems_are_said_with_remedies(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(doctor, "EXTRAS", {"numpy": "numpy.no_such_module", "no-such-package": "json"})
+    monkeypatch.setattr(doctor, "EXTRAS", {"numpy": "import numpy.no_such_module", "no-such-package": "import json"})
     monkeypatch.setattr(doctor, "_driver", lambda: "580.1")
     monkeypatch.setattr(doctor, "_data_engine", lambda *_: {})
     assert main(["doctor", "--json"]) == 1

@@ -27,21 +27,22 @@ from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.errors import InputError
 from electra_fast.model.compute import choose_device
+from electra_fast.reproduction.workers import num_cores
 from electra_fast.training.hardware import before_kernels, divided
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record
 from electra_fast.training.kernel_choice import FILE, cache_folder, read_records, settle_kernels
 from electra_fast.training.reporting import version_or_none
 
 PACKAGES = ("torch", "triton", "numpy", "pyarrow", "tokenizers")
-# Optional packages, by the module whose import shows that they work.
+# Optional packages, by a program that fails if they do not work.
 EXTRAS = {
-    "transformers": "transformers",
-    "onnxscript": "onnxscript",
-    "onnxruntime": "onnxruntime",
-    "xformers": "xformers.ops.fmha",
-    "distributed": "distributed",
+    "transformers": "import transformers",
+    "onnxscript": "import onnxscript",
+    "onnxruntime": "import onnxruntime",
+    "xformers": "import sys; from electra_fast.model import compute; sys.exit(compute.failure_of_xformers())",
+    "distributed": "import distributed",
 }
-EXTRA_SECONDS = 60
+EXTRA_SECONDS = 180
 # The text of a measurement is repeated until it has so many bytes.
 TEXT_BYTES = 16 << 20
 MIN_FREE_DISK = 1 << 30
@@ -83,11 +84,13 @@ def _software() -> dict[str, str]:
 
 def _machine() -> dict[str, str]:
     pages, size = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_PAGE_SIZE"))
-    features = [name for name, has in torch.cpu.get_capabilities().items() if has is True and "avx512" in name]
-    widest = "AVX-512" if features else "no AVX-512"
+    processor = f"{platform.machine()}, {num_cores()} cores"
+    if platform.machine() == "x86_64":
+        features = [name for name, has in torch.cpu.get_capabilities().items() if has is True and "avx512" in name]
+        processor += ", AVX-512" if features else ", no AVX-512"
     return {
         "system": platform.platform(),
-        "processor": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {widest}",
+        "processor": processor,
         "memory": f"{pages * size / GIB:.0f} GiB",
     }
 
@@ -138,12 +141,12 @@ def _extras(problems: list[str]) -> dict[str, str]:
     return found
 
 
-def _load(package: str, module: str) -> str:
+def _load(package: str, program: str) -> str:
     version = version_or_none(package)
     if version == "none":
         return "not installed"
     try:
-        command = [sys.executable, "-c", f"import {module}"]
+        command = [sys.executable, "-c", program]
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRA_SECONDS)
     except subprocess.TimeoutExpired:
         return f"{version} fails to load: no answer after {EXTRA_SECONDS} s"

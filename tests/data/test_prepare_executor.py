@@ -165,6 +165,33 @@ def test_a_killed_pool_says_to_run_again(text, vocab, whole, tmp_path):
     assert contents(tmp_path / "out") == contents(whole)
 
 
+SCRIPT = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+import electra_fast as ef
+
+def main():
+    text, vocab, out, method = sys.argv[1:]
+    with ProcessPoolExecutor(2, multiprocessing.get_context(method)) as executor:
+        ef.prepare([text], vocab=vocab, out=out, executor=executor, progress=False)
+
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_script_works_by_every_way_to_start_processes_if_it_is_guarded(text, vocab, tmp_path, method):
+    unguarded, guarded = tmp_path / "unguarded.py", tmp_path / "guarded.py"
+    unguarded.write_text(SCRIPT + "main()")
+    guarded.write_text(SCRIPT + "if __name__ == '__main__':\n    main()")
+    command = [str(text), str(vocab), str(tmp_path / "out"), method]
+    if method != "fork":
+        done = subprocess.run([sys.executable, str(unguarded), *command], capture_output=True, text=True, check=False)
+        assert "executor failed (BrokenProcessPool" in done.stderr.splitlines()[-1]
+        assert done.stderr.count('a script must call this under `if __name__ == "__main__":`, because its') >= 2
+    subprocess.run([sys.executable, str(guarded), *command], check=True)
+    assert Corpus(tmp_path / "out").num_tokens > 0
+
+
 def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
     class Slow(Executor):
         """Runs the first task, and interrupts the parent while all others wait."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,41 @@ def test_what_is_missing_on_the_machine_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="needs a torch built with flash attention, and "):
         chosen("varlen")
     assert chosen("auto", row_length=128) == "sdpa"
+
+
+XFORMERS = """
+import logging, types
+
+_cpp_library_load_exception = None
+try:
+    raise ImportError("for PyTorch and CUDA\\nhelp") from OSError("libcudart.so.12: cannot open shared object file")
+except ImportError as error:
+    _cpp_library_load_exception = error
+    error.build_info = types.SimpleNamespace(torch_version="2.10.0+cu128")
+    logging.getLogger("xformers").warning("WARNING[XFORMERS]")
+"""
+
+
+def test_xformers_is_used_only_if_its_extension_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a package of the same modules as xformers 0.0.35, whose attention refuses CUDA tensors without it."""
+    (tmp_path / "xformers/ops/fmha").mkdir(parents=True)
+    (tmp_path / "xformers/_cpp_lib.py").write_text(XFORMERS)
+    for name in ("", "ops", "ops/fmha"):
+        (tmp_path / "xformers" / name / "__init__.py").write_text("" if name else "from . import _cpp_lib")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = [f"xformers{name}" for name in ("", "._cpp_lib", ".ops", ".ops.fmha")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    config = Config.preset("small", "google")
+    with pytest.raises(ValueError, match=r"libcudart.so.12: cannot .* file \(it was built with torch 2.10.0\+cu128\);"):
+        chosen("xformers")
+    assert "xformers" not in available_attention(config, CUDA) and not caplog.records
+    sys.modules["xformers._cpp_lib"]._cpp_library_load_exception = None  # type: ignore[attr-defined]
+    assert chosen("xformers") == "xformers" and available_attention(config, CUDA)[-1] == "xformers"
+    for name in names:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(("length", "fraction", "expected"), [(128, 0.25, "short"), (512, 0.25, "varlen")])

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import multiprocessing
 import queue
 import socket
 from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError, Executor, Future, wait
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, wait
 from typing import Any
 
 from electra_fast import _data
@@ -26,6 +27,8 @@ TASK_BYTES = 64 << 20
 MAX_SUBMITTED = 10_000
 # Timeout for reaching a Dask scheduler.
 CONNECT_SECONDS = 5
+# Processes that are not forks run the caller's script first (the default on macOS, and on Linux from Python 3.14 on).
+_UNGUARDED = 'a script must call this under `if __name__ == "__main__":`, because its worker processes run it too'
 
 # Documents, tokens and bytes of input.
 Done = tuple[int, int, int]
@@ -39,6 +42,8 @@ def prepare_on(
         raise InputError("executor needs files as inputs: a stream of documents is read by one process")
     if arguments.pop("partition") is not None:
         raise InputError("give executor or partition, not both: the tasks of an executor make the whole corpus")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise InputError(_UNGUARDED)
     threads = arguments.pop("threads") or 1
     job = _data.PrepareJob(tokenizer, out, **arguments)
     try:
@@ -80,7 +85,8 @@ def _run_tasks(
         running = [future for future in submitted if not future.cancel()]
         if _is_of_executor(error):
             reason = " ".join(f"{type(error).__name__} {error}".split())
-            raise ExecutorFailed(f"the executor failed ({reason}); run again: finished work is kept") from error
+            advice = f"; {_UNGUARDED}" if isinstance(error, BrokenExecutor) and not size else ""
+            raise ExecutorFailed(f"the executor failed ({reason}); run again: finished work is kept{advice}") from error
         if isinstance(error, Exception):
             wait(running)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,8 +190,34 @@ def _missing_for_flash(card: Card, head_dim: int) -> str | None:
 def _missing_for_xformers() -> str | None:
     if importlib.util.find_spec("xformers") is None:
         return "the package xformers (pip install xformers)"
+    failure = failure_of_xformers()
+    return failure and f"an xformers that works with torch {torch.__version__}; this one does not load: {failure}"
+
+
+def failure_of_xformers() -> str | None:
+    """Returns why the installed xformers cannot compute attention; None if it can.
+
+    Its attention is that of torch, or FlashAttention 3 where that is installed. But it refuses CUDA tensors unless its
+    own extension loads, which wheels link to the CUDA that they were built with (0.0.35: CUDA 12).
+    """
+    logger = logging.getLogger("xformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns in several lines, on every import, of what this returns in one
     try:
         import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
+        from xformers import _cpp_lib
     except (ImportError, OSError, AttributeError) as error:
-        return f"an xformers that works with torch {torch.__version__}; importing this one fails: {error}"
-    return None
+        return _first_line(error)
+    finally:
+        logger.setLevel(level)
+    if (failure := getattr(_cpp_lib, "_cpp_library_load_exception", None)) is None:
+        return None
+    build = getattr(failure, "build_info", None)
+    return _first_line(failure) + (f" (it was built with torch {build.torch_version})" if build else "")
+
+
+def _first_line(error: BaseException) -> str:
+    """Returns the first line of the message of an error's first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).split("\n")[0]

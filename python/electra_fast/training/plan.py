@@ -288,7 +288,10 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"learning rates  {rates}, after {found['warmup_steps']:,} steps of warmup"
     memory = found["memory"]
     sizes = ", ".join(f"{name} {_bytes(each)}" for name, each in memory.items() if each is not None and name != "total")
-    total = "not measured; of it" if memory["total"] is None else f"{_bytes(memory['total'])}:"
+    if memory["total"] is None:
+        total = f"not measured{', which needs Linux' if found['is_measured'] else ''}; of it"
+    else:
+        total = f"{_bytes(memory['total'])}:"
     yield f"memory          {total} {sizes}"
     num_rows, num_gpus = found["micro_batch_rows"], found.get("gpus", 1)
     where = f", on each of {num_gpus} GPUs; memory is that of one" if num_gpus > 1 else ""

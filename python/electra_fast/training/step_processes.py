@@ -201,6 +201,7 @@ class StepProcesses:
     def __init__(self, backward: GradientComputation, optimizer: Optimizer, work: Work, num_processes: int) -> None:
         self._num_cores = torch.get_num_threads()
         self._num_threads = max(1, self._num_cores // num_processes)
+        assert hasattr(os, "memfd_create")  # see max_processes
         memory = os.memfd_create("electra-fast")
         self._worker = _Worker(0, backward, optimizer, memory, num_processes)
         self._processes: list[tuple[subprocess.Popen[bytes], _Link]] = []

@@ -124,6 +124,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
+    #[cfg(target_os = "linux")]
     /// Drops the capabilities that let root open any folder, for this thread.
     fn drop_capabilities() {
         let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
@@ -131,6 +132,7 @@ mod tests {
         assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
     }
 
+    #[cfg(target_os = "linux")]
     #[test]
     fn a_folder_that_cannot_be_synced_is_an_error() {
         use std::os::unix::fs::PermissionsExt;

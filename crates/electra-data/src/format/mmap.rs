@@ -1,6 +1,6 @@
 //! A memory-mapped file of a corpus. Each block is verified when it is first read, and readers check now and then
 //! whether the file has been written to since. If a file is truncated while it is mapped, `bus_error` explains the
-//! crash.
+//! crash, on Linux.
 //!
 //! The file is on disk, or it is the sparse local copy of one in an object store (see `block_cache`), whose blocks are
 //! fetched when they are first read unless they have been prefetched.
@@ -15,6 +15,7 @@ use std::time::SystemTime;
 use memmap2::Mmap;
 
 use super::block_cache::{BlockCache, FileGeometry};
+#[cfg(target_os = "linux")]
 use super::bus_error;
 use super::checksum::{block_hash, hash_hex};
 use super::damage::{access_error, damaged};
@@ -55,6 +56,7 @@ impl MappedFile {
         if length < (HEADER_BYTES + 8) as u64 {
             return Err(damaged(path, format!("{length} bytes are too few for a shard: it was cut off")));
         }
+        #[cfg(target_os = "linux")]
         bus_error::explain();
         // SAFETY: the map is read-only and private to this struct; this crate never modifies finished shards in place
         // (they are replaced by rename). Other programs may: every read copies what it then checks, `expect_unchanged`

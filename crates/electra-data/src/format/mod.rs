@@ -4,6 +4,7 @@
 
 mod atomic_file;
 mod block_cache;
+#[cfg(target_os = "linux")]
 mod bus_error;
 mod checksum;
 mod corpus;

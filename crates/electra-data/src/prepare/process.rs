@@ -1,6 +1,7 @@
 //! Identifies processes and tells whether they are alive, for leases and for names of temporary files.
 
 use std::collections::hash_map::RandomState;
+use std::ffi::CStr;
 use std::hash::{BuildHasher, Hasher};
 
 use serde::{Deserialize, Serialize};
@@ -12,10 +13,10 @@ pub(super) struct Process {
     /// The host's name, for messages.
     pub host: String,
     /// Hash of the boot's id and the namespace of process numbers, in which `pid` has a meaning; empty where the system
-    /// does not provide them.
+    /// does not provide them (macOS).
     machine: String,
     pub pid: u32,
-    /// When it was started, in ticks since the boot.
+    /// When it was started, in ticks since the boot; 0 where the system does not say.
     started: u64,
 }
 
@@ -23,13 +24,7 @@ impl Process {
     /// The calling process.
     pub fn current() -> Self {
         let pid = std::process::id();
-        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        Self {
-            host: host.trim().to_owned(),
-            machine: machine().unwrap_or_default(),
-            pid,
-            started: started(pid),
-        }
+        Self { host: host(), machine: machine().unwrap_or_default(), pid, started: started(pid) }
     }
 
     /// Whether it runs, or ran, on the same host and in the same namespace, so that this process can tell whether it
@@ -62,6 +57,13 @@ pub(super) fn nonce() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
+fn host() -> String {
+    let mut name = [0_u8; 256];
+    // SAFETY: the call writes at most 255 bytes, and the last one stays 0.
+    unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
+    CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned()
+}
+
 fn machine() -> Option<String> {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").ok()?;
     let namespace = std::fs::read_link("/proc/self/ns/pid").ok()?;
@@ -81,6 +83,7 @@ fn started(pid: u32) -> u64 {
 }
 
 #[cfg(test)]
+#[cfg(target_os = "linux")]
 mod tests {
     use super::*;
 

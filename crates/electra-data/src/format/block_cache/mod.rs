@@ -8,6 +8,7 @@
 
 mod fetch;
 mod geometry;
+#[cfg_attr(not(target_os = "linux"), path = "unshared.rs")]
 mod locks;
 mod state;
 
@@ -80,6 +81,12 @@ impl BlockCache {
         let mut files = geometry::files_of(manifest, store.url())?;
         let num_blocks = files.last().map_or(0, |file| file.blocks().end);
         let (storage, limit) = match options {
+            Some(_) if cfg!(not(target_os = "linux")) => {
+                let url = store.url();
+                return Err(Error::Input(format!(
+                    "{url}: the cache of a corpus in an object store needs Linux; copy the corpus to a local folder"
+                )));
+            }
             Some(options) => {
                 // The checksum of the manifest, because the content hash does not cover lengths.
                 let dir = options.dir.join(&manifest.checksum);
@@ -326,4 +333,5 @@ impl Drop for Pins {
 }
 
 #[cfg(test)]
+#[cfg(target_os = "linux")]
 mod tests;
