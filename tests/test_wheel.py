@@ -83,7 +83,10 @@ def test_the_license_is_in_the_wheel() -> None:
     assert importlib.metadata.metadata("electra-fast")["License-Expression"] == "Apache-2.0"
 
 
-@pytest.mark.parametrize("folder", [TREE, Path.home()], ids=["checkout", "home"])
+FOLDERS = {"workspace": TREE / "crates", "registry": Path.home() / ".cargo", "build": Path.home() / ".cache"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 def test_the_wheel_names_no_folder_of_the_machine_that_built_it(folder: Path) -> None:
     files = [file for file in importlib.metadata.files("electra-fast") or [] if file.suffix != ".pyc"]
     shipped = [file for file in files if file.parts[0] == "electra_fast" or "sboms" in file.parts]
