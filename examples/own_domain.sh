@@ -15,7 +15,8 @@ out=$4
 shift 4
 
 # The encoder becomes the discriminator. Its generator is new, shares its embeddings, and adds a tenth to the cost of a
-# step of bert-base. With `same-layers:4` it is a copy of the first 4 layers; or give a smaller model of the family.
+# step of bert-base. A few million tokens are too few for a new one, and adapting can then hurt: with `same-layers:4` it
+# is a copy of the first 4 layers; or give a smaller model of the family.
 if [ ! -e "$out/run" ]; then
     electra-fast import "$model" --generator small --out "$out/run"
 fi
