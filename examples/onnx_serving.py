@@ -9,9 +9,7 @@ An encoder answers with embeddings (the mean over the tokens), a classifier with
 """
 
 import json
-import statistics
 import sys
-import timeit
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -47,13 +45,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):  # noqa: D102, the name that http.server calls
         texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answers = answer(texts)
         self.send_response(200)
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
-        self.wfile.write(json.dumps(answer(texts)).encode())
+        self.wfile.write(json.dumps(answers).encode())
 
 
-seconds = timeit.repeat(lambda: answer(["the " * 126]), number=1, repeat=50)
-print(f"{1000 * statistics.median(seconds):.2f} ms per text of 128 tokens")
 server = ThreadingHTTPServer(("localhost", port), Handler)
 print(f"listening on http://localhost:{server.server_port}", flush=True)
 server.serve_forever()

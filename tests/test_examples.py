@@ -1,5 +1,7 @@
 """The files of examples/ run: those for clusters with fakes of what a cluster has, the others on small data.
 
+All are short, in the table of examples/README.md, and run here.
+
 Options and links of the documents exist, and the Python code of docs/use-your-encoder.md runs.
 """
 
@@ -23,6 +25,8 @@ import onnx
 import optuna
 import pytest
 import tokenizers
+import yaml
+from in_process import run
 from tiny_reading import write_conll
 from tiny_task import BAD, GOOD, WORDS, sentences
 
@@ -30,6 +34,7 @@ import electra_fast as ef
 from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.file import take_overrides
+from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.encoder import load_encoder
 
 TREE = Path(__file__).resolve().parent.parent
@@ -37,15 +42,25 @@ EXAMPLES = TREE / "examples"
 # An absolute link to a file of this repository, as README.md needs them on a package index.
 OWN_LINK = re.compile(r"https://(raw\.githubusercontent|github)\.com/electra-fast/electra-fast/((blob|tree)/)?main/")
 DOCUMENTS = [*TREE.glob("*.md"), *TREE.glob("docs/*.md"), TREE / "bench/README.md"]
-# In place of a command: writes its name, arguments and environment to a file of that name, and exits as told.
+FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".yaml"))
+# Names of the examples that tests have asked for, to run them.
+RUN = set()
+# In place of a command: appends its arguments and environment to a file of its name, and exits as told.
 FAKE = """#!{python}
 import json, os, pathlib, sys
 own = pathlib.Path(sys.argv[0])
-own.with_suffix(".json").write_text(json.dumps([sys.argv[1:], dict(os.environ)]))
+with own.with_suffix(".jsonl").open("a") as file:
+    print(json.dumps([sys.argv[1:], dict(os.environ)]), file=file)
 sys.exit(int(os.environ.get("FAKE_" + own.name.upper(), "0")))
 """
 PRETRAIN = ["pretrain", "--data", "/a corpus", "--out", "/a run", "--preset", "small", "--train.steps", "7"]
 ARGUMENTS = ["/a corpus", "/a run", *PRETRAIN[5:]]
+
+
+def example(name):
+    """The path of a file that is about to run."""
+    RUN.add(name)
+    return EXAMPLES / name
 
 
 class Cluster:
@@ -66,14 +81,15 @@ class Cluster:
 
     def arguments(self, name):
         """Of the last call; None if there was none."""
-        return self._call(name)[0]
+        return self.calls(name)[-1][0] if self.calls(name) else None
 
     def environment(self, name):
-        return self._call(name)[1]
+        return self.calls(name)[-1][1]
 
-    def _call(self, name):
-        path = self._folder / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else (None, None)
+    def calls(self, name):
+        """Arguments and environments."""
+        path = self._folder / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def assert_command_line_is_valid(arguments):
@@ -94,13 +110,13 @@ def torchrun_options(arguments):
 def test_a_slurm_job_is_requeued_after_a_warning_only(tmp_path, code, requeued):
     cluster = Cluster(tmp_path, "srun", "scontrol")
     job = {"SLURM_JOB_ID": "1234", "SLURM_CPUS_PER_TASK": "8", "FAKE_SRUN": str(code)}
-    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == code
+    assert cluster.run(str(example("slurm.sh")), *ARGUMENTS, **job) == code
     assert cluster.arguments("scontrol") == (["requeue", "1234"] if requeued else None)
 
 
 def test_a_slurm_job_starts_ranks_that_may_end_one_after_another(tmp_path):
     cluster = Cluster(tmp_path, "srun")
-    cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, SLURM_JOB_ID="1234", SLURM_CPUS_PER_TASK="8")
+    cluster.run(str(example("slurm.sh")), *ARGUMENTS, SLURM_JOB_ID="1234", SLURM_CPUS_PER_TASK="8")
     arguments = cluster.arguments("srun")
     start = arguments.index("python")
     assert arguments[:start] == ["--kill-on-bad-exit=0", "--wait=60"]
@@ -112,7 +128,7 @@ def test_a_slurm_job_starts_ranks_that_may_end_one_after_another(tmp_path):
 def test_a_failed_requeue_does_not_hide_why_the_run_stopped(tmp_path):
     cluster = Cluster(tmp_path, "srun", "scontrol")
     job = {"SLURM_JOB_ID": "1234", "FAKE_SRUN": "138", "FAKE_SCONTROL": "1"}
-    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == 138
+    assert cluster.run(str(example("slurm.sh")), *ARGUMENTS, **job) == 138
 
 
 def test_the_options_of_sbatch_come_before_the_first_command():
@@ -134,7 +150,7 @@ NODES = {
 @pytest.mark.parametrize("settings, expected", NODES.values(), ids=NODES)
 def test_torchrun_takes_its_options(tmp_path, settings, expected):
     cluster = Cluster(tmp_path, "torchrun")
-    assert cluster.run(str(EXAMPLES / "torchrun.sh"), *ARGUMENTS, FAKE_TORCHRUN="5", **settings) == 5
+    assert cluster.run(str(example("torchrun.sh")), *ARGUMENTS, FAKE_TORCHRUN="5", **settings) == 5
     options = torchrun_options(cluster.arguments("torchrun"))
     assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == expected
     assert (options.rdzv_backend, options.max_restarts) == ("c10d", 3)
@@ -146,15 +162,14 @@ def test_torchrun_takes_its_options(tmp_path, settings, expected):
 def test_scripts_want_a_corpus_and_a_run(tmp_path):
     cluster = Cluster(tmp_path, "torchrun", "srun")
     for name, command in [("torchrun.sh", "torchrun"), ("slurm.sh", "srun")]:
-        assert cluster.run(str(EXAMPLES / name), "/a corpus") != 0
+        assert cluster.run(str(example(name)), "/a corpus") != 0
         assert cluster.arguments(command) is None
 
 
 @pytest.fixture
 def kubernetes():
     """The objects of the file by kind."""
-    yaml = pytest.importorskip("yaml")
-    objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
+    objects = list(yaml.safe_load_all(example("kubernetes.yaml").read_text()))
     return {each["kind"]: each for each in objects}
 
 
@@ -205,8 +220,9 @@ def run_script(tmp_path_factory):
     def run(name, *arguments):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
             patch.chdir(tmp_path_factory.mktemp(Path(name).stem))
+            patch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)  # what is learned does not matter here
             patch.setattr(sys, "argv", [name, *map(str, arguments)])
-            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+            runpy.run_path(str(example(name)), run_name="__main__")
         return output.getvalue()
 
     return run
@@ -253,6 +269,104 @@ def test_a_search_for_settings_continues(run_script, tmp_path, own_language, lab
         assert printed == f"best of {num_trials} trials: {study.best_value:.3f}, {study.best_params}\n"
     best = json.loads((tmp_path / f"tuning/trial-{study.best_trial.number}/results.json").read_text())
     assert best["classification"]["median"] == study.best_value and len(best["classification"]["runs"]) == 3
+
+
+def test_adapting_to_a_domain_and_comparing(tmp_path, own_language, labeled, monkeypatch):
+    """The script's commands, as bash makes them, run in this process: others would import torch for half a minute."""
+    monkeypatch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)
+    (tmp_path / "text.txt").write_text("the class of an object\n\n" * 60)
+    cluster, out = Cluster(tmp_path, "electra-fast"), tmp_path / "out"
+    places = [str(own_language[0] / "model/discriminator"), str(tmp_path / "text.txt"), str(labeled), str(out)]
+    script = [str(example("own_domain.sh")), *places]
+    options = ["--train.steps", "2", "--train.batch_size", "4", "--train.eval_batches", "1"]
+    assert cluster.run(*script, *options) == 0
+    commands = [arguments for arguments, _ in cluster.calls("electra-fast")]
+    for command in commands:
+        done = run(*("1" if before == "--seeds" else word for before, word in itertools.pairwise(["", *command])))
+        assert done.returncode == 0, done.stderr
+    assert checkpoint_folder.steps(out / "run")[-1] == 2
+    assert (out / "model/discriminator/model.safetensors").is_file()
+    compared = [command[command.index("--model") + 1] for command in commands if command[0] == "finetune"]
+    assert compared == [places[0], str(out / "run")]
+    assert all(
+        "classification" in json.loads((out / each / "results.json").read_text()) for each in ("before", "after")
+    )
+    assert cluster.run(*script) == 0  # the run continues
+    again = [arguments[0] for arguments, _ in cluster.calls("electra-fast")][len(commands) :]
+    assert again == ["prepare", "pretrain", "export", "finetune", "finetune"]
+
+
+def test_tickets_are_routed_as_they_come(run_script, tmp_path, own_language, monkeypatch):
+    (tmp_path / "tickets.csv").write_text(
+        "subject,body,queue\n"
+        + "".join(f"about {i % 7},{text},q{label}\n" for i, (text, label) in enumerate(sentences(60)))
+    )
+    work = tmp_path / "work"
+    printed = run_script("tickets.py", "train", own_language[0] / "run", tmp_path / "tickets.csv", work)
+    files = list(work.glob("folds/classification/*/seed-0/predictions.dev.jsonl"))
+    answers = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(files) == 5 and len(answers) == 60
+    for threshold, routed, right in re.findall(r"^ +([\d.]+) +([\d.]+)% +([\d.]+)%$", printed, re.MULTILINE):
+        hits = [a["gold"] == a["label"] for a in answers if a["scores"][a["label"]] >= float(threshold)]
+        assert float(routed) == pytest.approx(100 * len(hits) / 60, abs=0.051)
+        assert float(right) == pytest.approx(100 * np.mean(hits or [0]), abs=0.051)
+    assert printed.count("%") == 16 and Path(printed.split()[-1]).is_file()
+
+    model = ef.load_finetuned(work / "final/classification/seed-0/model")
+    assert "temperature" in (work / "final/results.json").read_text()
+    new = [{"id": i, "subject": f"a {i}", "body": text} for i, (text, _) in enumerate(sentences(5, seed=3))]
+    expected = model.predict([(each["subject"], each["body"]) for each in new])
+    sure = [answer["scores"][answer["label"]] for answer in expected]
+
+    def arriving():
+        for number, ticket in enumerate(new):
+            assert sys.stdout.getvalue().count("\n") == number  # the tickets before are answered
+            yield json.dumps(ticket)
+
+    monkeypatch.setattr(sys, "stdin", arriving())
+    printed = run_script("tickets.py", "route", work, sorted(sure)[2])
+    assert [json.loads(line) for line in printed.splitlines()] == [
+        ticket | {"queue": answer["label"] if probability >= sorted(sure)[2] else None, "probability": probability}
+        for ticket, answer, probability in zip(new, expected, sure, strict=True)
+    ]
+
+
+def test_scanning_errors_are_marked_at_a_precision(run_script, tmp_path, own_language, tiny_text):
+    """A fifth of the words is wrong, and two thirds of these are unknown."""
+    rng = random.Random(0)
+    right = re.findall(r"[a-z]+", " ".join(tiny_text).lower())[:600]
+    kinds = [rng.choices(["", "qx", "class"], [0.8, 0.13, 0.07])[0] for _ in right]
+    scanned = [f"{word}qx" if kind == "qx" else kind or word for word, kind in zip(right, kinds, strict=True)]
+    is_wrong = np.array(scanned) != right
+    for name, words in {"scanned": scanned, "right": right, "other": [*right[300:400], "unheard"]}.items():
+        (tmp_path / name).write_text(" ".join(words[:50]) + ".\n" + " ".join(words[50:]))
+    detector = ef.load_error_detector(own_language[0] / "run")
+
+    def probabilities(name):
+        [answer] = detector.predict([(tmp_path / name).read_text()])
+        words = [word for word in answer["words"] if word["text"] != "."]
+        return np.array([word["probability"] if word["text"] in right else 1 for word in words])
+
+    found = probabilities("scanned")
+
+    def scores(threshold, part):
+        hits = (found[part] >= threshold) & is_wrong[part]
+        return [hits.sum() / (found[part] >= threshold).sum(), hits.sum() / is_wrong[part].sum()]
+
+    first, second = slice(300), slice(300, None)
+    reached = {each: scores(each, first)[0] for each in found[first]}
+    wanted = np.quantile(list(reached.values()), 0.9)
+    threshold = min(each for each, precision in reached.items() if precision >= wanted)
+    arguments = [own_language[0] / "run", *(tmp_path / name for name in ("right", "scanned", "right"))]
+    *head, marked, rest = run_script("ocr_errors.py", *arguments, wanted, tmp_path / "other").splitlines()
+    printed = [float(each) for each in re.findall(r"\d\.\d+", " ".join(head))]
+    expected = [is_wrong[second].mean(), *scores(1, second), threshold, *scores(threshold, second)]
+    assert printed == pytest.approx(expected, abs=0.0051) and len(head) == 3
+    assert re.sub(r"[][]", "", f"{marked}\n{rest}") == (tmp_path / "other").read_text()
+    marked = [word.startswith("[") for word in f"{marked} {rest}".split()]
+    assert marked == (probabilities("other") >= threshold).tolist() and marked[-1] and 1 < sum(marked) < 101
+    with pytest.raises(SystemExit, match="no threshold reaches a precision of 1.1"):
+        run_script("ocr_errors.py", *arguments, 1.1)
 
 
 @pytest.fixture
@@ -315,10 +429,9 @@ def serve():
     with contextlib.ExitStack() as stack:
 
         def start(folder):
-            command = [sys.executable, "-c", WITHOUT_TORCH, EXAMPLES / "onnx_serving.py", folder, "0"]
+            command = [sys.executable, "-c", WITHOUT_TORCH, example("onnx_serving.py"), folder, "0"]
             server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             stack.callback(server.terminate)
-            assert re.fullmatch(r"[\d.]+ ms per text of 128 tokens\n", server.stdout.readline())
             address = server.stdout.readline().split()[-1]
             return lambda texts: json.load(urllib.request.urlopen(address, json.dumps(texts).encode()))
 
@@ -369,3 +482,23 @@ def test_code_about_using_an_encoder(serve, tmp_path, own_language, monkeypatch,
     for found, expected in zip(serve(folder)(texts), answers, strict=True):
         assert found["label"] == expected["label"]
         assert abs(found["score"] - expected["scores"][found["label"]]) < 1e-5
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_example_is_short_and_in_the_table(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    assert f"[`{path.name}`]({path.name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_has_no_other_files():
+    linked = re.findall(r"^\| .*\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(linked) == [path.name for path in FILES] == sorted({*linked})
+    assert {path.name for path in EXAMPLES.iterdir()} == {*linked, "README.md"}
+
+
+def test_every_example_has_run(request):
+    """The last test of this file."""
+    here = {item.function for item in request.session.items if item.module is sys.modules[__name__]}
+    if here != {each for name, each in globals().items() if name.startswith("test_")}:
+        pytest.skip("a part of this file is run")
+    assert {path.name for path in FILES} == RUN

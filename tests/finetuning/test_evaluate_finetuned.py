@@ -114,7 +114,7 @@ def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(t
     message = "4 bad rows: .*: labels that the model does not know: 'Class 9' 3, 'x' 1; it knows 'class 0', 'class 1'"
     with pytest.raises(InputError, match=message):
         ef.evaluate(model, other, skip_bad_rows=3)
-    assert ef.evaluate(model, other, skip_bad_rows=4)["examples"] == 20
+    assert ef.evaluate(model, other, skip_bad_rows=4, text=["body"])["examples"] == 20
     assert ef.evaluate(model, other, skip_bad_rows=1, label_map="Class 9=class 1")["examples"] == 23
     for task, row in (
         ("tagging", {"tokens": ["a", "b"], "tags": ["B-ORG", "O"]}),

@@ -15,6 +15,7 @@ from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.report.report import make_report, write_report
+from electra_fast.finetuning.task_data import with_tuples
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
 from electra_fast.training import evaluate as pretrained
@@ -81,7 +82,7 @@ def evaluate_file(
     predictor = load_finetuned(model, precision=precision)
     task, task_type = predictor.task, predictor.task_type
     _refuse(options, _options(task_type.read_labeled), f"not for {predictor.kind}")
-    options |= {name: (options[name],) for name in _TUPLES if isinstance(options.get(name), str)}
+    options = with_tuples(options, _TUPLES)
     dialect = Dialect(options.pop("quoting", "auto"), delimiter)
     trained = (predictor.text_columns, predictor.label_columns)
     split, notes = task_type.read_labeled(task, file, trained, quoting=dialect, **options)

@@ -72,7 +72,7 @@ def _read_own(
     refused = next((name for name in given if name not in _options(kind)), None)
     if refused is not None:
         raise InputError(f"{_flag(refused)} is not for --task {kind}")
-    options = dict(given) | {name: (given[name],) for name in _TUPLES if isinstance(given.get(name), str)}
+    options = with_tuples(given, _TUPLES)
     dialect = Dialect(options.pop("quoting", "auto"), options.pop("delimiter", ""))
     if dialect != Dialect():
         options["quoting"] = dialect
@@ -89,6 +89,13 @@ def _read_own(
         text_columns=tuple(dict.fromkeys((*found.text_columns, *text))),
         label_columns=tuple(dict.fromkeys((*found.label_columns, *label))),
     )
+
+
+def with_tuples(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns options in which these are tuples, whether one name was given or a list of them."""
+    given = {name: options[name] for name in names if name in options}
+    ones = {name: (value,) for name, value in given.items() if isinstance(value, str)}
+    return dict(options) | ones | {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
 
 
 def _overlap(train: Split, dev: Split) -> Iterator[str]:

@@ -71,6 +71,16 @@ def test_named_columns(write):
     assert (data.train.texts[0], data.task.labels) == (("t", "a"), ("a", "b"))
 
 
+def test_columns_may_be_a_list_or_a_single_name(write):
+    train = write([{"text": "a", "title": f"t{row}", "topic": "xy"[row % 2]} for row in range(8)])
+    data, again = (
+        read_tasks("classification", None, {"train": train}, {"text": text, "label": label})[0]
+        for text, label in ((["title", "text"], ["topic"]), (("title", "text"), "topic"))
+    )
+    assert data.train.texts == again.train.texts and ("t0", "a") in (*data.train.texts, *data.dev[0].texts)
+    assert data.text_columns == again.text_columns == (("title", "text"),)
+
+
 NUMBERS = "a regression has one label column of numbers"
 
 

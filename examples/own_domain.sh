@@ -1,7 +1,7 @@
 #!/bin/bash
 # Adapts an encoder to text of your domain by replaced-token detection, and compares both by a task of that domain.
 #
-#   examples/domain-adaptation.sh MODEL TEXTS LABELED OUT [options of `electra-fast pretrain`]
+#   examples/own_domain.sh MODEL TEXTS LABELED OUT [options of `electra-fast pretrain`]
 #
 # MODEL is a folder of transformers, such as a downloaded bert-base-uncased: ELECTRA, BERT, RoBERTa, DistilBERT or
 # ModernBERT, of any class. TEXTS is a file or folder of unlabeled text (.txt, .jsonl, .parquet, plain or compressed),
@@ -15,7 +15,8 @@ out=$4
 shift 4
 
 # The encoder becomes the discriminator. Its generator is new, shares its embeddings, and adds a tenth to the cost of a
-# step of bert-base. With `same-layers:4` it is a copy of the first 4 layers; or give a smaller model of the family.
+# step of bert-base. A few million tokens are too few for a new one, and adapting can then hurt: with `same-layers:4` it
+# is a copy of the first 4 layers; or give a smaller model of the family.
 if [ ! -e "$out/run" ]; then
     electra-fast import "$model" --generator small --out "$out/run"
 fi
