@@ -117,6 +117,7 @@ def test_decomposed_text_is_told(tmp_path, capfd):
     [
         (["日", "本", "人"], "日本人本日本人龘", "lacks 1 of the text's 4 characters, 龘 (20); train one on this"),
         (["ab"], "ab " + "ภาษาไทยไม่มีช่องว่าง" * 6, "these are words of more than 100 characters"),
+        (["the", "cat"], "русский мир и дом 5", "seems to be of another language or script"),
         (["the", "cat"], "The CAT", "the vocabulary knows these words in lower case: prepare with --uncased"),
     ],
 )

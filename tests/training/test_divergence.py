@@ -17,11 +17,11 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import Diverged
 from electra_fast.files import checkpoint_folder
-from electra_fast.files.checkpoint_folder import LossHistory
+from electra_fast.files.checkpoint_folder import LossHistory, TrainState
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
-from electra_fast.training.diagnostics import has_exploded, lost_learning, uniform_metrics
+from electra_fast.training.diagnostics import has_exploded, lost_learning, recovery_advice, uniform_metrics
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.pretrain import pretrain
 
@@ -111,6 +111,17 @@ def test_a_run_that_explodes_keeps_its_checkpoints_and_can_go_back(whole_run, va
     assert done.returncode == 0 and "finished" in done.stderr
     assert Config.load(out / "config.toml").optimizer.learning_rate == 1e-3
     assert lines(out)[-1]["loss"] < 1.1 * loss
+
+
+def test_rates_above_the_rule_are_lowered_to_it(tmp_path):
+    """Half of a rate that is a hundred times too high would diverge again."""
+    config = Config.preset("tiny", "modern").override({"train.steps": "2500", "optimizer.learning_rate": "0.4"})
+    said = recovery_advice(tmp_path, TrainState(), config.resolved())
+    assert said == "there is no checkpoint yet; start again with --optimizer.learning_rate 0.004 or a longer warmup"
+    said = recovery_advice(tmp_path, TrainState(), Config.preset("tiny", "modern").resolved())
+    assert "--optimizer.learning_rate 0.002 --optimizer.muon_learning_rate 0.0056" in said
+    said = recovery_advice(tmp_path, TrainState(), Config.preset("tiny", "google"))
+    assert "--optimizer.learning_rate 0.00025 or" in said
 
 
 @pytest.mark.parametrize(("rate", "ends"), [("0.03", False), ("5", True)])

@@ -91,6 +91,8 @@ def test_rates_beyond_the_measured_steps_are_an_extrapolation(tiny_corpus):
     assert "extrapolation" in told(config.override({"train.steps": "6571"}), tiny_corpus)
     by_hand = config.override({"train.steps": "6571", "optimizer.muon_learning_rate": "0.001"})
     assert "extrapolation" not in told(by_hand, tiny_corpus)
+    others = ef.Config.preset("tiny", "google").override({"train.steps": "6571", "optimizer.name": "muon"})
+    assert "extrapolation" not in told(others, tiny_corpus)
 
 
 @pytest.mark.parametrize(("seconds", "preset"), [(0.5, "mini"), (10.0, "tiny"), (0.01, "base")])

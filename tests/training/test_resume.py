@@ -13,7 +13,7 @@ from tiny_run import STEPS, TINY, assert_same_run, lines, tiny_config
 from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.optimizers.optimizer import lr_scale
-from electra_fast.training.forecast import low_peak
+from electra_fast.training.forecast import low_peak_warnings
 from electra_fast.training.pretrain import pretrain
 from electra_fast.training.run import exclusive
 
@@ -196,7 +196,7 @@ class TestWarmup:
     )
     def test_one_that_never_ends_is_a_warning(self, schedule, warmup, share):
         config = tiny_config(**{"optimizer.schedule": schedule, "optimizer.warmup_steps": str(warmup)})
-        told = list(low_peak(config))
+        told = list(low_peak_warnings(config))
         assert len(told) == (share is not None)
         if share is not None:
             said = f"warmup_steps = {warmup} with train.steps = {STEPS}: the learning rate never passes {share}"
@@ -226,8 +226,8 @@ class TestRates:
         assert stage.optimizer.warmup_steps == 500
         asked = {"train": {"steps": 100}, "optimizer": {"warmup_steps": 120}}
         whole = Config.preset("tiny", "modern").replace(asked)
-        assert not list(low_peak(whole))
-        (told,) = low_peak(whole.with_objective("two-stage"))
+        assert not list(low_peak_warnings(whole))
+        (told,) = low_peak_warnings(whole.with_objective("two-stage"))
         assert "the learning rate never passes 42%" in told
 
     def test_a_run_stores_them_and_keeps_them_or_what_a_kill_left_on_record(self, validation_corpus, tmp_path):

@@ -56,8 +56,8 @@ def test_real_runs(run, alarms):
     assert [end for end in range(1, 21) if stall_warning(found[:end])] == alarms
 
 
-def said(recipe="google", entropy=None, **found):
-    config = Config.preset("mini", recipe).override({"train.steps": "350"})
+def said(recipe="google", entropy=None, changes=(), **found):
+    config = Config.preset("mini", recipe).override({"train.steps": "350", **dict(changes)}).resolved()
     found = {"tokens": 50_000, "unigram_auc": None, "discriminator_auc": None, "encoder_loss": None} | found
     return verdict(config, found, entropy, 700_000, 5_000_000)
 
@@ -83,7 +83,11 @@ def test_the_likely_reasons():
     reasons = said(unigram_auc=0.5)[1]
     for reason in ("350 steps, 0.70 M tokens", "--train.steps 3500", "--recipe modern", "0.0005", "5.00 M tokens"):
         assert reason in reasons
-    assert "--recipe modern" not in said("modern", unigram_auc=0.5)[1]
+    modern = said("modern", unigram_auc=0.5)[1]
+    assert "--recipe modern" not in modern and "learning rate" not in modern  # which is that of the rule
+    for name in ("learning_rate", "muon_learning_rate"):
+        other = said("modern", changes={f"optimizer.{name}": "0.4"}, unigram_auc=0.5)[1]
+        assert "learning rates other than the rule's: start again without" in other
 
 
 def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capfd):

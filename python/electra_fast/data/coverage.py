@@ -13,6 +13,8 @@ from electra_fast.data.text_sample import MAX_WORD_CHARS, encode
 
 # Text in the vocabulary's own language has well below 1 % [UNK].
 MOST_UNKNOWN = 0.01
+# If more than this share of the unknown characters, and half of all that are not ASCII, are not: another language.
+MOST_FOREIGN = 0.9
 # Number of unknown words or characters to name.
 LISTED = 10
 
@@ -70,7 +72,8 @@ def _cause(words: Counter[str], letters: Counter[str], tokenizer: _data.Tokenize
             "--cased, --uncased), or split words in another way"
         )
     foreign = sum(count for letter, count in letters.items() if not letter.isascii())
-    if not any(letter.isascii() for letter in missing) and occurrences > foreign / 2:
+    unknown_foreign = sum(letters[letter] for letter in missing if not letter.isascii())
+    if unknown_foreign > max(foreign / 2, MOST_FOREIGN * occurrences):
         return "the vocabulary seems to be of another language or script: train one on this text"
     most = sorted(((letter, letters[letter]) for letter in missing), key=lambda each: -each[1])
     return (

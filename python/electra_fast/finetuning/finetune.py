@@ -290,7 +290,7 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress, callba
     progress.skip(job.num_tokens * (job.num_steps - run.state.step) // job.num_steps)
     result = run.finish(stop)
     progress.say(_run_text(job, result))
-    progress.warn(f"{name}: {result['warning']}" if "warning" in result else None)
+    progress.warn(f"{name}: warning: {result['warning']}" if "warning" in result else None)
     return result
 
 

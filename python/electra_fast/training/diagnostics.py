@@ -23,6 +23,7 @@ from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LossHistory, TrainState
 from electra_fast.objectives.objective import Number, Objective
+from electra_fast.training.forecast import by_rule, has_rule
 
 # A run has exploded above this multiple of the loss of uniform predictions.
 _EXPLODED = 2.0
@@ -68,25 +69,29 @@ def uniform_metrics(objective: Objective) -> dict[str, Number]:
     return objective.metrics(dict.fromkeys(objective.metric_totals, 1.0) | losses)
 
 
-def recovery_advice(run: Path, state: TrainState, optimizer: OptimizerConfig) -> str:
+def recovery_advice(run: Path, state: TrainState, config: Config) -> str:
     """Returns a sentence that names a good checkpoint of a diverged run and the command that goes back to it."""
-    kept = checkpoint_folder.steps(run)
+    kept, optimizer = checkpoint_folder.steps(run), config.optimizer
+    usual = by_rule(config) if has_rule(config) else optimizer
     if not kept:
-        return f"there is no checkpoint yet; start again with {_lower(optimizer, optimizer)} or a longer warmup"
+        return f"there is no checkpoint yet; start again with {_lower(optimizer, usual)} or a longer warmup"
     step, good = state.best_step if state.best_step in kept else kept[-1], "the last good checkpoint"
     if step == state.best_step and state.best_loss is not None:
         good = f"the best checkpoint ({state.best_by} loss {state.best_loss:.4g})"
     before = Config.load(checkpoint_folder.path_of(run, step) / "config.toml").optimizer
-    command = f"electra-fast pretrain --out {run} --from step-{step} {_lower(before, optimizer)} --allow-changes"
+    rates = _lower(optimizer, before, usual)
+    command = f"electra-fast pretrain --out {run} --from step-{step} {rates} --allow-changes"
     return f"step-{step} is {good}; go back to it with lower rates: {command}"
 
 
-def _lower(before: OptimizerConfig, now: OptimizerConfig) -> str:
-    """Returns options for lower rates: the earlier values of rates raised since or, if none were, half of all rates."""
+def _lower(now: OptimizerConfig, *others: OptimizerConfig) -> str:
+    """Returns options for lower rates: the lowest of `others` or, where none is lower than now, half of all rates."""
     names = ["learning_rate"] + ["muon_learning_rate"] * (now.name == "muon")
-    rates = {name: getattr(now, name) / 2 for name in names}
-    raised = {name: getattr(before, name) for name in names if 0 < getattr(before, name) < getattr(now, name)}
-    return " ".join(f"--optimizer.{name} {rate:g}" for name, rate in (raised or rates).items())
+    rates = {name: getattr(now, name) for name in names}
+    lowest = {name: min(getattr(each, name) or rate for each in others) for name, rate in rates.items()}
+    lower = {name: rate for name, rate in lowest.items() if rate < rates[name]}
+    halves = {name: rate / 2 for name, rate in rates.items()}
+    return " ".join(f"--optimizer.{name} {rate:g}" for name, rate in (lower or halves).items())
 
 
 def _losses(objective: Objective, metrics: Mapping[str, Number]) -> dict[str, float]:
@@ -187,7 +192,11 @@ def _reasons(config: Config, trained_tokens: int, corpus_tokens: int) -> Iterato
     yield f"too little training ({steps:,} steps, {trained_tokens / 1e6:.2f} M tokens): {longer}"
     if config.model.architecture == "bert":
         yield "recipes google and paper learn late: start again with --recipe modern"
-    yield f"a learning rate that does not suit (optimizer.learning_rate = {config.optimizer.learning_rate:g})"
+    if not has_rule(config):
+        rate = config.optimizer.learning_rate
+        yield f"a learning rate that does not suit (optimizer.learning_rate = {rate:g}): compare half and twice of it"
+    elif config.optimizer != by_rule(config):
+        yield "learning rates other than the rule's: start again without optimizer.learning_rate and muon_learning_rate"
     if corpus_tokens < _SMALL_CORPUS:
         yield f"a small corpus ({corpus_tokens / 1e6:.2f} M tokens): add text"
 
@@ -216,7 +225,10 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
             f"({majority:.4f}); lower optimizer.learning_rate, or make the generator weaker (generator.fraction)"
         )
     if recall == 0:
-        return f"the discriminator calls every token original (loss {loss:.4f}, class shares alone {majority:.4f})"
+        return (
+            f"the discriminator calls every token original (loss {loss:.4f}, class shares alone {majority:.4f}); "
+            "if unigram_auc stays at 0.5 too, lower optimizer.learning_rate"
+        )
     return None
 
 

@@ -356,8 +356,10 @@ def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:
     trained_on = origin(Path(source)).corpus or ""
     for folder, corpus in zip(mixture.folders, mixture.corpora, strict=True):
         if corpus.content_hash in trained_on:
-            remedy = "prepare the text with --holdout to get metrics on unseen text"
-            say(f"warning: {folder}: the model was trained on all of this corpus; {remedy}")
+            say(
+                f"warning: {folder}: the model was trained on all of this corpus; "
+                "prepare the text with --holdout to get metrics on unseen text"
+            )
     return mixture.folders[0] if mixture.is_single else mixture.folders
 
 
@@ -395,6 +397,7 @@ def _check_length(
             )
     trained = model.config.data.sequence_length
     if trained < length:
-        what = f"was trained on rows of {trained} tokens and is judged on rows of {length}"
-        remedy = f"pass --sequence-length {trained} for all compared models"
-        say(f"warning: {source}: {what}; {remedy}")
+        say(
+            f"warning: {source}: was trained on rows of {trained} tokens and is judged on rows of {length}; "
+            f"pass --sequence-length {trained} for all compared models"
+        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from electra_fast.config.config import Config
+from electra_fast.config.config import Config, OptimizerConfig
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.optimizers.optimizer import lr_scale
@@ -60,7 +61,7 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) 
             f"the run reads the corpus {epochs:,.0f} times, and repeated text teaches less and less; add text, "
             f"or lower train.steps (to {most:,} for {MAX_EPOCHS} epochs)"
         )
-    yield from low_peak(config)
+    yield from low_peak_warnings(config)
     if mixture is not None:
         mean = mixture.num_tokens / max(1, sum(len(each) for each in mixture.corpora))
         if data.sequence_length > 32 and data.sequence_length > MAX_ROW_PER_DOCUMENT * mean:
@@ -86,7 +87,8 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) 
             "the generator is as large as the discriminator, which then learns less for more FLOPs; "
             "lower generator.fraction or generator.num_layers"
         )
-    if config.optimizer.name == "muon" and config.schedule_steps > MAX_RULE_STEPS and _follows_rule(config):
+    is_by_rule = config.optimizer.muon_learning_rate == by_rule(config).muon_learning_rate
+    if has_rule(config) and is_by_rule and config.schedule_steps > MAX_RULE_STEPS:
         yield (
             f"the learning rates follow a rule that was fitted to runs of at most {MAX_RULE_STEPS:,} steps; for "
             f"{config.schedule_steps:,} it is an extrapolation: compare rates in shorter runs first"
@@ -99,12 +101,18 @@ def _has_large_generator(config: Config) -> bool:
     return not must_be_large and own.num_layers * own.hidden_size**2 >= other.num_layers * other.hidden_size**2
 
 
-def _follows_rule(config: Config) -> bool:
-    by_rule = config.replace({"optimizer": {"learning_rate": 0.0, "muon_learning_rate": 0.0}}).resolved().optimizer
-    return by_rule.muon_learning_rate == config.optimizer.muon_learning_rate
+def has_rule(config: Config) -> bool:
+    """Returns whether learning rates can be derived from the number of steps, as in recipe `modern`."""
+    return config.model.architecture == "modern" and config.optimizer.name == "muon"
 
 
-def low_peak(config: Config) -> Iterator[str]:
+def by_rule(config: Config) -> OptimizerConfig:
+    """Returns the optimizer of a resolved configuration with the rates that are derived from its steps."""
+    fresh = dataclasses.replace(config.optimizer, learning_rate=0.0, muon_learning_rate=0.0)
+    return fresh.for_steps(config.schedule_steps)
+
+
+def low_peak_warnings(config: Config) -> Iterator[str]:
     """Warns if warmup leaves the learning rate far below its peak."""
     optimizer, steps = config.optimizer, config.schedule_steps
     # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.

@@ -12,6 +12,7 @@ import torch
 
 from electra_fast.config.config import AUTO, Config
 from electra_fast.config.presets import DEFAULT_RECIPE
+from electra_fast.data.coverage import MOST_UNKNOWN
 from electra_fast.data.inspect import rows_as_text
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.errors import InputError
@@ -25,8 +26,6 @@ from electra_fast.training.memory import StepMemory
 from electra_fast.training.run import resolved
 from electra_fast.training.trial import Trial, measure
 
-# More unknown tokens than this are warned of.
-MAX_UNKNOWN = 0.05
 # Steps with which a proposed preset learns something: of tiny and mini, its own (measured); of others, those of mini.
 FEWEST_STEPS = {"tiny": 2_000, "mini": 5_000, "small": 5_000, "base": 5_000}
 # Of the free memory, the part that a step may take; of the given hours, the part that steps are planned for.
@@ -268,7 +267,7 @@ def _available_bytes() -> int:
 def _corpus_warnings(mixture: Mixture) -> Iterator[str]:
     """Warns of unknown tokens; reads a sample of each corpus."""
     for name, corpus in zip(mixture.names(), mixture.corpora, strict=True):
-        if (share := corpus.coverage().unknown_share) > MAX_UNKNOWN:
+        if (share := corpus.coverage().unknown_share) > MOST_UNKNOWN:
             yield (
                 f"{name}: {share:.1%} of the tokens are [UNK]; prepare with a vocabulary of this text "
                 "(electra-fast vocab)"

@@ -33,7 +33,7 @@ from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
 from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.forecast import compact, low_peak
+from electra_fast.training.forecast import compact, low_peak_warnings
 from electra_fast.training.graphs import Preparation
 from electra_fast.training.loggers import Loggers, logger_names
 from electra_fast.training.plots import draw_curves
@@ -68,7 +68,7 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
     if not state.step:
         yield from compact(config, mixture, num_parameters)
     else:
-        yield from (f"warning: {line}" for line in low_peak(config))
+        yield from (f"warning: {line}" for line in low_peak_warnings(config))
 
 
 def _shares(mixture: Mixture) -> str:

@@ -312,8 +312,10 @@ class _Link(Connection):
                 raise Interrupted(number, f"interrupted; {who} {why}: {lost}; run again to resume from the last one")
             if seconds >= limit and not is_named:
                 is_named = True
-                remedy = f"; `kill -CONT {self.process.pid}` resumes it" if is_suspended else ""
-                print(f"warning: {who} {why}, and the run waits for it{remedy}", file=sys.stderr)
+                remedy = f"`kill -CONT {self.process.pid}` resumes it"
+                if not is_suspended:
+                    remedy = f"if it never answers, `kill -9 {self.process.pid}` ends the run, which you can resume"
+                print(f"warning: {who} {why}, and the run waits for it; {remedy}", file=sys.stderr)
 
 
 def _is_suspended(pid: int) -> bool:

@@ -264,11 +264,15 @@ class Trainer:
         bad = [name for name, value in window.totals.items() if not math.isfinite(value)]
         spikes, most = self.train_step.spikes, self.config.train.skip_spikes
         in_a_row = 0 if spikes is None else spikes.take_longest()
-        if bad or (spikes is not None and in_a_row > most):
-            what = f"{' and '.join(bad)} became nan or infinite" if bad else f"{in_a_row} spikes came in a row"
-            self._end_diverged(f"{what} in {self._window_steps()}")
+        if bad:
+            self._end_diverged(f"{' and '.join(bad)} became nan or infinite in {self._window_steps()}")
+        if spikes is not None and in_a_row > most:
+            self._end_diverged(f"{in_a_row} spikes came in a row in {self._window_steps()}")
         if self.train_step.scaler is not None and self.train_step.scaler.has_failed():
-            self._end_diverged(f"the gradients overflow fp16 without loss scaling in {self._window_steps()}")
+            self._end_diverged(
+                f"the gradients overflow fp16 even with a loss scale of 1 in {self._window_steps()} "
+                "(--train.precision fp32 has no such limit)"
+            )
 
     def _check_loss(self) -> None:
         window, objective = self.state.log_window, self.stage.objective
@@ -289,8 +293,8 @@ class Trainer:
         return f"steps {self.state.step - self.state.log_window.steps + 1}-{self.state.step}"
 
     def _end_diverged(self, what: str) -> NoReturn:
-        run, optimizer = self.run.folder, self.config.optimizer
-        self._fail(lambda: Diverged(f"{run}: {what}; {recovery_advice(run, self.state, optimizer)}"))
+        run = self.run.folder
+        self._fail(lambda: Diverged(f"{run}: {what}; {recovery_advice(run, self.state, self.config)}"))
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each spent on its own work."""

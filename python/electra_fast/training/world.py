@@ -152,7 +152,8 @@ class World:
         except (RuntimeError, ValueError) as error:
             raise TrainingFailed(
                 f"rank {self.rank}: the {self.size} ranks did not meet at {launch.address}:{launch.port}: "
-                f"{_first_line(error)}"
+                f"{_first_line(error)}; start all of them within {_MEETING_SECONDS / 60:.0f} minutes, on machines "
+                "that reach this address"
             ) from None
         return rendezvous
 
