@@ -183,7 +183,7 @@ def wait_for_child(child, timeout):
 def import_first():
     """Imports what forks would import later."""
     import matplotlib.backends.backend_agg
-    import matplotlib.figure
+    import matplotlib.figure  # noqa: F401
     import pyarrow  # noqa: F401
     import sklearn.metrics  # noqa: F401
     import torch._dynamo  # noqa: F401

@@ -30,8 +30,6 @@ from tiny_reading import questions_of, write_conll, write_squad
 from tiny_task import sentences, write_cola, write_sst2
 
 import electra_fast as ef
-from electra_fast.cli_parser import build_parser
-from electra_fast.config.file import take_overrides
 
 TREE = Path(__file__).resolve().parent.parent
 PAGES = [TREE / "README.md", *sorted(TREE.glob("docs/**/*.md"))]
@@ -65,8 +63,8 @@ SMALLER = {
     "--seeds 5": "--seeds 1",
     "seeds=3": "seeds=1",
     "--folds 5": "--folds 2",
-    "reproduce objectives": "reproduce tying --seeds 1 --finetune.epochs 1 --train.batch_size 4 --data.sequence_length 16",
-    "--budget 3e15": "--budget 1e10",
+    "reproduce objectives": "reproduce tying --seeds 1 --finetune.epochs 1",
+    "--budget 3e15": "--budget 1e10 --train.batch_size 4 --data.sequence_length 16",
     "--nproc-per-node 8": "--nproc-per-node 2",
     "ProcessPoolExecutor(32)": "ProcessPoolExecutor(2)",
     "array=1-64": "array=1-2",
@@ -361,7 +359,9 @@ def run(things, environment, request):
         file.write_text(code, encoding="utf-8")
         with (folder / "output").open("w+") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            with subprocess.Popen([*command, file.name], cwd=folder, env=variables, process_group=0, **streams) as process:
+            with subprocess.Popen(
+                [*command, file.name], cwd=folder, env=variables, process_group=0, **streams
+            ) as process:
                 try:
                     code = process.wait(timeout=600)
                 except BaseException:

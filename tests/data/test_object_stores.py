@@ -19,7 +19,6 @@ import object_store
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import object_store
 from in_process import run
 from object_store import S3
 
