@@ -182,8 +182,6 @@ def wait_for_child(child, timeout):
 
 def import_first():
     """Imports what forks would import later."""
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
     import pyarrow  # noqa: F401
     import sklearn.metrics  # noqa: F401
     import torch._dynamo  # noqa: F401

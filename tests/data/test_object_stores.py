@@ -6,10 +6,6 @@ import gzip
 import json
 import os
 import pickle
-import socket
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import object_store
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import object_store
 from in_process import run
 from object_store import S3
 
