@@ -21,6 +21,8 @@ DEMO   := $(CACHE)/$(TREE)/demo
 EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
+# Crates name their files in messages. What is built names no folder of this machine.
+export RUSTFLAGS += --remap-path-prefix=$(HOME)=~
 
 # Python's checks run beside Rust's, neither of which keeps two cores busy. Other goals (`make clean test`) keep their order.
 ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
@@ -44,12 +46,13 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test lint lint-python lint-rust test-rust wheel bench experiments clean env
+.PHONY: help demo test lint lint-python lint-rust test-rust docs wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
 	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
+	@echo "make docs   the documentation's site, with its reference pages written anew: ./site"
 	@echo "make wheel  the release wheel: ./dist"
 	@echo "make bench  run the scripts of bench/ that need no texts, hours or GPU, from the installed wheel"
 	@echo "make experiments TEXTS='FILE...' GLUE=FOLDER   the queue of bench/experiments.toml, at the lowest priority"
@@ -65,6 +68,7 @@ test: lint test-rust
 lint: lint-python lint-rust
 
 lint-python: env
+	$(ENV)/bin/zensical build --strict --clean
 	$(ENV)/bin/ruff check .
 	$(ENV)/bin/ruff format --check .
 	$(ENV)/bin/mypy --strict --cache-dir $(CACHE)/$(TREE)/mypy
@@ -77,9 +81,14 @@ lint-rust: wheel
 test-rust: lint-rust
 	cargo test $(TIMEOUT) --release --locked --workspace --tests
 
+docs: env
+	$(ENV)/bin/python .ci/generate_reference.py
+	$(ENV)/bin/zensical build --strict --clean
+
 wheel: $(TOOLS)/bin/maturin
 	rm -f dist/electra_fast-*.whl
 	$(TOOLS)/bin/maturin build --release --locked --interpreter $(TOOLS)/bin/python --out dist
+	$(TOOLS)/bin/python .ci/clean_wheel.py dist/electra_fast-*.whl
 
 # Shows that scripts run: all but those that need texts, hours or a GPU, with small settings where they have them. One
 # that fails does not stop the others. For numbers, run a script alone on an idle machine.
@@ -98,7 +107,7 @@ experiments: $(if $(and $(TEXTS),$(GLUE)),wheel)
 
 clean:
 	cargo clean --release --package electra-data --package electra-data-py
-	rm -rf dist demo .ruff_cache .pytest_cache $(CACHE)/$(TREE)
+	rm -rf dist demo site .cache .ruff_cache .pytest_cache $(CACHE)/$(TREE)
 
 env: wheel
 	$(call environment,$(ENV),[test])

@@ -9,6 +9,7 @@ the README has a folder of its own. `sh` blocks are scripts of bash; `python` bl
 import ast
 import csv
 import functools
+import importlib.metadata
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +33,13 @@ import electra_fast as ef
 
 TREE = Path(__file__).resolve().parent.parent
 PAGES = [TREE / "README.md", *sorted(TREE.glob("docs/**/*.md"))]
-DOCUMENTS = sorted({*TREE.glob("*.md"), *PAGES, TREE / "bench/README.md"})
+DOCUMENTS = sorted({*TREE.glob("*.md"), *PAGES, *TREE.glob("examples/*.md"), TREE / "bench/README.md"})
+# How links to this project begin: to its files, pictures, pages.
+HOME = "https://github.com/electra-fast/electra-fast/blob/main/"
+RAW = "https://raw.githubusercontent.com/electra-fast/electra-fast/main/"
+SITE = "https://electra-fast.github.io/electra-fast/"
 # Why a block does not run: `<!-- not run: REASON -->` is before it.
-NOT_RUN = set()
+NOT_RUN = {"the tests have no access to PyTorch's index"}
 # What makes blocks a matter of seconds; each text is in some block.
 SMALLER = {
     "electra_fast pretrain ": "electra_fast pretrain --train.steps 12 --train.batch_size 8 ",
@@ -49,6 +55,7 @@ SMALLER = {
     'ef.Config.preset("small")': 'ef.Config.preset("tiny").replace({"train": {"steps": 12, "batch_size": 8}})',
     "electra-fast finetune ": "electra-fast finetune --finetune.epochs 1 ",
     "ef.finetune(": 'ef.finetune(overrides={"finetune.epochs": "1"}, task=',
+    "--hours 8": "--hours 0.01",
     "--seeds 10": "--seeds 2",
     "--seeds 3": "--seeds 1",
     "--seeds 5": "--seeds 1",
@@ -407,15 +414,39 @@ def test_a_block_that_fails_is_named(block, said, run, tmp_path):
             run(tmp_path, script)
 
 
+def target_of(document, link):
+    """The file and heading to which a link leads; no file if it leads elsewhere in the web."""
+    link, _, anchor = link.partition("#")
+    if link.startswith(SITE):
+        return TREE / "docs" / f"{link.removeprefix(SITE).strip('/') or 'index'}.md", anchor
+    for own in (HOME, RAW):
+        if link.startswith(own):
+            return TREE / link.removeprefix(own), anchor
+    if link.startswith("http"):
+        return None, ""
+    return document.parent / link if link else document, anchor
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document):
-    for link in re.findall(r"\]\(([^)]+)\)", document.read_text(encoding="utf-8")):
-        name, _, anchor = link.partition("#")
-        if not link.startswith("http"):
-            target = document.parent / name if name else document
-            assert target.exists(), link
+    for inline, reference in re.findall(r"\]\(([^)]+)\)|^\[\w+\]: (\S+)$", document.read_text(encoding="utf-8"), re.M):
+        target, anchor = target_of(document, inline or reference)
+        if target is not None:
+            assert target.exists(), target
             headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
             assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = str(tomllib.loads((TREE / "zensical.toml").read_text())["project"]["nav"])
+    pages = {path.relative_to(TREE / "docs").as_posix() for path in TREE.glob("docs/**/*.md")}
+    assert set(re.findall(r"'([\w/-]+\.md)'", navigation)) == pages
+
+
+def test_every_extra_is_in_the_installation_page():
+    rows = re.findall(r"^\| (`.*?) \|", (TREE / "docs/install.md").read_text(), re.M)
+    extras = importlib.metadata.metadata("electra-fast").get_all("Provides-Extra")
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {*extras} - {"test"}
 
 
 @pytest.mark.parametrize("document", [TREE / "CONTRIBUTING.md", TREE / "bench/README.md"], ids=name_of)

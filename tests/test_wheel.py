@@ -6,12 +6,18 @@ expected files.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
+import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+import pytest
 
 import electra_fast
 
@@ -75,6 +81,30 @@ def test_every_source_file_is_in_the_wheel_and_nothing_else() -> None:
 def test_the_license_is_in_the_wheel() -> None:
     assert any(file.endswith("dist-info/licenses/LICENSE") for file in installed_files())
     assert importlib.metadata.metadata("electra-fast")["License-Expression"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize("folder", [TREE, Path.home()], ids=["checkout", "home"])
+def test_the_wheel_names_no_folder_of_the_machine_that_built_it(folder: Path) -> None:
+    files = [file for file in importlib.metadata.files("electra-fast") or [] if file.suffix != ".pyc"]
+    shipped = [file for file in files if file.parts[0] == "electra_fast" or "sboms" in file.parts]
+    assert {".so", ".json"} <= {file.suffix for file in shipped}
+    assert not [str(file) for file in shipped if f"{folder}/".encode() in file.read_binary()]
+
+
+def test_the_bill_of_materials_lists_the_crates_and_is_as_recorded() -> None:
+    file = next(file for file in importlib.metadata.files("electra-fast") or [] if "sboms" in file.parts)
+    content = file.read_binary()
+    names = {component["name"] for component in json.loads(content)["components"]}
+    assert {"electra-data", "arrow-array", "tokenizers"} <= names
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+    assert file.hash is not None and (file.hash.value, file.size) == (digest, len(content))
+
+
+def test_links_of_the_description_work_on_a_package_index() -> None:
+    description = str(importlib.metadata.metadata("electra-fast").get_payload())
+    links = re.findall(r"\]\(([^)]+)\)|(?:href|src)=[\"']([^\"']+)", description)
+    assert len(links) > 5
+    assert not [link for pair in links for link in pair if link and not link.startswith("https://")]
 
 
 def test_every_module_imports_from_anywhere_without_a_gpu() -> None:

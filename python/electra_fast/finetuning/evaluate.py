@@ -25,23 +25,27 @@ _TUPLES = ("text", "label", "labels", "label_map")
 
 
 def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
-    """Evaluates a model; what it is decides how.
+    """Evaluates a fine-tuned model on labeled examples, or a pre-trained one on a corpus.
 
-    A fine-tuned model predicts labeled examples, in a file or in memory as for `finetune`, and the report on them is
-    returned: `{"task", "kind", "examples", "scores": {name: {"model": x, "majority": x}}, ...}`, with sections by task
-    (classes, confusion, calibration, entity_types, matching, residuals, answer_lengths, ...) and `errors`, the worst
-    ones. `majority` has the scores of the data's own most frequent label. The options:
-
+    Args:
+        source: A fine-tuned model; or a run, a checkpoint or a folder of `transformers`, which `training.evaluate`
+            evaluates with its own arguments.
+        data: Labeled examples, in a file or in memory as for `finetune`; or corpora.
+        **options: Those of a fine-tuned model follow.
         out: A folder for report.json, report.md, their pictures and predictions.jsonl.
         precision: As for `load_finetuned`.
         text, label: The columns; by default those of training, or the usual ones.
         skip_bad_rows: Number of unusable rows that may be left out, those with labels that the model lacks among them.
-        label_map, label_separator, labels, scheme, quoting, delimiter: As for `finetune`; `labels` are the names of
-            tags that are numbers.
+        labels: For tags: the names of those that are numbers.
+        label_map, label_separator, scheme, quoting, delimiter: As for `finetune`.
 
-    Another model is evaluated on a corpus, with the arguments and results of `training.evaluate.evaluate`.
+    Returns:
+        The report on the examples: `{"task", "kind", "examples", "scores": {name: {"model": x, "majority": x}}, ...}`,
+        with sections by task (classes, confusion, calibration, entity_types, matching, residuals, answer_lengths, ...)
+        and `errors`, the worst ones. `majority` has the scores of the data's own most frequent label.
 
-    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy.
+    Raises:
+        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
     """
     own, others = _options(evaluate_file), _options(pretrained.evaluate)
     for task_type in TASK_TYPES.values():

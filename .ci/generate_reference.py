@@ -1,0 +1,237 @@
+"""Writes docs/reference/: the commands, configuration keys and Python interface, from the installed package.
+
+python .ci/generate_reference.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import electra_fast as ef
+from electra_fast.cli_parser import CONFIGURED, Parser, build_parser
+from electra_fast.config.config import Config
+from electra_fast.config.file import format_value
+from electra_fast.config.presets import RECIPES, SIZES
+from electra_fast.config.section import Configuration
+from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
+from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.finetuning.error_detection import ErrorDetector
+from electra_fast.finetuning.predict import FinetunedModel
+from electra_fast.training import evaluate as pretrained
+
+NOTE = "<!-- Written by .ci/generate_reference.py. -->\n\n"
+LISTS = ("Args:", "Raises:", "Attributes:")
+GROUPS = {
+    "Text and corpora": "prepare train_vocab verify Corpus Tokenizer BatchLoader to_torch",
+    "Pre-training": "Config pretrain plan evaluate report reproduce",
+    "Models": "load export import_folder Electra",
+    "Fine-tuning and prediction": "finetune load_finetuned load_error_detector",
+    "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining",
+}
+# What the functions return or call, of which there is more to say.
+RETURNED = {
+    "evaluate": {"`ef.evaluate` of a pre-trained model": pretrained.evaluate},
+    "load_finetuned": {"FinetunedModel.predict": FinetunedModel.predict},
+    "load_error_detector": {"ErrorDetector.predict": ErrorDetector.predict},
+}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a Markdown table; a bar within a cell is escaped."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def commands() -> str:
+    """Each command with its arguments."""
+    parser = build_parser()
+    parts = [
+        "# Commands\n",
+        "`electra-fast COMMAND --help` prints the same. Results go to standard output, progress and notes to standard",
+        "error. A mistake is one line and exit code 2; a run stopped by a signal exits with 128 plus its number, and",
+        "one that reached `train.max_minutes` with 75.\n",
+    ]
+    for name, command in parser.commands.items():
+        parts += [f"## {name}\n", _sentence(command.description or ""), *_arguments(name, command)]
+    return NOTE + "\n".join(parts)
+
+
+def _arguments(name: str, command: Parser) -> list[str]:
+    groups = [
+        [each for each in group._group_actions if each.dest not in ("help", "quiet")]
+        for group in command._action_groups
+    ]
+    positional, options, *others = groups
+    words = " ".join(["electra-fast", name, "[OPTIONS]", *(_value(command, each) for each in positional)])
+    header = ["argument", "meaning", "default"]
+    parts = [
+        f"\n```text\n{words}\n```\n",
+        table(header, [_argument(command, each) for each in [*positional, *options]]),
+    ]
+    for group, actions in zip(command._action_groups[2:], others, strict=True):
+        parts += [
+            f"{_sentence(group.title or '')[:-1]}:\n",
+            table(header, [_argument(command, each) for each in actions]),
+        ]
+    if name in CONFIGURED:
+        parts += ["And [configuration keys](configuration.md), as `--section.key value`.\n"]
+    return parts
+
+
+def _value(command: Parser, action: argparse.Action) -> str:
+    return command._get_formatter()._format_args(action, action.dest.upper())
+
+
+def _argument(command: Parser, action: argparse.Action) -> list[str]:
+    value = _value(command, action)
+    names = ", ".join(f"`{flag} {value}`".replace(" `", "`") for flag in action.option_strings) or f"`{value}`"
+    help = action.help or ""
+    if stated := re.search(r" \(default: (.*)\)$", help):
+        return [names, help[: stated.start()], stated[1]]
+    if action.required:
+        return [names, help, "required"]
+    if action.nargs == 0 or not action.option_strings:
+        return [names, help, ""]
+    none = action.default in (None, (), "")
+    return [names, help, "none" if none else f"`{action.default}`"]
+
+
+def configuration() -> str:
+    """Each configuration key, and what presets and recipes change."""
+    presets, recipes = list(SIZES), list(RECIPES)
+    parts = [
+        "# Configuration keys\n",
+        "Set them on the command line, `--train.steps 100k`, or in a TOML file, `electra-fast pretrain run.toml`.",
+        "Numbers take units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: defaults, preset and recipe, what the",
+        "objective needs, file, command line. `RUN/config.toml` has every value of a run.\n",
+        f"## Pre-training\n\nDefaults are those of `small` in the recipe `modern`.\n\n{_keys(Config.preset('small'))}",
+        "## Presets\n\nThe recipe `modern`; keys that all presets share are left out.\n",
+        _columns({name: Config.preset(name) for name in presets}),
+        "## Recipes\n\nThe preset `small`.\n",
+        _columns({name: Config.preset("small", name) for name in recipes}),
+        f"## Fine-tuning\n\nDefaults are those of the recipe `fast`.\n\n{_keys(FinetuningConfig())}",
+        "## Recipes of fine-tuning\n",
+        _columns({name: FinetuningConfig().replace({"finetune": keys}) for name, keys in FINETUNING_RECIPES.items()}),
+    ]
+    return NOTE + "\n".join(parts)
+
+
+def _keys(defaults: Configuration) -> str:
+    sections: dict[str, list[list[str]]] = {}
+    for name in defaults.key_names():
+        row = [f"`{name}`", defaults.describe_key(name), f"`{format_value(defaults.value(name))}`"]
+        sections.setdefault(name.partition(".")[0], []).append(row)
+    return "\n".join(
+        f"### `[{section}]`\n\n{table(['key', 'meaning', 'default'], rows)}" for section, rows in sections.items()
+    )
+
+
+def _columns(configurations: dict[str, Any]) -> str:
+    first = next(iter(configurations.values()))
+    rows = []
+    for name in first.key_names():
+        values = [format_value(each.value(name)) for each in configurations.values()]
+        if len(set(values)) > 1:
+            rows.append([f"`{name}`", *values])
+    return table(["key", *(f"`{name}`" for name in configurations)], rows)
+
+
+def python() -> str:
+    """Each public name with its docstring."""
+    named = {name for names in GROUPS.values() for name in names.split()}
+    if missing := set(ef.__all__) - named - {"__version__"}:
+        raise SystemExit(f"no group in .ci/generate_reference.py for {', '.join(sorted(missing))}")
+    parts = ["# Python interface\n", "```python\nimport electra_fast as ef\n```\n"]
+    for group, names in GROUPS.items():
+        parts.append(f"## {group}\n")
+        for name in names.split():
+            thing = getattr(ef, name)
+            parts.append(_documented(f"ef.{name}", thing, level=3))
+            parts += [_documented(title, member, level=4) for title, member in RETURNED.get(name, {}).items()]
+            if inspect.isclass(thing) and not issubclass(thing, Exception):
+                parts += [_documented(f"{name}.{each}", member, level=4) for each, member in _members(thing)]
+    return NOTE + "\n".join(parts)
+
+
+def _members(owner: type) -> Iterable[tuple[str, Any]]:
+    """The public methods and properties that a class defines, not those that it inherits from torch."""
+    for base in reversed(owner.__mro__):
+        if base.__module__.startswith("electra_fast"):
+            for name, member in vars(base).items():
+                function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+                if not name.startswith("_") and (inspect.isfunction(function) or isinstance(member, property)):
+                    if name != "forward":
+                        yield name, function
+
+
+def _documented(name: str, thing: Any, *, level: int) -> str:
+    heading = f"{'#' * level} {name if ' ' in name else f'`{name}`'}\n"
+    text = _markdown(inspect.getdoc(thing) or "")
+    if isinstance(thing, property) or (inspect.isclass(thing) and issubclass(thing, Exception)):
+        return f"{heading}\n{text}\n"
+    called = f"ef.{thing.__name__}" if " " in name else name
+    return f"{heading}\n```text\n{_signature(called, thing)}\n```\n\n{text}\n"
+
+
+def _signature(name: str, thing: Any) -> str:
+    """A signature of one line or, where that is too long, of a line per parameter."""
+    signature = inspect.signature(thing)
+    shown: list[str] = []
+    for each in signature.parameters.values():
+        if each.name in ("self", "cls"):
+            continue
+        if each.kind is each.KEYWORD_ONLY and not any(part.startswith("*") for part in shown):
+            shown.append("*")
+        prefix = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        annotation = "" if each.annotation is each.empty else f": {_type(each.annotation)}"
+        default = "" if each.default is each.empty else f" = {each.default!r}"
+        shown.append(f"{prefix}{each.name}{annotation}{default}")
+    returns = signature.return_annotation
+    end = ")" if returns is signature.empty or inspect.isclass(thing) else f") -> {_type(returns)}"
+    line = f"{name}({', '.join(shown)}{end}"
+    return line if len(line) <= 100 else "\n".join([f"{name}(", *(f"    {each}," for each in shown), end])
+
+
+def _type(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _markdown(docstring: str) -> str:
+    """Turns sections such as `Args:` and their entries into lists."""
+    lines, section = [], ""
+    for line in docstring.splitlines():
+        if re.fullmatch(r"(Args|Returns|Yields|Raises|Attributes|Example):", line):
+            section = line
+            lines += [f"**{line[:-1]}**", ""]
+        elif section in LISTS and (entry := re.match(r"    ([\w*]+(?:, [\w*]+)*): (.*)", line)):
+            lines.append(f"* `{entry[1].replace(', ', '`, `')}`: {entry[2]}")
+        elif section and line.startswith("    "):
+            lines.append(f"  {line.strip()}" if section in LISTS else line.strip())
+        else:
+            section = section if not line else ""
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+PAGES = {"commands.md": commands, "configuration.md": configuration, "python.md": python}
+
+
+def main() -> None:
+    """Writes the pages."""
+    folder = Path(__file__).resolve().parent.parent / "docs/reference"
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
