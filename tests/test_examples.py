@@ -22,9 +22,11 @@ import tokenizers
 from tiny_reading import write_conll
 from tiny_task import BAD, GOOD, WORDS, sentences
 
+import electra_fast as ef
 from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.file import take_overrides
+from electra_fast.huggingface.onnx import write_onnx
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # In place of a command: writes its name, arguments and environment to a file of that name, and exits as told.
@@ -290,50 +292,33 @@ def serve():
         yield start
 
 
-def write_network(folder, width, last, shape):
-    """Writes a model.onnx with a vector per token plus one per type, `sum`, and a node that makes the output of it.
-
-    Returns the tokenizer and the vectors of tokens of the first type.
-    """
-    make = onnx.helper
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tables_VD = np.random.default_rng(0).normal(size=(2, tokenizer.get_vocab_size(), width)).astype(np.float32)
-    names = ["input_ids", "attention_mask", "token_type_ids"]
-    nodes = [("Gather", ["tokens", "input_ids"], ["a"]), ("Gather", ["types", "token_type_ids"], ["b"])]
-    axes = onnx.numpy_helper.from_array(np.array([1]), "axes")
-    graph = make.make_graph(
-        [*(make.make_node(*node) for node in (*nodes, ("Add", ["a", "b"], ["sum"]))), last],
-        "network",
-        [make.make_tensor_value_info(name, onnx.TensorProto.INT64, ["batch", "sequence"]) for name in names],
-        [make.make_tensor_value_info(last.output[0], onnx.TensorProto.FLOAT, shape)],
-        [axes, *(onnx.numpy_helper.from_array(*pair) for pair in zip(tables_VD, ("tokens", "types"), strict=True))],
-    )
-    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=10), folder / "model.onnx")
-    return tokenizer, tables_VD[0] + tables_VD[1][0]
-
-
 def test_serving_an_encoder_without_torch(serve, tmp_path, own_language):
     """Its outputs depend on the token and its type alone, so that the embeddings are known."""
-    folder = shutil.copytree(own_language[0] / "model/encoder", tmp_path / "encoder")
-    tokenizer, vectors_VD = write_network(
-        folder, 4, onnx.helper.make_node("Identity", ["sum"], ["last_hidden_state"]), ["batch", "sequence", 4]
+    make, folder = onnx.helper, shutil.copytree(own_language[0] / "model/encoder", tmp_path / "encoder")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tables_VD = np.random.default_rng(0).normal(size=(2, tokenizer.get_vocab_size(), 4)).astype(np.float32)
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    nodes = [("Gather", ["tokens", "input_ids"], ["a"]), ("Gather", ["types", "token_type_ids"], ["b"])]
+    graph = make.make_graph(
+        [make.make_node(*node) for node in (*nodes, ("Add", ["a", "b"], ["last_hidden_state"]))],
+        "encoder",
+        [make.make_tensor_value_info(name, onnx.TensorProto.INT64, ["batch", "sequence"]) for name in names],
+        [make.make_tensor_value_info("last_hidden_state", onnx.TensorProto.FLOAT, ["batch", "sequence", 4])],
+        [onnx.numpy_helper.from_array(table, name) for table, name in zip(tables_VD, ("tokens", "types"), strict=True)],
     )
+    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=10), folder / "model.onnx")
     texts = ["the class function", "value " * 200]  # the second is longer than the model's 128 positions
     ids = [tokenizer.encode(text).ids for text in texts]
     ids[1] = ids[1][:127] + ids[1][-1:]
-    np.testing.assert_allclose(serve(folder)(texts), [vectors_VD[row].mean(0) for row in ids], rtol=1e-5, atol=1e-5)
+    expected = [(tables_VD[0][row] + tables_VD[1][0]).mean(0) for row in ids]
+    np.testing.assert_allclose(serve(folder)(texts), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_serving_a_classifier_without_torch(serve, tmp_path, own_language):
-    """Its logits are sums of what is known of each token, and its labels those of the folder."""
     folder = shutil.copytree(own_language[0] / "tasks/classification/seed-0/model", tmp_path / "classifier")
-    tokenizer, vectors_VD = write_network(
-        folder, 2, onnx.helper.make_node("ReduceSum", ["sum", "axes"], ["logits"], keepdims=0), ["batch", 2]
-    )
-    labels = json.loads((folder / "config.json").read_text())["id2label"]
-    ask = serve(folder)
-    for text in ("the class function", "value object string"):
-        logits = vectors_VD[tokenizer.encode(text).ids].sum(0)
-        [found] = ask([text])
-        assert found["label"] == labels[str(logits.argmax())]
-        assert found["score"] == pytest.approx(np.exp(logits.max()) / np.exp(logits).sum(), rel=1e-4)
+    write_onnx(folder, "logits")
+    texts = ["the class function", "value object string"]
+    answers = ef.load_finetuned(folder, precision="fp32").predict(texts)
+    for found, expected in zip(serve(folder)(texts), answers, strict=True):
+        assert found["label"] == expected["label"]
+        assert abs(found["score"] - expected["scores"][found["label"]]) < 1e-5
