@@ -79,7 +79,7 @@ def doctor(config: Config) -> dict[str, Any]:
 def _software() -> dict[str, str]:
     found = {"electra-fast": version_or_none("electra-fast"), "python": platform.python_version()}
     found |= {name: version_or_none(name) for name in PACKAGES}
-    return found | {"torch": torch.__version__, "cuda": str(torch.version.hip or torch.version.cuda)}
+    return found | {"torch": torch.__version__, "cuda": torch.version.hip or torch.version.cuda or "none"}
 
 
 def _machine() -> dict[str, str]:
