@@ -38,8 +38,8 @@ NUM_WORDS = 600
 NUM_TOPICS = 40
 # Files of more than half a minute, longest first: begun last, one of them would leave the other workers idle.
 LONG_FILES = (
-    *("test_ranks.py", "test_demo.py", "test_reproduction.py", "test_step_processes.py", "test_step.py"),
-    "test_sharding.py",
+    *("test_documents.py", "test_ranks.py", "test_demo.py", "test_reproduction.py", "test_step_processes.py"),
+    *("test_step.py", "test_sharding.py"),
 )
 
 
