@@ -85,7 +85,8 @@ def _run_tasks(
         running = [future for future in submitted if not future.cancel()]
         if _is_of_executor(error):
             reason = " ".join(f"{type(error).__name__} {error}".split())
-            advice = f"; {_UNGUARDED}" if isinstance(error, BrokenExecutor) and not size else ""
+            is_dead = isinstance(error, BrokenExecutor | ConnectionError | EOFError)  # the pool, or what forks for it
+            advice = f"; {_UNGUARDED}" if is_dead and not size else ""
             raise ExecutorFailed(f"the executor failed ({reason}); run again: finished work is kept{advice}") from error
         if isinstance(error, Exception):
             wait(running)
@@ -118,7 +119,7 @@ def _tokenizer_of(settings: str) -> _data.Tokenizer:
 
 def _is_of_executor(error: BaseException) -> bool:
     """Returns whether the executor failed, not the task: a broken pool, a worker without this package, a Dask error."""
-    is_known = isinstance(error, CancelledError | ImportError | RuntimeError)
+    is_known = isinstance(error, CancelledError | ImportError | RuntimeError | ConnectionError | EOFError)
     is_ours = isinstance(error, ElectraFastError)
     return (is_known and not is_ours) or type(error).__module__.startswith("distributed")
 
