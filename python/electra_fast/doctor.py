@@ -27,7 +27,6 @@ from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.errors import InputError
 from electra_fast.model.compute import choose_device
-from electra_fast.reproduction.workers import num_cores
 from electra_fast.training.hardware import before_kernels, divided
 from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record
 from electra_fast.training.kernel_choice import FILE, cache_folder, read_records, settle_kernels
@@ -84,7 +83,8 @@ def _software() -> dict[str, str]:
 
 def _machine() -> dict[str, str]:
     pages, size = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_PAGE_SIZE"))
-    processor = f"{platform.machine()}, {num_cores()} cores"
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processor = f"{platform.machine()}, {num_cores} cores"
     if platform.machine() == "x86_64":
         features = [name for name, has in torch.cpu.get_capabilities().items() if has is True and "avx512" in name]
         processor += ", AVX-512" if features else ", no AVX-512"

@@ -30,16 +30,12 @@ def choose_slots(num_workers: int, num_runs: int) -> list[Slot]:
     On a CPU they share the cores.
     """
     gpus = _visible_gpus()
-    count = max(1, min(num_workers or len(gpus) or num_cores(), num_runs))
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, min(num_workers or len(gpus) or num_cores, num_runs))
     if gpus:
         return [Slot({"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]}) for i in range(count)]
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // count))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores // count))
     return [Slot({"OMP_NUM_THREADS": threads}) for _ in range(count)]
-
-
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _visible_gpus() -> list[str]:
