@@ -86,7 +86,5 @@ def test_ranks_scale_alike(fp16_run, server, validation_corpus, tmp_path):
 def test_a_run_that_always_overflows_ends(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel_step, "global_norm", lambda _: BAD)
     changes = {"train.precision": "fp16", "train.steps": "17", "train.eval_every": "0", "train.checkpoint_every": "50"}
-    with pytest.raises(
-        Diverged, match=r"fp16 even with a loss scale of 1 in steps 17-17 .*; there is no"
-    ):
+    with pytest.raises(Diverged, match=r"fp16 even with a loss scale of 1 in steps 17-17 .*; there is no"):
         pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")

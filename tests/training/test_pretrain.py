@@ -76,6 +76,23 @@ def test_masks_of_words_that_do_nothing_are_told(tmp_path, text, size, whole_wor
         assert len(told) == (said != "") and all(re.search(said, line) for line in told), told
 
 
+def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
+    """Since such a run looks good by its numbers: they are easy to predict."""
+    vocab = tmp_path / "vocab.txt"
+    train_vocab(iter(["the broken tokens of longer words"] * 9), out=vocab, size=40, progress=False)
+    text = "the broken tokens of longer words " * 9
+    for name, more, said in [("known", "", False), ("unknown", "的" * 9, True)]:
+        data, out = tmp_path / name, tmp_path / f"{name}-run"
+        prepare(iter([f"{text}{more}"] * 40), vocab=vocab, out=data, progress=False)
+        for steps, is_new in [("2", True), ("3", False)]:
+            config = tiny_config(**{"train.steps": steps, "train.eval_every": "0", "optimizer.warmup_steps": "1"})
+            pretrain(config, data=data, out=out)
+            lines = [line for line in capfd.readouterr().err.splitlines() if "of the tokens are [UNK]" in line]
+            assert len(lines) == (said and is_new)
+            assert all(line.startswith(f"warning: {name}: ") for line in lines)
+        assert ("[UNK]" in (out / "warnings.jsonl").read_text()) == said
+
+
 def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
     """As counted from the rows themselves; only where it starts, and only of the packing that drops anything."""
     kept = 0

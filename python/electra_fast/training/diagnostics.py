@@ -106,15 +106,21 @@ _DISCRIMINATOR_STAYS = 0.005  # of its AUC
 _SATURATED = 0.9
 
 
-def stall_warning(evaluations: Sequence[Mapping[str, Number]], can_correct: bool = False) -> str | None:
+def stall_warning(
+    evaluations: Sequence[Mapping[str, Number]], first_step: int = 0, *, can_correct: bool = False
+) -> str | None:
     """Returns a one-line warning about the newest of a run's evaluations, given in order, or None.
 
-    Reads `step`, `generator_loss` and `unigram_auc`; None if an objective lacks one of these networks. With
-    `can_correct`, suggests the corrective loss, which needs a new run.
+    Reads `step`, `generator_loss` and `unigram_auc`; None if an objective lacks one of these networks. Compares nothing
+    before `first_step`, when a generator learns frequencies, which teach no discriminator. With `can_correct`, suggests
+    the corrective loss, which needs a new run.
     """
     if len(evaluations) <= _EVALUATIONS:
         return None
     first, last = evaluations[-1 - _EVALUATIONS], evaluations[-1]
+    begin, end = int(first["step"] or 0), int(last["step"] or 0)
+    if begin < first_step or end - begin < MIN_STEPS:
+        return None
     losses, aucs = ([each.get(name) for each in (first, last)] for name in ("generator_loss", "unigram_auc"))
     if None in losses or None in aucs:
         return None
@@ -123,7 +129,7 @@ def stall_warning(evaluations: Sequence[Mapping[str, Number]], can_correct: bool
         return None
     remedy = "objective.corrective_weight = 1, " if can_correct else ""
     return (
-        f"the discriminator has stalled since step {first['step']}: the generator's loss fell from {loss_before:.3f} "
+        f"the discriminator has stalled since step {begin}: the generator's loss fell from {loss_before:.3f} "
         f"to {loss:.3f}, while the AUC on unigram replacements went from {auc_before:.3f} to {auc:.3f}; if this "
         f"continues, start again with {remedy}a smaller generator.fraction or a lower learning rate"
     )

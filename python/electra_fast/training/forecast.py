@@ -8,6 +8,7 @@ from typing import Any
 
 from electra_fast.config.config import Config, OptimizerConfig
 from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.data.coverage import MOST_UNKNOWN
 from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.training.flops import flops_per_token
@@ -124,6 +125,19 @@ def low_peak_warnings(config: Config) -> Iterator[str]:
             f"the learning rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
             f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
         )
+
+
+def corpus_warnings(mixture: Mixture) -> Iterator[str]:
+    """Warns of unknown tokens; reads a sample of each corpus.
+
+    They are easy to predict and to tell from others, so a run that learns little else looks good by its numbers.
+    """
+    for name, corpus in zip(mixture.names(), mixture.corpora, strict=True):
+        if (share := corpus.coverage().unknown_share) > MOST_UNKNOWN:
+            yield (
+                f"{name}: {share:.1%} of the tokens are [UNK]; prepare with a vocabulary of this text "
+                "(electra-fast vocab)"
+            )
 
 
 def compact(config: Config, mixture: Mixture, num_parameters: int) -> Iterator[str]:

@@ -12,7 +12,6 @@ import torch
 
 from electra_fast.config.config import AUTO, Config
 from electra_fast.config.presets import DEFAULT_RECIPE
-from electra_fast.data.coverage import MOST_UNKNOWN
 from electra_fast.data.inspect import rows_as_text
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.errors import InputError
@@ -21,7 +20,7 @@ from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.division import Division, smaller_micro_batches
 from electra_fast.training.flops import PUBLISHED_VOCABULARY
-from electra_fast.training.forecast import MAX_EPOCHS, rows_of_evaluation, size, warnings
+from electra_fast.training.forecast import MAX_EPOCHS, corpus_warnings, rows_of_evaluation, size, warnings
 from electra_fast.training.memory import StepMemory
 from electra_fast.training.run import resolved
 from electra_fast.training.trial import Trial, measure
@@ -127,7 +126,7 @@ def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed:
     kept = config.train.keep_checkpoints + 1  # and the best
     lines = list(warnings(config, mixture, found))
     if mixture is not None:
-        lines += _corpus_warnings(mixture)
+        lines += corpus_warnings(mixture)
     memory = _memory(trial, weights, moments)
     lines += _memory_warnings(config, trial, memory)
     return {
@@ -262,16 +261,6 @@ def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, i
 def _available_bytes() -> int:
     with open("/proc/meminfo", encoding="ascii") as file:
         return 1024 * int(next(line for line in file if line.startswith("MemAvailable:")).split()[1])
-
-
-def _corpus_warnings(mixture: Mixture) -> Iterator[str]:
-    """Warns of unknown tokens; reads a sample of each corpus."""
-    for name, corpus in zip(mixture.names(), mixture.corpora, strict=True):
-        if (share := corpus.coverage().unknown_share) > MOST_UNKNOWN:
-            yield (
-                f"{name}: {share:.1%} of the tokens are [UNK]; prepare with a vocabulary of this text "
-                "(electra-fast vocab)"
-            )
 
 
 def report_lines(found: Mapping[str, Any]) -> Iterator[str]:

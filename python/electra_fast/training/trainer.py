@@ -54,6 +54,7 @@ from electra_fast.training.diagnostics import (
 from electra_fast.training.division import smaller_micro_batches
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.flops import flops_per_token
+from electra_fast.training.forecast import corpus_warnings
 from electra_fast.training.hardware import settle_for_all
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.reporting import RunLog
@@ -210,8 +211,11 @@ class Trainer:
         if self.world.size > 1:
             self._check_ranks(0.0)
         num_rows = len(self.train_step.backward.division.rows)
+        is_new = self.state.step == 0
+        unknown = self.world.from_first(lambda: list(corpus_warnings(self.mixture)) if is_new else [])
         for line in (
             *reporting.startup(self.run, self.mixture, self.state, self._num_parameters()),
+            *(f"warning: {line}" for line in unknown),
             *reporting.settings(self.config, self.device, self.world.size, num_rows, self.notes, self.stream_change),
         ):
             log.say(line)
@@ -319,14 +323,17 @@ class Trainer:
     def _log(self, log: RunLog) -> None:
         record, num_taken = self._record(), self._num_taken()
         log.write_metrics(record)
-        first_step = self.stage.first_step + max(MIN_STEPS, self.config.optimizer.warmup_steps)
-        if message := self.warnings.take(record, self.state.log_window.steps, first_step):
+        if message := self.warnings.take(record, self.state.log_window.steps, self._first_judged_step()):
             log.warn(self.state.step, message)
         lost = lost_learning(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
         if lost and self.config.train.stop_on_divergence:
             self._end_diverged(f"all that was learned is lost at step {self.state.step}: {lost}")
         self.state.log_window = LogWindow()
         self.train_step.set_totals({})
+
+    def _first_judged_step(self) -> int:
+        """Returns the step of a stage from which on its metrics may be a warning."""
+        return self.stage.first_step + max(MIN_STEPS, self.config.optimizer.warmup_steps)
 
     def _num_taken(self) -> int:
         """Returns the steps of the log window that were not skipped."""
@@ -391,7 +398,7 @@ class Trainer:
             self._end_diverged(f"the validation loss rose to {found['loss']:.4g} at step {self.state.step}")
         self.validation_loss = objective.comparable_loss(found) if is_sound else None
         can_correct = self.config.objective.name == "electra" and not self.config.objective.corrective_weight
-        if message := stall_warning(log.evaluations, can_correct):
+        if message := stall_warning(log.evaluations, self._first_judged_step(), can_correct=can_correct):
             log.warn(self.state.step, message)
 
     def _say_changes(self, log: RunLog) -> None:
