@@ -1,0 +1,101 @@
+"""docs/healthy.md lists each warning, note and failure of a run that the code can report, and nothing else."""
+
+import ast
+import re
+from pathlib import Path
+
+from electra_fast.cli_parser import CONFIGURED, build_parser
+
+TREE = Path(__file__).resolve().parent.parent
+PAGE = (TREE / "docs/healthy.md").read_text(encoding="utf-8")
+MODULES = [ast.parse(path.read_text(encoding="utf-8")) for path in (TREE / "python/electra_fast").rglob("*.py")]
+MARK = re.compile(r"\b(?:warning|note): ")
+# Calls with the text of a failure or a stop, and lists of warnings.
+FAILURES = {"Diverged", "ExecutorFailed", "Interrupted", "TrainingFailed", "_end", "_end_diverged"}
+LISTS = re.compile(r'(\["warnings"\]|\bproblems)\.append$')
+
+
+def text_of(node):
+    """The text of a string expression, with … for what varies."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+
+def is_text(node):
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Add) and (is_text(node.left) or is_text(node.right))
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def outermost(node):
+    """The texts of the string expressions of a node that are not part of another."""
+    if is_text(node):
+        yield text_of(node)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from outermost(child)
+
+
+def beginning(text):
+    """A message without its mark and the names before it."""
+    return re.sub(r"^[…:;,\s]+", "", MARK.split(text)[-1])
+
+
+def says_something(text):
+    return len(re.findall(r"[^\W\d_]{2,}", beginning(text))) > 1
+
+
+def reports(module):
+    """The messages that must be listed: marked as warnings or notes, from functions named so, and of failures."""
+    yield from (text for text in outermost(module) if MARK.search(text))
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and "warning" in node.name:
+            values = [each.value for each in ast.walk(node) if isinstance(each, ast.Return | ast.Yield) and each.value]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            is_report = name.split(".")[-1] in FAILURES or LISTS.search(name)
+            values = [*node.args, *(each.value for each in node.keywords)] if is_report else []
+        else:
+            continue
+        yield from (text for value in values for text in outermost(value))
+
+
+def in_rust():
+    for path in (TREE / "crates").rglob("*.rs"):
+        for text in re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text(encoding="utf-8"), re.DOTALL):
+            yield re.sub(r"\{[^{}]*\}", "…", re.sub(r"\\\n\s*", "", text))
+
+
+def listed():
+    """The beginnings in the page: code in the first column of its tables of messages."""
+    for table in re.findall(r"^\| message \|.*\n\|[-| ]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
+        for row in table.splitlines():
+            yield from re.findall(r"`([^`]+)`", row.split(" | ")[0])
+
+
+def test_every_message_of_the_code_is_listed():
+    texts = [text for module in MODULES for text in reports(module)] + [text for text in in_rust() if MARK.search(text)]
+    known = tuple(map(beginning, listed()))
+    missing = {text for text in texts if says_something(text) and not beginning(text).startswith(known)}
+    assert len(texts) > 50 and missing == set()
+
+
+def test_every_listed_message_is_in_the_code():
+    nodes = (node for module in MODULES for node in ast.walk(module) if is_text(node))
+    texts = {beginning(text) for text in (*map(text_of, nodes), *in_rust())}
+    gone = [each for each in listed() if not any(text.startswith(beginning(each)) for text in texts)]
+    assert gone == [] and all(map(says_something, listed()))
+
+
+def test_what_the_page_says_to_do_exists():
+    """Its options, and its keys of configurations."""
+    keys = {name for sections in CONFIGURED.values() for each in sections for name in each.key_names()}
+    flags = {flag for command in build_parser().commands for flag in build_parser().flags_of(command)}
+    for code in re.findall(r"`([^`]+)`", PAGE):
+        options = {flag for flag in re.findall(r"(?<!\S)(--[a-z][\w.-]*)", code)}
+        assert options <= flags | {f"--{key}" for key in keys}, code
+        named = re.findall(r"\b(?:model|generator|objective|data|optimizer|train|finetune)\.[a-z_]+\b(?![./])", code)
+        assert keys.issuperset(named), code
