@@ -2,8 +2,8 @@
 
     python bench/healthy.py TEXTS... --out FOLDER
 
-Each run has the defaults of its preset and recipe, 2,000 steps (`mini` in `google` and `paper`: 1,000), and a vocabulary
-of 8,192 of the texts' own; one more has a learning rate that is far too high. Resumable; finished runs are lines of
+Each run has the defaults of its preset and recipe, a vocabulary of 8,192 of the texts' own, and 2,000 steps (`mini` in
+`google` and `paper`: 1,000); one more has a learning rate that is far too high. Resumable; finished runs are lines of
 healthy.jsonl, from which docs/healthy.png is drawn. About an hour of two cores.
 """
 
