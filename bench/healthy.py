@@ -3,7 +3,7 @@
     python bench/healthy.py TEXTS... --out FOLDER
 
 Each run has the defaults of its preset and recipe, a vocabulary of 8,192 of the texts' own, and 2,000 steps (`mini` in
-`google` and `paper`: 1,000); one more has a learning rate that is far too high. Resumable; finished runs are lines of
+`google` and `paper`: 500); one more has a learning rate that is far too high. Resumable; finished runs are lines of
 healthy.jsonl, from which docs/healthy.png is drawn. About an hour of two cores.
 """
 
@@ -25,7 +25,7 @@ TREE = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = TREE / "bench/healthy.jsonl", TREE / "docs/healthy.png"
 COLORS = {"modern": "tab:blue", "google": "tab:orange", "paper": "tab:green", "google, rate × 100": "tab:red"}
 TOO_HIGH = {"optimizer.learning_rate": "0.05"}
-SHORT = {"train.steps": "1000"}
+SHORT = {"train.steps": "500"}
 RUNS = [
     ("tiny", "modern", {}),
     ("tiny", "google", {}),
