@@ -36,8 +36,6 @@ from electra_fast.huggingface.onnx import write_onnx
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".yaml"))
-# Names of the examples that tests have asked for, to run them.
-RUN = set()
 # In place of a command: appends its arguments and environment to a file of its name, and exits as told.
 FAKE = """#!{python}
 import json, os, pathlib, sys
@@ -48,12 +46,6 @@ sys.exit(int(os.environ.get("FAKE_" + own.name.upper(), "0")))
 """
 PRETRAIN = ["pretrain", "--data", "/a corpus", "--out", "/a run", "--preset", "small", "--train.steps", "7"]
 ARGUMENTS = ["/a corpus", "/a run", *PRETRAIN[5:]]
-
-
-def example(name):
-    """The path of a file that is about to run."""
-    RUN.add(name)
-    return EXAMPLES / name
 
 
 class Cluster:
@@ -103,13 +95,13 @@ def torchrun_options(arguments):
 def test_a_slurm_job_is_requeued_after_a_warning_only(tmp_path, code, requeued):
     cluster = Cluster(tmp_path, "srun", "scontrol")
     job = {"SLURM_JOB_ID": "1234", "SLURM_CPUS_PER_TASK": "8", "FAKE_SRUN": str(code)}
-    assert cluster.run(str(example("slurm.sh")), *ARGUMENTS, **job) == code
+    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == code
     assert cluster.arguments("scontrol") == (["requeue", "1234"] if requeued else None)
 
 
 def test_a_slurm_job_starts_ranks_that_may_end_one_after_another(tmp_path):
     cluster = Cluster(tmp_path, "srun")
-    cluster.run(str(example("slurm.sh")), *ARGUMENTS, SLURM_JOB_ID="1234", SLURM_CPUS_PER_TASK="8")
+    cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, SLURM_JOB_ID="1234", SLURM_CPUS_PER_TASK="8")
     arguments = cluster.arguments("srun")
     start = arguments.index("python")
     assert arguments[:start] == ["--kill-on-bad-exit=0", "--wait=60"]
@@ -121,7 +113,7 @@ def test_a_slurm_job_starts_ranks_that_may_end_one_after_another(tmp_path):
 def test_a_failed_requeue_does_not_hide_why_the_run_stopped(tmp_path):
     cluster = Cluster(tmp_path, "srun", "scontrol")
     job = {"SLURM_JOB_ID": "1234", "FAKE_SRUN": "138", "FAKE_SCONTROL": "1"}
-    assert cluster.run(str(example("slurm.sh")), *ARGUMENTS, **job) == 138
+    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == 138
 
 
 def test_the_options_of_sbatch_come_before_the_first_command():
@@ -143,7 +135,7 @@ NODES = {
 @pytest.mark.parametrize("settings, expected", NODES.values(), ids=NODES)
 def test_torchrun_takes_its_options(tmp_path, settings, expected):
     cluster = Cluster(tmp_path, "torchrun")
-    assert cluster.run(str(example("torchrun.sh")), *ARGUMENTS, FAKE_TORCHRUN="5", **settings) == 5
+    assert cluster.run(str(EXAMPLES / "torchrun.sh"), *ARGUMENTS, FAKE_TORCHRUN="5", **settings) == 5
     options = torchrun_options(cluster.arguments("torchrun"))
     assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == expected
     assert (options.rdzv_backend, options.max_restarts) == ("c10d", 3)
@@ -155,14 +147,14 @@ def test_torchrun_takes_its_options(tmp_path, settings, expected):
 def test_scripts_want_a_corpus_and_a_run(tmp_path):
     cluster = Cluster(tmp_path, "torchrun", "srun")
     for name, command in [("torchrun.sh", "torchrun"), ("slurm.sh", "srun")]:
-        assert cluster.run(str(example(name)), "/a corpus") != 0
+        assert cluster.run(str(EXAMPLES / name), "/a corpus") != 0
         assert cluster.arguments(command) is None
 
 
 @pytest.fixture
 def kubernetes():
     """The objects of the file by kind."""
-    objects = list(yaml.safe_load_all(example("kubernetes.yaml").read_text()))
+    objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
     return {each["kind"]: each for each in objects}
 
 
@@ -190,7 +182,7 @@ def run_script(tmp_path_factory):
             patch.chdir(tmp_path_factory.mktemp(Path(name).stem))
             patch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)  # what is learned does not matter here
             patch.setattr(sys, "argv", [name, *map(str, arguments)])
-            runpy.run_path(str(example(name)), run_name="__main__")
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return output.getvalue()
 
     return run
@@ -245,7 +237,7 @@ def test_adapting_to_a_domain_and_comparing(tmp_path, own_language, labeled, mon
     (tmp_path / "text.txt").write_text("the class of an object\n\n" * 60)
     cluster, out = Cluster(tmp_path, "electra-fast"), tmp_path / "out"
     places = [str(own_language[0] / "model/discriminator"), str(tmp_path / "text.txt"), str(labeled), str(out)]
-    script = [str(example("own_domain.sh")), *places]
+    script = [str(EXAMPLES / "own_domain.sh"), *places]
     options = ["--train.steps", "2", "--train.batch_size", "4", "--train.eval_batches", "1"]
     assert cluster.run(*script, *options) == 0
     commands = [arguments for arguments, _ in cluster.calls("electra-fast")]
@@ -397,7 +389,7 @@ def serve():
     with contextlib.ExitStack() as stack:
 
         def start(folder):
-            command = [sys.executable, "-c", WITHOUT_TORCH, example("onnx_serving.py"), folder, "0"]
+            command = [sys.executable, "-c", WITHOUT_TORCH, EXAMPLES / "onnx_serving.py", folder, "0"]
             server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             stack.callback(server.terminate)
             address = server.stdout.readline().split()[-1]
@@ -439,7 +431,8 @@ def test_serving_a_classifier_without_torch(serve, tmp_path, own_language):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_an_example_is_short_and_in_the_table(path):
+def test_an_example_is_short_in_the_table_and_run_here(path):
+    assert re.search(rf'(EXAMPLES / |run_script\()"{path.name}"', Path(__file__).read_text(encoding="utf-8"))
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60
     assert f"[`{path.name}`]({path.name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
@@ -448,11 +441,3 @@ def test_the_table_has_no_other_files():
     linked = re.findall(r"^\| .*\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(linked) == [path.name for path in FILES] == sorted({*linked})
     assert {path.name for path in EXAMPLES.iterdir()} == {*linked, "README.md"}
-
-
-def test_every_example_has_run(request):
-    """The last test of this file."""
-    here = {item.function for item in request.session.items if item.module is sys.modules[__name__]}
-    if here != {each for name, each in globals().items() if name.startswith("test_")}:
-        pytest.skip("a part of this file is run")
-    assert {path.name for path in FILES} == RUN
