@@ -41,7 +41,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         corpus = Path(folder) / "shards"
-        subprocess.run([build("large_corpus"), str(corpus), str(int(options.tokens)), "3200"], check=True)
+        subprocess.run([build("large_corpus"), str(corpus), str(int(options.tokens)), "3200", "1"], check=True)
         files = [path.stat() for path in corpus.iterdir()]
         apparent, used = sum(file.st_size for file in files), sum(512 * file.st_blocks for file in files)
         print(f"{len(files)} files, {apparent / 1e9:.1f} GB apparent size, {used / 1e9:.2f} GB on disk", flush=True)

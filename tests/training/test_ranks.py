@@ -8,6 +8,7 @@ import torch
 from ranks import wait_for
 from tiny_run import EXACT, STEPS, lines, truncate, weights
 
+import electra_fast
 from electra_fast.config.config import TrainConfig
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
@@ -99,6 +100,21 @@ def test_a_run_by_two_resumes_with_another_number_of_ranks(server, exact_run, va
         truncate(tmp_path / "run", step)
         server.run(world_size, validation_corpus, tmp_path / "run", **changes)
         assert_equal_bits(tmp_path / "run", exact_run)
+
+
+def test_lanes_are_kept_by_any_number_of_ranks(server, tiny_text, tiny_vocab, tmp_path):
+    copies = (f"{number} {text}" for number in range(12) for text in tiny_text)  # several blocks
+    electra_fast.prepare(copies, vocab=tiny_vocab, out=tmp_path / "shards", progress=False)
+    changes = EXACT | {"train.keep_checkpoints": "9", "train.steps": "9"}
+    server.run(1, tmp_path / "shards", tmp_path / "one", **changes, **{"data.lanes": "4"})
+    server.run(3, tmp_path / "shards", tmp_path / "run", **changes, **{"data.lanes": "4"})
+    assert_equal_bits(tmp_path / "run", tmp_path / "one")
+    truncate(tmp_path / "run", 3)
+    server.run(2, tmp_path / "shards", tmp_path / "run", **changes)  # the run's lanes
+    assert_equal_bits(tmp_path / "run", tmp_path / "one")
+    ranks = server.start(1, tmp_path / "shards", tmp_path / "run", **changes, **{"data.lanes": "2"})
+    said = server.end(ranks, 2)
+    assert "this run was started with data.lanes = 4, now it is 2" in said[0]
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(server, exact_run, validation_corpus, tmp_path):

@@ -37,7 +37,7 @@ mod _data {
     #[pymodule_export]
     use crate::corpus::{Corpus, url_of, verify};
     #[pymodule_export]
-    use crate::loader::{BatchLoader, mixture_weights};
+    use crate::loader::{BatchLoader, auto_lanes, merge_states, mixture_weights};
     #[pymodule_export]
     use crate::prepare::{prepare, text_coverage, text_sample, train_vocab};
     #[pymodule_export]

@@ -123,6 +123,22 @@ pub(crate) fn mixture_weights(py: Python<'_>, corpora: Vec<Weighted>) -> PyResul
     interruptible(py, weights)
 }
 
+/// The state of a loader whose ranks have these states after the same batch.
+#[pyfunction]
+pub(crate) fn merge_states(states: Vec<String>) -> PyResult<String> {
+    let states = states.iter().map(|state| LoaderState::from_json(state)).collect::<Result<_, _>>();
+    states.and_then(LoaderState::merged).and_then(|state| state.to_json()).map_err(raise)
+}
+
+/// The number of lanes of a run on these corpora with so many rows per batch.
+#[pyfunction]
+pub(crate) fn auto_lanes(py: Python<'_>, corpora: Vec<PathBuf>, batch_size: i64) -> PyResult<i64> {
+    let open = |path: &PathBuf| Ok(Arc::new(Corpus::open(path)?));
+    let lanes =
+        || electra_data::auto_lanes(&corpora.iter().map(open).collect::<Result<Vec<_>, _>>()?, batch_size);
+    interruptible(py, lanes)
+}
+
 fn open(corpora: &[Weighted], options: &LoaderOptions) -> Result<Loader, Error> {
     options.check()?;
     let cache = options.cache(corpora.len());

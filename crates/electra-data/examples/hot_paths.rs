@@ -75,7 +75,7 @@ fn load(dir: &Path, corpora: u32, epochs: u32) -> Result<usize, Box<dyn Error>> 
     let open = |number: u32| -> Result<_, Box<dyn Error>> {
         let dir = dir.join(number.to_string());
         let tokens = (1 << 20) / u64::from(corpora) * (8 + u64::from(number)) / 8; // no two are the same
-        write_sparse(&dir, tokens, 400)?;
+        write_sparse(&dir, tokens, 400, 1)?;
         Ok((Arc::new(Corpus::open(&dir)?), Some(f64::from(8 + number))))
     };
     let options =

@@ -26,7 +26,7 @@ pub use choice::{Choice, options_from};
 pub use error::{Error, Result};
 pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, verify, write_sparse};
 pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
-pub use loader::{Contents, CutAt, Loader, LoaderOptions, LoaderState, Masking, Packing, Poll};
+pub use loader::{Contents, CutAt, Loader, LoaderOptions, LoaderState, Masking, Packing, Poll, auto_lanes};
 pub use prepare::{
     Alphabet, Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport,
     VocabOptions, VocabReport, job_tokenizer, prepare, prepare_input_groups, text_sample, train_vocab,

@@ -27,6 +27,8 @@ pub enum Purpose {
     RowOrder = 4,
     /// Division of lines as in the published example builder.
     Example = 5,
+    /// The order of the shards of an epoch, if the rows of a batch are divided into lanes.
+    ShardOrder = 6,
 }
 
 /// A probability as [`Stream::happens`] takes it.

@@ -171,6 +171,14 @@ class DataConfig(Section):
         "where best-fit packing may cut a document: anywhere, or only before a word or line",
         choices=_data.CUTS,
     )
+    lanes: int | Literal["auto"] = config_key(
+        AUTO,
+        "parts of each batch that read different blocks of the corpus, so that each node fetches its own; auto: 64 for "
+        "large corpora in object stores, fewer if 64 does not divide the batch, else 1",
+        low=1,
+        high=4096,
+        or_auto=True,
+    )
     num_threads: int = config_key(1, "threads that fill batches, plus one that plans them", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
     cache_dir: str = config_key("", "local cache of corpora in object stores; empty: ~/.cache/electra-fast/corpora")

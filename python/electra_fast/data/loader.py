@@ -46,8 +46,8 @@ def default_cache_dir() -> str:
 class BatchLoader(Iterator[RecordBatch]):
     """Masked, packed record batches of a corpus, or of several; endless unless `epochs` is given.
 
-    The stream of rows depends only on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob`, `packing` and
-    `cut_at`. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
+    The stream of rows depends only on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob`, `packing`,
+    `cut_at` and `lanes`. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
     to `(r+1)*batch_size//W` of each batch, so the concatenated batches are the same for any W.
     After `epochs` passes it stops with a partial batch of the remaining rows, split the same way
     (a rank may then get no rows). Threads start with the first batch.
@@ -77,6 +77,10 @@ class BatchLoader(Iterator[RecordBatch]):
             (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
         cut_at: Places where `best-fit` may cut a document: at any `token`, or only before a `word` or `line`
             of it, at the price of more padding. A word or line longer than a row is cut at tokens.
+        lanes: Equal parts of each batch, in order, each with a stream of its own: every epoch divides the blocks of the
+            corpus among the lanes anew. A rank reads only the blocks of the lanes that its rows come from, so nodes
+            fetch different blocks from an object store. Must divide `batch_size`; more than one needs `epochs=None`,
+            since lanes begin their next epoch at different batches.
         num_threads: Threads that fill batches, in addition to one that plans them.
         prefetch: Number of batches prepared in advance.
         cache_dir: Folder on a local disk for blocks fetched from object stores (URLs `s3://`, `gs://`, `az://`,
@@ -107,6 +111,7 @@ class BatchLoader(Iterator[RecordBatch]):
         world_size: int = 1,
         packing: str = "best-fit",
         cut_at: str = "token",
+        lanes: int = 1,
         num_threads: int = 1,
         prefetch: int = 4,
         epochs: int | None = None,
@@ -121,8 +126,8 @@ class BatchLoader(Iterator[RecordBatch]):
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> Self:
-        """The loader of a configuration; `changes` override the constructor's arguments."""
-        keys = vars(config.data) | vars(config.train)
+        """The loader of a configuration, but with one lane; `changes` override the constructor's arguments."""
+        keys = vars(config.data) | vars(config.train) | {"lanes": 1}
         arguments = {name: keys[name] for name in inspect.signature(cls).parameters if name in keys}
         return cls(**arguments | changes)
 
@@ -149,12 +154,17 @@ class BatchLoader(Iterator[RecordBatch]):
         return next(self._loader)
 
     def state(self) -> dict[str, Any]:
-        """Position after the last batch returned: JSON, under 256 bytes; several corpora take about 110 bytes each."""
+        """Position after the last batch returned: JSON, under 256 bytes; several corpora take about 110 bytes each.
+
+        With several lanes, about 20 bytes per corpus and lane; a rank knows the positions of its own lanes only, and
+        `merge_states` combines those of all ranks.
+        """
         state: dict[str, Any] = json.loads(self._loader.state())
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resumes from `state`; batch size, rank, world size and threads may differ.
+        """Resumes from `state` (with several lanes and ranks, a merged one); batch size, rank, world size and threads
+        may differ.
 
         Raises:
             ValueError: The state belongs to other corpora, weights, seed or row options (the message names
@@ -163,7 +173,10 @@ class BatchLoader(Iterator[RecordBatch]):
         self._loader.restore(json.dumps(dict(state)))
 
     def passes(self) -> list[float]:
-        """Returns the epochs of each corpus up to the last batch: finished ones and a fraction of the next."""
+        """Returns the epochs of each corpus up to the last batch: finished ones and a fraction of the next.
+
+        With several lanes, the mean over those of this rank.
+        """
         return self._loader.passes()
 
     @property
@@ -174,6 +187,16 @@ class BatchLoader(Iterator[RecordBatch]):
         `cut_at="word"`, also the tokens around each cut.
         """
         return self._loader.num_rows
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the state of loaders with several lanes, from the states of all ranks after the same batch.
+
+    Raises:
+        ValueError: They are of different loaders or batches.
+    """
+    merged: dict[str, Any] = json.loads(_data.merge_states([json.dumps(dict(state)) for state in states]))
+    return merged
 
 
 def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

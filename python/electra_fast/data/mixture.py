@@ -144,6 +144,7 @@ class Mixture:
 # Fields of a loader's state: what all its rows depend on, and its position in a corpus.
 _STREAM = {"seed": int, "options": str}
 _PLACE = {"corpus": str, "epoch": int, "group": int, "row": int}
+_LANES = {"corpus": str, "lanes": list}
 
 
 def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -160,9 +161,15 @@ def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict
         known = before.get(member["corpus"])
         if known is None:
             return member
+        lanes = known.get("lanes")  # each of them epoch, group, row and turns
         if continues:
+            if lanes is not None:
+                return member | {"lanes": [[*lane[:3], 0] for lane in lanes]}
             return member | {name: known[name] for name in ("epoch", "group", "row")}
-        return member | {"epoch": known["epoch"] + 1}
+        epoch = known["epoch"] if lanes is None else max(lane[0] for lane in lanes)
+        if "lanes" in member:
+            return member | {"lanes": [[epoch + 1, 0, 0, 0]] * len(member["lanes"])}
+        return member | {"epoch": epoch + 1}
 
     if "corpora" in fresh:
         state = fresh | {"corpora": [begin(member) for member in fresh["corpora"]]}
@@ -183,10 +190,14 @@ def _members(state: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     members: Any = state.get("corpora", [state])
     if not isinstance(members, list) or not all(isinstance(each, dict) for each in members):
         raise InputError("a checkpoint's state: loader.corpora is not a list of objects")
-    for table, kinds in ((state, _STREAM), *((member, _PLACE) for member in members)):
+    kinds_of = [_LANES if "lanes" in member else _PLACE for member in members]
+    for table, kinds in ((state, _STREAM), *zip(members, kinds_of, strict=True)):
         for name, kind in kinds.items():
             if not isinstance(table.get(name), kind):
                 raise InputError(f"a checkpoint's state: {name} of its loader is missing or not of its type")
+        for lane in table.get("lanes", ()):
+            if not (lane is None or isinstance(lane, list) and [type(number) for number in lane] == [int] * 4):
+                raise InputError("a checkpoint's state: a lane of its loader is not four integers")
     found: Iterable[Mapping[str, Any]] = members
     return found
 

@@ -158,7 +158,12 @@ def _resumed_run(
     state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
     is_import = state.loader is None
     recorded = {} if goes_back else _recorded(folder, state.step)
-    if not is_import:  # values derived from the steps stay those of the run's start
+    if not is_import:
+        if saved.data.lanes == AUTO:  # a run from before there were lanes
+            saved = _with(saved, "data", lanes=1)
+        if config.data.lanes == AUTO:
+            config = config.override({"data.lanes": _last_value("data.lanes", saved, recorded)})
+        # Values derived from the steps stay those of the run's start.
         names = [f"optimizer.{key}" for key in config.optimizer.unresolved_keys]
         config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
@@ -210,7 +215,7 @@ def _last_value(name: str, saved: Config, recorded: Changes) -> str:
 
 
 def resolved(config: Config, mixture: Mixture) -> Config:
-    """Fills in the corpus's vocabulary size and the values derived from `train.steps`.
+    """Fills in the corpus's vocabulary size, the lanes, and the values derived from `train.steps`.
 
     A table may be larger than the vocabulary, as some frameworks pad it to a size that suits GPUs.
     """
@@ -219,6 +224,8 @@ def resolved(config: Config, mixture: Mixture) -> Config:
             f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {mixture.vocab_size} "
             "entries; leave the key out, or prepare with the model's vocabulary"
         )
+    if config.data.lanes == AUTO:
+        config = _with(config, "data", lanes=_data.auto_lanes(mixture.folders, config.train.batch_size))
     return _with(config.resolved(), "model", vocab_size=config.model.vocab_size or mixture.vocab_size)
 
 

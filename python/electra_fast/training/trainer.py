@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from electra_fast.card import device_peak
-from electra_fast.data.loader import BatchLoader
+from electra_fast.data.loader import BatchLoader, merge_states
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
 from electra_fast.errors import (
     Diverged,
@@ -96,7 +96,9 @@ class Trainer:
             shards = Shards(self.model)
         named = self.model.named_parameters() if shards is None else shards.parameters.items()
         self.optimizer = Optimizer(named, self.config.optimizer, shards=shards, matrix_dtype=self.compute.dtype)
-        self.loader = BatchLoader.from_config(self.config, rank=world.rank, world_size=world.size)
+        self.loader = BatchLoader.from_config(
+            self.config, rank=world.rank, world_size=world.size, lanes=self.config.data.lanes
+        )
         execution = self.config.train.execution
         with use_compute(self.compute):
             self.train_step = create_step(
@@ -416,12 +418,13 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.state
-        state.corpus, state.loader = self.mixture.content_hash, self.loader.state()
+        state.corpus = self.mixture.content_hash
         state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
         self._compare_losses()
         self._await_writer()
         with self.train_step.waits_for_ranks():
             tensors = self.tensors.collect()
+            state.loader = merge_states(self.world.all_gather_object(self.loader.state()))
         if self.world.is_first:
             self.writer.save(self.config, *tensors, state)
         self.saved_step = state.step

@@ -101,8 +101,9 @@ def _measured(folder: Path, config: Config) -> dict[str, object]:
     is_extrapolated, points = len(sizes) > 1, []
     for num_rows in sizes:
         part = {"train.batch_size": num_rows, "train.accumulate": "1"} if is_extrapolated else {}
-        trainer = Trainer(Run(folder, config.override(part)), mixture, World(), Callbacks())
-        settled = trainer.config
+        one_lane = {"data.lanes": "1"}  # lanes must divide the batch
+        trainer = Trainer(Run(folder, config.override(part | one_lane)), mixture, World(), Callbacks())
+        settled = trainer.config.override({"data.lanes": config.value("data.lanes")})
         points.append(_steps(trainer, stage.first_step))
         # The next size need not measure them again.
         config = config.override({name: settled.value(name) for name in ("train.precision", "train.matmul")})

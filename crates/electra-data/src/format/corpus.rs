@@ -11,7 +11,7 @@ use super::atomic_file::{write_atomically, write_error};
 use super::block_cache::{BlockCache, CacheOptions, Pins};
 use super::checksum::hash_hex;
 use super::damage::{access_error, damaged};
-use super::header::BLOCK_BYTES;
+use super::header::{BLOCK_BYTES, HEADER_BYTES};
 use super::manifest::{MANIFEST, MAX_TOKENIZER_BYTES, Manifest, SpecialTokens, saturating_sum};
 use super::mmap::MappedFile;
 use super::shard::Shard;
@@ -23,8 +23,6 @@ pub(crate) const VALIDATION: &str = "holdout";
 
 /// Shards whose lengths are checked when a corpus is opened; those of larger corpora are checked on first use.
 const CHECKED_SHARDS: usize = 1_000;
-/// Tokens before and after a block that are fetched with it, because its edges may move to the next word.
-const MARGIN: u32 = 256;
 /// Files that stay mapped when they are not in use. Linux allows 65,530 maps per process.
 const MAX_MAPPED: usize = 16_384;
 
@@ -33,7 +31,7 @@ const MAX_MAPPED: usize = 16_384;
 #[derive(Debug)]
 pub struct Corpus {
     dir: PathBuf,
-    manifest: Manifest,
+    manifest: Arc<Manifest>,
     cache: Option<Arc<BlockCache>>,
     store: Option<Store>,
     /// The local copy of the tokenizer's file, and the temporary folder that holds it if the cache has no folder.
@@ -57,9 +55,9 @@ impl Corpus {
         let dir = url.as_ref().map_or(dir.to_owned(), PathBuf::from);
         let store = url.map(|url| Store::open(&url)).transpose()?;
         let (manifest, cache) = match &store {
-            None => (Manifest::read(&dir)?, None),
+            None => (Arc::new(Manifest::read(&dir)?), None),
             Some(store) => {
-                let manifest = Manifest::fetch(store)?;
+                let manifest = Arc::new(Manifest::fetch(store)?);
                 let cache = BlockCache::open(store.clone(), &manifest, options)?;
                 (manifest, Some(Arc::new(cache)))
             }
@@ -89,6 +87,15 @@ impl Corpus {
         (entry.num_documents, entry.num_tokens)
     }
 
+    /// The token at which part `index` of `count` equal parts of a shard of so many tokens begins, moved to where what a
+    /// checksum covers begins.
+    pub(crate) fn aligned(&self, tokens: u64, index: u64, count: u64) -> u32 {
+        let (width, block) = (u64::from(self.manifest.token_bytes), BLOCK_BYTES as u64);
+        let blocks = (HEADER_BYTES as u64 + width * tokens) / block;
+        let token = (blocks * index / count * block).saturating_sub(HEADER_BYTES as u64) / width;
+        if index == count { tokens as u32 } else { token as u32 }
+    }
+
     /// The shard with this number; documents are numbered in the order of the shards.
     pub fn shard(&self, number: usize) -> Arc<Shard> {
         let mut slot = lock(&self.shards[number]);
@@ -116,18 +123,19 @@ impl Corpus {
         }
     }
 
-    /// Fetches everything that is needed to read these ranges of tokens and, with `lines`, the line lengths of their
-    /// documents. It is not evicted until the result is dropped. `None` for a corpus on disk.
+    /// Fetches everything that is needed to read these ranges of tokens, so many tokens before and after each and, with
+    /// `lines`, the line lengths of their documents. It is not evicted until the result is dropped. `None` for a corpus on disk.
     pub(crate) fn prefetch(
         &self,
         parts: &[(usize, Range<u32>)],
+        (before, after): (u32, u32),
         lines: bool,
         cancel: &Cancel,
     ) -> Result<Option<Vec<Pins>>> {
         let Some(cache) = &self.cache else { return Ok(None) };
         let with_margin = |(number, tokens): &(usize, Range<u32>)| {
-            let end = (u64::from(tokens.end) + u64::from(MARGIN)).min(self.shard_size(*number).1);
-            (self.shard(*number), tokens.start.saturating_sub(MARGIN)..end as u32)
+            let end = (u64::from(tokens.end) + u64::from(after)).min(self.shard_size(*number).1);
+            (self.shard(*number), tokens.start.saturating_sub(before)..end as u32)
         };
         let shards: Vec<_> = parts.iter().map(with_margin).collect();
         let mut tables: Vec<Range<u64>> =
@@ -147,6 +155,11 @@ impl Corpus {
         pins.push(cache.pin(bodies.clone())?);
         cache.fetch(&bodies, cancel)?;
         Ok(Some(pins))
+    }
+
+    /// Whether the corpus is in an object store.
+    pub(crate) fn is_stored(&self) -> bool {
+        self.store.is_some()
     }
 
     /// The cache's limit in bytes, if the corpus is in an object store and its cache has one.

@@ -14,7 +14,7 @@ use std::time::SystemTime;
 
 use memmap2::Mmap;
 
-use super::block_cache::{BlockCache, FileGeometry};
+use super::block_cache::BlockCache;
 #[cfg(target_os = "linux")]
 use super::bus_error;
 use super::checksum::{block_hash, hash_hex};
@@ -92,7 +92,7 @@ impl MappedFile {
         let layout = geometry.layout();
         let backing = Backing::Cached { cache: cache.clone(), first: geometry.first };
         let mut mapped = Self::new(path, map, expected, layout, backing);
-        mapped.check_cached_table(cache, geometry)?;
+        mapped.check_cached_table(cache, file)?;
         if expected.kind == FileKind::Lines {
             let start: [u8; HEADER_BYTES] = *mapped.bytes(0..HEADER_BYTES)?.first_chunk().expect("64 bytes");
             mapped.header = Header::parse(&start)
@@ -241,11 +241,11 @@ impl MappedFile {
     }
 
     /// The table of checksums must be the one that the manifest names.
-    fn check_cached_table(&self, cache: &BlockCache, geometry: &FileGeometry) -> Result<()> {
-        if hash_hex(self.table()) != geometry.hash {
-            cache.restore(geometry.table_block())?;
+    fn check_cached_table(&self, cache: &BlockCache, file: usize) -> Result<()> {
+        if hash_hex(self.table()) != cache.hash(file) {
+            cache.restore(cache.geometry(file).table_block())?;
         }
-        if hash_hex(self.table()) == geometry.hash {
+        if hash_hex(self.table()) == cache.hash(file) {
             return Ok(());
         }
         Err(damaged(&self.path, "the table of checksums is damaged".into()))

@@ -21,7 +21,10 @@ const TAG: &str = "synthetic";
 
 /// Writes a corpus of at least `num_tokens` tokens, all 0, into a new folder. Each document is one line, and
 /// its length is uniform over `1..=2 * mean_document - 1` tokens. `mean_document` is at most 2^20.
-pub fn write_sparse(dir: &Path, num_tokens: u64, mean_document: u32) -> Result<()> {
+///
+/// The manifest lists each shard `copies` times, under names of which only the first has files: a server that gives the
+/// same files for all names has a corpus larger than any disk.
+pub fn write_sparse(dir: &Path, num_tokens: u64, mean_document: u32, copies: usize) -> Result<()> {
     if mean_document == 0 || mean_document > 1 << 20 {
         return Err(Error::Input(format!("mean_document = {mean_document}: must be from 1 to 1048576")));
     }
@@ -32,6 +35,18 @@ pub fn write_sparse(dir: &Path, num_tokens: u64, mean_document: u32) -> Result<(
         left = left.saturating_sub(shard.num_tokens);
         shards.push(shard);
     }
+    let named = |copy: usize| {
+        let rename = move |file: &FileEntry| match copy {
+            0 => file.clone(),
+            _ => FileEntry { file: file.file.replacen("-000.", &format!("-000-{copy}."), 1), ..file.clone() },
+        };
+        move |shard: &ShardEntry| ShardEntry {
+            tokens: rename(&shard.tokens),
+            lines: rename(&shard.lines),
+            ..shard.clone()
+        }
+    };
+    let shards = (0..copies.max(1)).flat_map(|copy| shards.iter().map(named(copy))).collect();
     write_atomically(dir, "vocab.txt", TAG, VOCAB)?;
     let tokenizer = TokenizerEntry {
         file: "vocab.txt".into(),
@@ -125,7 +140,7 @@ mod tests {
     #[test]
     fn a_sparse_corpus_is_sound() {
         let dir = tempfile::tempdir().unwrap();
-        write_sparse(dir.path(), 300_000, 50).unwrap();
+        write_sparse(dir.path(), 300_000, 50, 1).unwrap();
         let corpus = Corpus::open(dir.path()).unwrap();
         assert!(corpus.num_tokens() >= 300_000);
         assert!(corpus.document(corpus.num_documents() - 1).unwrap().iter().all(|&id| id == 0));

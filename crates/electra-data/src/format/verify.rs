@@ -110,11 +110,11 @@ impl Verifier {
         let shard = match &self.store {
             None => Shard::new(&self.dir, &self.manifest, entry),
             Some(store) => {
-                let alone = Manifest::new(
+                let alone = Arc::new(Manifest::new(
                     self.manifest.token_bytes,
                     self.manifest.tokenizer.clone(),
                     vec![entry.clone()],
-                );
+                ));
                 match BlockCache::open(store.clone(), &alone, None) {
                     Ok(cache) => Shard::cached(&Arc::new(cache), 0, &alone),
                     Err(error) => return vec![error],

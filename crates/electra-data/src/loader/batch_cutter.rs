@@ -1,5 +1,7 @@
-//! Cutting the stream of rows into global batches, and a batch into the slices of the ranks.
+//! Cutting the streams of rows into batches: which rows of which windows a rank's part of a batch has.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch::RowRange;
@@ -8,13 +10,21 @@ use super::options::LoaderOptions;
 use super::position::CorpusPosition;
 use super::shuffle_window::{Blocks, ShuffleWindow};
 
-/// Cuts the stream of rows, which a mixture's corpora give in turn, into global batches.
+/// Cuts the streams of a rank's lanes, one after the other in each batch.
 pub(super) struct BatchCutter {
+    lanes: Vec<LaneCutter>,
+    /// Rows of a lane per batch.
+    lane_rows: u64,
+    /// The lane that gives the next rows of the batch.
+    current: usize,
+    batch: Vec<RowRange>,
+}
+
+/// The stream of a lane, which a mixture's corpora give in turn.
+struct LaneCutter {
     corpora: Vec<CorpusCursor>,
     turns: Turns,
     epochs: u32,
-    batch_size: u64,
-    batch: Vec<RowRange>,
     /// Rows in the batch.
     rows: u64,
 }
@@ -23,13 +33,13 @@ pub(super) struct BatchCutter {
 struct CorpusCursor {
     num_windows: u32,
     position: CorpusPosition,
-    /// The window at `position`, if it is planned.
-    window: Option<Arc<ShuffleWindow>>,
+    /// The planned windows, the first of them the one at `position`.
+    windows: VecDeque<Arc<ShuffleWindow>>,
 }
 
 /// The outcome of asking for the next batch.
 pub(super) enum NextBatch {
-    /// The rows of the next batch; fewer than the batch size at the end.
+    /// The rows of all of the rank's lanes; with one lane, fewer than the batch size at the end.
     Ready(Vec<RowRange>),
     /// The next window of this corpus is needed first.
     NeedsWindow(usize),
@@ -38,47 +48,70 @@ pub(super) enum NextBatch {
 }
 
 impl BatchCutter {
-    /// A cutter of a mixture whose corpora are at `positions`.
-    pub fn new(positions: &[CorpusPosition], mixture: &Mixture, options: &LoaderOptions) -> Self {
-        let source = |(&position, blocks): (&CorpusPosition, &Blocks)| CorpusCursor {
-            num_windows: blocks.num_windows(),
-            position,
-            window: None,
-        };
-        Self {
-            corpora: positions.iter().zip(mixture.corpora()).map(source).collect(),
-            turns: mixture.turns(positions, options.last_epoch()),
-            epochs: options.last_epoch(),
-            batch_size: options.batch_size as u64,
-            batch: Vec::new(),
-            rows: 0,
-        }
+    /// A cutter of the lanes of a rank, whose corpora are at `positions`.
+    pub fn new(positions: &[Vec<CorpusPosition>], mixture: &Mixture, options: &LoaderOptions) -> Self {
+        let epochs = options.last_epoch();
+        let lanes = options.lanes_of_rank().zip(positions);
+        let lanes = lanes.map(|(lane, positions)| LaneCutter::new(lane, positions, mixture, epochs));
+        Self { lanes: lanes.collect(), lane_rows: options.lane_rows(), current: 0, batch: Vec::new() }
     }
 
     /// The next batch, unless a window is needed first.
     pub fn next(&mut self) -> NextBatch {
-        while self.rows < self.batch_size {
-            let Some(corpus) = self.turns.next() else {
-                return if self.rows > 0 { self.take_batch() } else { NextBatch::Finished };
-            };
-            let Some(window) = self.corpora[corpus].window.take() else {
+        while let Some(lane) = self.lanes.get_mut(self.current) {
+            if let Some(corpus) = lane.give(self.lane_rows, &mut self.batch) {
                 return NextBatch::NeedsWindow(corpus);
-            };
-            let wanted = if self.turns.is_decided { self.batch_size - self.rows } else { 1 };
-            self.take_rows(corpus, window, wanted);
+            }
+            self.current += 1;
         }
-        self.take_batch()
+        self.current = 0;
+        self.lanes.iter_mut().for_each(|lane| lane.rows = 0);
+        match self.batch.is_empty() {
+            true => NextBatch::Finished,
+            false => NextBatch::Ready(std::mem::take(&mut self.batch)),
+        }
     }
 
-    /// Takes the window that a corpus needed.
-    pub fn accept(&mut self, corpus: usize, window: Arc<ShuffleWindow>) {
-        let source = &mut self.corpora[corpus];
-        source.position.window_rows = window.len();
-        source.window = Some(window);
+    /// Takes the next window of a corpus in a lane, counted from the rank's first one.
+    pub fn accept(&mut self, lane: usize, corpus: usize, window: Arc<ShuffleWindow>) {
+        let source = &mut self.lanes[lane].corpora[corpus];
+        source.windows.push_back(window);
+        source.position.window_rows = source.windows[0].len();
     }
 
-    /// Where the corpora stand after the last batch.
-    pub fn positions(&self) -> Vec<CorpusPosition> {
+    /// Where the corpora of each lane stand after the last batch.
+    pub fn positions(&self) -> Vec<Vec<CorpusPosition>> {
+        self.lanes.iter().map(LaneCutter::positions).collect()
+    }
+}
+
+impl LaneCutter {
+    fn new(lane: u32, positions: &[CorpusPosition], mixture: &Mixture, epochs: u32) -> Self {
+        let source = |(&position, blocks): (&CorpusPosition, &Blocks)| CorpusCursor {
+            num_windows: blocks.num_windows(lane),
+            position,
+            windows: VecDeque::new(),
+        };
+        Self {
+            corpora: positions.iter().zip(mixture.corpora()).map(source).collect(),
+            turns: mixture.turns(positions, epochs),
+            epochs,
+            rows: 0,
+        }
+    }
+
+    /// Adds rows to the batch until the lane has given `wanted` or is finished. Returns a corpus whose window is needed
+    /// first.
+    fn give(&mut self, wanted: u64, batch: &mut Vec<RowRange>) -> Option<usize> {
+        while self.rows < wanted {
+            let corpus = self.turns.next()?;
+            let Some(window) = self.corpora[corpus].windows.front().cloned() else { return Some(corpus) };
+            self.take_rows(corpus, window, if self.turns.is_decided { wanted - self.rows } else { 1 }, batch);
+        }
+        None
+    }
+
+    fn positions(&self) -> Vec<CorpusPosition> {
         let position = |(corpus, source): (usize, &CorpusCursor)| CorpusPosition {
             turns: self.turns.given(corpus),
             ..source.position
@@ -87,7 +120,13 @@ impl BatchCutter {
     }
 
     /// Adds at most `wanted` rows of a window to the batch.
-    fn take_rows(&mut self, corpus: usize, window: Arc<ShuffleWindow>, wanted: u64) {
+    fn take_rows(
+        &mut self,
+        corpus: usize,
+        window: Arc<ShuffleWindow>,
+        wanted: u64,
+        batch: &mut Vec<RowRange>,
+    ) {
         let source = &mut self.corpora[corpus];
         let start = source.position.at.row;
         let end = window.len().min(start + wanted);
@@ -95,36 +134,29 @@ impl BatchCutter {
         self.turns.give(corpus, end - start);
         if end < window.len() {
             source.position.at.row = end;
-            source.window = Some(window.clone());
         } else {
+            source.windows.pop_front();
             source.position.at = source.position.at.next_window(source.num_windows);
-            source.position.window_rows = 0;
+            source.position.window_rows = source.windows.front().map_or(0, |next| next.len());
             if source.position.at.epoch >= self.epochs {
                 self.turns.finish(corpus);
             }
         }
-        match self.batch.last_mut() {
+        match batch.last_mut() {
             Some(last) if Arc::ptr_eq(&last.window, &window) && last.rows.end == start => last.rows.end = end,
-            _ if start < end => self.batch.push(RowRange { window, rows: start..end }),
+            _ if start < end => batch.push(RowRange { window, rows: start..end }),
             _ => {}
         }
     }
-
-    fn take_batch(&mut self) -> NextBatch {
-        self.rows = 0;
-        NextBatch::Ready(std::mem::take(&mut self.batch))
-    }
 }
 
-/// The rows of a global batch that belong to a rank.
-pub(super) fn rank_slice(rows: Vec<RowRange>, rank: u64, world_size: u64) -> Vec<RowRange> {
-    let total: u64 = rows.iter().map(RowRange::len).sum();
-    let (first, last) = (rank * total / world_size, (rank + 1) * total / world_size);
+/// The part of some rows that lies in a range of their numbers.
+pub(super) fn part_of(rows: Vec<RowRange>, part: Range<u64>) -> Vec<RowRange> {
     let mut seen = 0;
     let slices = rows.into_iter().filter_map(|RowRange { window, rows }| {
         let base = seen;
         seen += rows.end - rows.start;
-        let (from, to) = (first.max(base), last.min(seen));
+        let (from, to) = (part.start.max(base), part.end.min(seen));
         (from < to).then(|| RowRange { window, rows: rows.start + from - base..rows.start + to - base })
     });
     slices.collect()

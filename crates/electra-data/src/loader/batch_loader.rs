@@ -8,7 +8,7 @@ use arrow_array::RecordBatch;
 
 use super::contents::Contents;
 use super::mixture::Mixture;
-use super::options::LoaderOptions;
+use super::options::{LoaderOptions, largest_divisor};
 use super::pack::{Packer, RngCounter};
 use super::position::{CorpusPosition, RowPosition};
 use super::shuffle_window::Blocks;
@@ -22,12 +22,17 @@ use crate::store::Cancel;
 const MIN_CACHED_WINDOWS: u64 = 3;
 /// The most windows that are fetched ahead; they also take memory for their rows.
 const MAX_WAITING: u64 = 7;
+/// The number of lanes of large corpora in object stores: nodes that can read different blocks.
+const AUTO_LANES: u64 = 64;
+/// With fewer blocks in a lane, one block more or less would make a lane's epochs much longer than another's.
+const MIN_LANE_BLOCKS: u64 = 16;
 
 /// Masked, packed batches of a corpus or of several. Corpora, options and seed alone decide their content and
 /// order.
 pub struct Loader {
     shared: Arc<Shared>,
-    positions: Vec<CorpusPosition>,
+    /// For each lane of this rank, the positions of the corpora.
+    pub(super) positions: Vec<Vec<CorpusPosition>>,
     pipeline: Option<Pipeline>,
 }
 
@@ -43,15 +48,15 @@ impl Loader {
     /// vocabularies, the same one twice, and weights that are not above 0 are [`Error::Input`].
     pub fn mixture(corpora: Vec<(Arc<Corpus>, Option<f64>)>, options: &LoaderOptions) -> Result<Self> {
         options.check()?;
-        let mixture = Mixture::new(corpora, options.seed as u64)?;
+        let mixture = Mixture::new(corpora, options.seed as u64, options.lanes as u32)?;
         options.check_words(mixture.corpora()[0].corpus())?;
-        let positions = vec![CorpusPosition::default(); mixture.corpora().len()];
+        let (lanes, count) = (options.lanes_of_rank().len(), mixture.corpora().len());
         let lines = Packer::new(options, 0).reads_lines();
-        let waiting = mixture.corpora().iter().map(|blocks| windows_waiting(blocks, lines, positions.len()));
-        let windows_waiting = waiting.collect::<Result<_>>()?;
+        let waiting = |blocks| windows_waiting(blocks, lanes as u32, lines, count);
+        let windows_waiting = mixture.corpora().iter().map(waiting).collect::<Result<_>>()?;
         let options = options.clone();
         let shared = Arc::new(Shared { mixture, options, pool: Arc::default(), windows_waiting });
-        Ok(Self { shared, positions, pipeline: None })
+        Ok(Self { shared, positions: vec![vec![CorpusPosition::default(); count]; lanes], pipeline: None })
     }
 
     /// Waits for the next batch for at most `timeout`. After an error, the loader is at the position before
@@ -78,46 +83,61 @@ impl Loader {
         LoaderState::new(&self.positions, &self.shared.options, &self.shared.mixture)
     }
 
-    /// How often each corpus has been read: finished epochs and the fraction of the current one.
+    /// How often each corpus has been read: finished epochs and the fraction of the current one, the mean of this rank's
+    /// lanes.
     pub fn passes(&self) -> Vec<f64> {
-        self.shared
-            .mixture
-            .corpora()
-            .iter()
-            .zip(&self.positions)
-            .map(|(blocks, position)| blocks.passes(position))
-            .collect()
+        let Shared { mixture, options, .. } = &*self.shared;
+        let lanes = self.positions.len() as f64;
+        let passes = |(number, blocks): (usize, &Blocks)| {
+            let of_lanes = options.lanes_of_rank().zip(&self.positions);
+            of_lanes.map(|(lane, positions)| blocks.passes(lane, &positions[number])).sum::<f64>() / lanes
+        };
+        mixture.corpora().iter().enumerate().map(passes).collect()
     }
 
-    /// Resumes from the state of a loader with the same corpora, weights, seed and row options; batch size, ranks
+    /// Resumes from the state of a loader with the same corpora, weights, seed, lanes and row options; batch size, ranks
     /// and threads may differ. An error leaves the loader as it was.
     pub fn restore(&mut self, state: &LoaderState) -> Result<()> {
         let Shared { mixture, options, .. } = &*self.shared;
         let mut positions = state.positions(options, mixture)?;
-        for (position, blocks) in positions.iter_mut().zip(mixture.corpora()) {
-            position.window_rows = self.rows_of_window(blocks, position.at)?;
-            if position.at.row > position.window_rows {
-                return Err(beyond("row", position.at.row));
-            }
+        for (number, blocks) in mixture.corpora().iter().enumerate() {
+            let lanes = options.lanes_of_rank().zip(positions.iter_mut().map(|lane| &mut lane[number]));
+            self.count_windows(blocks, &mut lanes.collect::<Vec<_>>())?;
         }
         self.pipeline = None;
         self.positions = positions;
         Ok(())
     }
 
-    /// The rows of the window at a position; 0 at the end of the last epoch.
-    fn rows_of_window(&self, blocks: &Blocks, position: RowPosition) -> Result<u64> {
+    /// Sets the numbers of rows of the windows at positions of lanes, and rejects positions that do not exist.
+    fn count_windows(&self, blocks: &Blocks, positions: &mut [(u32, &mut CorpusPosition)]) -> Result<()> {
         let options = &self.shared.options;
-        if options.epochs == Some(position.epoch.into()) && position.window == 0 {
-            return Ok(0);
+        let is_end = |at: RowPosition| options.epochs == Some(at.epoch.into()) && at.window == 0;
+        for (lane, CorpusPosition { at, .. }) in &*positions {
+            if !is_end(*at) && at.epoch >= options.last_epoch() {
+                return Err(beyond("epoch", u64::from(at.epoch)));
+            }
+            if at.window >= blocks.num_windows(*lane) {
+                return Err(beyond("group", u64::from(at.window))); // its name in the JSON
+            }
         }
-        if position.epoch >= options.last_epoch() {
-            return Err(beyond("epoch", u64::from(position.epoch)));
+        let windows: Vec<_> = positions
+            .iter()
+            .map(|(lane, position)| (*lane, position.at))
+            .filter(|(_, at)| !is_end(*at))
+            .collect();
+        let mut packer = Packer::new(options, blocks.seed());
+        // All at once, since the planner needs them next.
+        let _pins = blocks.fetch(&packer, &windows, &Cancel::default())?;
+        for (lane, position) in positions.iter_mut() {
+            if !is_end(position.at) {
+                position.window_rows = blocks.count_window(&mut packer, *lane, position.at)?;
+            }
+            if position.at.row > position.window_rows {
+                return Err(beyond("row", position.at.row));
+            }
         }
-        if position.window >= blocks.num_windows() {
-            return Err(beyond("group", u64::from(position.window))); // its name in the JSON
-        }
-        blocks.count_window(&mut Packer::new(options, blocks.seed()), position.epoch, position.window)
+        Ok(())
     }
 
     /// Rows per epoch, over all corpora. Where the number depends on the epoch (`google` packing, and cuts at words or
@@ -181,13 +201,16 @@ impl Iterator for Loader {
 }
 
 /// How many planned windows of a corpus may wait between the planner and the caller: one for a corpus on disk, none in
-/// a mixture.
+/// a mixture, and as many in each lane.
 ///
-/// The cache of a corpus in an object store must hold two windows for the caller, whose batch may span both, and the
-/// one that is being fetched; if it holds more, more are fetched ahead.
-fn windows_waiting(blocks: &Blocks, lines: bool, num_corpora: usize) -> Result<usize> {
-    let Some(limit) = blocks.corpus().cache_limit() else { return Ok(usize::from(num_corpora == 1)) };
-    let window = blocks.window_bytes(lines);
+/// The cache of a corpus in an object store must hold the windows of two fetches for the caller, whose batch may span
+/// both, and those that are being fetched; if it holds more, more are fetched ahead.
+fn windows_waiting(blocks: &Blocks, lanes: u32, lines: bool, num_corpora: usize) -> Result<usize> {
+    let per_fetch = blocks.windows_per_fetch(lanes) * u64::from(lanes);
+    let Some(limit) = blocks.corpus().cache_limit() else {
+        return Ok(if num_corpora == 1 { per_fetch as usize } else { 0 });
+    };
+    let window = blocks.fetch_bytes(lanes, lines);
     let fit = limit / window.max(1);
     if fit < MIN_CACHED_WINDOWS {
         let needed = window.saturating_mul(MIN_CACHED_WINDOWS);
@@ -197,7 +220,19 @@ fn windows_waiting(blocks: &Blocks, lines: bool, num_corpora: usize) -> Result<u
             needed.saturating_mul(num_corpora as u64)
         )));
     }
-    Ok((fit - MIN_CACHED_WINDOWS).min(MAX_WAITING) as usize)
+    Ok(((fit - MIN_CACHED_WINDOWS).min(MAX_WAITING) * per_fetch) as usize)
+}
+
+/// The number of lanes for a run: 1 if all corpora are on disk; for corpora in object stores, as many as there may be
+/// nodes, if each lane has some blocks of every corpus.
+pub fn auto_lanes(corpora: &[Arc<Corpus>], batch_size: i64) -> Result<i64> {
+    let mut lanes = AUTO_LANES;
+    for corpus in corpora {
+        let blocks = Blocks::new(corpus.clone(), 0, 1)?.len();
+        lanes = lanes.min(u64::from(blocks) / MIN_LANE_BLOCKS).max(1);
+    }
+    let is_stored = corpora.iter().any(|corpus| corpus.is_stored());
+    Ok(if is_stored { largest_divisor(batch_size.max(1) as u64, lanes) as i64 } else { 1 })
 }
 
 fn beyond(what: &str, value: u64) -> Error {

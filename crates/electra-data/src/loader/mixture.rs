@@ -27,7 +27,7 @@ pub(super) struct Mixture {
 impl Mixture {
     /// Corpora with their weights; without any weight, in proportion to their tokens. They must differ and have
     /// the same tokenizer. A corpus alone is read with `seed` itself.
-    pub fn new(corpora: Vec<Weighted>, seed: u64) -> Result<Self> {
+    pub fn new(corpora: Vec<Weighted>, seed: u64, num_lanes: u32) -> Result<Self> {
         if corpora.is_empty() {
             return Err(Error::Input("there is no corpus; name at least one".into()));
         }
@@ -36,7 +36,7 @@ impl Mixture {
         let is_alone = corpora.len() == 1;
         let blocks = |(corpus, _): Weighted| {
             let seed = if is_alone { seed } else { derived_seed(seed, corpus.content_hash()) };
-            Blocks::new(corpus, seed)
+            Blocks::new(corpus, seed, num_lanes)
         };
         Ok(Self { corpora: corpora.into_iter().map(blocks).collect::<Result<_>>()?, weights })
     }
@@ -51,7 +51,7 @@ impl Mixture {
         &self.weights
     }
 
-    /// The turns of corpora that are at `positions`, if each is read `epochs` times.
+    /// The turns, in a lane, of corpora that are at `positions`, if each is read `epochs` times.
     pub fn turns(&self, positions: &[CorpusPosition], epochs: u32) -> Turns {
         let weights = self.weights.iter().zip(positions);
         let weights = weights.map(|(&weight, position)| if position.at.epoch < epochs { weight } else { 0 });

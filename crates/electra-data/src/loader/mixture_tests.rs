@@ -16,7 +16,7 @@ use crate::loader::mixture::Mixture;
 type Weighted = Vec<(Arc<Corpus>, Option<f64>)>;
 
 /// Corpora of 120, 40 and 80 of the same documents each, in shards of 500 tokens: several windows in the first.
-fn corpora(dir: &Path) -> Vec<Arc<Corpus>> {
+pub(super) fn corpora(dir: &Path) -> Vec<Arc<Corpus>> {
     let all = documents(240);
     let mut rest = &all[..];
     let mut write = |(number, count): (usize, usize)| {
@@ -45,7 +45,8 @@ fn all_rows(loader: Loader) -> Vec<Vec<i32>> {
 
 /// The stream of rows of each corpus alone, under its seed in a mixture.
 fn alone(corpora: &[Arc<Corpus>], epochs: i64) -> Vec<Vec<Vec<i32>>> {
-    let mixture = Mixture::new(weighted(corpora, &vec![1.0; corpora.len()]), options().seed as u64).unwrap();
+    let mixture =
+        Mixture::new(weighted(corpora, &vec![1.0; corpora.len()]), options().seed as u64, 1).unwrap();
     let stream = |(corpus, seed): (&Arc<Corpus>, u64)| {
         let options = LoaderOptions { seed: seed as i64, epochs: Some(epochs), ..options() };
         all_rows(Loader::new(corpus.clone(), &options).unwrap())

@@ -3,9 +3,12 @@
 mod batch;
 mod batch_cutter;
 mod batch_loader;
+mod block_order;
 mod contents;
 #[cfg(test)]
 mod corruption;
+#[cfg(test)]
+mod lane_tests;
 mod mask;
 mod mixture;
 #[cfg(test)]
@@ -23,7 +26,7 @@ mod state;
 mod tests;
 mod workers;
 
-pub use batch_loader::Loader;
+pub use batch_loader::{Loader, auto_lanes};
 pub use contents::Contents;
 pub use options::{CutAt, LoaderOptions, Masking, Packing};
 pub use state::LoaderState;

@@ -1,5 +1,6 @@
 //! The options of a loader.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -80,6 +81,8 @@ pub struct LoaderOptions {
     pub rank: i64,
     /// Number of ranks.
     pub world_size: i64,
+    /// Number of lanes: equal parts of each batch whose rows come from different blocks of the corpus.
+    pub lanes: i64,
     /// Number of threads that write batches.
     pub num_threads: i64,
     /// Number of batches prepared in advance.
@@ -105,6 +108,7 @@ impl Default for LoaderOptions {
             word_starts: None,
             rank: 0,
             world_size: 1,
+            lanes: 1,
             num_threads: 1,
             prefetch: 4,
             epochs: None,
@@ -123,6 +127,7 @@ impl LoaderOptions {
             ("sequence_length", self.sequence_length, 8, 32_768),
             ("batch_size", self.batch_size, 1, 1 << 24),
             ("seed", self.seed, 0, i64::MAX),
+            ("lanes", self.lanes, 1, self.batch_size),
             ("num_threads", self.num_threads, 1, 256),
             ("prefetch", self.prefetch, 1, 1024),
             ("epochs", self.epochs.unwrap_or(1), 1, u32::MAX.into()),
@@ -142,6 +147,7 @@ impl LoaderOptions {
                 "cut_at = {cut_at:?} needs packing = \"best-fit\"; packing {packing:?} is made of lines already"
             )));
         }
+        self.check_lanes()?;
         let tokens = (rows as u64).div_ceil(self.world_size as u64) * self.sequence_length as u64;
         if tokens > MAX_TOKENS {
             return Err(Error::Input(format!(
@@ -149,6 +155,40 @@ impl LoaderOptions {
             )));
         }
         Ok(())
+    }
+
+    fn check_lanes(&self) -> Result<()> {
+        let (lanes, rows) = (self.lanes, self.batch_size);
+        if rows % lanes != 0 {
+            let divisor = largest_divisor(rows as u64, lanes as u64);
+            return Err(Error::Input(format!(
+                "lanes = {lanes}: must divide batch_size = {rows}; {divisor} is the largest that does, up to {lanes}"
+            )));
+        }
+        match self.epochs {
+            Some(epochs) if lanes > 1 => Err(Error::Input(format!(
+                "epochs = {epochs} needs lanes = 1, not {lanes}: lanes have different numbers of rows per epoch"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The rows of each batch that the rank loads.
+    pub(super) fn rank_rows(&self, batch_rows: u64) -> Range<u64> {
+        let (rank, world) = (self.rank as u64, self.world_size as u64);
+        rank * batch_rows / world..(rank + 1) * batch_rows / world
+    }
+
+    /// The rows of a lane in a batch.
+    pub(super) fn lane_rows(&self) -> u64 {
+        (self.batch_size / self.lanes) as u64
+    }
+
+    /// The lanes that the rank's rows come from; at least one.
+    pub(super) fn lanes_of_rank(&self) -> Range<u32> {
+        let (rows, size) = (self.rank_rows(self.batch_size as u64), self.lane_rows());
+        let first = rows.start / size;
+        first as u32..rows.end.div_ceil(size).max(first + 1) as u32
     }
 
     /// Whether a loader with these options needs `word_starts`.
@@ -204,8 +244,16 @@ impl LoaderOptions {
             CutAt::Token => String::new(), // as in states from before this option existed
             cut_at => format!(" cut_at={}", cut_at.name()),
         };
-        format!("sequence_length={length} masking={masking} mask_prob={prob} packing={packing}{cut_at}")
+        let lanes = if self.lanes == 1 { String::new() } else { format!(" lanes={}", self.lanes) };
+        format!(
+            "sequence_length={length} masking={masking} mask_prob={prob} packing={packing}{cut_at}{lanes}"
+        )
     }
+}
+
+/// The largest divisor of a number that is at most `limit`, which must be at least 1.
+pub(super) fn largest_divisor(number: u64, limit: u64) -> u64 {
+    (1..=limit.min(number)).rev().find(|divisor| number.is_multiple_of(*divisor)).unwrap_or(1)
 }
 
 #[cfg(test)]
@@ -233,6 +281,12 @@ mod tests {
         assert!(complaint(|o| o.prefetch = 0).starts_with("prefetch = 0"));
         assert!(complaint(|o| o.epochs = Some(0)).starts_with("epochs = 0: must be from 1"));
         assert!(complaint(|o| o.cache_bytes = -1).starts_with("cache_bytes = -1: must be from 0"));
+        assert_eq!(complaint(|o| o.lanes = 0), "lanes = 0: must be from 1 to 128");
+        assert_eq!(
+            complaint(|o| o.lanes = 100),
+            "lanes = 100: must divide batch_size = 128; 64 is the largest that does, up to 100"
+        );
+        assert!(complaint(|o| (o.lanes, o.epochs) = (2, Some(1))).starts_with("epochs = 1 needs lanes = 1"));
         for prob in [0.0, 1.0, -0.5, f64::NAN] {
             assert!(complaint(|o| o.mask_prob = prob).starts_with("mask_prob = "));
         }

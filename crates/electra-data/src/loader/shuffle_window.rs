@@ -1,46 +1,54 @@
-//! The order of rows: an epoch is a sequence of shuffle windows, and rows are shuffled within a window.
+//! The order of rows: an epoch of a lane is a sequence of shuffle windows, and rows are shuffled within a window.
 //!
-//! A shard is divided into blocks of about 262,144 tokens. An epoch visits all blocks in a pseudorandom
-//! order; 64 consecutive blocks of it form a window, and the rows of a window are ordered pseudorandomly. So
-//! rows are shuffled over sixteen million tokens and blocks over the whole corpus, and a position in the
-//! stream is three integers: epoch, window, row.
+//! A shard is divided into blocks of about 262,144 tokens. A lane visits its blocks in a pseudorandom order
+//! (`block_order`); the windows of all lanes together have 64 consecutive blocks of it, and the rows of a window are
+//! ordered pseudorandomly. So rows are shuffled over sixteen million tokens and blocks over the whole corpus, and a
+//! position in the stream of a lane is three integers: epoch, window, row.
 
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::block_order::BlockOrder;
 use super::pack::{Packer, RngCounter, Rows, Span};
 use super::permutation::Permutation;
-use super::position::CorpusPosition;
+use super::position::{CorpusPosition, RowPosition};
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Pins, Shard};
 use crate::philox::Purpose;
 use crate::store::Cancel;
 
 const BLOCK_TOKENS: u64 = 262_144;
-const BLOCKS_PER_WINDOW: u64 = 64;
+/// Blocks that are fetched at the same time.
+const FETCHED_BLOCKS: u64 = 64;
 
 /// A corpus divided into blocks, with the seed of their order.
 #[derive(Debug)]
 pub(super) struct Blocks {
     corpus: Arc<Corpus>,
     seed: u64,
-    /// The first block of each shard, and the total at the end.
-    first: Vec<u32>,
+    order: BlockOrder,
 }
 
 impl Blocks {
-    /// Divides a corpus, without reading its tokens.
-    pub fn new(corpus: Arc<Corpus>, seed: u64) -> Result<Self> {
+    /// Divides a corpus, without reading its tokens. Fewer blocks than lanes are an error.
+    pub fn new(corpus: Arc<Corpus>, seed: u64, num_lanes: u32) -> Result<Self> {
         let mut first = vec![0_u32];
         for shard in 0..corpus.num_shards() {
-            let blocks = ((corpus.shard_size(shard).1 + BLOCK_TOKENS / 2) / BLOCK_TOKENS).max(1);
-            let total = u64::from(first[first.len() - 1]) + blocks;
+            let total = u64::from(first[first.len() - 1]) + blocks_in(corpus.shard_size(shard).1);
             let total = u32::try_from(total).map_err(|_| {
                 Error::Input(format!("the corpus has more than {} blocks; divide it", u32::MAX))
             })?;
             first.push(total);
         }
-        Ok(Self { corpus, seed, first })
+        let order = BlockOrder::new(first, seed, num_lanes);
+        let found = order.num_blocks();
+        if found < num_lanes {
+            let dir = corpus.dir().display();
+            return Err(Error::Input(format!(
+                "lanes = {num_lanes}: {dir} has {found} blocks of {BLOCK_TOKENS} tokens, and each lane needs one"
+            )));
+        }
+        Ok(Self { corpus, seed, order })
     }
 
     /// The corpus.
@@ -53,41 +61,43 @@ impl Blocks {
         self.seed
     }
 
-    /// How often the corpus has been read at a position: finished epochs and a fraction of the next.
-    pub fn passes(&self, position: &CorpusPosition) -> f64 {
+    /// How often a lane has read its part at a position: finished epochs and a fraction of the next.
+    pub fn passes(&self, lane: u32, position: &CorpusPosition) -> f64 {
         let CorpusPosition { at, window_rows, .. } = position;
-        let (total, before) = (u64::from(self.len()), u64::from(at.window) * BLOCKS_PER_WINDOW);
-        let blocks = BLOCKS_PER_WINDOW.min(total.saturating_sub(before));
+        let (total, size) = (self.order.lane_blocks(lane), self.order.window_blocks());
+        let before = u64::from(at.window) * size;
+        let blocks = size.min(total.saturating_sub(before));
         let current = blocks as f64 * at.row as f64 / (*window_rows).max(1) as f64;
-        f64::from(at.epoch) + (before as f64 + current) / total.max(1) as f64
+        f64::from(at.epoch) + (before as f64 + current) / total as f64
     }
 
     /// Number of blocks.
     pub fn len(&self) -> u32 {
-        self.first[self.first.len() - 1]
+        self.order.num_blocks()
     }
 
-    /// Windows per epoch.
-    pub fn num_windows(&self) -> u32 {
-        u64::from(self.len()).div_ceil(BLOCKS_PER_WINDOW) as u32
+    /// Windows of a lane per epoch.
+    pub fn num_windows(&self, lane: u32) -> u32 {
+        self.order.num_windows(lane)
+    }
+
+    /// The windows of each lane that are fetched at the same time, from an object store.
+    pub fn windows_per_fetch(&self, lanes: u32) -> u64 {
+        (FETCHED_BLOCKS / (self.order.window_blocks() * u64::from(lanes)).max(1)).max(1)
     }
 
     /// The shard of a block, and the block's range of that shard's tokens.
+    ///
+    /// With several lanes, blocks begin where what a checksum covers begins, so that no two share any.
     fn locate(&self, block: u32) -> (usize, Range<u32>) {
-        let shard = self.first.partition_point(|&first| first <= block) - 1;
+        let (shard, blocks) = self.order.shard_of(block);
         let tokens = self.corpus.shard_size(shard).1;
-        let blocks = u64::from(self.first[shard + 1] - self.first[shard]);
-        let index = u64::from(block - self.first[shard]);
-        let edge = |index: u64| (tokens * index / blocks) as u32;
+        let (index, count) = (u64::from(block - blocks.start), u64::from(blocks.end - blocks.start));
+        let edge = |index: u64| match self.order.num_lanes() {
+            1 => (tokens * index / count) as u32,
+            _ => self.corpus.aligned(tokens, index, count),
+        };
         (shard, edge(index)..edge(index + 1))
-    }
-
-    /// The blocks of a window, in order.
-    fn blocks_of(&self, epoch: u32, window: u32) -> impl Iterator<Item = u32> {
-        let total = u64::from(self.len());
-        let order = Permutation::new(total, self.seed, Purpose::BlockOrder, [epoch, 0, 0]);
-        let start = u64::from(window) * BLOCKS_PER_WINDOW;
-        (start..total.min(start + BLOCKS_PER_WINDOW)).map(move |index| order.at(index) as u32)
     }
 
     /// Keeps the tables of a block's shard in the cache of a corpus in an object store.
@@ -107,27 +117,40 @@ impl Blocks {
         packer.pack(&self.corpus.shard(shard), range, counter)
     }
 
-    /// The number of rows of one window.
-    pub fn count_window(&self, packer: &mut Packer, epoch: u32, window: u32) -> Result<u64> {
-        let counters = self.blocks_of(epoch, window).map(|block| RngCounter { epoch, block });
-        counters.map(|counter| self.count_rows(packer, counter)).sum()
+    /// The number of rows of the window at a position of a lane.
+    pub fn count_window(&self, packer: &mut Packer, lane: u32, at: RowPosition) -> Result<u64> {
+        let RowPosition { epoch, window, .. } = at;
+        let counters = self.order.window(epoch, lane, window).into_iter();
+        counters.map(|block| self.count_rows(packer, RngCounter { epoch, block })).sum()
     }
 
-    /// Packs the blocks of one window and orders their rows. Fetches them first, if they are in an object store.
+    /// Fetches the blocks of windows, given as lanes and positions, if they are in an object store.
+    pub fn fetch(
+        &self,
+        packer: &Packer,
+        windows: &[(u32, RowPosition)],
+        cancel: &Cancel,
+    ) -> Result<Option<Vec<Pins>>> {
+        let blocks = windows.iter().flat_map(|(lane, at)| self.order.window(at.epoch, *lane, at.window));
+        let parts: Vec<_> = blocks.map(|block| self.locate(block)).collect();
+        self.corpus.prefetch(&parts, packer.margins(), packer.reads_lines(), cancel)
+    }
+
+    /// Packs the blocks of the window at a position of a lane and orders their rows. `pins` keep them in the cache of a
+    /// corpus in an object store.
     pub fn plan(
         &self,
         packer: &mut Packer,
-        epoch: u32,
-        window: u32,
-        cancel: &Cancel,
+        lane: u32,
+        at: RowPosition,
+        pins: Option<Arc<Vec<Pins>>>,
     ) -> Result<ShuffleWindow> {
+        let RowPosition { epoch, window, .. } = at;
         self.corpus.close_idle();
-        let parts: Vec<_> = self.blocks_of(epoch, window).map(|block| self.locate(block)).collect();
-        let pins = self.corpus.prefetch(&parts, packer.reads_lines(), cancel)?;
         let mut blocks = Vec::new();
         let mut ends = Vec::new();
         let mut total = 0;
-        for block in self.blocks_of(epoch, window) {
+        for block in self.order.window(epoch, lane, window) {
             let shard = self.corpus.shard(self.locate(block).0);
             shard.expect_unchanged()?;
             let rows = self.rows(packer, RngCounter { epoch, block })?;
@@ -135,22 +158,27 @@ impl Blocks {
             ends.push(total);
             blocks.push(PackedBlock { block, shard, rows });
         }
-        let order = Permutation::new(total, self.seed, Purpose::RowOrder, [epoch, window, 0]);
+        let order = Permutation::new(total, self.seed, Purpose::RowOrder, [epoch, window, lane]);
         Ok(ShuffleWindow { seed: self.seed, epoch, blocks, ends, order, _pins: pins })
     }
 
-    /// An upper bound on what a window takes in the cache of a corpus in an object store.
-    pub fn window_bytes(&self, lines: bool) -> u64 {
+    /// An upper bound on what one fetch for so many lanes takes in the cache of a corpus in an object store.
+    pub fn fetch_bytes(&self, lanes: u32, lines: bool) -> u64 {
         let sizes = (0..self.corpus.num_shards()).map(|shard| {
-            let blocks = u64::from(self.first[shard + 1] - self.first[shard]);
-            let tokens = self.corpus.shard_size(shard).1.div_ceil(blocks);
-            self.corpus.prefetch_bytes(shard, tokens, lines)
+            let tokens = self.corpus.shard_size(shard).1;
+            self.corpus.prefetch_bytes(shard, tokens.div_ceil(blocks_in(tokens)), lines)
         });
         let largest = sizes.reduce(|a, b| (a.0.max(b.0), a.1.max(b.1))).unwrap_or((0, 0));
-        let num_blocks = u64::from(self.len()).min(BLOCKS_PER_WINDOW);
+        let fetched = self.windows_per_fetch(lanes) * self.order.window_blocks() * u64::from(lanes);
+        let num_blocks = u64::from(self.len()).min(fetched);
         let tables = num_blocks.min(self.corpus.num_shards() as u64);
         largest.0.saturating_mul(num_blocks).saturating_add(largest.1.saturating_mul(tables))
     }
+}
+
+/// The number of blocks of a shard with so many tokens.
+fn blocks_in(tokens: u64) -> u64 {
+    ((tokens + BLOCK_TOKENS / 2) / BLOCK_TOKENS).max(1)
 }
 
 #[derive(Debug)]
@@ -170,7 +198,7 @@ pub(super) struct ShuffleWindow {
     ends: Vec<u64>,
     order: Permutation,
     /// Keeps the blocks in the cache of a corpus in an object store.
-    _pins: Option<Vec<Pins>>,
+    _pins: Option<Arc<Vec<Pins>>>,
 }
 
 /// One row: where its tokens are, and the counter of its random numbers.

@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 const MAX_TURNS: u64 = 1 << 48;
 
 /// The position of a loader, with what identifies its corpora and options: all that it needs to resume. As JSON, less
-/// than 256 bytes for one corpus, and about 110 per corpus of a mixture.
+/// than 256 bytes for one corpus, and about 110 per corpus of a mixture; with several lanes, about 20 per corpus and
+/// lane. A rank knows the positions of its own lanes only: `merged` combines the states of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LoaderState(Saved);
 
@@ -19,7 +20,8 @@ pub struct LoaderState(Saved);
 #[serde(untagged)]
 enum Saved {
     Single(Single),
-    Mixture(Several),
+    Mixture(Several<Member>),
+    Lanes(Several<LanesOfMember>),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,8 +38,8 @@ struct Single {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Several {
-    corpora: Vec<Member>,
+struct Several<M> {
+    corpora: Vec<M>,
     seed: u64,
     options: String,
 }
@@ -54,32 +56,93 @@ struct Member {
     turns: u64,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LanesOfMember {
+    corpus: String,
+    weight: u64,
+    /// Epoch, window, row and turns of each lane; none for a lane of another rank.
+    lanes: Vec<Option<(u32, u32, u64, u64)>>,
+}
+
 impl LoaderState {
-    /// The state of a loader with these options whose corpora are at `positions`.
-    pub(super) fn new(positions: &[CorpusPosition], options: &LoaderOptions, mixture: &Mixture) -> Self {
-        let members = positions.iter().zip(mixture.corpora()).zip(mixture.weights());
+    /// The state of a loader with these options whose corpora are at `positions` in each of its lanes.
+    pub(super) fn new(positions: &[Vec<CorpusPosition>], options: &LoaderOptions, mixture: &Mixture) -> Self {
+        let (seed, content) = (options.seed as u64, options.content());
+        let members = mixture.corpora().iter().zip(mixture.weights()).enumerate();
+        let members =
+            members.map(|(number, (blocks, &weight))| (number, blocks.corpus().content_hash(), weight));
+        if options.lanes > 1 {
+            let corpora = members.map(|(number, corpus, weight)| {
+                let mut lanes = vec![None; options.lanes as usize];
+                for (lane, positions) in options.lanes_of_rank().zip(positions) {
+                    let CorpusPosition { at, turns, .. } = positions[number];
+                    lanes[lane as usize] = Some((at.epoch, at.window, at.row, turns));
+                }
+                LanesOfMember { corpus: corpus.into(), weight, lanes }
+            });
+            return Self(Saved::Lanes(Several { corpora: corpora.collect(), seed, options: content }));
+        }
         let mut corpora: Vec<Member> = members
-            .map(|((position, blocks), &weight)| Member {
-                corpus: blocks.corpus().content_hash().into(),
-                weight,
-                epoch: position.at.epoch,
-                window: position.at.window,
-                row: position.at.row,
-                turns: position.turns,
+            .map(|(number, corpus, weight)| {
+                let CorpusPosition { at: RowPosition { epoch, window, row }, turns, .. } =
+                    positions[0][number];
+                Member { corpus: corpus.into(), weight, epoch, window, row, turns }
             })
             .collect();
-        let (seed, options) = (options.seed as u64, options.content());
         if corpora.len() > 1 {
-            return Self(Saved::Mixture(Several { corpora, seed, options }));
+            return Self(Saved::Mixture(Several { corpora, seed, options: content }));
         }
         let Member { corpus, epoch, window, row, .. } = corpora.remove(0);
-        Self(Saved::Single(Single { epoch, window, row, seed, corpus, options }))
+        Self(Saved::Single(Single { epoch, window, row, seed, corpus, options: content }))
+    }
+
+    /// The state of a loader whose ranks have these states after the same batch. States of different batches are
+    /// [`Error::Input`].
+    pub fn merged(states: Vec<Self>) -> Result<Self> {
+        let mut states = states.into_iter();
+        let first = states.next().ok_or_else(|| Error::Input("there is no state to merge".into()))?;
+        states.try_fold(first, |merged, state| match merged.union(&state) {
+            Some(both) => Ok(both),
+            None => Err(Error::Input(format!(
+                "states of different loaders or batches cannot be merged: {} and {}",
+                merged.to_json()?,
+                state.to_json()?
+            ))),
+        })
+    }
+
+    /// This state with the lanes of another one, if they agree on all else.
+    fn union(&self, other: &Self) -> Option<Self> {
+        let (Saved::Lanes(ours), Saved::Lanes(theirs)) = (&self.0, &other.0) else {
+            return (self == other).then(|| self.clone());
+        };
+        let mut both = ours.clone();
+        for (member, other) in both.corpora.iter_mut().zip(&theirs.corpora) {
+            if member.lanes.len() != other.lanes.len() {
+                return None;
+            }
+            for (lane, other) in member.lanes.iter_mut().zip(&other.lanes) {
+                *lane = lane.or(*other);
+            }
+        }
+        // Equal but for the lanes that only one of them knows.
+        let is_part = |state: &Several<LanesOfMember>| {
+            let masked = both.corpora.iter().zip(&state.corpora).map(|(whole, part)| LanesOfMember {
+                lanes: whole.lanes.iter().zip(&part.lanes).map(|(lane, known)| known.and(*lane)).collect(),
+                ..whole.clone()
+            });
+            Several { corpora: masked.collect(), ..both.clone() } == *state
+        };
+        (is_part(ours) && is_part(theirs)).then(|| Self(Saved::Lanes(both.clone())))
     }
 
     /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
     pub fn from_json(json: &str) -> Result<Self> {
-        let parsed = serde_json::from_str::<serde_json::Value>(json);
-        let saved = if parsed.is_ok_and(|state| state.get("corpora").is_some()) {
+        let parsed = serde_json::from_str::<serde_json::Value>(json).unwrap_or_default();
+        let saved = if parsed["corpora"][0].get("lanes").is_some() {
+            serde_json::from_str(json).map(Saved::Lanes)
+        } else if parsed.get("corpora").is_some() {
             serde_json::from_str(json).map(Saved::Mixture)
         } else {
             serde_json::from_str(json).map(Saved::Single)
@@ -95,20 +158,21 @@ impl LoaderState {
         serde_json::to_string(self).map_err(|error| Error::Input(format!("state: {error}")))
     }
 
-    /// The corpora's positions, if the state is that of a loader of this mixture with these options.
+    /// The corpora's positions in each lane of the rank, if the state is that of a loader of this mixture with these
+    /// options.
     pub(super) fn positions(
         &self,
         options: &LoaderOptions,
         mixture: &Mixture,
-    ) -> Result<Vec<CorpusPosition>> {
-        let count = mixture.corpora().len();
-        let ours = Self::new(&vec![CorpusPosition::default(); count], options, mixture);
+    ) -> Result<Vec<Vec<CorpusPosition>>> {
+        let start = vec![CorpusPosition::default(); mixture.corpora().len()];
+        let ours = Self::new(&vec![start; options.lanes_of_rank().len()], options, mixture);
         require_same_corpora(&self.0, &ours.0)?;
-        let (seed, options) = self.0.stream();
-        let (our_seed, our_options) = ours.0.stream();
+        let (seed, content) = self.0.stream();
+        let (our_seed, our_content) = ours.0.stream();
         require_same("seed", &seed.to_string(), &our_seed.to_string())?;
-        require_same("options", options, our_options)?;
-        self.0.positions()
+        require_same("options", content, our_content)?;
+        options.lanes_of_rank().map(|lane| self.0.positions(lane as usize)).collect()
     }
 }
 
@@ -118,6 +182,7 @@ impl Saved {
         match self {
             Self::Single(state) => (state.seed, &state.options),
             Self::Mixture(state) => (state.seed, &state.options),
+            Self::Lanes(state) => (state.seed, &state.options),
         }
     }
 
@@ -126,25 +191,45 @@ impl Saved {
         match self {
             Self::Single(state) => state.corpus.clone(),
             Self::Mixture(state) => joined(state.corpora.iter().map(|member| &member.corpus)),
+            Self::Lanes(state) => joined(state.corpora.iter().map(|member| &member.corpus)),
         }
     }
 
+    /// The weights, which a corpus alone does not need.
     fn weights(&self) -> String {
         match self {
-            Self::Single(_) => String::new(),
             Self::Mixture(state) => joined(state.corpora.iter().map(|member| member.weight)),
+            Self::Lanes(state) if state.corpora.len() > 1 => {
+                joined(state.corpora.iter().map(|member| member.weight))
+            }
+            _ => String::new(),
         }
     }
 
-    fn positions(&self) -> Result<Vec<CorpusPosition>> {
-        let members = match self {
-            Self::Single(state) => return Ok(vec![position(state.epoch, state.window, state.row, 0)]),
-            Self::Mixture(state) => &state.corpora,
+    /// The corpora's positions in a lane.
+    fn positions(&self, lane: usize) -> Result<Vec<CorpusPosition>> {
+        let positions: Vec<_> = match self {
+            Self::Single(state) => vec![position(state.epoch, state.window, state.row, 0)],
+            Self::Mixture(state) => {
+                state.corpora.iter().map(|m| position(m.epoch, m.window, m.row, m.turns)).collect()
+            }
+            Self::Lanes(state) => {
+                let in_lane = state.corpora.iter().map(|member| member.lanes.get(lane).copied().flatten());
+                let positions = in_lane
+                    .map(|at| at.map(|(epoch, window, row, turns)| position(epoch, window, row, turns)));
+                positions.collect::<Option<_>>().ok_or_else(|| {
+                    Error::Input(format!(
+                        "state: has no lane {lane}; merge the states of all ranks (merge_states)"
+                    ))
+                })?
+            }
         };
-        if let Some(Member { turns, .. }) = members.iter().find(|member| member.turns > MAX_TURNS) {
-            return Err(Error::Input(format!("state: turns {turns}: no loader has given so many rows")));
+        match positions.iter().find(|position| position.turns > MAX_TURNS) {
+            Some(CorpusPosition { turns, .. }) => {
+                Err(Error::Input(format!("state: turns {turns}: no loader has given so many rows")))
+            }
+            None => Ok(positions),
         }
-        Ok(members.iter().map(|m| position(m.epoch, m.window, m.row, m.turns)).collect())
     }
 }
 
@@ -157,7 +242,7 @@ fn joined(parts: impl Iterator<Item = impl ToString>) -> String {
 }
 
 fn require_same_corpora(saved: &Saved, ours: &Saved) -> Result<()> {
-    let is_single = matches!((saved, ours), (Saved::Single(_), Saved::Single(_)));
+    let is_single = !saved.hashes().contains(',') && !ours.hashes().contains(',');
     require_same(if is_single { "corpus" } else { "corpora" }, &saved.hashes(), &ours.hashes())?;
     require_same("weights", &saved.weights(), &ours.weights())
 }
@@ -188,12 +273,12 @@ mod tests {
             write_corpus(&dir, 99, &[vec![vec![token]]], 10);
             Arc::new(Corpus::open(&dir).unwrap())
         };
-        Mixture::new(weighted.iter().map(|&(token, weight)| (corpus(token), Some(weight))).collect(), 0)
+        Mixture::new(weighted.iter().map(|&(token, weight)| (corpus(token), Some(weight))).collect(), 0, 1)
             .unwrap()
     }
 
     fn state(mixture: &Mixture, options: &LoaderOptions) -> LoaderState {
-        LoaderState::new(&vec![CorpusPosition::default(); mixture.corpora().len()], options, mixture)
+        LoaderState::new(&[vec![CorpusPosition::default(); mixture.corpora().len()]], options, mixture)
     }
 
     #[test]
@@ -211,7 +296,7 @@ mod tests {
         let position = CorpusPosition { at, turns: 1 << 40, ..CorpusPosition::default() };
         for (weighted, longest) in [(&[(5, 1.0)][..], 256), (&[(5, 1e15), (6, 1.0), (7, 0.3)], 620)] {
             let mixture = mixture(dir.path(), weighted);
-            let state = LoaderState::new(&vec![position; weighted.len()], &options, &mixture);
+            let state = LoaderState::new(&[vec![position; weighted.len()]], &options, &mixture);
             let json = state.to_json().unwrap();
             assert!(json.len() < longest, "{}: {json}", json.len());
             assert_eq!(LoaderState::from_json(&json).unwrap(), state);

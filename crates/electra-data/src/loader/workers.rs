@@ -1,7 +1,7 @@
 //! The threads of a loader: one per corpus plans windows, the others write batches.
 //!
-//! A planner works one window ahead. The caller's thread cuts the stream of rows into global batches and
-//! sends the slice of this rank to the workers. Batches are returned in the order in which they were
+//! A planner works one window ahead in each lane of this rank. The caller's thread cuts the streams of rows into
+//! batches and sends the part of this rank to the workers. Batches are returned in the order in which they were
 //! requested, so scheduling never changes the result.
 
 use std::collections::VecDeque;
@@ -13,14 +13,15 @@ use arrow_array::RecordBatch;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 
 use super::batch::{BatchWriter, BufferPool, RowRange};
-use super::batch_cutter::{BatchCutter, NextBatch, rank_slice};
+use super::batch_cutter::{BatchCutter, NextBatch, part_of};
 use super::mask::Masker;
 use super::mixture::Mixture;
 use super::options::LoaderOptions;
 use super::pack::Packer;
 use super::position::{CorpusPosition, RowPosition};
-use super::shuffle_window::ShuffleWindow;
+use super::shuffle_window::{Blocks, ShuffleWindow};
 use crate::error::{Error, Result};
+use crate::format::Pins;
 use crate::store::Cancel;
 
 /// State shared by the threads of a loader.
@@ -28,8 +29,8 @@ pub(super) struct Shared {
     pub mixture: Mixture,
     pub options: LoaderOptions,
     pub pool: Arc<BufferPool>,
-    /// For each corpus, how many planned windows may wait for the caller. A corpus of a mixture has one window besides
-    /// the current one, a corpus alone two.
+    /// For each corpus, how many planned windows may wait for the caller, besides the current one of each lane and the
+    /// one that is being planned.
     pub windows_waiting: Vec<usize>,
 }
 
@@ -52,15 +53,16 @@ struct BatchRequest {
 /// A batch that is being written, and the positions of the corpora after it.
 struct PendingBatch {
     reply: Receiver<Result<RecordBatch>>,
-    after: Vec<CorpusPosition>,
+    after: Vec<Vec<CorpusPosition>>,
 }
 
-type Planned = Result<Arc<ShuffleWindow>>;
+/// A window, with its lane, counted from the rank's first one.
+type Planned = Result<(usize, Arc<ShuffleWindow>)>;
 
 /// The running threads. Dropping it closes their channels and joins them.
 pub(super) struct Pipeline {
-    /// The positions of the corpora after the last batch that was returned.
-    pub positions: Vec<CorpusPosition>,
+    /// The positions of the corpora in each lane after the last batch that was returned.
+    pub positions: Vec<Vec<CorpusPosition>>,
     shared: Arc<Shared>,
     cutter: BatchCutter,
     /// The windows of each corpus, in order.
@@ -77,7 +79,7 @@ pub(super) struct Pipeline {
 }
 
 impl Pipeline {
-    pub fn start(shared: &Arc<Shared>, positions: &[CorpusPosition]) -> Result<Self> {
+    pub fn start(shared: &Arc<Shared>, positions: &[Vec<CorpusPosition>]) -> Result<Self> {
         let (requests, request_receiver) = unbounded();
         let mut pipeline = Self {
             positions: positions.to_vec(),
@@ -92,11 +94,14 @@ impl Pipeline {
             cancel: Cancel::default(),
             threads: Vec::new(),
         };
-        for (corpus, position) in positions.iter().enumerate() {
-            let (shared, start, cancel) = (shared.clone(), position.at, pipeline.cancel.clone());
+        for corpus in 0..shared.mixture.corpora().len() {
+            let starts: Vec<_> = positions.iter().map(|lane| lane[corpus].at).collect();
+            let (shared, cancel) = (shared.clone(), pipeline.cancel.clone());
             let (sender, plans) = bounded(shared.windows_waiting[corpus]);
             pipeline.plans.push(plans);
-            pipeline.spawn("electra-plan", move || plan(&shared, corpus, start, &sender, &cancel))?;
+            pipeline.spawn("electra-plan", move || {
+                let _ = Planner::new(&shared, corpus, &starts, &cancel).run(&sender);
+            })?;
         }
         for _ in 0..shared.options.num_threads {
             let (shared, requests) = (shared.clone(), request_receiver.clone());
@@ -163,15 +168,22 @@ impl Pipeline {
 
     fn accept(&mut self, planned: Planned) {
         match planned {
-            Ok(window) => self.cutter.accept(self.awaited, window),
+            Ok((lane, window)) => self.cutter.accept(lane, self.awaited, window),
             Err(error) => self.failure = Some(error),
         }
     }
 
     fn request(&mut self, rows: Vec<RowRange>) {
-        let LoaderOptions { rank, world_size, .. } = self.shared.options;
+        let options = &self.shared.options;
+        let part = if options.lanes == 1 {
+            options.rank_rows(rows.iter().map(RowRange::len).sum())
+        } else {
+            let before = u64::from(options.lanes_of_rank().start) * options.lane_rows();
+            let rows = options.rank_rows(options.batch_size as u64);
+            rows.start - before..rows.end - before
+        };
         let (sender, reply) = bounded(1);
-        let request = BatchRequest { rows: rank_slice(rows, rank as u64, world_size as u64), reply: sender };
+        let request = BatchRequest { rows: part_of(rows, part), reply: sender };
         // If no worker is left, the reply channel closes, which `poll_next` reports.
         let _ = self.requests.as_ref().map(|requests| requests.send(request));
         self.pending.push_back(PendingBatch { reply, after: self.cutter.positions() });
@@ -190,17 +202,88 @@ impl Drop for Pipeline {
     }
 }
 
-/// A planning thread: packs a corpus's windows from `position` onward until the receiver is gone.
-fn plan(shared: &Shared, corpus: usize, mut position: RowPosition, plans: &Sender<Planned>, cancel: &Cancel) {
-    let blocks = &shared.mixture.corpora()[corpus];
-    let mut packer = Packer::new(&shared.options, blocks.seed());
-    while position.epoch < shared.options.last_epoch() {
-        let window = blocks.plan(&mut packer, position.epoch, position.window, cancel);
-        let failed = window.is_err();
-        if plans.send(window.map(Arc::new)).is_err() || failed {
-            return;
+/// Packs the windows of a corpus: always the next one of the lane with the fewest rows so far, since all lanes give
+/// rows at the same rate. Those of an object store are fetched ahead, for all lanes at the same time.
+struct Planner<'a> {
+    blocks: &'a Blocks,
+    packer: Packer,
+    lanes: Vec<LanePlan>,
+    last_epoch: u32,
+    cancel: &'a Cancel,
+}
+
+/// The windows of a lane that are still to be planned.
+struct LanePlan {
+    lane: u32,
+    next: RowPosition,
+    /// Rows of planned windows that the caller has still to take, were it at the start.
+    rows: i64,
+    /// What the next windows have in the cache.
+    fetched: VecDeque<Option<Arc<Vec<Pins>>>>,
+}
+
+impl<'a> Planner<'a> {
+    fn new(shared: &'a Shared, corpus: usize, starts: &[RowPosition], cancel: &'a Cancel) -> Self {
+        let blocks = &shared.mixture.corpora()[corpus];
+        let lanes = shared.options.lanes_of_rank().zip(starts);
+        let lanes = lanes.map(|(lane, &next)| LanePlan {
+            lane,
+            next,
+            rows: -(next.row as i64),
+            fetched: VecDeque::new(),
+        });
+        Self {
+            blocks,
+            packer: Packer::new(&shared.options, blocks.seed()),
+            lanes: lanes.collect(),
+            last_epoch: shared.options.last_epoch(),
+            cancel,
         }
-        position = position.next_window(blocks.num_windows());
+    }
+
+    /// Sends windows until the receiver is gone or all epochs are finished.
+    fn run(mut self, plans: &Sender<Planned>) -> Option<()> {
+        loop {
+            let number = (0..self.lanes.len()).min_by_key(|&number| self.lanes[number].rows)?;
+            if self.lanes[number].next.epoch >= self.last_epoch {
+                return None;
+            }
+            let planned = self.plan(number);
+            let failed = planned.is_err();
+            plans.send(planned.map(|window| (number, window))).ok().filter(|()| !failed)?;
+        }
+    }
+
+    fn plan(&mut self, number: usize) -> Result<Arc<ShuffleWindow>> {
+        if self.lanes[number].fetched.is_empty() {
+            self.fetch()?;
+        }
+        let lane = &mut self.lanes[number];
+        let pins = lane.fetched.pop_front().flatten();
+        let window = self.blocks.plan(&mut self.packer, lane.lane, lane.next, pins)?;
+        lane.rows += window.len() as i64;
+        lane.next = lane.next.next_window(self.blocks.num_windows(lane.lane));
+        Ok(Arc::new(window))
+    }
+
+    /// Fetches windows until each lane has the same number, or all that are left of its epoch.
+    fn fetch(&mut self) -> Result<()> {
+        let ahead = self.blocks.windows_per_fetch(self.lanes.len() as u32) as usize;
+        let mut windows = Vec::new();
+        let mut ends = Vec::new();
+        for lane in &self.lanes {
+            let num_windows = self.blocks.num_windows(lane.lane);
+            let coming = (lane.next.window..num_windows).take(ahead).skip(lane.fetched.len());
+            windows.extend(coming.map(|window| (lane.lane, RowPosition { window, row: 0, ..lane.next })));
+            ends.push(windows.len());
+        }
+        let pins = self.blocks.fetch(&self.packer, &windows, self.cancel)?.map(Arc::new);
+        let mut start = 0;
+        for (lane, end) in self.lanes.iter_mut().zip(ends) {
+            lane.fetched.extend(std::iter::repeat_n(pins.clone(), end - start));
+            start = end;
+        }
+        Ok(())
     }
 }
 

@@ -59,7 +59,7 @@ impl BlockCache {
     /// These ranges and the tables of their files, without which nothing can be verified.
     fn with_tables(&self, ranges: &[Range<u64>]) -> Vec<Range<u64>> {
         let table = |range: &Range<u64>| {
-            let table = self.files[self.file_of(range.start)].table_block();
+            let table = self.geometry_at(range.start).table_block();
             table..table + 1
         };
         let ranges = ranges.iter().filter(|range| !range.is_empty());
@@ -68,7 +68,7 @@ impl BlockCache {
 
     /// Whether the table of checksums for these blocks is present or among them.
     fn can_be_verified(&self, run: &Range<u64>) -> bool {
-        let table = self.files[self.file_of(run.start)].table_block();
+        let table = self.geometry_at(run.start).table_block();
         run.contains(&table) || self.state.is_present(table)
     }
 
@@ -103,8 +103,9 @@ impl BlockCache {
         let mut left = runs.to_vec();
         for attempt in 1..=ATTEMPTS {
             let request = |run: &Range<u64>| {
-                let file = &self.files[self.file_of(run.start)];
-                Request { name: file.name.clone(), range: file.bytes_of(run), version: None }
+                let file = self.file_of(run.start);
+                let (name, range) = (self.files.entry(file).file.clone(), self.geometry(file).bytes_of(run));
+                Request { name, range, version: None }
             };
             let requests: Vec<Request> = left.iter().map(request).collect();
             let mut bad = Vec::new();
@@ -125,14 +126,14 @@ impl BlockCache {
     /// they stay absent, and the table is fetched first.
     pub(super) fn accept(&self, run: &Range<u64>, bytes: &[u8]) -> Result<()> {
         let number = self.file_of(run.start);
-        let geometry = &self.files[number];
+        let (geometry, hash) = (self.geometry(number), self.hash(number));
         let file = self.local_file(number)?;
         let path = self.path(number);
         let start = geometry.bytes_of(run).start;
         let mut table = vec![0; 8 * geometry.num_blocks as usize + 8];
         if run.contains(&geometry.table_block()) {
             table.copy_from_slice(&bytes[(geometry.table - start) as usize..]);
-            if hash_hex(&table[..table.len() - 8]) != geometry.hash {
+            if hash_hex(&table[..table.len() - 8]) != hash {
                 return Err(self.damaged(number, "the table of checksums is not that of the manifest".into()));
             }
         } else {
@@ -141,7 +142,7 @@ impl BlockCache {
             }
             file.read_exact_at(&mut table, geometry.base + geometry.table)
                 .map_err(|error| Error::io(&path, error))?;
-            if hash_hex(&table[..table.len() - 8]) != geometry.hash {
+            if hash_hex(&table[..table.len() - 8]) != hash {
                 self.clear(&self.state.hold()?, geometry.table_block()); // a machine crash lost it
                 return Ok(());
             }

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::state::{LOCK, STATE};
 use crate::error::Result;
@@ -11,14 +12,21 @@ use crate::format::damage::damaged;
 use crate::format::header::{BLOCK_BYTES, Layout};
 use crate::format::manifest::{FileEntry, MANIFEST, Manifest};
 
+/// The files of a corpus: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
+#[derive(Debug)]
+pub(super) struct Files {
+    manifest: Arc<Manifest>,
+    /// The first block of each file, and the total at the end.
+    first: Vec<u64>,
+    /// For a private cache, the offset of each file in its single file.
+    bases: Vec<u64>,
+}
+
 /// A file of the corpus. Its blocks have consecutive numbers over all files; the last one is the table of checksums.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(in crate::format) struct FileGeometry {
-    pub name: String,
     /// Length of the file.
     pub bytes: u64,
-    /// Hash of the table of checksums, as in the manifest.
-    pub hash: String,
     /// Number of its first block.
     pub first: u64,
     /// Blocks that have a checksum.
@@ -34,52 +42,85 @@ pub(in crate::format) struct FileGeometry {
 /// More blocks than any corpus has: 70 PB.
 const MAX_BLOCKS: u64 = 1 << 40;
 
-/// All files, two per shard. Their names must be unique in the cache's folder, which also holds the cache's own files.
-pub(super) fn files_of(manifest: &Manifest, url: &str) -> Result<Vec<FileGeometry>> {
-    let mut files = Vec::with_capacity(2 * manifest.shards.len());
-    let mut names = HashSet::from([STATE, LOCK, MANIFEST]);
-    let mut claim = |name| match names.insert(name) && !is_temp(name) {
-        true => Ok(()),
-        false => Err(damaged(
-            &Path::new(url).join(name),
-            "no release gives a file of a corpus this name, or gives it twice".into(),
-        )),
-    };
-    claim(&manifest.tokenizer.file)?;
-    let (mut first, mut base) = (0, 0);
-    for shard in &manifest.shards {
-        for (entry, index_width) in [(&shard.tokens, 4), (&shard.lines, 8)] {
+impl Files {
+    /// All files. Their names must be unique in the cache's folder, which also holds the cache's own files.
+    pub fn new(manifest: &Arc<Manifest>, url: &str, is_private: bool) -> Result<Self> {
+        let mut names = HashSet::from([STATE, LOCK, MANIFEST]);
+        let wrong = |name: &str, reason: &str| damaged(&Path::new(url).join(name), reason.into());
+        let mut claim = |name| match names.insert(name) && !is_temp(name) {
+            true => Ok(()),
+            false => Err(wrong(name, "no release gives a file of a corpus this name, or gives it twice")),
+        };
+        claim(&manifest.tokenizer.file)?;
+        let mut files = Self { manifest: manifest.clone(), first: vec![0], bases: Vec::new() };
+        let mut base = 0;
+        for number in 0..2 * manifest.shards.len() {
+            let entry = entry_of(manifest, number);
             claim(&entry.file)?;
-            let file = FileGeometry::of(entry, (first, base), index_width * shard.num_documents, url)?;
-            (first, base) = (file.blocks().end, base + file.bytes.next_multiple_of(BLOCK_BYTES as u64));
-            files.push(file);
+            let first = files.num_blocks();
+            match files.layout(number) {
+                Some(layout) if first + (layout.num_blocks as u64) < MAX_BLOCKS => {
+                    files.first.push(first + layout.num_blocks as u64 + 1);
+                }
+                _ => return Err(wrong(&entry.file, "its length contradicts its number of documents")),
+            }
+            if is_private {
+                files.bases.push(base);
+                base += entry.bytes.next_multiple_of(BLOCK_BYTES as u64);
+            }
         }
+        Ok(files)
     }
-    Ok(files)
-}
 
-impl FileGeometry {
-    fn of(entry: &FileEntry, (first, base): (u64, u64), index_bytes: u64, url: &str) -> Result<Self> {
-        let layout = Layout::from_length(entry.bytes, index_bytes);
-        let is_possible = |layout: &Layout| first + (layout.num_blocks as u64) < MAX_BLOCKS;
-        let layout = layout.filter(is_possible).ok_or_else(|| {
-            damaged(
-                &Path::new(url).join(&entry.file),
-                "its length contradicts its number of documents".into(),
-            )
-        })?;
-        Ok(Self {
-            name: entry.file.clone(),
-            bytes: entry.bytes,
-            hash: entry.hash.clone(),
-            first,
+    /// The blocks of all files.
+    pub fn num_blocks(&self) -> u64 {
+        self.first[self.first.len() - 1]
+    }
+
+    /// The number of the file that has a block.
+    pub fn of_block(&self, block: u64) -> usize {
+        self.first.partition_point(|&first| first <= block) - 1
+    }
+
+    /// Length of the single file of a private cache.
+    pub fn private_bytes(&self) -> u64 {
+        let last = self.bases.len().checked_sub(1);
+        last.map_or(0, |last| self.bases[last] + self.entry(last).bytes)
+    }
+
+    /// The name of a file, its length, and the hash of its table of checksums.
+    pub fn entry(&self, number: usize) -> &FileEntry {
+        entry_of(&self.manifest, number)
+    }
+
+    /// Where the parts of a file are.
+    pub fn geometry(&self, number: usize) -> FileGeometry {
+        let layout = self.layout(number).expect("checked when the cache was opened");
+        FileGeometry {
+            bytes: self.entry(number).bytes,
+            first: self.first[number],
             num_blocks: layout.num_blocks as u64,
             index: layout.index as u64,
             table: layout.table as u64,
-            base,
-        })
+            base: self.bases.get(number).copied().unwrap_or(0),
+        }
     }
 
+    fn layout(&self, number: usize) -> Option<Layout> {
+        let index_width = if number.is_multiple_of(2) { 4 } else { 8 };
+        Layout::from_length(
+            self.entry(number).bytes,
+            index_width * self.manifest.shards[number / 2].num_documents,
+        )
+    }
+}
+
+fn entry_of(manifest: &Manifest, number: usize) -> &FileEntry {
+    let shard = &manifest.shards[number / 2];
+    if number.is_multiple_of(2) { &shard.tokens } else { &shard.lines }
+}
+
+impl FileGeometry {
     /// The offsets of its parts.
     pub fn layout(&self) -> Layout {
         Layout {

@@ -29,6 +29,7 @@ use crate::error::{Error, Result};
 use crate::store::{Cancel, Store};
 
 pub(super) use self::geometry::FileGeometry;
+use self::geometry::Files;
 pub(super) use self::state::Words;
 
 /// How many ranges that were read without being pinned first stay pinned.
@@ -48,7 +49,7 @@ pub struct CacheOptions {
 pub(super) struct BlockCache {
     storage: Storage,
     store: Store,
-    files: Vec<FileGeometry>,
+    files: Files,
     state: SharedState,
     limit: u64,
     /// How often each range of blocks is pinned by this reader.
@@ -77,9 +78,9 @@ pub(crate) struct Pins {
 
 impl BlockCache {
     /// The cache of a corpus in a store: shared by all readers on this node, or private without options.
-    pub fn open(store: Store, manifest: &Manifest, options: Option<&CacheOptions>) -> Result<Self> {
-        let mut files = geometry::files_of(manifest, store.url())?;
-        let num_blocks = files.last().map_or(0, |file| file.blocks().end);
+    pub fn open(store: Store, manifest: &Arc<Manifest>, options: Option<&CacheOptions>) -> Result<Self> {
+        let files = Files::new(manifest, store.url(), options.is_none())?;
+        let num_blocks = files.num_blocks();
         let (storage, limit) = match options {
             Some(_) if cfg!(not(target_os = "linux")) => {
                 let url = store.url();
@@ -91,18 +92,16 @@ impl BlockCache {
                 // The checksum of the manifest, because the content hash does not cover lengths.
                 let dir = options.dir.join(&manifest.checksum);
                 std::fs::create_dir_all(&dir).map_err(|error| write_error(&dir, error))?;
-                files.iter_mut().for_each(|file| file.base = 0);
                 (Storage::Folder(dir), options.bytes)
             }
             None => {
-                let length = files.last().map_or(0, |file| file.base + file.bytes);
+                let length = files.private_bytes();
                 let file = tempfile::tempfile().and_then(|file| file.set_len(length).map(|()| file));
                 (Storage::Private(file.map_err(|error| write_error(&std::env::temp_dir(), error))?), u64::MAX)
             }
         };
         let state = SharedState::open(storage.dir(), num_blocks, |block| {
-            let file = &files[file_of(&files, block)];
-            let bytes = file.bytes_of(&(block..block + 1));
+            let bytes = files.geometry(files.of_block(block)).bytes_of(&(block..block + 1));
             bytes.end - bytes.start
         })?;
         let verified = Words::private(num_blocks.div_ceil(64) as usize)?;
@@ -111,8 +110,17 @@ impl BlockCache {
     }
 
     /// The geometry of a file: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
-    pub fn geometry(&self, file: usize) -> &FileGeometry {
-        &self.files[file]
+    pub fn geometry(&self, file: usize) -> FileGeometry {
+        self.files.geometry(file)
+    }
+
+    /// The hash of a file's table of checksums, as in the manifest.
+    pub fn hash(&self, file: usize) -> &str {
+        &self.files.entry(file).hash
+    }
+
+    fn geometry_at(&self, block: u64) -> FileGeometry {
+        self.geometry(self.file_of(block))
     }
 
     /// The folder of the cached files; a private cache has none.
@@ -127,17 +135,17 @@ impl BlockCache {
 
     /// Where the bytes of a file are kept.
     fn path(&self, file: usize) -> PathBuf {
-        self.dir().map_or_else(std::env::temp_dir, |dir| dir.join(&self.files[file].name))
+        self.dir().map_or_else(std::env::temp_dir, |dir| dir.join(&self.files.entry(file).file))
     }
 
     /// The URL of a file.
     pub fn url(&self, file: usize) -> PathBuf {
-        PathBuf::from(format!("{}/{}", self.store.url(), self.files[file].name))
+        PathBuf::from(format!("{}/{}", self.store.url(), self.files.entry(file).file))
     }
 
     /// A read-only map of a file's cached copy.
     pub fn map(&self, number: usize) -> Result<Mmap> {
-        let (geometry, file) = (&self.files[number], self.local_file(number)?);
+        let (geometry, file) = (self.geometry(number), self.local_file(number)?);
         let length = usize::try_from(geometry.bytes).unwrap_or(usize::MAX);
         // SAFETY: the file has this length. Its bytes change only when blocks are fetched or evicted, and blocks are
         // read only while they are pinned and after they were verified.
@@ -147,7 +155,7 @@ impl BlockCache {
 
     /// The sparse file that holds the cached blocks of a file, starting at the file's `base`.
     fn local_file(&self, number: usize) -> Result<File> {
-        let (geometry, path) = (&self.files[number], self.path(number));
+        let (geometry, path) = (self.geometry(number), self.path(number));
         if let Storage::Private(file) = &self.storage {
             return file.try_clone().map_err(|error| Error::io(path, error));
         }
@@ -178,7 +186,7 @@ impl BlockCache {
     ///
     /// The table that verifies them stays pinned too, because this process verifies them on first use.
     pub fn require(&self, blocks: Range<u64>) -> Result<()> {
-        let table = self.files[self.file_of(blocks.start)].table_block();
+        let table = self.geometry_at(blocks.start).table_block();
         for range in [table..table + 1, blocks.clone()] {
             if self.dir().is_some() && !self.is_pinned(&range) {
                 self.pin_unannounced((range.start, range.end))?;
@@ -243,7 +251,7 @@ impl BlockCache {
         }
         let held = self.state.hold()?;
         let in_use = held.in_use()?;
-        let (num_blocks, hand) = (self.files.last().map_or(0, |file| file.blocks().end), held.hand());
+        let (num_blocks, hand) = (self.files.num_blocks(), held.hand());
         for spare_tables in [true, false] {
             for part in [hand..num_blocks, 0..hand] {
                 let mut next = 0; // the first range in use that may contain the block
@@ -256,8 +264,7 @@ impl BlockCache {
                         next += 1;
                     }
                     let mut near = in_use[next..].iter().take_while(|range| range.start <= block);
-                    let file = &self.files[self.file_of(block)];
-                    let is_spared = spare_tables && file.tail().contains(&block);
+                    let is_spared = spare_tables && self.is_table(block);
                     if !is_spared && !near.any(|range| range.contains(&block)) {
                         self.evict(&held, block)?;
                     }
@@ -267,10 +274,16 @@ impl BlockCache {
         Ok(())
     }
 
+    /// Whether a block has what many blocks of tokens need: tables, or line lengths.
+    fn is_table(&self, block: u64) -> bool {
+        let file = self.file_of(block);
+        !file.is_multiple_of(2) || self.geometry(file).tail().contains(&block)
+    }
+
     fn evict(&self, held: &state::Held, block: u64) -> Result<()> {
         self.clear(held, block);
         let number = self.file_of(block);
-        let (geometry, path) = (&self.files[number], self.path(number));
+        let (geometry, path) = (self.geometry(number), self.path(number));
         let file = File::options().write(true).open(&path).map_err(|error| Error::io(&path, error))?;
         punch_hole(&file, geometry.bytes_of(&(block..block + 1))).map_err(|error| {
             let advice =
@@ -280,7 +293,7 @@ impl BlockCache {
     }
 
     fn clear(&self, held: &state::Held, block: u64) {
-        let bytes = self.files[self.file_of(block)].bytes_of(&(block..block + 1));
+        let bytes = self.geometry_at(block).bytes_of(&(block..block + 1));
         held.clear_present(block, bytes.end - bytes.start);
         self.forget(block..block + 1);
     }
@@ -294,7 +307,7 @@ impl BlockCache {
     }
 
     fn file_of(&self, block: u64) -> usize {
-        file_of(&self.files, block)
+        self.files.of_block(block)
     }
 
     fn damaged(&self, file: usize, reason: String) -> Error {
@@ -310,10 +323,6 @@ impl BlockCache {
             format!("{error}: lower data.cache_bytes ({limit} now) or choose another data.cache_dir");
         Error::io(path, std::io::Error::new(error.kind(), advice))
     }
-}
-
-fn file_of(files: &[FileGeometry], block: u64) -> usize {
-    files.partition_point(|file| file.first <= block) - 1
 }
 
 impl Storage {

@@ -22,7 +22,7 @@ fn corpus() -> (tempfile::TempDir, TestServer) {
 fn open(server: &TestServer, dir: &Path, bytes: u64) -> Arc<BlockCache> {
     let (store, options) = (Store::open(&server.url).unwrap(), CacheOptions { dir: dir.to_owned(), bytes });
     let manifest = Manifest::fetch(&store).unwrap();
-    Arc::new(BlockCache::open(store, &manifest, Some(&options)).unwrap())
+    Arc::new(BlockCache::open(store, &Arc::new(manifest), Some(&options)).unwrap())
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn a_suspended_reader_holds_up_nobody_for_ever() {
     // It is resumed after the block was evicted, and again where it had written it.
     let run = geometry.first..geometry.first + 1;
     let range = geometry.bytes_of(&run);
-    let bytes = std::fs::read(corpus.path().join(&geometry.name)).unwrap();
+    let bytes = std::fs::read(corpus.path().join(&reader.files.entry(0).file)).unwrap();
     let bytes = &bytes[range.start as usize..range.end as usize];
     reader.unpin(std::slice::from_ref(&(run.start..run.end + 1))).unwrap();
     reader.evict(&reader.state.hold().unwrap(), run.start).unwrap();
@@ -167,7 +167,8 @@ fn a_forged_manifest_cannot_have_the_cache_cut_its_own_files_or_those_of_another
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(&server.url).unwrap();
     let options = CacheOptions { dir: dir.path().to_owned(), bytes: 1 << 40 };
-    let open = |manifest: Manifest| BlockCache::open(store.clone(), &manifest.seal(), Some(&options));
+    let open =
+        |manifest: Manifest| BlockCache::open(store.clone(), &Arc::new(manifest.seal()), Some(&options));
     let sound = Manifest::read(corpus.path()).unwrap();
     let other = sound.shards[0].lines.file.clone();
     for name in ["state", "lock", "manifest.json", "vocab.txt", ".tmp-1-state", &other] {
@@ -196,7 +197,7 @@ fn a_private_cache_leaves_no_names() {
     let (_corpus, server) = corpus();
     let store = Store::open(&server.url).unwrap();
     let manifest = Manifest::fetch(&store).unwrap();
-    let cache = BlockCache::open(store, &manifest, None).unwrap();
+    let cache = BlockCache::open(store, &Arc::new(manifest), None).unwrap();
     assert!(cache.dir().is_none() && cache.limit().is_none());
     for file in 0..2 {
         let file = cache.local_file(file).unwrap();

@@ -15,6 +15,9 @@ mod best_fit;
 mod cut_points;
 mod google;
 
+/// Tokens beyond the edge of a block that are fetched with it. What lies further away is fetched when it is read.
+const MARGIN: u32 = 256;
+
 /// The boundary between a span and the one before it in its row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Boundary {
@@ -135,6 +138,15 @@ impl Packer {
             PackerKind::BestFit(_) => false,
             PackerKind::Snapped(packer) => packer.reads_lines(),
             PackerKind::Google(_) => true,
+        }
+    }
+
+    /// How many tokens before and after a block it reads in most cases: edges move to words, documents reach beyond.
+    pub fn margins(&self) -> (u32, u32) {
+        match &self.0 {
+            PackerKind::BestFit(_) => (0, 0),
+            PackerKind::Snapped(_) => (MARGIN, MARGIN),
+            PackerKind::Google(_) => (0, MARGIN),
         }
     }
 

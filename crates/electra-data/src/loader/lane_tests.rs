@@ -1,0 +1,172 @@
+//! Loaders whose batches are divided into lanes: the same batches on any number of ranks, each block once per epoch, and
+//! what the nodes fetch.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::mixture_tests::corpora;
+use super::tests::{documents, hash, loader_of, options, rows};
+use super::{Loader, LoaderOptions, LoaderState};
+use crate::format::testing::write_corpus;
+use crate::format::{CacheOptions, Corpus};
+use crate::loader::tests::VOCAB;
+
+/// Options of 24 rows per batch in 8 lanes, without an end.
+fn laned() -> LoaderOptions {
+    LoaderOptions { lanes: 8, batch_size: 24, epochs: None, ..options() }
+}
+
+fn ranks(corpora: &[Arc<Corpus>], world_size: i64) -> Vec<Loader> {
+    let weighted = || corpora.iter().map(|corpus| (corpus.clone(), None)).collect();
+    let loader = |rank| Loader::mixture(weighted(), &LoaderOptions { rank, world_size, ..laned() }).unwrap();
+    (0..world_size).map(loader).collect()
+}
+
+/// Hashes of the next batches, concatenated over ranks.
+fn next(ranks: &mut [Loader], count: usize) -> Vec<u64> {
+    let mut batch = || {
+        let parts = ranks.iter_mut().map(|rank| rows(&rank.next().unwrap().unwrap()));
+        hash(&parts.flatten().collect::<Vec<_>>())
+    };
+    (0..count).map(|_| batch()).collect()
+}
+
+fn state(ranks: &[Loader]) -> LoaderState {
+    let state = LoaderState::merged(ranks.iter().map(Loader::state).collect()).unwrap();
+    LoaderState::from_json(&state.to_json().unwrap()).unwrap()
+}
+
+#[test]
+fn batches_are_the_same_for_any_number_of_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    for corpora in [&corpora(dir.path())[..], &corpora(dir.path())[1..2]] {
+        let expected = next(&mut ranks(corpora, 1), 60);
+        for world_size in [2, 3, 5, 8, 16, 30] {
+            assert_eq!(next(&mut ranks(corpora, world_size), 60), expected, "{world_size} ranks");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn a_run_resumes_on_any_number_of_ranks(
+        before in 1_i64..12, after in 1_i64..12, done in 0_usize..50, is_mixture: bool,
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let corpora = corpora(dir.path());
+        let corpora = if is_mixture { &corpora[..] } else { &corpora[..1] };
+        let expected = next(&mut ranks(corpora, 1), 60);
+        let mut first = ranks(corpora, before);
+        prop_assert_eq!(next(&mut first, done), &expected[..done]);
+        let mut second = ranks(corpora, after);
+        second.iter_mut().try_for_each(|rank| rank.restore(&state(&first))).unwrap();
+        prop_assert_eq!(state(&second), state(&first));
+        prop_assert_eq!(next(&mut second, 60 - done), &expected[done..]);
+    }
+}
+
+#[test]
+fn lanes_read_the_rows_of_an_epoch_once() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path(), VOCAB, &documents(300), 500); // a block per shard
+    let mut expected: Vec<_> = loader_of(dir.path(), &LoaderOptions { epochs: Some(1), ..options() })
+        .flat_map(|batch| rows(&batch.unwrap()))
+        .collect();
+    let mut loader = loader_of(dir.path(), &laned());
+    let mut lanes = vec![Vec::new(); 8];
+    while loader.positions.iter().any(|lane| lane[0].at.epoch == 0) {
+        let positions = loader.positions.clone();
+        let batch = rows(&loader.next().unwrap().unwrap());
+        for (lane, own) in batch.chunks(3).enumerate() {
+            let left = |at: super::position::RowPosition| at.epoch == 0;
+            // A window has one block, and the lane's last one may end within the batch.
+            let after = loader.positions[lane][0].at;
+            let count = if left(after) { 3 } else { 3 - after.row.min(3) as usize };
+            lanes[lane].extend(own[..if left(positions[lane][0].at) { count } else { 0 }].to_vec());
+        }
+    }
+    let mut found = lanes.concat();
+    found.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(found.len(), expected.len());
+    // Masks and cuts depend on epoch, block and row alone.
+    assert!(found == expected);
+    assert!(lanes.iter().all(|lane| lane.len().abs_diff(expected.len() / 8) < expected.len() / 20));
+}
+
+#[test]
+fn a_state_without_the_lanes_of_a_rank_is_rejected() {
+    let dir = tempfile::tempdir().unwrap();
+    let corpora = &corpora(dir.path())[..1];
+    let mut two = ranks(corpora, 2);
+    next(&mut two, 3);
+    let error = |state: &LoaderState, to: &mut Loader| to.restore(state).unwrap_err().to_string();
+    let part = two[0].state();
+    two[0].restore(&part).unwrap();
+    assert_eq!(
+        error(&part, &mut two[1]),
+        "state: has no lane 4; merge the states of all ranks (merge_states)"
+    );
+    next(&mut two[..1], 1);
+    let merged = LoaderState::merged(vec![part, two[0].state()]).unwrap_err().to_string();
+    assert!(merged.starts_with("states of different loaders or batches cannot be merged"), "{merged}");
+    let message = error(&loader_of(dir.path().join("0").as_path(), &options()).state(), &mut two[0]);
+    assert!(
+        message.contains("packing=best-fit\" but this loader has") && message.contains("lanes=8"),
+        "{message}"
+    );
+    let few = Loader::new(corpora[0].clone(), &LoaderOptions { lanes: 4_096, batch_size: 4_096, ..laned() });
+    assert!(few.err().unwrap().to_string().contains("and each lane needs one"));
+}
+
+#[test]
+#[cfg(target_os = "linux")] // only there has a store's corpus a cache
+fn nodes_fetch_their_own_lanes_only() {
+    use crate::store::test_server::TestServer;
+    // Eight shards of eight blocks.
+    let corpus = tempfile::tempdir().unwrap();
+    let documents: Vec<_> = (0..64 * 512).map(|number| vec![vec![5 + number % 20_000; 512]]).collect();
+    write_corpus(corpus.path(), VOCAB, &documents, 8 * 262_144);
+    let all: u64 = std::fs::read_dir(corpus.path())
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.file_name().to_string_lossy().ends_with(".tokens"))
+        .map(|entry| entry.metadata().unwrap().len())
+        .sum();
+    let options =
+        LoaderOptions { lanes: 16, batch_size: 64, sequence_length: 512, epochs: None, ..options() };
+    let expected: Vec<_> =
+        loader_of(corpus.path(), &options).take(300).map(|batch| hash(&rows(&batch.unwrap()))).collect();
+    for world_size in [1, 2, 4, 16] {
+        let mut parts = Vec::new();
+        for rank in 0..world_size {
+            let server = TestServer::start(corpus.path());
+            let scratch = tempfile::tempdir().unwrap();
+            let opened = |bytes| {
+                let cache = CacheOptions { dir: scratch.path().into(), bytes };
+                let opened = Arc::new(Corpus::open_with(Path::new(&server.url), Some(&cache)).unwrap());
+                Loader::new(opened, &LoaderOptions { rank, world_size, prefetch: 1, ..options.clone() })
+            };
+            // With the smallest cache, so that nothing of the second epoch is fetched.
+            let refused = opened(1).err().unwrap().to_string();
+            let mut loader = opened(refused.rsplit(' ').next().unwrap().parse().unwrap()).unwrap();
+            parts.push(loader.by_ref().take(300).map(|batch| rows(&batch.unwrap())).collect::<Vec<_>>());
+            assert!((0.5..0.75).contains(&loader.passes()[0]), "{:?}", loader.passes());
+            let bytes = server.bytes_served(".tokens");
+            // All windows of the epoch have been fetched, with the tables of up to two shards more.
+            assert!(
+                bytes * world_size as u64 > all * 9 / 10,
+                "rank {rank} of {world_size}: {bytes} of {all}"
+            );
+            assert!(
+                bytes * world_size as u64 <= all * 11 / 10,
+                "rank {rank} of {world_size}: {bytes} of {all}"
+            );
+        }
+        let whole = |number: usize| parts.iter().flat_map(|part| part[number].clone()).collect::<Vec<_>>();
+        assert_eq!((0..300).map(|number| hash(&whole(number))).collect::<Vec<_>>(), expected);
+    }
+}
