@@ -50,19 +50,21 @@ class Server(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def url(self, node: int) -> str:
+        """The corpus as this node asks for it."""
         return f"http://127.0.0.1:{self.server_port}/{node}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):  # noqa: D101
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self) -> None:  # noqa: D102
         self.answer(has_body=False)
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: D102
         self.answer(has_body=True)
 
     def answer(self, *, has_body: bool) -> None:
+        """Sends a range of a file, or what the node has been sent so far."""
         server = self.server
         assert isinstance(server, Server)
         _, node, name = self.path.split("/", 2)
@@ -85,6 +87,7 @@ class Handler(BaseHTTPRequestHandler):
                     first += os.sendfile(self.connection.fileno(), file.fileno(), first, end - first)
 
     def head(self, status: int, length: int, content_range: str | None = None) -> None:
+        """Sends the head of a response."""
         self.send_response(status)
         self.send_header("Content-Length", str(length))
         if content_range:
@@ -94,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: Any) -> None:
-        pass
+        """Logs nothing."""
 
 
 @contextlib.contextmanager
@@ -118,7 +121,7 @@ def count_bytes(options: argparse.Namespace) -> None:
                 shares = [each["bytes"] / size for each in found]
                 batches = [sum(parts) % 2**64 for parts in zip(*(each["batches"] for each in found), strict=True)]
                 print(
-                    f"{lanes} lanes, {world} nodes: {max(shares) * world:.3f} / {world} of the corpus per node at most, "
+                    f"{lanes} lanes, {world} nodes: per node at most {max(shares) * world:.3f} / {world} of it, "
                     f"{sum(shares):.3f} in all; {sum(each['requests'] for each in found):,} requests; per node "
                     f"{statistics.median(each['rows_per_second'] for each in found) * 512 / 1e6:.0f} M tokens/s; "
                     f"batches {hash(tuple(batches)) % 2**32:08x}",
@@ -127,6 +130,7 @@ def count_bytes(options: argparse.Namespace) -> None:
 
 
 def child(*arguments: Any) -> dict[str, Any]:
+    """The result of a node in a process of its own."""
     return measured_by_child(__file__, [str(each) for each in arguments], "node")
 
 
@@ -161,6 +165,7 @@ def open_smallest(url: str, cache: str, **options: Any) -> BatchLoader:
 
 
 def counts(url: str) -> list[int]:
+    """Bytes and requests of a node so far."""
     with urllib.request.urlopen(f"{url}/counts") as answer:
         found: list[int] = json.load(answer)
     return found
@@ -224,6 +229,7 @@ def run_rank(url: str, lanes: int) -> dict[str, Any]:
 
 
 def open_corpus(place: str) -> dict[str, float]:
+    """Seconds and megabytes of opening a corpus."""
     before, start = memory(), time.perf_counter()
     corpus = _data.Corpus(place)
     seconds = time.perf_counter() - start
@@ -260,11 +266,13 @@ def measure_shuffle(options: argparse.Namespace) -> None:
                     gaps.append(number - last.get(document, number))
                     last[document] = number
             between = [gap for gap in gaps if gap > 0]
+            rows, _, positions = loader._loader.contents()
             print(
                 f"{lanes} lanes: neighbours are {distances.mean() / num_documents:.4f} of the corpus apart (random: "
-                f"0.3333), rows of a document that another row of the batch has: {np.mean(repeats):.3f} of 128, batches "
+                f"0.3333), rows whose document another row of the batch has: {np.mean(repeats):.3f} of 128, batches "
                 f"between two rows of a document: median {np.median(between):.0f}, spread of a batch's documents: "
-                f"{np.mean([batch.std() for batch in documents]) / num_documents:.4f} (random: 0.2887)",
+                f"{np.mean([batch.std() for batch in documents]) / num_documents:.4f} (random: 0.2887), rows filled to "
+                f"{positions / rows / 128:.2%}",
                 flush=True,
             )
 
@@ -298,7 +306,7 @@ PARTS = {"bytes": count_bytes, "large": count_costs, "shuffle": measure_shuffle,
 def main() -> None:
     """Runs the parts that are named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("parts", nargs="*", default=["shuffle"], choices=PARTS)
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; by default shuffle")
     parser.add_argument("--shards", type=int, default=4, help="shards of 2^27 tokens for `bytes`")
     parser.add_argument("--texts", nargs="+", help="texts for `loss`")
     parser.add_argument("--node", nargs=4, help="measure as URL RANK WORLD LANES, print JSON")
@@ -312,7 +320,7 @@ def main() -> None:
     elif options.open:
         print(json.dumps(open_corpus(options.open)))
     else:
-        for part in options.parts:
+        for part in options.parts or ["shuffle"]:
             PARTS[part](options)
 
 

@@ -69,33 +69,31 @@ def failures(gpus: int) -> list[str]:
     return [f"{between / 3600:,.0f} h", f"{best / 60:.0f} min", *lost]
 
 
-def store(packing: str, cache: float) -> list[str]:
-    """Requests and bytes of an epoch, the tokens per second that a node follows, and the nodes that this feeds."""
+def store(packing: str, nodes: int, lanes: int) -> list[str]:
+    """Requests and bytes of an epoch per node and in all, and the tokens per second that a node follows."""
 
     def tables_of(body: float, documents: float) -> float:
         return documents + PAGE / 2 + 8 * (body + documents) / PAGE
 
-    blocks, tables = [2 * (BLOCK + 512) + PAGE], [tables_of(2 * SHARD, 4 * SHARD / DOCUMENT)]
-    if packing == "google":  # reads the lengths of lines, too: 1.1 bytes each
-        blocks.append(1.1 * (BLOCK + 2 * DOCUMENT) / LINE + PAGE)
-        tables += [tables_of(1.1 * SHARD / LINE, 8 * SHARD / DOCUMENT), PAGE]
-    kept = min(1, max(0, cache - 640 * sum(blocks)) / (SHARDS * sum(tables)))
-    fetches = kept * SHARDS + (1 - kept) * BLOCKS
-    requests = BLOCKS * len(blocks) + fetches * len(tables)
-    num_bytes = BLOCKS * sum(blocks) + fetches * sum(tables)
-    # A window is 64 blocks, fetched 64 at a time.
-    seconds = sum(LATENCY + size / REQUEST_BANDWIDTH for size in blocks)
-    seconds += (1 - kept) * sum(LATENCY + size / REQUEST_BANDWIDTH for size in tables)
-    seconds += 64 * (num_bytes / BLOCKS + sum(tables)) / CHECKSUMS + 64 * BLOCK / PACKING[packing]
-    follows = 64 * BLOCK / seconds
-    nodes = [f"{follows / (8 * MODELS[name][4]):.0f}" for name in ("small", "base", "large")]
+    # With several lanes blocks begin and end with pages; with one, both edges lie inside a page. A lane reads stretches
+    # of four shards, whose tables stay in the cache, and an arc of shards, of which it has parts of two others.
+    edges = PAGE if lanes == 1 else 0
+    share = min(1, max(1 / nodes, 1 / lanes))
+    blocks, tables, pages = [2 * BLOCK + edges], [tables_of(2 * SHARD, 4 * SHARD / DOCUMENT)], 0.0
+    if packing == "google":  # reads a page further, and the lengths of lines: 1.1 bytes each, page by page
+        body = 1.1 * SHARD / LINE
+        blocks, tables, pages = [2 * BLOCK + PAGE], [*tables, tables_of(body, 8 * SHARD / DOCUMENT) + body], body / PAGE
+    shards = SHARDS * share * (1 if lanes == 1 else 5 / 4)
+    requests = BLOCKS * share * len(blocks) + shards * (len(tables) + pages)
+    num_bytes = BLOCKS * share * sum(blocks) + shards * sum(tables)
+    seconds = sum(LATENCY + size / REQUEST_BANDWIDTH for size in blocks)  # 64 blocks at a time
+    seconds += 64 * num_bytes / (BLOCKS * share) / CHECKSUMS + 64 * BLOCK / PACKING[packing]
     return [
-        f"{requests / 1e6:.0f} M",
-        f"{num_bytes / 1e12:.1f} TB",
-        f"{256 * num_bytes / 1e15:.1f} PB",
-        f"${256 * requests * GET_PRICE:,.0f}",
-        f"{follows / 1e6:.0f} M tokens/s",
-        ", ".join(nodes),
+        f"{requests / 1e6:.2f} M",
+        f"{num_bytes / 1e12:.2f} TB",
+        f"{nodes * num_bytes / 1e12:,.1f} TB",
+        f"${nodes * requests * GET_PRICE:,.0f}",
+        f"{64 * BLOCK / seconds / 1e6:.0f} M tokens/s",
     ]
 
 
@@ -107,7 +105,8 @@ def table(header: str, rows: list[list[str]]) -> str:
 def tables() -> list[str]:
     """All tables in the order of the page."""
     gpus = (8, 64, 256, 1024)
-    caches = [("best-fit", 100e9), ("best-fit", 2**34), ("google", 300e9), ("google", 2**34)]
+    stored = [("best-fit", 8, 64), ("best-fit", 256, 256), ("best-fit", 256, 64), ("best-fit", 256, 1)]
+    stored += [("google", 8, 64), ("google", 256, 256)]
     return [
         table(
             "| GPUs | small: all-reduce, efficiency, tokens/s | base | large |",
@@ -118,9 +117,9 @@ def tables() -> list[str]:
             [[f"{name}, {n}", *sharded(name, n)] for name in ("large", "xlarge") for n in (8, 64, 512)],
         ),
         table(
-            "| packing, cache | requests per node | bytes per node | of 256 nodes | GETs of 256 nodes "
-            "| a node follows | enough for nodes: small, base, large |",
-            [[f"{packing}, {size / 1e9:.0f} GB", *store(packing, size)] for packing, size in caches],
+            "| packing, nodes, lanes | requests per node | bytes per node | of all nodes | GETs of all nodes "
+            "| a node follows |",
+            [[f"{packing}, {nodes}, {lanes}", *store(packing, nodes, lanes)] for packing, nodes, lanes in stored],
         ),
         table(
             "| GPUs | between failures | best interval | time lost | every 5,000 steps |",

@@ -163,8 +163,7 @@ class BatchLoader(Iterator[RecordBatch]):
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resumes from `state` (with several lanes and ranks, a merged one); batch size, rank, world size and threads
-        may differ.
+        """Resumes from `state`, which of several lanes is merged; batch size, rank, world size and threads may differ.
 
         Raises:
             ValueError: The state belongs to other corpora, weights, seed or row options (the message names

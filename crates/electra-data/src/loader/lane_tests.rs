@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::mixture_tests::corpora;
 use super::tests::{documents, hash, loader_of, options, rows};
@@ -47,6 +48,15 @@ fn batches_are_the_same_for_any_number_of_ranks() {
             assert_eq!(next(&mut ranks(corpora, world_size), 60), expected, "{world_size} ranks");
         }
     }
+}
+
+#[test]
+fn the_order_of_lanes_is_fixed() {
+    // As for the golden hashes of one corpus: saved states of running trainings depend on this.
+    let dir = tempfile::tempdir().unwrap();
+    let batches = next(&mut ranks(&corpora(dir.path()), 1), 60);
+    let bytes: Vec<u8> = batches.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    assert_eq!(format!("{:016x}", xxh3_64(&bytes)), "");
 }
 
 proptest! {
@@ -148,21 +158,17 @@ fn nodes_fetch_their_own_lanes_only() {
             let opened = |bytes| {
                 let cache = CacheOptions { dir: scratch.path().into(), bytes };
                 let opened = Arc::new(Corpus::open_with(Path::new(&server.url), Some(&cache)).unwrap());
-                Loader::new(opened, &LoaderOptions { rank, world_size, prefetch: 1, ..options.clone() })
+                Loader::new(opened, &LoaderOptions { rank, world_size, ..options.clone() })
             };
-            // With the smallest cache, so that nothing of the second epoch is fetched.
+            // With the smallest cache, nothing is fetched further ahead than the next window.
             let refused = opened(1).err().unwrap().to_string();
             let mut loader = opened(refused.rsplit(' ').next().unwrap().parse().unwrap()).unwrap();
             parts.push(loader.by_ref().take(300).map(|batch| rows(&batch.unwrap())).collect::<Vec<_>>());
             assert!((0.5..0.75).contains(&loader.passes()[0]), "{:?}", loader.passes());
-            let bytes = server.bytes_served(".tokens");
-            // All windows of the epoch have been fetched, with the tables of up to two shards more.
+            // Its part of the first epoch, and of the second one, which is being fetched.
+            let (bytes, share) = (server.bytes_served(".tokens"), all / world_size as u64);
             assert!(
-                bytes * world_size as u64 > all * 9 / 10,
-                "rank {rank} of {world_size}: {bytes} of {all}"
-            );
-            assert!(
-                bytes * world_size as u64 <= all * 11 / 10,
+                bytes >= share && bytes < share * 22 / 10,
                 "rank {rank} of {world_size}: {bytes} of {all}"
             );
         }
