@@ -127,7 +127,7 @@ impl BlockCache {
     pub(super) fn accept(&self, run: &Range<u64>, bytes: &[u8]) -> Result<()> {
         let number = self.file_of(run.start);
         let (geometry, hash) = (self.geometry(number), self.hash(number));
-        let file = self.local_file(number)?;
+        let (file, begin) = self.local_file(number)?;
         let path = self.path(number);
         let start = geometry.bytes_of(run).start;
         let mut table = vec![0; 8 * geometry.num_blocks as usize + 8];
@@ -140,7 +140,7 @@ impl BlockCache {
             if !self.can_be_verified(run) {
                 return Ok(()); // another run of this reader fetches it
             }
-            file.read_exact_at(&mut table, geometry.base + geometry.table)
+            file.read_exact_at(&mut table, begin + geometry.table)
                 .map_err(|error| Error::io(&path, error))?;
             if hash_hex(&table[..table.len() - 8]) != hash {
                 self.clear(&self.state.hold()?, geometry.table_block()); // a machine crash lost it
@@ -159,7 +159,7 @@ impl BlockCache {
                 );
             }
         }
-        file.write_all_at(bytes, geometry.base + start).map_err(|error| self.cannot_write(&path, error))?;
+        file.write_all_at(bytes, begin + start).map_err(|error| self.cannot_write(&path, error))?;
         for block in run.clone() {
             let range = geometry.bytes_of(&(block..block + 1));
             self.state.set_present(block, range.end - range.start);

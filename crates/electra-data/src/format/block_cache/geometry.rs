@@ -18,8 +18,6 @@ pub(super) struct Files {
     manifest: Arc<Manifest>,
     /// The first block of each file, and the total at the end.
     first: Vec<u64>,
-    /// For a private cache, the offset of each file in its single file.
-    bases: Vec<u64>,
 }
 
 /// A file of the corpus. Its blocks have consecutive numbers over all files; the last one is the table of checksums.
@@ -35,8 +33,6 @@ pub(in crate::format) struct FileGeometry {
     pub index: u64,
     /// Offset of the table of checksums.
     pub table: u64,
-    /// Offset of the file in the single file of a private cache.
-    pub base: u64,
 }
 
 /// More blocks than any corpus has: 70 PB.
@@ -44,7 +40,7 @@ const MAX_BLOCKS: u64 = 1 << 40;
 
 impl Files {
     /// All files. Their names must be unique in the cache's folder, which also holds the cache's own files.
-    pub fn new(manifest: &Arc<Manifest>, url: &str, is_private: bool) -> Result<Self> {
+    pub fn new(manifest: &Arc<Manifest>, url: &str) -> Result<Self> {
         let mut names = HashSet::from([STATE, LOCK, MANIFEST]);
         let wrong = |name: &str, reason: &str| damaged(&Path::new(url).join(name), reason.into());
         let mut claim = |name| match names.insert(name) && !is_temp(name) {
@@ -52,8 +48,7 @@ impl Files {
             false => Err(wrong(name, "no release gives a file of a corpus this name, or gives it twice")),
         };
         claim(&manifest.tokenizer.file)?;
-        let mut files = Self { manifest: manifest.clone(), first: vec![0], bases: Vec::new() };
-        let mut base = 0;
+        let mut files = Self { manifest: manifest.clone(), first: vec![0] };
         for number in 0..2 * manifest.shards.len() {
             let entry = entry_of(manifest, number);
             claim(&entry.file)?;
@@ -63,10 +58,6 @@ impl Files {
                     files.first.push(first + layout.num_blocks as u64 + 1);
                 }
                 _ => return Err(wrong(&entry.file, "its length contradicts its number of documents")),
-            }
-            if is_private {
-                files.bases.push(base);
-                base += entry.bytes.next_multiple_of(BLOCK_BYTES as u64);
             }
         }
         Ok(files)
@@ -80,12 +71,6 @@ impl Files {
     /// The number of the file that has a block.
     pub fn of_block(&self, block: u64) -> usize {
         self.first.partition_point(|&first| first <= block) - 1
-    }
-
-    /// Length of the single file of a private cache.
-    pub fn private_bytes(&self) -> u64 {
-        let last = self.bases.len().checked_sub(1);
-        last.map_or(0, |last| self.bases[last] + self.entry(last).bytes)
     }
 
     /// The name of a file, its length, and the hash of its table of checksums.
@@ -102,7 +87,6 @@ impl Files {
             num_blocks: layout.num_blocks as u64,
             index: layout.index as u64,
             table: layout.table as u64,
-            base: self.bases.get(number).copied().unwrap_or(0),
         }
     }
 

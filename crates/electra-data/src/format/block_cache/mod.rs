@@ -12,7 +12,7 @@ mod geometry;
 mod locks;
 mod state;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -24,6 +24,7 @@ use self::locks::punch_hole;
 use self::state::SharedState;
 use super::atomic_file::write_error;
 use super::damage::damaged;
+use super::header::BLOCK_BYTES;
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Store};
@@ -66,7 +67,15 @@ enum Storage {
     /// A folder with one sparse file per file of the corpus, shared by the readers of this node.
     Folder(PathBuf),
     /// An unnamed file that holds all of them: the system removes it when its only reader ends, however that ends.
-    Private(File),
+    /// Each file of the corpus gets a place when it is first used, because all together may exceed what a file can have.
+    Private(File, Mutex<Places>),
+}
+
+/// Where files of the corpus begin in a private cache, and where the next one will.
+#[derive(Debug, Default)]
+struct Places {
+    begin: HashMap<usize, u64>,
+    end: u64,
 }
 
 /// Blocks that are not evicted until this is dropped.
@@ -79,7 +88,7 @@ pub(crate) struct Pins {
 impl BlockCache {
     /// The cache of a corpus in a store: shared by all readers on this node, or private without options.
     pub fn open(store: Store, manifest: &Arc<Manifest>, options: Option<&CacheOptions>) -> Result<Self> {
-        let files = Files::new(manifest, store.url(), options.is_none())?;
+        let files = Files::new(manifest, store.url())?;
         let num_blocks = files.num_blocks();
         let (storage, limit) = match options {
             Some(_) if cfg!(not(target_os = "linux")) => {
@@ -95,9 +104,8 @@ impl BlockCache {
                 (Storage::Folder(dir), options.bytes)
             }
             None => {
-                let length = files.private_bytes();
-                let file = tempfile::tempfile().and_then(|file| file.set_len(length).map(|()| file));
-                (Storage::Private(file.map_err(|error| write_error(&std::env::temp_dir(), error))?), u64::MAX)
+                let file = tempfile::tempfile().map_err(|error| write_error(&std::env::temp_dir(), error))?;
+                (Storage::Private(file, Mutex::default()), u64::MAX)
             }
         };
         let state = SharedState::open(storage.dir(), num_blocks, |block| {
@@ -145,19 +153,26 @@ impl BlockCache {
 
     /// A read-only map of a file's cached copy.
     pub fn map(&self, number: usize) -> Result<Mmap> {
-        let (geometry, file) = (self.geometry(number), self.local_file(number)?);
+        let (geometry, (file, begin)) = (self.geometry(number), self.local_file(number)?);
         let length = usize::try_from(geometry.bytes).unwrap_or(usize::MAX);
         // SAFETY: the file has this length. Its bytes change only when blocks are fetched or evicted, and blocks are
         // read only while they are pinned and after they were verified.
-        let map = unsafe { MmapOptions::new().offset(geometry.base).len(length).map(&file) };
+        let map = unsafe { MmapOptions::new().offset(begin).len(length).map(&file) };
         map.map_err(|error| Error::io(self.path(number), error))
     }
 
-    /// The sparse file that holds the cached blocks of a file, starting at the file's `base`.
-    fn local_file(&self, number: usize) -> Result<File> {
+    /// The sparse file that holds the cached blocks of a file, and where in it that file begins.
+    fn local_file(&self, number: usize) -> Result<(File, u64)> {
         let (geometry, path) = (self.geometry(number), self.path(number));
-        if let Storage::Private(file) = &self.storage {
-            return file.try_clone().map_err(|error| Error::io(path, error));
+        if let Storage::Private(file, places) = &self.storage {
+            let mut places = places.lock().unwrap_or_else(PoisonError::into_inner);
+            let begin = places.begin.get(&number).copied().unwrap_or(places.end);
+            if begin == places.end {
+                let end = begin + geometry.bytes.next_multiple_of(BLOCK_BYTES as u64);
+                file.set_len(end).map_err(|error| write_error(&path, error))?;
+                (_, places.end) = (places.begin.insert(number, begin), end);
+            }
+            return Ok((file.try_clone().map_err(|error| Error::io(path, error))?, begin));
         }
         let file = File::options().create(true).truncate(false).read(true).write(true).open(&path);
         let file = file.map_err(|error| write_error(&path, error))?;
@@ -170,7 +185,7 @@ impl BlockCache {
                 file.set_len(geometry.bytes).map_err(|error| write_error(&path, error))?;
             }
         }
-        Ok(file)
+        Ok((file, 0))
     }
 
     /// Protects blocks from eviction until the result is dropped.
@@ -329,7 +344,7 @@ impl Storage {
     fn dir(&self) -> Option<&Path> {
         match self {
             Self::Folder(dir) => Some(dir),
-            Self::Private(_) => None,
+            Self::Private(..) => None,
         }
     }
 }

@@ -57,7 +57,7 @@ fn a_table_that_a_crash_lost_is_fetched_again() {
     let geometry = cache.geometry(0);
     cache.require(geometry.tail()).unwrap();
     let length = (geometry.bytes - geometry.table) as usize;
-    let file = cache.local_file(0).unwrap();
+    let (file, _) = cache.local_file(0).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &vec![0; length], geometry.table).unwrap();
     cache.require(geometry.first..geometry.first + 1).unwrap();
     assert!(cache.state.is_present(geometry.first));
@@ -188,7 +188,7 @@ fn a_forged_manifest_cannot_have_the_cache_cut_its_own_files_or_those_of_another
     longer.shards[0].lines.bytes += BLOCK_BYTES as u64 + 8;
     let second = open(longer.clone()).unwrap();
     assert_eq!(longer.seal().content_hash, sound.content_hash);
-    let file = |cache: &BlockCache| cache.local_file(1).unwrap().metadata().unwrap().len();
+    let file = |cache: &BlockCache| cache.local_file(1).unwrap().0.metadata().unwrap().len();
     assert!(file(&second) > file(&first) && file(&first) == sound.shards[0].lines.bytes);
 }
 
@@ -200,7 +200,7 @@ fn a_private_cache_leaves_no_names() {
     let cache = BlockCache::open(store, &Arc::new(manifest), None).unwrap();
     assert!(cache.dir().is_none() && cache.limit().is_none());
     for file in 0..2 {
-        let file = cache.local_file(file).unwrap();
+        let (file, _) = cache.local_file(file).unwrap();
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         assert!(std::fs::read_link(path).unwrap().to_string_lossy().ends_with(" (deleted)"));
     }
