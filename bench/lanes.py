@@ -116,7 +116,10 @@ def count_bytes(options: argparse.Namespace) -> None:
         for lanes, worlds in ((LANES, (1, 2, 4, 8, 16, 3, 5)), (1, (1, 4))):
             for world in worlds:
                 server = Server(folder)
-                found = [child("--node", server.url(rank), rank, world, lanes) for rank in range(world)]
+                found: list[dict[str, Any]] = [
+                    measured_by_child(__file__, ["--node", server.url(rank), *map(str, (rank, world, lanes))], "node")
+                    for rank in range(world)
+                ]
                 server.shutdown()
                 shares = [each["bytes"] / size for each in found]
                 batches = [sum(parts) % 2**64 for parts in zip(*(each["batches"] for each in found), strict=True)]
@@ -127,11 +130,6 @@ def count_bytes(options: argparse.Namespace) -> None:
                     f"batches {hash(tuple(batches)) % 2**32:08x}",
                     flush=True,
                 )
-
-
-def child(*arguments: Any) -> dict[str, Any]:
-    """The result of a node in a process of its own."""
-    return measured_by_child(__file__, [str(each) for each in arguments], "node")
 
 
 def run_node(url: str, rank: int, world: int, lanes: int) -> dict[str, Any]:
@@ -197,20 +195,19 @@ def count_costs(options: argparse.Namespace) -> None:
                 )
             server.shutdown()
     with corpus(1 << 27, 74_506) as folder:
-        for lanes in (256, 1):
-            server = Server(folder)
-            found = child("--rank-of-many", server.url(0), lanes)
-            server.shutdown()
-            print(f"rank 800 of 2,048 with 20 TB in {lanes} lanes: {json.dumps(found)}", flush=True)
+        server = Server(folder)
+        found = measured_by_child(__file__, ["--rank-of-many", server.url(0)], "rank")
+        server.shutdown()
+        print(f"rank 800 of 2,048 with 20 TB in 256 lanes: {json.dumps(found)}", flush=True)
 
 
-def run_rank(url: str, lanes: int) -> dict[str, Any]:
+def run_rank(url: str) -> dict[str, Any]:
     """Memory and traffic of one rank for 200 batches of 16 rows of its own."""
     before = memory()
     with tempfile.TemporaryDirectory() as cache:
         start = time.perf_counter()
         loader = BatchLoader(
-            url, sequence_length=512, batch_size=2_048 * 16, rank=800, world_size=2_048, lanes=lanes, cache_dir=cache
+            url, sequence_length=512, batch_size=2_048 * 16, rank=800, world_size=2_048, lanes=256, cache_dir=cache
         )
         next(loader)
         first = time.perf_counter() - start
@@ -310,13 +307,13 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=4, help="shards of 2^27 tokens for `bytes`")
     parser.add_argument("--texts", nargs="+", help="texts for `loss`")
     parser.add_argument("--node", nargs=4, help="measure as URL RANK WORLD LANES, print JSON")
-    parser.add_argument("--rank-of-many", nargs=2, help="measure as URL LANES, print JSON")
+    parser.add_argument("--rank-of-many", help="measure with this corpus, print JSON")
     parser.add_argument("--open", help="measure opening this corpus, print JSON")
     options = parser.parse_args()
     if options.node:
         print(json.dumps(run_node(options.node[0], *map(int, options.node[1:]))))
     elif options.rank_of_many:
-        print(json.dumps(run_rank(options.rank_of_many[0], int(options.rank_of_many[1]))))
+        print(json.dumps(run_rank(options.rank_of_many)))
     elif options.open:
         print(json.dumps(open_corpus(options.open)))
     else:

@@ -102,6 +102,7 @@ impl SharedState {
         let (file, locks) = (open(STATE)?, open(LOCK)?);
         lock(&locks, STATE_BYTE).map_err(lock_failed)?;
         let count = HEADER + SLOTS * SLOT_WORDS + num_blocks.div_ceil(64) as usize;
+        let is_new = file.metadata().is_ok_and(|found| found.len() == 0);
         file.set_len(8 * count as u64).map_err(|error| write_error(&path, error))?;
         let words = Words::shared(&file, &path, count)?;
         let (mut slot, mut alone) = (None, true);
@@ -130,15 +131,20 @@ impl SharedState {
         let state = Self { words, lock: locks, named, slot, num_blocks, threads: Mutex::new(()) };
         state.slot_word(slot, 0).store(0, Ordering::Release);
         if alone {
-            state.initialize(&bytes_of);
+            state.initialize(is_new, &bytes_of);
         }
         unlock(&state.lock, STATE_BYTE).map_err(lock_failed)?;
         Ok(state)
     }
 
     /// Initializes the state of a new cache, or corrects what a killed process left incomplete.
-    fn initialize(&self, bytes_of: &impl Fn(u64) -> u64) {
+    fn initialize(&self, is_new: bool, bytes_of: &impl Fn(u64) -> u64) {
         let header = [MAGIC, self.num_blocks];
+        if is_new {
+            // All words are 0, and those of a corpus of many terabytes would take half a second to touch.
+            (0..).zip(header).for_each(|(at, word)| self.words.at(at).store(word, Ordering::Relaxed));
+            return;
+        }
         if [self.words.at(0), self.words.at(NUM_BLOCKS)].map(|word| word.load(Ordering::Relaxed)) != header {
             for word in 0..self.num_blocks.div_ceil(64) as usize {
                 self.bits(word).store(0, Ordering::Relaxed);
