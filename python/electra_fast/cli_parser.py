@@ -118,7 +118,7 @@ def build_parser() -> Parser:
     sub = command("prepare", "tokenize text into a corpus of shards; rerun with the same --out to resume")
     _add_inputs(sub)
     sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt, tokenizer.json, or a folder with either")
-    sub.add_argument("--out", type=Path, required=True, help="corpus folder")
+    sub.add_argument("--out", required=True, help="corpus folder, or its URL: s3://, gs:// or az://")
     case = sub.add_mutually_exclusive_group()
     case.add_argument(
         "--cased", dest="lowercase", action="store_const", const=False, help="keep case (default: as --vocab does)"
@@ -290,7 +290,7 @@ def build_parser() -> Parser:
         "file",
         type=Path,
         metavar="FILE",
-        help=".txt (one text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow; tagging: .conll; "
+        help="file or URL: .txt (one text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow; tagging: .conll; "
         "question-answering: SQuAD's .json; a pipe, or - for standard input, is answered as it arrives",
     )
     sub.add_argument(
@@ -504,7 +504,7 @@ def _add_preset(sub: argparse.ArgumentParser, preset: str | None = None, recipe:
 
 
 def _add_own_data(own: argparse._ActionsContainer) -> None:
-    own.add_argument("--train", type=Path, metavar="FILE", help="training data")
+    own.add_argument("--train", type=Path, metavar="FILE", help="training data, or its URL, as of --dev and --test")
     own.add_argument("--dev", type=Path, metavar="FILE", help="validation data (default: part of --train)")
     own.add_argument("--test", type=Path, metavar="FILE", help="data to predict, and to score if labeled")
     _add_text(own)

@@ -2,6 +2,7 @@
 //! how well a vocabulary covers a text.
 
 mod changes;
+mod clean_up;
 mod coverage;
 mod finalize;
 mod input_group;
@@ -9,6 +10,7 @@ mod lanes;
 mod lease;
 mod options;
 mod output_dir;
+mod place;
 mod plan;
 mod process;
 mod progress;

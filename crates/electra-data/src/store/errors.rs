@@ -36,8 +36,10 @@ pub(super) fn is_transient(error: &StoreError) -> bool {
                 | StoreError::Unauthenticated { .. }
                 | StoreError::Precondition { .. }
                 | StoreError::NotSupported { .. }
+                | StoreError::NotImplemented { .. }
                 | StoreError::InvalidPath { .. }
         )
+        && !lacks_bucket(error)
         && !lacks_credentials(error)
 }
 
@@ -65,13 +67,17 @@ pub(super) fn explain(url: &str, error: &StoreError) -> Error {
         StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
             refused(match url.starts_with("http") {
                 true => "check the credentials and what they may read; a web server's are in ~/.netrc",
-                false => "check the credentials and what they may read",
+                false => "check the credentials and what they may read and write",
             })
         }
         StoreError::Precondition { .. } => Error::Input(format!(
             "{url}: it was replaced while it was in use; run again when nothing changes it"
         )),
         StoreError::NotSupported { .. } => refused("it must serve ranges of bytes"),
+        StoreError::NotImplemented { .. } => refused(
+            "it must support conditional PUT (If-None-Match), so that two writers cannot overwrite each other",
+        ),
+        error if lacks_bucket(error) => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
         error if lacks_credentials(error) => {
             Error::Input(format!("{url}: no credentials were found; {}", remedy(url)))
         }
@@ -95,6 +101,12 @@ fn remedy(url: &str) -> &'static str {
         }
         _ => "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
     }
+}
+
+/// Whether a list failed because there is no such bucket or container.
+fn lacks_bucket(error: &StoreError) -> bool {
+    let text = chain(error);
+    ["<Code>NoSuchBucket<", "<Code>ContainerNotFound<"].iter().any(|sign| text.contains(sign))
 }
 
 /// Outside of a cloud, the last resort of all providers is a metadata server that is not there.
@@ -135,7 +147,7 @@ pub(super) fn said(error: &StoreError) -> String {
 }
 
 /// The texts of the error and of its causes that are not part of it already.
-fn chain(error: &StoreError) -> String {
+pub(super) fn chain(error: &StoreError) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(inner) = cause {
