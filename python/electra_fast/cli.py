@@ -189,7 +189,7 @@ def _own_config(run: Path) -> Path | None:
     return None
 
 
-def _mirrored_config(url: str, overrides: Mapping[str, str]) -> Config | None:
+def _mirrored_config(url: str, overrides: dict[str, str]) -> Config | None:
     """Returns the configuration of the run in a mirror, or None if there is none."""
     from electra_fast.training.mirror import read_config
 

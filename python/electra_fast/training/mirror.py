@@ -215,7 +215,7 @@ class Mirror:
         if read(f"{self._url}/{OWNER}") != (self._run / OWNER).read_bytes():
             self._is_over = True
             self.problems.append(
-                f"{self._url}: another session of this run has taken over; this one copies nothing more"
+                f"{self._url}: another session of the run has taken over; this one copies nothing more"
             )
             return
         upload_folder(copy.folder / "files", self._url, "")
