@@ -85,7 +85,8 @@ def test_a_run_resumes_on_an_empty_machine_to_the_bit(whole_run, validation_corp
 
 def test_a_damaged_checkpoint_and_an_incomplete_one_are_skipped(whole_run, validation_corpus, tmp_path, url, capsys):
     train(validation_corpus, tmp_path / "run", url, stop_at=8)
-    assert mirrored(url)[-2:] == [6, 9]
+    earlier, last = mirrored(url)
+    assert last == 9
     (tmp_path / "bad").write_bytes(b"not these")
     upload(str(tmp_path / "bad"), f"{url}/checkpoints/step-9/model.safetensors")
     upload(str(tmp_path / "bad"), f"{url}/checkpoints/step-10/model.safetensors")
@@ -95,7 +96,7 @@ def test_a_damaged_checkpoint_and_an_incomplete_one_are_skipped(whole_run, valid
     assert f"warning: {url}/checkpoints/step-10: incomplete; not used" in said
     damaged = "model.safetensors: damaged (its checksum does not match); not used"
     assert f"warning: {url}/checkpoints/step-9/{damaged}" in said
-    assert f"{url}: downloaded step-6\n" in said
+    assert f"{url}: downloaded step-{earlier}\n" in said
     assert_same_run(tmp_path / "run", whole_run)
     assert mirrored(url) == sorted(mirror._checkpoints(url)) and mirrored(url)[-1] == STEPS
 

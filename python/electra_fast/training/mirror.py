@@ -44,10 +44,10 @@ def read_config(url: str) -> bytes | None:
     return read(f"{checked_url(url)}/config.toml")
 
 
-def restore(run: Path, url: str, from_step: int | None) -> None:
-    """Downloads the mirror's newest intact checkpoint if it is newer than those of the folder, or that of `from_step`.
+def restore(run: Path, url: str, *, goes_back: bool) -> None:
+    """Downloads the mirror's newest intact checkpoint if it is newer than those of the folder, unless the run goes back.
 
-    Logs, configuration and tokenizer come with it. Warns about newer checkpoints that are damaged or incomplete.
+    With it come the best one, logs, configuration and tokenizer. Warns about newer ones that are damaged or incomplete.
 
     Raises ValueError if the mirror is not that of the folder's run, or has checkpoints of which none is intact.
     """
@@ -60,24 +60,23 @@ def restore(run: Path, url: str, from_step: int | None) -> None:
         raise InputError(
             f"{url}: the mirror of another run than {run}; give another train.mirror, or another --out to resume it"
         )
-    if not local and not (run / "config.toml").exists() and foreign_names(run):
-        return  # no folder for a run, which `open_run` refuses
-    newest = local[-1] if local else -1
-    there, problems = _checkpoints(url), []
-    for step in sorted(there, reverse=True):
-        if step in local or (step <= newest if from_step is None else step != from_step):
+    is_run = local or (run / "config.toml").exists()
+    if goes_back or (not is_run and foreign_names(run)):  # no folder for a run, which `open_run` refuses
+        return
+    there, newest, problems = _checkpoints(url), local[-1] if local else -1, []
+    for step in sorted((step for step in there if step > newest), reverse=True):
+        if problem := _download(run, url, step, there[step], with_files=True):
+            problems.append(problem)
             continue
-        try:
-            _download(run, url, step, there[step])
-        except (FileNotFoundError, InputError) as error:
-            problems.append(str(error))
-            say(f"warning: {error}; not used")
-            continue
-        say(f"{url}: downloaded step-{step}" + (f"; {run} ended at step {newest}" if 0 <= newest < step else ""))
+        say(f"{url}: downloaded step-{step}" + (f"; {run} ended at step {newest}" if local else ""))
+        best = checkpoint_folder.read_state(checkpoint_folder.path_of(run, step)).best_step
+        if best in there and best not in (step, *local):
+            _download(run, url, best, there[best])
         return
     if not local and any(STATE in names for names in there.values()):
-        reasons = "; ".join(problems) or f"step-{from_step} is not there"
-        raise InputError(f"{url}: no intact checkpoint: {reasons}; give another train.mirror to start again")
+        raise InputError(
+            f"{url}: no intact checkpoint: {'; '.join(problems)}; give another train.mirror to start again"
+        )
 
 
 def claim(run: Path, url: str, from_step: int | None) -> None:
@@ -101,7 +100,10 @@ def claim(run: Path, url: str, from_step: int | None) -> None:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Files to upload: `folder/files` has the run's small ones, `folder/step-N` the checkpoints, the newest first."""
+    """Files to upload: `folder/files` has the run's small ones, `folder/step-N` checkpoints.
+
+    `steps` are the newest checkpoint, which is there, and the best one.
+    """
 
     folder: Path
     steps: list[int]
@@ -155,8 +157,7 @@ class Mirror:
 
     def take_problems(self) -> list[str]:
         """Returns the failures since the last call, each a sentence that names the URL and the checkpoint."""
-        taken, self.problems = self.problems, []
-        return taken
+        return [self.problems.pop(0) for _ in range(len(self.problems))]
 
     def close(self) -> None:
         """Gives up copies that are not finished, which become a problem; there can be no `add` afterwards."""
@@ -187,11 +188,10 @@ class Mirror:
             if path.is_file() and not path.name.startswith(".") and path.name != OWNER:
                 shutil.copyfile(path, files / path.name)
         shutil.copytree(self._run / "tokenizer", files / "tokenizer", copy_function=shutil.copyfile)
-        known = checkpoint_folder.steps(self._run)
-        steps = [each for each in dict.fromkeys((step, best_step)) if each is not None and each in known]
-        for each in steps:
-            source = checkpoint_folder.path_of(self._run, each)
-            shutil.copytree(source, folder / source.name, copy_function=_link)
+        steps = [each for each in dict.fromkeys((step, best_step)) if each is not None]
+        for source in (checkpoint_folder.path_of(self._run, each) for each in steps):
+            if source.is_dir():
+                shutil.copytree(source, folder / source.name, copy_function=_link)
         return _Copy(folder, steps)
 
     def _work(self) -> None:
@@ -221,7 +221,8 @@ class Mirror:
         upload_folder(copy.folder / "files", self._url, "")
         there = _checkpoints(self._url)
         for step in copy.steps:
-            self._copy_checkpoint(copy.folder / f"step-{step}", is_there=STATE in there.get(step, ()))
+            if (folder := copy.folder / f"step-{step}").is_dir():
+                self._copy_checkpoint(folder, is_there=STATE in there.get(step, ()))
         whole = {step for step, names in there.items() if STATE in names and step <= copy.steps[0]} | {*copy.steps}
         kept = {*sorted(whole)[-self._keep :], *copy.steps}
         for step in there.keys() - kept:  # also what failed copies have left, and later steps, which this run has left
@@ -270,28 +271,32 @@ def _checkpoints(url: str) -> dict[int, list[str]]:
     return found
 
 
-def _download(run: Path, url: str, step: int, names: list[str]) -> None:
-    """Downloads a checkpoint if it is intact, and the run's small files before it becomes visible.
+def _download(run: Path, url: str, step: int, names: list[str], *, with_files: bool = False) -> str:
+    """Downloads a checkpoint if it is intact, and before it becomes visible the run's small files.
 
-    Raises FileNotFoundError or ValueError naming what is damaged or missing.
+    Otherwise warns, and returns what is damaged or missing.
     """
     place = f"{url}/checkpoints/step-{step}"
-    if STATE not in names:
-        raise InputError(f"{place}: incomplete")
 
     def fill(directory: Path) -> None:
         for name in names:
             download(f"{place}/{name}", str(directory / name))
-        try:
-            checkpoint_folder.verify(directory)
-        except (FileNotFoundError, InputError) as error:
-            raise type(error)(str(error).split(";")[0].replace(str(directory), place)) from None
+        checkpoint_folder.verify(directory)
         (run / "tokenizer").mkdir(exist_ok=True)
-        for name, _ in list_objects(url):
+        for name, _ in list_objects(url) if with_files else ():
             if _is_plain(name.removeprefix("tokenizer/")):
                 download(f"{url}/{name}", str(run / name))
 
-    replace_folder(checkpoint_folder.path_of(run, step), fill)
+    try:
+        if STATE not in names:
+            raise InputError(f"{place}: incomplete")
+        replace_folder(checkpoint_folder.path_of(run, step), fill)
+    except (FileNotFoundError, InputError) as error:
+        hidden = str(checkpoint_folder.path_of(run, step).with_name(f".step-{step}.writing"))
+        problem = str(error).split(";")[0].replace(hidden, place)
+        say(f"warning: {problem}; not used")
+        return problem
+    return ""
 
 
 def _delete(url: str, step: int, names: list[str]) -> None:

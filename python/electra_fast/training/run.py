@@ -122,7 +122,7 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
     folder = Path(config.train.out)
     require_loggers("train.loggers", config.train.loggers)
     if config.train.mirror:
-        mirror.restore(folder, config.train.mirror, from_step)
+        mirror.restore(folder, config.train.mirror, goes_back=from_step is not None)
     run = _open(folder, config, mixture, allow_changes, from_step)
     if config.train.mirror:
         mirror.claim(folder, config.train.mirror, from_step)
