@@ -45,7 +45,7 @@ def read_config(url: str) -> bytes | None:
 
 
 def restore(run: Path, url: str, *, goes_back: bool) -> None:
-    """Downloads the mirror's newest intact checkpoint if it is newer than those of the folder, unless the run goes back.
+    """Downloads the mirror's newest intact checkpoint if it is newer than the folder's, unless the run goes back.
 
     With it come the best one, logs, configuration and tokenizer. Warns about newer ones that are damaged or incomplete.
 
@@ -74,9 +74,8 @@ def restore(run: Path, url: str, *, goes_back: bool) -> None:
             _download(run, url, best, there[best])
         return
     if not local and any(STATE in names for names in there.values()):
-        raise InputError(
-            f"{url}: no intact checkpoint: {'; '.join(problems)}; give another train.mirror to start again"
-        )
+        reasons = "; ".join(problems)
+        raise InputError(f"{url}: no intact checkpoint: {reasons}; give another train.mirror to start again")
 
 
 def claim(run: Path, url: str, from_step: int | None) -> None:
@@ -128,9 +127,6 @@ class Mirror:
         self._changed = threading.Condition()
         self._next: _Copy | None = None
         self._current: _Copy | None = None
-        remove(run / _COPIES)  # left by a kill
-        # A daemon, since the interpreter must not wait at exit for a store that does not answer.
-        threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def add(self, step: int, best_step: int | None) -> None:
         """Starts to copy the complete checkpoint of a step, the best one and the run's small files.
@@ -169,6 +165,9 @@ class Mirror:
         remove(self._run / _COPIES)
 
     def __enter__(self) -> Self:
+        remove(self._run / _COPIES)  # left by a kill
+        # A daemon, since the interpreter must not wait at exit for a store that does not answer.
+        threading.Thread(target=self._work, name="mirror", daemon=True).start()
         return self
 
     def __exit__(
