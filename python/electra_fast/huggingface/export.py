@@ -30,6 +30,8 @@ from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS, networks_of
 
+# What tells a folder of ours: in the file that is uploaded last, and in the first one.
+_MARKS = {"config.json": f'"{OWN_KEY}"'.encode(), "README.md": b"exported by electra-fast"}
 _ONNX_OUTPUTS = {"encoder": "last_hidden_state", "discriminator": "logits"}
 
 
@@ -243,10 +245,11 @@ def _is_export(folder: Path) -> bool:
 
 
 def _is_free_in_store(url: str) -> bool:
-    """Returns whether nothing is below a URL, or an export and nothing else."""
+    """Returns whether nothing is below a URL, or an export and nothing else, complete or not."""
     folders = {name.partition("/")[0] for name, _ in list_objects(url)}
-    configs = [read(f"{url}/{folder}/config.json") if folder in PARTS else None for folder in folders]
-    return all(content is not None and f'"{OWN_KEY}"'.encode() in content for content in configs)
+    return folders <= PARTS.keys() and all(
+        any(mark in (read(f"{url}/{folder}/{name}") or b"") for name, mark in _MARKS.items()) for folder in folders
+    )
 
 
 def _write_to_store(url: str, write: Callable[[Path], None]) -> None:

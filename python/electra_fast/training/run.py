@@ -34,6 +34,8 @@ Changes = dict[str, tuple[Value, Value]]
 # Keys that may change between sessions of a run: locations, execution of steps, intervals.
 FREE_KEYS = {
     "data.corpus",
+    "data.cache_dir",
+    "data.cache_bytes",
     "data.num_threads",
     "data.prefetch",
     "train.out",
