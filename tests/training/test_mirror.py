@@ -17,7 +17,9 @@ import electra_fast as ef
 from electra_fast._data import delete_objects, download, list_objects, upload
 from electra_fast.errors import InputError, Interrupted, StopTraining
 from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.training import mirror
+from electra_fast.training.checkpoint_writer import CheckpointWriter
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +152,46 @@ def test_a_session_that_another_has_taken_over_copies_nothing_more(validation_co
     train(validation_corpus, tmp_path / "run", url, on_checkpoint=take_over)
     assert capsys.readouterr().err.count("another session of the run has taken over") == 1
     assert mirrored(url)[-1] <= 6
+
+
+def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monkeypatch):
+    reached, go, copied, upload_folder = threading.Event(), threading.Event(), [], mirror.upload_folder
+
+    def upload_later(folder, place, last):
+        if place.startswith(f"{url}/checkpoints"):
+            reached.set()
+            assert go.wait(60)
+            checkpoint_folder.verify(folder)
+            copied.append(folder.name)
+        upload_folder(folder, place, last)
+
+    monkeypatch.setattr(mirror, "upload_folder", upload_later)
+    run, x = tmp_path / "run", {"x": torch.ones(8)}
+    (run / "tokenizer").mkdir(parents=True)
+    mirror.claim(run, url, None)
+    with mirror.Mirror(run, url, keep=1) as copies, CheckpointWriter(run, 1, copies) as writer:
+        for step in (1, 2, 3):
+            writer.save(tiny_config(), x, x, TrainState(step=step))
+            assert writer.wait_up_to(60) and reached.wait(60)
+        assert checkpoint_folder.steps(run) == [3] and not copied and not copies.wait_up_to(0)
+        go.set()
+        assert copies.wait_up_to(60) and copied == ["step-1", "step-3"]  # not those that have waited for long
+    assert mirrored(url) == [3] and not copies.problems
+
+
+def test_a_mirror_keeps_the_newest_checkpoints_and_the_best_which_come_back_together(tmp_path, url):
+    run, x, kept = tmp_path / "run", {"x": torch.ones(8)}, []
+    (run / "tokenizer").mkdir(parents=True)
+    mirror.claim(run, url, None)
+    with mirror.Mirror(run, url, keep=1) as copies, CheckpointWriter(run, 1, copies) as writer:
+        for step, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
+            writer.save(tiny_config(), x, x, TrainState(step=step, best_step=best))
+            assert writer.wait_up_to(60) and copies.wait_up_to(60)
+            kept.append(mirrored(url))
+            assert kept[-1] == checkpoint_folder.steps(run)
+            mirror.restore(tmp_path / f"copy-{step}", url, goes_back=False)
+            assert checkpoint_folder.steps(tmp_path / f"copy-{step}") == kept[-1]
+    assert kept == [[1], [1, 2], [1, 3], [4]]
 
 
 @pytest.mark.parametrize("place", ["s3://no-such-bucket/run", "runs/here"])
