@@ -150,7 +150,7 @@ def test_a_session_that_another_has_taken_over_copies_nothing_more(validation_co
             mirror.claim(tmp_path / "later", url, None)
 
     train(validation_corpus, tmp_path / "run", url, on_checkpoint=take_over)
-    assert capsys.readouterr().err.count("another session of the run has taken over") == 1
+    assert capsys.readouterr().err.count("mirror.json names another session") == 1
     assert mirrored(url)[-1] <= 6
 
 

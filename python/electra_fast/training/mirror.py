@@ -211,21 +211,27 @@ class Mirror:
                 self._changed.notify_all()
 
     def _copy(self, copy: _Copy) -> None:
-        if read(f"{self._url}/{OWNER}") != (self._run / OWNER).read_bytes():
-            self._is_over = True
-            self.problems.append(
-                f"{self._url}: another session of the run has taken over; this one copies nothing more"
-            )
+        if not self._is_own():
             return
         upload_folder(copy.folder / "files", self._url, "")
         there = _checkpoints(self._url)
         for step in copy.steps:
             if (folder := copy.folder / f"step-{step}").is_dir():
                 self._copy_checkpoint(folder, is_there=STATE in there.get(step, ()))
+        if not self._is_own():  # a later session may have later checkpoints
+            return
         whole = {step for step, names in there.items() if STATE in names and step <= copy.steps[0]} | {*copy.steps}
         kept = {*sorted(whole)[-self._keep :], *copy.steps}
         for step in there.keys() - kept:  # also what failed copies have left, and later steps, which this run has left
             _delete(self._url, step, there[step])
+
+    def _is_own(self) -> bool:
+        """Returns whether this session still has the mirror; otherwise it copies nothing more."""
+        if read(f"{self._url}/{OWNER}") == (self._run / OWNER).read_bytes():
+            return True
+        self._is_over = True
+        self.problems.append(f"{self._url}: {OWNER} names another session or is gone; this one copies nothing more")
+        return False
 
     def _copy_checkpoint(self, folder: Path, *, is_there: bool) -> None:
         url = f"{self._url}/checkpoints/{folder.name}"
