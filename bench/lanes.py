@@ -282,17 +282,17 @@ def first_tokens(batch: Any) -> Any:
 
 
 def measure_loss(options: argparse.Namespace) -> None:
-    """Validation losses of `tiny` after 500 steps with 1 and with 16 lanes."""
+    """Validation losses of `tiny` in recipe `modern` after 600 steps of 2,048 tokens, with 1 and with 16 lanes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ef.train_vocab(options.texts, size=8_000, out=folder / "vocab.txt")
-        ef.prepare(options.texts, vocab=folder / "vocab.txt", out=folder / "shards", holdout=0.01)
+        ef.train_vocab(options.texts, size=2_048, out=folder / "vocab.txt")
+        ef.prepare(options.texts, vocab=folder / "vocab.txt", out=folder / "shards", holdout=0.005)
         for seed in range(3):
             for lanes in (1, 16):
                 out = folder / f"{lanes}-{seed}"
-                keys = {"data.lanes": str(lanes), "train.seed": str(seed), "train.steps": "500"}
-                keys |= {"train.eval_every": "500", "train.eval_batches": "50"}
-                ef.pretrain(ef.Config.preset("tiny").override(keys), data=str(folder / "shards"), out=out)
+                keys = {"data.lanes": str(lanes), "train.seed": str(seed), "train.steps": "600"}
+                keys |= {"train.batch_size": "16", "train.eval_every": "600", "train.eval_batches": "0"}
+                ef.pretrain(ef.Config.preset("tiny", "modern").override(keys), data=str(folder / "shards"), out=out)
                 last = json.loads((out / "evaluations.jsonl").read_text().splitlines()[-1])
                 print(f"seed {seed}, {lanes} lanes: {json.dumps(last)}", flush=True)
 

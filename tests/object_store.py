@@ -17,6 +17,7 @@ class S3:
     """A running server with one bucket, `bucket`."""
 
     def __init__(self, port: int) -> None:
+        self.port = port
         self.endpoint = f"http://127.0.0.1:{port}"
         self.environment = {
             "AWS_ENDPOINT_URL": self.endpoint,
@@ -24,6 +25,23 @@ class S3:
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_REGION": "us-east-1",
         }
+
+    def start(self) -> None:
+        """Starts the server, whose bucket is empty."""
+        command = [sys.executable, "-m", "moto.server", "-p", str(self.port)]
+        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(self.endpoint, timeout=60).close()
+                break
+            except urllib.error.URLError:
+                assert self.server.poll() is None, "the server ended"
+                time.sleep(0.1)
+        self.put("bucket")
+
+    def stop(self) -> None:
+        self.server.kill()
+        self.server.wait()
 
     def put(self, key: str, data: bytes = b"") -> None:
         headers = {"Content-Type": "application/octet-stream"}
@@ -56,19 +74,9 @@ def running() -> Iterator[S3]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store = S3(port)
     try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(store.endpoint, timeout=60).close()
-                break
-            except urllib.error.URLError:
-                assert server.poll() is None, "the server ended"
-                time.sleep(0.1)
-        store.put("bucket")
+        store.start()
         yield store
     finally:
-        server.kill()
-        server.wait()
+        store.stop()

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,8 @@ def _config(options: argparse.Namespace) -> Config:
         if options.config is not None:
             # Recorded choices for the hardware are kept if they run here, and made anew otherwise.
             return Config.load(options.config, dict.fromkeys(HARDWARE_KEYS, AUTO) | options.overrides)
+        if (url := options.overrides.get("train.mirror")) and (mirrored := _mirrored_config(url, options.overrides)):
+            return mirrored
     if options.config is not None:
         if options.preset or options.recipe:
             raise InputError("give CONFIG.toml or --preset, not both (the file itself may set `preset` and `recipe`)")
@@ -184,6 +187,18 @@ def _own_config(run: Path) -> Path | None:
         return path
     require_config(run)
     return None
+
+
+def _mirrored_config(url: str, overrides: dict[str, str]) -> Config | None:
+    """Returns the configuration of the run in a mirror, or None if there is none."""
+    from electra_fast.training.mirror import read_config
+
+    if (content := read_config(url)) is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="electra-fast-") as folder:
+        path = Path(folder) / "config.toml"
+        path.write_bytes(content)
+        return Config.load(path, dict.fromkeys(HARDWARE_KEYS, AUTO) | overrides)
 
 
 def _require_corpus(options: argparse.Namespace, config: Config) -> None:
@@ -288,8 +303,8 @@ def _export(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import export
 
     named = _named(options, "unfinished", "onnx", "license", "base_model")
-    export(options.source, options.out, languages=options.language, datasets=options.dataset, **named)
-    say(f"{options.out}: loads with transformers' from_pretrained")
+    out = export(options.source, options.out, languages=options.language, datasets=options.dataset, **named)
+    say(f"{out}: loads with transformers' from_pretrained{'' if isinstance(out, Path) else ' once it is downloaded'}")
 
 
 def _import(options: argparse.Namespace) -> None:

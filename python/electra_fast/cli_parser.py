@@ -369,7 +369,7 @@ def build_parser() -> Parser:
 
     sub = command("export", "export a run as Hugging Face folders: encoder/, discriminator/ and generator/")
     sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
-    sub.add_argument("--out", type=Path, required=True, help="output folder")
+    sub.add_argument("--out", required=True, help="output folder, or URL in an object store, such as s3://bucket/model")
     sub.add_argument("--unfinished", action="store_true", help="export a run that has steps left")
     sub.add_argument("--onnx", action="store_true", help="also write model.onnx, compared with torch by onnxruntime")
     sub.add_argument(

@@ -270,6 +270,9 @@ class TrainConfig(Section):
     keep_checkpoints: int = config_key(
         2, "newest checkpoints to keep, plus the best by validation loss (or training loss, without validation)", low=1
     )
+    mirror: str = config_key(
+        "", "URL in an object store (s3://bucket/run) to which checkpoints and logs are copied; empty: none"
+    )
     stop_on_divergence: bool = config_key(
         True,
         "end the run, without another checkpoint, if its loss reaches twice that of uniform guesses or it loses all "

@@ -82,8 +82,14 @@ class TrainState:
 def steps(run: Path) -> list[int]:
     """Returns the steps of a run's checkpoints, ascending."""
     folder = run / "checkpoints"
-    names = (_NAME.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
-    return sorted(int(match[1]) for match in names if match)
+    found = (step_of(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(step for step in found if step is not None)
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step of a checkpoint's folder name, or None for another name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def path_of(run: Path, step: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from electra_fast import checkpoint
 from electra_fast.config.config import AUTO, HARDWARE_KEYS
+from electra_fast.data.corpus import location
+from electra_fast.data.object_store import delete_objects, list_objects, read, upload_folder
 from electra_fast.errors import InputError
-from electra_fast.files.atomic_files import foreign_names, replace_folder
+from electra_fast.files.atomic_files import foreign_names, remove, replace_folder
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.huggingface.adaptation import read_with_generator
 from electra_fast.huggingface.card import ONNX_FILE, Origin, metadata, model_card
@@ -27,6 +30,8 @@ from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS, networks_of
 
+# What tells a folder of ours: in the file that is uploaded last, and in the first one.
+_MARKS = {"config.json": f'"{OWN_KEY}"'.encode(), "README.md": b"exported by electra-fast"}
 _ONNX_OUTPUTS = {"encoder": "last_hidden_state", "discriminator": "logits"}
 
 
@@ -49,7 +54,7 @@ def export(
     license: str | None = None,
     datasets: Sequence[str] = (),
     base_model: str | None = None,
-) -> None:
+) -> Path | str:
     """Writes out/encoder, out/discriminator and out/generator, each with tokenizer and model card, for `transformers`.
 
     encoder/ is the model to fine-tune or to use elsewhere: the discriminator's encoder without a head or, for the
@@ -59,7 +64,8 @@ def export(
 
     Args:
         source: A run (its latest checkpoint), a checkpoint, or Hugging Face folders.
-        out: Output folder; an earlier export is replaced atomically.
+        out: Output folder; an earlier export is replaced atomically. Or a URL in an object store, such as
+            `s3://bucket/model`; an earlier export there is not loadable until the new one is complete.
         unfinished: Export even if the run has steps left.
         onnx: Also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits), compared with
             torch. Needs the packages of the extra `onnx`.
@@ -68,15 +74,21 @@ def export(
         datasets: Names of the training texts on the Hugging Face Hub, for the model card.
         base_model: Name on the Hub of the model that an import started from, for the model card.
 
+    Returns `out`, a URL as a string.
+
     Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export; ElectraFastError if
-    the outputs of an ONNX file are wrong.
+    the outputs of an ONNX file are wrong; OSError if an upload fails, with the local folder that has the export then.
     """
-    source, out = Path(source), Path(out)
+    source, target = Path(source), location(out)
     if onnx:
         require_packages()
     about = metadata(languages, license, datasets, base_model)
-    if not _is_empty(out) and not _is_export(out):
-        raise InputError(f"{out}: not empty and not an earlier export; choose another folder")
+    if isinstance(target, str):
+        is_free = _is_free_in_store(target)
+    else:
+        is_free = _is_empty(target) or _is_export(target)
+    if not is_free:
+        raise InputError(f"{target}: not empty and not an earlier export; choose another folder")
     source_origin = origin(source)
     if not unfinished:
         _check_finished(source, source_origin)
@@ -113,11 +125,15 @@ def export(
             write_role(folder / "encoder", next(role for role in PARTS if role in model.networks), headless=True)
         for name, output in _ONNX_OUTPUTS.items() if onnx else ():
             if (folder / name).is_dir():
-                measured.append(f"{out / name / ONNX_FILE}: {write_onnx(folder / name, output)}")
+                measured.append(f"{target}/{name}/{ONNX_FILE}: {write_onnx(folder / name, output)}")
 
-    _write_folder(out, write)
+    if isinstance(target, str):
+        _write_to_store(target, write)
+    else:
+        _write_folder(target, write)
     for line in measured:
         say(line)
+    return target
 
 
 def import_folder(directory: str | Path, out: str | Path, *, generator: str | Path | None = None) -> None:
@@ -226,6 +242,33 @@ def _is_export(folder: Path) -> bool:
     return len(configs) == len(entries) and all(
         path.is_file() and f'"{OWN_KEY}"' in path.read_text(encoding="utf-8", errors="replace") for path in configs
     )
+
+
+def _is_free_in_store(url: str) -> bool:
+    """Returns whether nothing is below a URL, or an export and nothing else, complete or not."""
+    folders = {name.partition("/")[0] for name, _ in list_objects(url)}
+    return folders <= PARTS.keys() and all(
+        any(mark in (read(f"{url}/{folder}/{name}") or b"") for name, mark in _MARKS.items()) for folder in folders
+    )
+
+
+def _write_to_store(url: str, write: Callable[[Path], None]) -> None:
+    """Writes a temporary folder, which stays if it cannot be uploaded, and replaces the objects below a URL."""
+    parent = Path(tempfile.mkdtemp(prefix="electra-fast-export-"))
+    folder = parent / "export"
+    _write_folder(folder, write)
+    try:
+        old = [name for name, _ in list_objects(url)]
+        delete_objects(url, [name for name in old if name.endswith("/config.json")])
+        new = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+        delete_objects(url, [name for name in old if name not in new])
+        upload_folder(folder, url, last="config.json")
+    except KeyboardInterrupt:
+        remove(parent)
+        raise
+    except (OSError, InputError) as error:
+        raise OSError(f"{url}: not written: {error}; the export is in {folder}, from where you can copy it") from error
+    remove(parent)
 
 
 def _write_folder(out: Path, write: Callable[[Path], None]) -> None:

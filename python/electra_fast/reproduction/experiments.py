@@ -208,7 +208,7 @@ EXPERIMENTS: dict[str, tuple[tuple[str, ...], Callable[[Config], Experiment]]] =
 }
 """The keys that an experiment varies, and the function that makes it."""
 
-DECIDED = ("train.steps", "train.seed", "train.out", "data.corpus")
+DECIDED = ("train.steps", "train.seed", "train.out", "train.mirror", "data.corpus")
 """Keys that follow from the budget, the seed and the folders."""
 
 

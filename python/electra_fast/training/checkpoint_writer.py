@@ -21,6 +21,7 @@ from torch import Tensor
 from electra_fast import checkpoint
 from electra_fast.config.config import Config
 from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.training.mirror import Mirror
 
 
 class CheckpointWriter:
@@ -34,10 +35,11 @@ class CheckpointWriter:
     Args:
         run: The run's folder.
         keep: Number of checkpoints to keep.
+        mirror: Gets each complete checkpoint.
     """
 
-    def __init__(self, run: Path, keep: int) -> None:
-        self._run, self._keep = run, keep
+    def __init__(self, run: Path, keep: int, mirror: Mirror | None = None) -> None:
+        self._run, self._keep, self._mirror = run, keep, mirror
         self.num_written, self.last_write_seconds, self.blocked_seconds = 0, 0.0, 0.0
         self._written: list[int] = []
         # Not a `Thread`: in Python 3.9 to 3.12, a signal that interrupts `join` makes a running thread look stopped, so
@@ -128,6 +130,8 @@ class CheckpointWriter:
             checkpoint.write(self._run, config, *copies, state, self._keep)
             self.num_written += 1
             self._written.append(state.step)
+            if self._mirror is not None:
+                self._mirror.add(state.step, state.best_step)
         finally:
             self.last_write_seconds = time.perf_counter() - start
             self._buffers = copies

@@ -20,6 +20,7 @@ from electra_fast.interruption import StopRequest, launcher_seconds, stop_reques
 from electra_fast.training.callbacks import Callback, Callbacks
 from electra_fast.training.division import Division
 from electra_fast.training.launch import Launch
+from electra_fast.training.mirror import checked_url
 from electra_fast.training.run import Run, exclusive, open_run
 
 
@@ -80,7 +81,10 @@ def pretrain(
         {
             # Absolute, so that the run can be resumed from any directory.
             "data": {"corpus": absolute(data if data is not None else config.data.corpus)},
-            "train": {"out": str(out if out is not None else config.train.out)},
+            "train": {
+                "out": str(out if out is not None else config.train.out),
+                "mirror": checked_url(config.train.mirror),
+            },
         }
     )
     if not config.data.corpus or not config.train.out:
@@ -165,5 +169,5 @@ def _train_among(
         mixture = world.agree(lambda: Mixture(config.data.corpus))
         contents = world.all_gather_object(world.agree(lambda: _contents(mixture)))
         world.agree(lambda: _require_same(mixture, launch.rank, contents[launch.rank], contents[0]))
-        run = world.from_first(lambda: open_it(config, mixture))
+        run = world.from_first_patiently(lambda: open_it(config, mixture))
         return run, Trainer(run, mixture, world, callbacks).train(stop, start)

@@ -26,6 +26,7 @@ from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.files.json_files import parse_json
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 from electra_fast.messages import say
+from electra_fast.training import mirror
 from electra_fast.training.loggers import forget_loggers, require_loggers
 
 Changes = dict[str, tuple[Value, Value]]
@@ -33,6 +34,8 @@ Changes = dict[str, tuple[Value, Value]]
 # Keys that may change between sessions of a run: locations, execution of steps, intervals.
 FREE_KEYS = {
     "data.corpus",
+    "data.cache_dir",
+    "data.cache_bytes",
     "data.num_threads",
     "data.prefetch",
     "train.out",
@@ -44,6 +47,7 @@ FREE_KEYS = {
     "train.eval_batches",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.mirror",
     "train.stop_on_divergence",
     "train.loggers",
     "train.max_minutes",
@@ -110,7 +114,8 @@ def exclusive(folder: Path) -> Iterator[None]:
 def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, from_step: int | None = None) -> Run:
     """Creates the folder `train.out`, or reopens it at its newest intact checkpoint or at that of `from_step`.
 
-    Going back to `from_step` renames later checkpoints.
+    Going back to `from_step` renames later checkpoints. With `train.mirror`, first downloads a newer checkpoint from
+    there, and then claims the mirror.
 
     In an existing run, free keys and `train.steps` may change, others only with `allow_changes`. RUN/changes.jsonl
     records changes. Raises ValueError if the folder holds something else, or a run that cannot be resumed with this
@@ -118,6 +123,15 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
     """
     folder = Path(config.train.out)
     require_loggers("train.loggers", config.train.loggers)
+    if config.train.mirror:
+        mirror.restore(folder, config.train.mirror, goes_back=from_step is not None)
+    run = _open(folder, config, mixture, allow_changes, from_step)
+    if config.train.mirror:
+        mirror.claim(folder, config.train.mirror, from_step)
+    return run
+
+
+def _open(folder: Path, config: Config, mixture: Mixture, allow_changes: bool, from_step: int | None) -> Run:
     if from_step is not None:
         directory = checkpoint_folder.at_step(folder, from_step)
         checkpoint_folder.verify(directory)

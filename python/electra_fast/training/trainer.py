@@ -56,6 +56,7 @@ from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.forecast import corpus_warnings
 from electra_fast.training.hardware import settle_for_all
+from electra_fast.training.mirror import Mirror
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.reporting import RunLog
 from electra_fast.training.run import CORPUS, Run
@@ -70,6 +71,8 @@ _OTHER_LOSSES = ("data.", "objective.", "model.rope_theta", "model.local_rope_th
 _VERDICT_BATCHES = 10
 # Time between pictures of the curves, each of which takes about half a second.
 _CURVES_SECONDS = 60.0
+# Longest wait for the last copy to the mirror at the end of a run, and of a session that was asked to stop.
+_MIRROR_SECONDS, _HURRIED_SECONDS = 600.0, 60.0
 
 
 class Trainer:
@@ -118,7 +121,9 @@ class Trainer:
         self.stage = self.train_step.stage
         self.peak = device_peak(self.device, self.config.train.precision)
         train = self.config.train
-        self.writer = CheckpointWriter(run.folder, train.keep_checkpoints)
+        has_mirror = train.mirror and world.is_first
+        self.mirror = Mirror(run.folder, train.mirror, train.keep_checkpoints) if has_mirror else None
+        self.writer = CheckpointWriter(run.folder, train.keep_checkpoints, self.mirror)
         self.blocked_seconds = 0.0
         self.rank_seconds, self.first_timed = [0.0] * world.size, self.state.step
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
@@ -158,10 +163,13 @@ class Trainer:
         with (
             use_compute(self.compute),
             contextlib.closing(self.train_step),
+            self.mirror or contextlib.nullcontext(),
             self.writer,
             RunLog(self.run.folder, self.config, state.step, self.callbacks, is_silent=not self.world.is_first) as log,
         ):
             self._begin(log)
+            if self.mirror is not None and self.run.checkpoint is not None:
+                self.mirror.add(state.step, state.best_step)
             while state.step < num_steps and not agreed and not is_time_up:
                 is_time_up = limit.is_up(self.writer.last_write_seconds) or self.callbacks.stop is not None
                 with self._out_of_memory_named():
@@ -171,6 +179,7 @@ class Trainer:
                 self._count_step(log)
                 if due := self._due():
                     self._stop_timer()
+                    self._report_mirror(log)
                     if "log" in due:
                         self._log(log)
                     if "evaluation" in due:
@@ -189,6 +198,8 @@ class Trainer:
                 self._finish(log, first_step)
             elif is_time_up and not agreed and self.callbacks.stop is None:
                 log.say(reporting.out_of_time(self.run.folder, self.config.train.max_minutes, state.step, num_steps))
+            if self.config.train.mirror:
+                self._await_mirror(log, lambda: bool(stop) or state.step < num_steps)
         stop.signal = agreed.signal
         return state.step
 
@@ -450,6 +461,27 @@ class Trainer:
         while not self.world.from_first(lambda: self.writer.wait_up_to(turn)):
             pass
         self._report_checkpoints()
+
+    def _await_mirror(self, log: RunLog, is_hurried: Callable[[], bool]) -> None:
+        """Copies what the mirror lacks, and waits for it as long as a session may, in turns as `_await_writer`."""
+        start = time.monotonic()
+
+        def is_over() -> bool:
+            assert self.mirror is not None  # on the first rank
+            limit = _HURRIED_SECONDS if is_hurried() else _MIRROR_SECONDS
+            return self.mirror.wait_up_to(1.0) or time.monotonic() - start > limit
+
+        if self.mirror is not None:
+            self.mirror.add(self.state.step, self.state.best_step)
+        while not self.world.from_first(is_over):
+            pass
+        if self.mirror is not None:
+            self.mirror.close()
+        self._report_mirror(log)
+
+    def _report_mirror(self, log: RunLog) -> None:
+        for problem in self.mirror.take_problems() if self.mirror is not None else ():
+            log.warn(self.state.step, problem)
 
     def _report_checkpoints(self) -> None:
         """Calls on_checkpoint, on the first rank, for each checkpoint that is complete since the last call."""

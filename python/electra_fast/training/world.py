@@ -12,9 +12,11 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,8 @@ _PATIENCE = 2
 _MEETING_SECONDS = 300.0
 # Timeout of a connection to a store that may belong to an earlier attempt.
 _TRY_SECONDS = 5.0
+# Length of a turn of a long wait, shorter than any timeout of the watchdog.
+_TURN_SECONDS = 0.5
 # Key of the address of the first rank's store in that of torchrun.
 _KEY = "electra-fast"
 # Matches torch's errors about lost ranks; other errors are this rank's own.
@@ -236,6 +240,16 @@ class World:
             raise ReportedElsewhere
         result: T = outcome[0]
         return result
+
+    def from_first_patiently(self, work: Callable[[], T]) -> T:
+        """As `from_first`, for work that may take longer than the watchdog's timeout, such as a download."""
+        if self.size == 1:
+            return work()
+        with ThreadPoolExecutor(1, "first") as executor:
+            future = executor.submit(work) if self.is_first else None
+            while not self.from_first(lambda: not futures.wait([cast(Future[T], future)], _TURN_SECONDS).not_done):
+                pass
+            return self.from_first(lambda: cast(Future[T], future).result())
 
     def agree(self, work: Callable[[], T]) -> T:
         """Runs a function on each rank; returns its result, or raises the error of the first rank that failed.

@@ -1,0 +1,323 @@
+"""The mirror of a run in an object store (`train.mirror`): its newest checkpoints, logs, configuration and tokenizer.
+
+The store has the layout of the run's folder. A checkpoint there is whole once it has its state.json, which is uploaded
+last. `mirror.json` names the run and its latest session, the only one that may write.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from electra_fast.data.object_store import delete_objects, download, list_objects, read, upload, upload_folder, url_of
+from electra_fast.errors import InputError
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.atomic_files import foreign_names, remove, replace_file, replace_folder
+from electra_fast.files.checkpoint_folder import STATE
+from electra_fast.files.json_files import json_text, parse_json
+from electra_fast.messages import say
+
+OWNER = "mirror.json"
+# Folder in a run for what is being copied, so that training may remove and change the originals.
+_COPIES = ".mirror"
+# Longest wait for the last copy when a run fails.
+_FAILED_SECONDS = 60.0
+
+
+def checked_url(url: str) -> str:
+    """Returns a value of `train.mirror` in its normal form. Raises ValueError unless it is a URL or empty."""
+    found = url_of(url) if url else ""
+    if found is None:
+        raise InputError(f'train.mirror = "{url}" is not the URL of a place in an object store, as s3://bucket/run')
+    return found
+
+
+def read_config(url: str) -> bytes | None:
+    """Returns config.toml of the mirrored run, or None if there is none."""
+    return read(f"{checked_url(url)}/config.toml")
+
+
+def restore(run: Path, url: str, *, goes_back: bool) -> None:
+    """Downloads the mirror's newest intact checkpoint if it is newer than the folder's, unless the run goes back.
+
+    With it come the best one, logs, configuration and tokenizer. Warns about newer ones that are damaged or incomplete.
+
+    Raises ValueError if the mirror is not that of the folder's run, or has checkpoints of which none is intact.
+    """
+    owner, own, local = _owner(url), _run_of(run), checkpoint_folder.steps(run)
+    if owner is None:
+        if found := list_objects(url):
+            raise InputError(f"{url}: holds {found[0][0]} but no mirror of a run; choose an empty place (train.mirror)")
+        return
+    if (own or local) and own != owner:
+        raise InputError(
+            f"{url}: the mirror of another run than {run}; give another train.mirror, or another --out to resume it"
+        )
+    is_run = local or (run / "config.toml").exists()
+    if goes_back or (not is_run and foreign_names(run)):  # no folder for a run, which `open_run` refuses
+        return
+    there, newest, problems = _checkpoints(url), local[-1] if local else -1, []
+    for step in sorted((step for step in there if step > newest), reverse=True):
+        if problem := _download(run, url, step, there[step], with_files=True):
+            problems.append(problem)
+            continue
+        say(f"{url}: downloaded step-{step}" + (f"; {run} ended at step {newest}" if local else ""))
+        best = checkpoint_folder.read_state(checkpoint_folder.path_of(run, step)).best_step
+        if best in there and best not in (step, *local):
+            _download(run, url, best, there[best])
+        return
+    if not local and any(STATE in names for names in there.values()):
+        reasons = "; ".join(problems)
+        raise InputError(f"{url}: no intact checkpoint: {reasons}; give another train.mirror to start again")
+
+
+def claim(run: Path, url: str, from_step: int | None) -> None:
+    """Makes a place in a store the mirror of a run, and this session the one that writes to it.
+
+    Removes checkpoints after `from_step`. Raises ValueError if another run has it; OSError or ValueError if it cannot
+    be written.
+    """
+    own = _run_of(run) or _owner(url) or secrets.token_hex(8)
+    path = run / OWNER
+    replace_file(path, json_text({"run": own, "session": secrets.token_hex(8)}))
+    if not upload(str(path), f"{url}/{OWNER}", if_absent=True):
+        if _owner(url) != own:
+            raise InputError(f"{url}: another run has begun to mirror there; give another train.mirror")
+        upload(str(path), f"{url}/{OWNER}")
+    if from_step is not None:
+        for step, names in _checkpoints(url).items():
+            if step > from_step:
+                _delete(url, step, names)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Files to upload: `folder/files` has the run's small ones, `folder/step-N` checkpoints.
+
+    `steps` are the newest checkpoint, which is there, and the best one.
+    """
+
+    folder: Path
+    steps: list[int]
+
+
+class Mirror:
+    """Copies a run's checkpoints to its mirror in a thread, one at a time; only the newest of those that wait.
+
+    A failure ends nothing and is in `problems`; the next copy tries again. At exit, after an error, waits for the copy
+    in progress for up to a minute.
+
+    Args:
+        run: The run's folder.
+        url: The mirror, which this session has claimed.
+        keep: Number of checkpoints to keep there besides the best.
+    """
+
+    def __init__(self, run: Path, url: str, keep: int) -> None:
+        self._run, self._url, self._keep = run, url, keep
+        self.problems: list[str] = []
+        self._numbers, self._is_over = itertools.count(), False
+        self._changed = threading.Condition()
+        self._next: _Copy | None = None
+        self._current: _Copy | None = None
+
+    def add(self, step: int, best_step: int | None) -> None:
+        """Starts to copy the complete checkpoint of a step, the best one and the run's small files.
+
+        Links or copies them first, so that they may change and be removed afterwards.
+        """
+        if self._is_over:
+            return
+        try:
+            added = self._collect(step, best_step)
+        except OSError as error:
+            self._fail(step, error)
+            return
+        with self._changed:
+            skipped, self._next = self._next, added
+            self._changed.notify_all()
+        if skipped is not None:
+            remove(skipped.folder)
+
+    def wait_up_to(self, seconds: float) -> bool:
+        """Waits for the copies for up to `seconds`; returns whether none is left."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next is None and self._current is None, seconds)
+
+    def take_problems(self) -> list[str]:
+        """Returns the failures since the last call, each a sentence that names the URL and the checkpoint."""
+        return [self.problems.pop(0) for _ in range(len(self.problems))]
+
+    def close(self) -> None:
+        """Gives up copies that are not finished, which become a problem; there can be no `add` afterwards."""
+        with self._changed:
+            left = None if self._is_over else self._next or self._current
+            self._is_over = True
+        if left is not None:
+            self._fail(left.steps[0], "the copy was not finished in time")
+        remove(self._run / _COPIES)
+
+    def __enter__(self) -> Self:
+        remove(self._run / _COPIES)  # left by a kill
+        # A daemon, since the interpreter must not wait at exit for a store that does not answer.
+        threading.Thread(target=self._work, name="mirror", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(value, Exception):
+            self.wait_up_to(_FAILED_SECONDS)
+        self.close()
+        for problem in self.take_problems():
+            say(f"warning: {problem}")
+
+    def _collect(self, step: int, best_step: int | None) -> _Copy:
+        folder = self._run / _COPIES / str(next(self._numbers))
+        files = folder / "files"
+        files.mkdir(parents=True)
+        for path in self._run.iterdir():
+            if path.is_file() and not path.name.startswith(".") and path.name != OWNER:
+                shutil.copyfile(path, files / path.name)
+        shutil.copytree(self._run / "tokenizer", files / "tokenizer", copy_function=shutil.copyfile)
+        steps = [each for each in dict.fromkeys((step, best_step)) if each is not None]
+        for source in (checkpoint_folder.path_of(self._run, each) for each in steps):
+            if source.is_dir():
+                shutil.copytree(source, folder / source.name, copy_function=_link)
+        return _Copy(folder, steps)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                copy, self._next = self._next, None
+                self._current = copy
+            assert copy is not None
+            try:
+                if not self._is_over:
+                    self._copy(copy)
+            except Exception as error:  # whatever fails must not end the run
+                self._fail(copy.steps[0], error)
+            remove(copy.folder)
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+
+    def _copy(self, copy: _Copy) -> None:
+        if not self._is_own():
+            return
+        upload_folder(copy.folder / "files", self._url, "")
+        there = _checkpoints(self._url)
+        for step in copy.steps:
+            if (folder := copy.folder / f"step-{step}").is_dir():
+                self._copy_checkpoint(folder, is_there=STATE in there.get(step, ()))
+        if not self._is_own():  # a later session may have later checkpoints
+            return
+        whole = {step for step, names in there.items() if STATE in names and step <= copy.steps[0]} | {*copy.steps}
+        kept = {*sorted(whole)[-self._keep :], *copy.steps}
+        for step in there.keys() - kept:  # also what failed copies have left, and later steps, which this run has left
+            _delete(self._url, step, there[step])
+
+    def _is_own(self) -> bool:
+        """Returns whether this session still has the mirror; otherwise it copies nothing more."""
+        if read(f"{self._url}/{OWNER}") == (self._run / OWNER).read_bytes():
+            return True
+        self._is_over = True
+        self.problems.append(f"{self._url}: {OWNER} names another session or is gone; this one copies nothing more")
+        return False
+
+    def _copy_checkpoint(self, folder: Path, *, is_there: bool) -> None:
+        url = f"{self._url}/checkpoints/{folder.name}"
+        if is_there:
+            if read(f"{url}/{STATE}") == (folder / STATE).read_bytes():
+                return
+            delete_objects(url, [STATE])  # while its files are replaced
+        upload_folder(folder, url, STATE)
+
+    def _fail(self, step: int, reason: object) -> None:
+        self.problems.append(
+            f"{self._url}: step-{step} is not mirrored: {reason}; the next checkpoint, or the next start, tries again"
+        )
+
+
+def _owner(url: str) -> str | None:
+    """Returns the identity of the run whose mirror a place is, or None."""
+    content = read(f"{url}/{OWNER}")
+    return None if content is None else _identity(content, f"{url}/{OWNER}")
+
+
+def _run_of(run: Path) -> str | None:
+    path = run / OWNER
+    return _identity(path.read_bytes(), str(path)) if path.exists() else None
+
+
+def _identity(content: bytes, place: str) -> str:
+    try:
+        return str(parse_json(content)["run"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{place}: names no run ({error}); choose another train.mirror") from None
+
+
+def _checkpoints(url: str) -> dict[int, list[str]]:
+    """Returns the names of the files of each checkpoint of a mirror, whole or not, by step."""
+    found: dict[int, list[str]] = {}
+    for name, _ in list_objects(f"{url}/checkpoints"):
+        folder, _, file = name.partition("/")
+        step = checkpoint_folder.step_of(folder)
+        if step is not None and _is_plain(file):
+            found.setdefault(step, []).append(file)
+    return found
+
+
+def _download(run: Path, url: str, step: int, names: list[str], *, with_files: bool = False) -> str:
+    """Downloads a checkpoint if it is intact, and before it becomes visible the run's small files.
+
+    Otherwise warns, and returns what is damaged or missing.
+    """
+    place = f"{url}/checkpoints/step-{step}"
+
+    def fill(directory: Path) -> None:
+        for name in names:
+            download(f"{place}/{name}", str(directory / name))
+        checkpoint_folder.verify(directory)
+        (run / "tokenizer").mkdir(exist_ok=True)
+        for name, _ in list_objects(url) if with_files else ():
+            if _is_plain(name.removeprefix("tokenizer/")):
+                download(f"{url}/{name}", str(run / name))
+
+    try:
+        if STATE not in names:
+            raise InputError(f"{place}: incomplete")
+        replace_folder(checkpoint_folder.path_of(run, step), fill)
+    except (FileNotFoundError, InputError) as error:
+        hidden = str(checkpoint_folder.path_of(run, step).with_name(f".step-{step}.writing"))
+        problem = str(error).split(";")[0].replace(hidden, place)
+        say(f"warning: {problem}; not used")
+        return problem
+    return ""
+
+
+def _delete(url: str, step: int, names: list[str]) -> None:
+    """Removes a checkpoint from a mirror; it is not whole from the first request on."""
+    place = f"{url}/checkpoints/step-{step}"
+    delete_objects(place, [STATE])
+    delete_objects(place, names)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name from a store is that of a file of a folder: no other folder's, and not hidden."""
+    return "/" not in name and not name.startswith(".") and name != ""
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)

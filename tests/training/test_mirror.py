@@ -1,0 +1,311 @@
+"""A run's mirror in an S3 server on the loopback: resumed from it to the bit, and never in the way of training."""
+
+import os
+import shutil
+import signal
+import threading
+
+import object_store
+import pytest
+import tiny_run
+import torch
+from in_process import run as electra_fast
+from tiny_run import STEPS, assert_same_run, tiny_config
+from transformers import AutoModel
+
+import electra_fast as ef
+from electra_fast._data import delete_objects, download, list_objects, upload
+from electra_fast.errors import InputError, Interrupted, StopTraining
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.training import mirror
+from electra_fast.training.checkpoint_writer import CheckpointWriter
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with object_store.running() as store:
+        yield store
+
+
+@pytest.fixture
+def url(s3, monkeypatch, tmp_path):
+    """The mirror of a test."""
+    object_store.use(s3, monkeypatch)
+    monkeypatch.setenv("ELECTRA_FAST_RETRY_SECONDS", "1")
+    return f"s3://bucket/{tmp_path.name}/run"
+
+
+def train(corpus, out, url, stop_at=None, **options):
+    """Trains `tiny_run` with a mirror, to the step after a log line, or to the end; returns the step."""
+
+    def stop(record):
+        if record["step"] == stop_at:
+            raise StopTraining("enough")
+
+    changes = {name: options.pop(name) for name in list(options) if "." in name}
+    config = tiny_config(**{"train.mirror": url}, **changes)
+    try:
+        return ef.pretrain(config, data=corpus, out=out, on_log=stop, **options).step
+    except StopTraining:
+        return checkpoint_folder.steps(out)[-1]
+
+
+def mirrored(url):
+    """The steps of the whole checkpoints in a mirror."""
+    return sorted(step for step, names in mirror._checkpoints(url).items() if "state.json" in names)
+
+
+def fetch(url, folder):
+    """Copies a mirror into a folder."""
+    for name, _ in list_objects(url):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        download(f"{url}/{name}", str(folder / name))
+    return folder
+
+
+def test_a_run_resumes_on_an_empty_machine_to_the_bit(whole_run, validation_corpus, tmp_path, url, capsys):
+    assert train(validation_corpus, tmp_path / "run", url, stop_at=4) == 5
+    shutil.rmtree(tmp_path / "run")
+    arguments = ("--data", validation_corpus, "--out", tmp_path / "run", "--train.mirror", url)
+    found = electra_fast("pretrain", *arguments)  # the mirror has the configuration
+    assert found.returncode == 0 and f"{url}: downloaded step-5\n" in found.stderr, found.stderr
+    assert_same_run(tmp_path / "run", whole_run)
+    assert len(mirrored(url)) == 2 and mirrored(url)[-1] == STEPS and not (tmp_path / "run/.mirror").exists()
+    copy = fetch(url, tmp_path / "copy")
+    for step in mirrored(url):
+        checkpoint_folder.verify(checkpoint_folder.path_of(copy, step))
+    for name in ("config.toml", "metrics.jsonl", "evaluations.jsonl", "environment.jsonl", "curves.png", "mirror.json"):
+        assert (copy / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert sorted(path.name for path in (copy / "tokenizer").iterdir()) == sorted(
+        path.name for path in (tmp_path / "run/tokenizer").iterdir()
+    )
+    ef.export(tmp_path / "run", tmp_path / "export")  # the tokenizer is there too
+
+
+def test_a_damaged_checkpoint_and_an_incomplete_one_are_skipped(whole_run, validation_corpus, tmp_path, url, capsys):
+    train(validation_corpus, tmp_path / "run", url, stop_at=8)
+    earlier, last = mirrored(url)
+    assert last == 9
+    (tmp_path / "bad").write_bytes(b"not these")
+    upload(str(tmp_path / "bad"), f"{url}/checkpoints/step-9/model.safetensors")
+    upload(str(tmp_path / "bad"), f"{url}/checkpoints/step-10/model.safetensors")
+    shutil.rmtree(tmp_path / "run")
+    train(validation_corpus, tmp_path / "run", url)
+    said = capsys.readouterr().err
+    assert f"warning: {url}/checkpoints/step-10: incomplete; not used" in said
+    damaged = "model.safetensors: damaged (its checksum does not match); not used"
+    assert f"warning: {url}/checkpoints/step-9/{damaged}" in said
+    assert f"{url}: downloaded step-{earlier}\n" in said
+    assert_same_run(tmp_path / "run", whole_run)
+    assert mirrored(url) == sorted(mirror._checkpoints(url)) and mirrored(url)[-1] == STEPS
+
+
+def test_without_an_intact_checkpoint_nothing_begins_again(validation_corpus, tmp_path, url):
+    train(validation_corpus, tmp_path / "run", url, stop_at=4, **{"train.checkpoint_every": "100"})
+    delete_objects(f"{url}/checkpoints/step-5", ["model.safetensors"])
+    with pytest.raises(InputError, match=r"no intact checkpoint: .*model.safetensors: missing; give another"):
+        train(validation_corpus, tmp_path / "other", url)
+    assert mirrored(url) == [5]
+
+
+def test_the_newer_side_wins(whole_run, validation_corpus, tmp_path, url, capsys):
+    train(validation_corpus, tmp_path / "run", url, stop_at=8)
+    shutil.copytree(tmp_path / "run", tmp_path / "old")
+    train(validation_corpus, tmp_path / "run", url, stop_at=16)
+    shutil.copytree(tmp_path / "old", tmp_path / "older")
+    capsys.readouterr()
+    assert train(validation_corpus, tmp_path / "old", url) == STEPS
+    assert f"{url}: downloaded step-17; {tmp_path / 'old'} ended at step 9\n" in capsys.readouterr().err
+    assert_same_run(tmp_path / "old", whole_run)
+    assert train(validation_corpus, tmp_path / "run", "") == STEPS  # without the mirror
+    train(validation_corpus, tmp_path / "run", url)
+    assert "downloaded" not in capsys.readouterr().err
+    train(validation_corpus, tmp_path / "older", url, from_step=6, stop_at=12)
+    assert mirrored(url)[-1] == 13  # what came after step 6 is gone
+
+
+def test_the_mirror_of_another_run_is_refused(validation_corpus, tmp_path, url):
+    train(validation_corpus, tmp_path / "run", url, stop_at=4)
+    train(validation_corpus, tmp_path / "other", "", stop_at=4)
+    before = list_objects(url)
+    with pytest.raises(InputError, match=f"{url}: the mirror of another run than .*other; give another"):
+        train(validation_corpus, tmp_path / "other", url)
+    with pytest.raises(InputError, match=r"started with train.seed = 0, now it is 1"):
+        train(validation_corpus, tmp_path / "third", url, **{"train.seed": "1"})
+    with pytest.raises(InputError, match=r"holds run/.* but no mirror of a run; choose an empty place"):
+        train(validation_corpus, tmp_path / "fourth", url.removesuffix("/run"))
+    assert list_objects(url) == before
+    shutil.rmtree(tmp_path / "other")
+    mirror.replace_file(tmp_path / "mirror.json", "")
+    upload(str(tmp_path / "mirror.json"), f"{url}/mirror.json")
+    with pytest.raises(InputError, match=r"mirror.json: names no run"):
+        train(validation_corpus, tmp_path / "other", url)
+
+
+def test_a_session_that_another_has_taken_over_copies_nothing_more(validation_corpus, tmp_path, url, capsys):
+    def take_over(event):
+        if event["step"] == 6:
+            shutil.copytree(tmp_path / "run", tmp_path / "later", ignore=shutil.ignore_patterns(".mirror"))
+            mirror.claim(tmp_path / "later", url, None)
+
+    train(validation_corpus, tmp_path / "run", url, on_checkpoint=take_over)
+    assert capsys.readouterr().err.count("mirror.json names another session") == 1
+    assert mirrored(url)[-1] <= 6
+
+
+def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monkeypatch):
+    reached, go, copied, upload_folder = threading.Event(), threading.Event(), [], mirror.upload_folder
+
+    def upload_later(folder, place, last):
+        if place.startswith(f"{url}/checkpoints"):
+            reached.set()
+            assert go.wait(60)
+            checkpoint_folder.verify(folder)
+            copied.append(folder.name)
+        upload_folder(folder, place, last)
+
+    monkeypatch.setattr(mirror, "upload_folder", upload_later)
+    run, x = tmp_path / "run", {"x": torch.ones(8)}
+    (run / "tokenizer").mkdir(parents=True)
+    mirror.claim(run, url, None)
+    with mirror.Mirror(run, url, keep=1) as copies, CheckpointWriter(run, 1, copies) as writer:
+        for step in (1, 2, 3):
+            writer.save(tiny_config(), x, x, TrainState(step=step))
+            assert writer.wait_up_to(60) and reached.wait(60)
+        assert checkpoint_folder.steps(run) == [3] and not copied and not copies.wait_up_to(0)
+        go.set()
+        assert copies.wait_up_to(60) and copied == ["step-1", "step-3"]  # not those that have waited for long
+    assert mirrored(url) == [3] and not copies.problems
+
+
+def test_a_mirror_keeps_the_newest_checkpoints_and_the_best_which_come_back_together(tmp_path, url):
+    run, x, kept = tmp_path / "run", {"x": torch.ones(8)}, []
+    (run / "tokenizer").mkdir(parents=True)
+    mirror.claim(run, url, None)
+    with mirror.Mirror(run, url, keep=1) as copies, CheckpointWriter(run, 1, copies) as writer:
+        for step, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
+            writer.save(tiny_config(), x, x, TrainState(step=step, best_step=best))
+            assert writer.wait_up_to(60) and copies.wait_up_to(60)
+            kept.append(mirrored(url))
+            assert kept[-1] == checkpoint_folder.steps(run)
+            mirror.restore(tmp_path / f"copy-{step}", url, goes_back=False)
+            assert checkpoint_folder.steps(tmp_path / f"copy-{step}") == kept[-1]
+    assert kept == [[1], [1, 2], [1, 3], [4]]
+
+
+@pytest.mark.parametrize("place", ["s3://no-such-bucket/run", "runs/here"])
+def test_a_wrong_mirror_is_one_line_before_training(validation_corpus, tmp_path, url, place):
+    found = electra_fast(*tiny_run.command(validation_corpus, tmp_path / "run", **{"train.mirror": place})[3:])
+    assert found.returncode == 2 and place in found.stderr and found.stderr.count("\n") == 1, found.stderr
+    assert not checkpoint_folder.steps(tmp_path / "run")
+
+
+def test_an_outage_ends_nothing_and_the_next_copy_tries_again(whole_run, validation_corpus, tmp_path, url, capsys):
+    with object_store.running() as store, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", store.endpoint)
+        patch.setenv("ELECTRA_FAST_RETRY_SECONDS", "0")
+        kept, has_failed, fail = [], threading.Event(), mirror.Mirror._fail
+        patch.setattr(mirror.Mirror, "_fail", lambda *arguments: (fail(*arguments), has_failed.set()))
+
+        def fail_for_a_while(event):
+            if event["step"] == 6:
+                objects = {name: (fetch(url, tmp_path / "saved") / name).read_bytes() for name, _ in list_objects(url)}
+                kept.extend(objects.items())
+                store.stop()
+            if event["step"] == 18:
+                assert has_failed.wait(60)
+                store.start()
+                for name, content in kept:
+                    store.put(f"{url.removeprefix('s3://')}/{name}", content)
+
+        assert train(validation_corpus, tmp_path / "run", url, on_checkpoint=fail_for_a_while) == STEPS
+        assert mirrored(url)[-1] == STEPS
+    assert f"warning: {url}: step-" in capsys.readouterr().err
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+def test_a_store_that_dies_leaves_a_run_that_ends_as_usual(whole_run, validation_corpus, tmp_path, url, capsys):
+    with object_store.running() as store, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", store.endpoint)
+
+        def die(event):
+            if event["step"] == 6:
+                store.stop()
+
+        assert train(validation_corpus, tmp_path / "run", url, on_checkpoint=die) == STEPS
+    said = capsys.readouterr().err.splitlines()
+    assert f"step {STEPS}: warning: {url}: step-{STEPS} is not mirrored: " in [line for line in said if url in line][-1]
+    assert_same_run(tmp_path / "run", whole_run)
+    assert not (tmp_path / "run/.mirror").exists()
+
+
+def test_a_signal_leaves_the_newest_checkpoint_in_the_mirror(whole_run, validation_corpus, tmp_path, url):
+    def interrupt(record):
+        if record["step"] == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = tiny_config(**{"train.mirror": url})
+    with pytest.raises(Interrupted):
+        ef.pretrain(config, data=validation_corpus, out=tmp_path / "run", on_log=interrupt)
+    assert mirrored(url)[-1] == checkpoint_folder.steps(tmp_path / "run")[-1] >= 8
+    shutil.rmtree(tmp_path / "run")
+    train(validation_corpus, tmp_path / "run", url)
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+def test_ranks_resume_from_a_mirror(server, exact_run, validation_corpus, tmp_path, url):
+    options = tiny_run.EXACT | {"train.mirror": url}
+    train(validation_corpus, tmp_path / "run", url, stop_at=8, **tiny_run.EXACT)
+    shutil.rmtree(tmp_path / "run")
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "ELECTRA_FAST_RETRY"))}
+    said = server.run(2, validation_corpus, tmp_path / "run", environment, **options)
+    assert f"{url}: downloaded step-9" in said[0] and "downloaded" not in said[1]
+    assert mirrored(url)[-1] == STEPS
+    assert all(map(torch.equal, tiny_run.weights(tmp_path / "run").values(), tiny_run.weights(exact_run).values()))
+
+
+def test_an_export_to_a_store_loads_after_a_download(whole_run, tmp_path, url):
+    found = electra_fast("export", whole_run, "--out", url)
+    assert found.returncode == 0 and f"{url}: loads with transformers" in found.stderr, found.stderr
+    ef.export(whole_run, tmp_path / "local")
+    copy = fetch(url, tmp_path / "copy")
+    assert sorted(path.name for path in copy.iterdir()) == ["discriminator", "encoder", "generator"]
+    for name, _ in list_objects(url):
+        assert (copy / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+    AutoModel.from_pretrained(copy / "encoder")
+    upload(str(copy / "encoder/config.json"), f"{url}/generator/old.json")
+    delete_objects(url, ["encoder/config.json"])  # as if the upload had been cut off
+    assert ef.export(whole_run, url) == url  # replaces what an earlier export has left
+    assert [name for name, _ in list_objects(url)] == sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*"))
+    upload(str(copy / "encoder/config.json"), f"{url}/notes.json")
+    with pytest.raises(InputError, match=f"{url}: not empty and not an earlier export"):
+        ef.export(whole_run, url)
+
+
+def test_an_export_that_cannot_be_uploaded_is_kept(whole_run, tmp_path, url, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with object_store.running() as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
+        monkeypatch.setattr("electra_fast.huggingface.export.write_model", stop_after(store, 3))
+        with pytest.raises(
+            OSError, match=rf"{url}: not written: .*; the export is in ({tmp_path}\S*), from where"
+        ) as caught:
+            ef.export(whole_run, url)
+    (kept,) = tmp_path.glob("electra-fast-export-*/export")
+    assert str(kept) in str(caught.value) and AutoModel.from_pretrained(kept / "encoder")
+
+
+def stop_after(store, calls):
+    """`write_model`, which stops a server at one of its calls."""
+    from electra_fast.huggingface.folder import write_model
+
+    made = []
+
+    def write(*arguments, **options):
+        made.append(write_model(*arguments, **options))
+        if len(made) == calls:
+            store.stop()
+
+    return write
