@@ -1,6 +1,7 @@
 """An S3 server (`moto`) on the loopback, with one bucket."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 
 class S3:
@@ -37,6 +40,15 @@ class S3:
             if path.is_file():
                 self.put(f"bucket/{prefix}/{path.relative_to(folder)}", path.read_bytes())
         return f"s3://bucket/{prefix}"
+
+
+def use(store: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the server the one that `s3://` means in this process and in those that it starts."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ELECTRA_FAST_RETRY_SECONDS", "3")
 
 
 @contextlib.contextmanager

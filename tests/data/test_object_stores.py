@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import pickle
 import urllib.error
 import urllib.parse
@@ -37,11 +36,7 @@ def s3() -> Iterator[S3]:
 
 @pytest.fixture(autouse=True)
 def credentials(s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ELECTRA_FAST_RETRY_SECONDS", "3")
+    object_store.use(s3, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

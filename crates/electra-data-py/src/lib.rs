@@ -12,6 +12,7 @@ mod prepare;
 mod prepare_job;
 mod process;
 mod record_batch;
+mod store;
 mod tokenizer;
 
 #[pymodule]
@@ -44,6 +45,8 @@ mod _data {
     use crate::prepare_job::{PrepareJob, job_tokenizer, prepare_input_groups};
     #[pymodule_export]
     use crate::record_batch::RecordBatch;
+    #[pymodule_export]
+    use crate::store::{delete_objects, download, list_objects, upload};
     #[pymodule_export]
     use crate::tokenizer::Tokenizer;
 }

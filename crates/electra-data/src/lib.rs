@@ -31,5 +31,5 @@ pub use prepare::{
     Alphabet, Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport,
     VocabOptions, VocabReport, job_tokenizer, prepare, prepare_input_groups, text_sample, train_vocab,
 };
-pub use store::{attended, check_url, url_of};
+pub use store::{attended, check_url, delete_objects, download, list_objects, upload, url_of};
 pub use tokenizer::{Encoder, Pieces, Tokenizer};

@@ -1,4 +1,4 @@
-//! A store and the requests to it: blocking calls over the asynchronous crate `object_store`.
+//! A store and the requests that read from it: blocking calls over the asynchronous crate `object_store`.
 //!
 //! That crate repeats a request by itself for half a minute. Here it is repeated for longer, because a training run
 //! should survive a few bad minutes of a store, and also if a response is shorter than requested.
@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, bounded};
 use futures_util::{StreamExt, stream};
-use object_store::aws::AmazonS3Builder;
+use object_store::aws::{AmazonS3Builder, Checksum};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
+use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{
     ClientOptions, Error as StoreError, GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt,
@@ -21,7 +22,7 @@ use object_store::{
 use tokio::runtime::Runtime;
 use url::{Position, Url};
 
-use super::connection::{Connector, TIMEOUT};
+use super::connection::{Connector, TIMEOUT, WRITE_TIMEOUT};
 use super::errors::{Refused, explain, is_transient, said};
 use super::{Cancel, Object, Request, check_url};
 use crate::error::{Error, Result};
@@ -44,18 +45,31 @@ const MAX_PAUSE: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A folder in an object store, of this process.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Store {
     url: String,
-    inner: Arc<dyn ObjectStore>,
+    pub(super) inner: Arc<dyn ObjectStore>,
+    /// The same, if it is to be written.
+    multipart: Option<Arc<dyn MultipartStore>>,
     prefix: Path,
-    retry: Duration,
+    pub(super) retry: Duration,
 }
 
 impl Store {
     /// The store of a URL, configured by the environment: the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` that the
     /// clouds' own tools read. Sends no request.
     pub fn open(url: &str) -> Result<Self> {
+        Self::configured(url, TIMEOUT, environment())
+    }
+
+    /// The same, for writing, which web servers do not offer.
+    pub fn open_to_write(url: &str) -> Result<Self> {
+        let store = Self::configured(url, WRITE_TIMEOUT, environment())?;
+        store.multipart().map(drop)?;
+        Ok(store)
+    }
+
+    pub(super) fn configured(url: &str, timeout: Duration, variables: Vec<(String, String)>) -> Result<Self> {
         check_url(url)?;
         let bad = |reason: &dyn std::fmt::Display| Error::Input(format!("{url}: {reason}"));
         let parsed = Url::parse(url).map_err(|error| bad(&format!("not a URL ({error})")))?;
@@ -72,8 +86,17 @@ impl Store {
             return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
         };
         let retry = Duration::from_secs(retry_seconds()?);
-        let inner = build(&parsed, &scheme, retry).map_err(|error| explain(url, &error))?;
-        Ok(Self { url: url.to_owned(), inner, prefix, retry })
+        let (inner, multipart) =
+            build(&parsed, &scheme, retry, timeout, variables).map_err(|error| explain(url, &error))?;
+        Ok(Self { url: url.to_owned(), inner, multipart, prefix, retry })
+    }
+
+    /// The requests for uploads in parts.
+    pub(super) fn multipart(&self) -> Result<&dyn MultipartStore> {
+        self.multipart.as_deref().ok_or_else(|| {
+            let url = &self.url;
+            Error::Input(format!("{url}: a web server cannot be written; give an s3://, gs:// or az:// URL"))
+        })
     }
 
     /// Another folder or object of the same bucket or host, over the same connections.
@@ -91,13 +114,13 @@ impl Store {
     /// A whole object of at most `limit` bytes, in memory.
     pub fn read(&self, name: &str, limit: u64) -> Result<Vec<u8>> {
         let path = self.path(name)?;
-        self.wait(name, &Cancel::default(), async || bytes_of(self.inner.get(&path).await?, limit).await)
+        self.wait(name, async || bytes_of(self.inner.get(&path).await?, limit).await)
     }
 
     /// The metadata of an object.
     pub fn head(&self, name: &str) -> Result<Object> {
         let path = self.path(name)?;
-        let found = self.wait(name, &Cancel::default(), async || self.inner.head(&path).await)?;
+        let found = self.wait(name, async || self.inner.head(&path).await)?;
         let modified = found.last_modified.timestamp_nanos_opt();
         Ok(Object { name: name.to_owned(), size: found.size, version: version_of(found), modified })
     }
@@ -105,7 +128,7 @@ impl Store {
     /// All objects whose name begins with the folder `below` (or all), sorted by name.
     pub fn list(&self, below: &str) -> Result<Vec<Object>> {
         let path = self.path(below)?;
-        let found = self.wait(below, &Cancel::default(), async || {
+        let found = self.wait(below, async || {
             let listed: Vec<_> = self.inner.list(Some(&path)).collect().await;
             listed.into_iter().collect::<std::result::Result<Vec<ObjectMeta>, _>>()
         })?;
@@ -179,17 +202,21 @@ impl Store {
         .await
     }
 
-    /// Runs a request on the network threads and waits for it.
+    /// Sends a request for which a user may be waiting.
     fn wait<T>(
         &self,
         name: &str,
-        cancel: &Cancel,
         request: impl AsyncFn() -> std::result::Result<T, StoreError>,
     ) -> Result<T> {
-        let mut answer = std::pin::pin!(self.repeat(name, self.retry.min(OPENING_RETRY), request));
+        self.block(self.repeat(name, self.retry.min(OPENING_RETRY), request))
+    }
+
+    /// Runs requests on the network threads and waits for them, at most until the call is interrupted.
+    pub(super) fn block<T>(&self, requests: impl Future<Output = Result<T>>) -> Result<T> {
+        let (cancel, mut requests) = (Cancel::default(), std::pin::pin!(requests));
         runtime()?.block_on(async {
             loop {
-                match tokio::time::timeout(POLL_INTERVAL, &mut answer).await {
+                match tokio::time::timeout(POLL_INTERVAL, &mut requests).await {
                     Ok(answer) => return answer,
                     Err(_) if cancel.is_raised() => return Err(Error::Interrupted),
                     Err(_) => {}
@@ -199,7 +226,7 @@ impl Store {
     }
 
     /// Repeats a request while its errors may be transient.
-    async fn repeat<T>(
+    pub(super) async fn repeat<T>(
         &self,
         name: &str,
         limit: Duration,
@@ -231,7 +258,7 @@ impl Store {
         if name.is_empty() { self.url.clone() } else { format!("{}/{name}", self.url) }
     }
 
-    fn path(&self, name: &str) -> Result<Path> {
+    pub(super) fn path(&self, name: &str) -> Result<Path> {
         let whole = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
         Path::parse(whole.trim_start_matches('/')).map_err(|error| {
             Error::Input(format!("{}: not a name of an object ({error})", self.url_of(name)))
@@ -240,7 +267,7 @@ impl Store {
 }
 
 /// The bytes of a response. Reading ends at the first piece after `limit` bytes.
-async fn bytes_of(answer: GetResult, limit: u64) -> std::result::Result<Vec<u8>, StoreError> {
+pub(super) async fn bytes_of(answer: GetResult, limit: u64) -> std::result::Result<Vec<u8>, StoreError> {
     let refused = || StoreError::Generic { store: "answer", source: Refused::TooLong(limit).into() };
     let announced = answer.range.end - answer.range.start;
     if announced > limit {
@@ -262,51 +289,65 @@ fn version_of(meta: ObjectMeta) -> Option<String> {
     meta.e_tag.filter(|tag| !tag.starts_with("W/"))
 }
 
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Store").field(&self.url).finish()
+    }
+}
+
+type Clients = (Arc<dyn ObjectStore>, Option<Arc<dyn MultipartStore>>);
+
 fn build(
     url: &Url,
     scheme: &ObjectStoreScheme,
     retry: Duration,
-) -> std::result::Result<Arc<dyn ObjectStore>, StoreError> {
+    timeout: Duration,
+    variables: Vec<(String, String)>,
+) -> std::result::Result<Clients, StoreError> {
     static CRYPTOGRAPHY: Once = Once::new();
     // Fails only if the process has installed one already, which will do.
     CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
     let retry = RetryConfig { retry_timeout: retry.min(INNER_RETRY), ..RetryConfig::default() };
     let client =
-        ClientOptions::new().with_allow_http(true).with_timeout_disabled().with_read_timeout(TIMEOUT);
+        ClientOptions::new().with_allow_http(true).with_timeout_disabled().with_read_timeout(timeout);
     macro_rules! configured {
-        ($builder:ty, $prefix:literal) => {{
-            let start = <$builder>::new()
+        ($builder:expr, $prefix:literal) => {{
+            let start = $builder
                 .with_http_connector(Connector::Cloud)
                 .with_client_options(client)
                 .with_retry(retry)
                 .with_url(url.as_str());
-            let known = environment($prefix).into_iter().fold(start, |builder, (key, value)| {
+            let variables = variables.into_iter().filter(|(key, _)| key.starts_with($prefix));
+            let known = variables.fold(start, |builder, (key, value)| {
                 match key.parse() {
                     Ok(key) => builder.with_config(key, value),
                     Err(_) => builder, // a variable of the clouds' tools that does not concern a store
                 }
             });
-            Ok(Arc::new(known.build()?))
+            let store = Arc::new(known.build()?);
+            Ok((store.clone(), Some(store)))
         }};
     }
     match scheme {
-        ObjectStoreScheme::AmazonS3 => configured!(AmazonS3Builder, "aws_"),
-        ObjectStoreScheme::GoogleCloudStorage => configured!(GoogleCloudStorageBuilder, "google_"),
-        ObjectStoreScheme::MicrosoftAzure => configured!(MicrosoftAzureBuilder, "azure_"),
+        ObjectStoreScheme::AmazonS3 => {
+            configured!(AmazonS3Builder::new().with_checksum_algorithm(Checksum::SHA256), "aws_")
+        }
+        ObjectStoreScheme::GoogleCloudStorage => configured!(GoogleCloudStorageBuilder::new(), "google_"),
+        ObjectStoreScheme::MicrosoftAzure => configured!(MicrosoftAzureBuilder::new(), "azure_"),
         _ => {
             let host = &url[..Position::BeforePath];
             let web = HttpBuilder::new().with_http_connector(Connector::Web(url.clone()));
-            Ok(Arc::new(web.with_client_options(client).with_url(host).with_retry(retry).build()?))
+            Ok((Arc::new(web.with_client_options(client).with_url(host).with_retry(retry).build()?), None))
         }
     }
 }
 
-/// The environment's variables with a prefix, in lower case.
-fn environment(prefix: &str) -> Vec<(String, String)> {
+/// The environment's variables, with keys in lower case.
+fn environment() -> Vec<(String, String)> {
     let text = |(key, value): (std::ffi::OsString, std::ffi::OsString)| {
         Some((key.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?))
     };
-    std::env::vars_os().filter_map(text).filter(|(key, _)| key.starts_with(prefix)).collect()
+    std::env::vars_os().filter_map(text).collect()
 }
 
 fn retry_seconds() -> Result<u64> {
@@ -322,7 +363,7 @@ fn retry_seconds() -> Result<u64> {
 static RUNTIME: AtomicPtr<(u32, Runtime)> = AtomicPtr::new(std::ptr::null_mut());
 
 /// The network threads of this process: those of the parent do not survive a fork.
-fn runtime() -> Result<&'static Runtime> {
+pub(super) fn runtime() -> Result<&'static Runtime> {
     let process = std::process::id();
     loop {
         let known = RUNTIME.load(Ordering::Acquire);

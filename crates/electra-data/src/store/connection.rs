@@ -27,6 +27,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a request may wait for more bytes before it counts as stalled. There is no timeout for a whole request:
 /// over a slow line, requests in flight take long and would be repeated forever.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 30 });
+/// The same while writing, where sending the request counts as waiting: four parts of 8 MiB over 2.5 Mbit/s.
+pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 120 });
 const MAX_REDIRECTS: usize = 10;
 
 /// Makes the clients of a store.

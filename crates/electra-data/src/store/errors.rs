@@ -36,6 +36,7 @@ pub(super) fn is_transient(error: &StoreError) -> bool {
                 | StoreError::Unauthenticated { .. }
                 | StoreError::Precondition { .. }
                 | StoreError::NotSupported { .. }
+                | StoreError::NotImplemented { .. }
                 | StoreError::InvalidPath { .. }
         )
         && !lacks_credentials(error)
@@ -65,13 +66,16 @@ pub(super) fn explain(url: &str, error: &StoreError) -> Error {
         StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
             refused(match url.starts_with("http") {
                 true => "check the credentials and what they may read; a web server's are in ~/.netrc",
-                false => "check the credentials and what they may read",
+                false => "check the credentials and what they may read and write",
             })
         }
         StoreError::Precondition { .. } => Error::Input(format!(
             "{url}: it was replaced while it was in use; run again when nothing changes it"
         )),
         StoreError::NotSupported { .. } => refused("it must serve ranges of bytes"),
+        StoreError::NotImplemented { .. } => refused(
+            "it must support conditional PUT (If-None-Match), so that two writers cannot overwrite each other",
+        ),
         error if lacks_credentials(error) => {
             Error::Input(format!("{url}: no credentials were found; {}", remedy(url)))
         }
@@ -135,7 +139,7 @@ pub(super) fn said(error: &StoreError) -> String {
 }
 
 /// The texts of the error and of its causes that are not part of it already.
-fn chain(error: &StoreError) -> String {
+pub(super) fn chain(error: &StoreError) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(inner) = cause {

@@ -1,4 +1,4 @@
-//! Object stores: reading ranges of objects at `s3://`, `gs://`, `az://` and `http(s)://`.
+//! Object stores: reading ranges of objects at `s3://`, `gs://`, `az://` and `http(s)://`, and writing all but the last.
 //!
 //! A location is a path everywhere in this crate; one that begins with a URL's scheme lies in a store. This folder
 //! is the only one that knows the crate `object_store`.
@@ -10,6 +10,7 @@ mod errors;
 mod secrets;
 #[cfg(test)]
 pub(crate) mod test_server;
+mod upload;
 
 use std::ops::Range;
 use std::path::Path;
@@ -18,6 +19,7 @@ pub(crate) use cancel::Cancel;
 pub use cancel::attended;
 pub(crate) use client::Store;
 pub use secrets::check_url;
+pub use upload::{delete_objects, download, list_objects, upload};
 
 /// An object in a store.
 #[derive(Clone, Debug)]

@@ -1,8 +1,9 @@
 //! A web server for tests: serves the files of a folder by ranges, counts what is asked for, and misbehaves on demand.
+//! It also takes uploads as S3 does, into the bucket `data`.
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -45,6 +46,8 @@ pub(crate) struct Log {
     pub always: Option<Fault>,
     /// Whether a client has read a body that does not end for long.
     pub was_flooded: bool,
+    /// Whether the condition `If-None-Match: *` is ignored.
+    pub ignores_conditions: bool,
 }
 
 /// A running server; it ends with the process.
@@ -88,6 +91,7 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
     let mut input = BufReader::new(connection.try_clone().unwrap());
     loop {
         let (mut line, mut range, mut is_conditional) = (String::new(), None, false);
+        let (mut length, mut is_create) = (0, false);
         if input.read_line(&mut line).unwrap_or(0) == 0 {
             return;
         }
@@ -99,11 +103,25 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
             if header.trim().is_empty() {
                 break;
             }
+            is_create |= header.to_lowercase().starts_with("if-none-match:");
+            if let Some(value) = header.to_lowercase().trim().strip_prefix("content-length: ") {
+                length = value.parse().unwrap();
+            }
             is_conditional |= header.to_lowercase().starts_with("if-match:");
             if let Some(value) = header.to_lowercase().trim().strip_prefix("range: bytes=") {
                 let (first, last) = value.split_once('-').unwrap();
                 range = Some(first.parse::<u64>().unwrap()..last.parse::<u64>().unwrap() + 1);
             }
+        }
+        let method = line.split(' ').next().unwrap();
+        if !["GET", "HEAD"].contains(&method) {
+            let mut body = vec![0; length];
+            if input.read_exact(&mut body).is_err()
+                || take(&mut connection, folder, (method, &name), &body, is_create, log).is_none()
+            {
+                return;
+            }
+            continue;
         }
         let path = folder.join(&name);
         let done = match path.metadata() {
@@ -111,6 +129,9 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
                 let length = found.len();
                 let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nETag: W/\"1\"\r\n\r\n");
                 connection.write_all(head.as_bytes()).ok()
+            }
+            Err(_) if is_head => {
+                connection.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").ok()
             }
             // No condition holds for a weak tag.
             _ if is_conditional => {
@@ -194,4 +215,55 @@ fn answer(
         std::thread::sleep(std::time::Duration::from_secs(60));
     }
     (!matches!(fault, Some(Fault::Cut | Fault::Stall))).then_some(()).and(sent)
+}
+
+/// Takes an upload or a deletion; `None` ends the connection. Parts of unfinished uploads are files `NAME.part-N`.
+fn take(
+    connection: &mut TcpStream,
+    folder: &Path,
+    (method, target): (&str, &str),
+    body: &[u8],
+    is_create: bool,
+    log: &Mutex<Log>,
+) -> Option<()> {
+    let (name, query) = target.split_once('?').unwrap_or((target, ""));
+    let path = folder.join(name);
+    let mut log = log.lock().unwrap();
+    let is_faulty = method == "PUT" && name.ends_with(log.faulty.unwrap_or(".tokens"));
+    let fault = if is_faulty { log.faults.pop_front().or(log.always) } else { None };
+    let exists = is_create && !log.ignores_conditions && path.exists();
+    drop(log);
+    let part = |number| folder.join(format!("{name}.part-{number}"));
+    let parts = || (1..100).map(part).filter(|part| part.exists()).collect::<Vec<_>>();
+    let mut answer = String::new();
+    let mut status = "200 OK";
+    match (method, fault) {
+        (_, Some(Fault::Unavailable)) => status = "503 Service Unavailable",
+        (_, Some(Fault::Forbidden)) => status = "403 Forbidden",
+        (_, Some(Fault::Stall)) => std::thread::sleep(std::time::Duration::from_secs(60)),
+        (_, Some(Fault::Cut)) => {
+            std::fs::write(&path, body).unwrap(); // stored, but the answer is lost
+            return None;
+        }
+        ("PUT", _) if exists => status = "412 Precondition Failed",
+        ("PUT", _) => {
+            let part = query.split('&').find_map(|pair| pair.strip_prefix("partNumber="));
+            let to = part.map_or(path, |part| folder.join(format!("{name}.part-{part}")));
+            let kept = if fault == Some(Fault::Short) { body.len() / 2 } else { body.len() };
+            std::fs::write(to, &body[..kept]).unwrap();
+        }
+        ("POST", _) if query.starts_with("uploads") => {
+            answer = "<R><Bucket>data</Bucket><Key>k</Key><UploadId>1</UploadId></R>".to_owned();
+        }
+        ("POST", _) => {
+            let bytes: Vec<u8> = parts().iter().flat_map(|part| std::fs::read(part).unwrap()).collect();
+            std::fs::write(path, bytes).unwrap();
+            parts().iter().for_each(|part| std::fs::remove_file(part).unwrap());
+            answer = "<R><ETag>\"1\"</ETag></R>".to_owned();
+        }
+        _ => parts().iter().for_each(|part| std::fs::remove_file(part).unwrap()),
+    }
+    let length = answer.len();
+    let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: \"1\"\r\n\r\n{answer}");
+    connection.write_all(head.as_bytes()).ok()
 }

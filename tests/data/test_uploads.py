@@ -1,0 +1,96 @@
+"""Objects written to, read from and removed from a real S3 server on the loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import object_store
+import pytest
+from object_store import S3
+
+from electra_fast._data import delete_objects, download, list_objects, upload
+from electra_fast.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with object_store.running() as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_store.use(s3, monkeypatch)
+
+
+@pytest.mark.parametrize("size", [0, 1000, (16 << 20) + 1, 25_000_000])
+def test_a_file_comes_back_as_it_was(size: int, tmp_path: Path) -> None:
+    data = os.urandom(size)
+    (tmp_path / "a").write_bytes(data)
+    assert upload(str(tmp_path / "a"), f"s3://bucket/{size}/deep/a%20%C3%BC.bin")
+    assert list_objects(f"s3://bucket/{size}") == [("deep/a ü.bin", size)]
+    download(f"s3://bucket/{size}/deep/a%20%C3%BC.bin", str(tmp_path / "b"))
+    assert (tmp_path / "b").read_bytes() == data
+    assert (tmp_path / "b").stat().st_mode == (tmp_path / "a").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_objects_are_replaced_created_and_deleted(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("ours")
+    (tmp_path / "b").write_text("another")
+    assert upload(str(tmp_path / "a"), "s3://bucket/x/1", if_absent=True)
+    assert not upload(str(tmp_path / "b"), "s3://bucket/x/1", if_absent=True)
+    assert upload(str(tmp_path / "b"), "s3://bucket/x/2")
+    assert upload(str(tmp_path / "a"), "s3://bucket/x/2")
+    assert list_objects("s3://bucket/x/") == [("1", 4), ("2", 4)]
+    delete_objects("s3://bucket/x", ["2", "absent"])
+    assert list_objects("s3://bucket/x") == [("1", 4)]
+    assert list_objects("s3://bucket/nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://host/x", "https://host/x: a web server cannot be written; give an s3://"),
+        ("s3://absent/x", "s3://absent/x: not found; check the URL, the bucket and the region"),
+        ("gs://bucket/x", "no credentials were found; set GOOGLE_APPLICATION_CREDENTIALS"),
+        ("s3://key:secret@bucket/x", "leave it out"),
+        ("/tmp/x", "/tmp/x: not a URL"),
+    ],
+)
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_a_place_that_cannot_be_written_is_one_line(url: str, message: str, if_absent: bool, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    with pytest.raises((InputError, FileNotFoundError), match=message) as error:
+        upload(str(tmp_path / "a"), url, if_absent)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_object_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="s3://bucket/absent: not found"):
+        download("s3://bucket/absent", str(tmp_path / "a"))
+    with pytest.raises(FileNotFoundError, match="absent"):
+        upload(str(tmp_path / "absent"), "s3://bucket/x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_an_upload_and_no_parts_stay(s3: S3, tmp_path: Path) -> None:
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(4 << 30)
+    program = "import sys; from electra_fast._data import upload; print(flush=True); upload(*sys.argv[1:])"
+    command = [sys.executable, "-c", program, str(tmp_path / "large"), "s3://bucket/large"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout and running.stdout.readline() == "\n"
+    uploads = f"{s3.endpoint}/bucket?uploads"
+    while b"<UploadId>" not in urllib.request.urlopen(uploads, timeout=60).read():
+        assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in running.communicate(timeout=60)[1]
+    assert b"<UploadId>" not in urllib.request.urlopen(uploads, timeout=60).read()
+    assert list_objects("s3://bucket/large") == []
