@@ -118,7 +118,7 @@ def build_parser() -> Parser:
     sub = command("prepare", "tokenize text into a corpus of shards; rerun with the same --out to resume")
     _add_inputs(sub)
     sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt, tokenizer.json, or a folder with either")
-    sub.add_argument("--out", type=Path, required=True, help="corpus folder")
+    sub.add_argument("--out", required=True, help="corpus folder, or its URL: s3://, gs:// or az://")
     case = sub.add_mutually_exclusive_group()
     case.add_argument(
         "--cased", dest="lowercase", action="store_const", const=False, help="keep case (default: as --vocab does)"

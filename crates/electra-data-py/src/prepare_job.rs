@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{InputError, raise};
+use crate::interruption::interruptible;
 use crate::options::options;
 use crate::prepare::{PythonCallbacks, report_dict};
 use crate::tokenizer::Tokenizer;
@@ -70,7 +71,7 @@ impl PrepareJob {
             return report_dict(py, (**report).clone());
         }
         let job = self.unfinished()?;
-        report_dict(py, py.detach(|| job.finish(&self.tokenizer)).map_err(raise)?)
+        report_dict(py, interruptible(py, || job.finish(&self.tokenizer))?)
     }
 
     /// Releases the folder.
@@ -92,7 +93,7 @@ impl PrepareJob {
 /// The tokenizer of a job, from its settings.
 #[pyfunction]
 pub(crate) fn job_tokenizer(py: Python, settings: String) -> PyResult<Tokenizer> {
-    py.detach(|| electra_data::job_tokenizer(&settings)).map(Tokenizer::of).map_err(raise)
+    interruptible(py, || electra_data::job_tokenizer(&settings)).map(Tokenizer::of)
 }
 
 /// (documents, tokens, bytes of input) of the input groups of a task, which it builds unless they are finished.

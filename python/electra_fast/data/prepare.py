@@ -1,4 +1,4 @@
-"""`prepare` and `train_vocab`: from text to a corpus or a vocabulary on disk. The work is done in Rust (`_data`)."""
+"""`prepare` and `train_vocab`: from text to a corpus or a vocabulary. The work is done in Rust (`_data`)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def prepare(
             iterable of `str` or of records with `text_field`, such as a `datasets.Dataset`. Documents are consumed in
             a separate thread, and an interrupted run over them restarts from the beginning.
         vocab: A `vocab.txt`, a `tokenizer.json`, a folder with one of them, or an open tokenizer; not among `inputs`.
-        out: The output folder: new, empty, or left by an interruption of the same run.
+        out: The output folder, or its URL (`s3://`, `gs://`, `az://`): new, empty, or left by an interruption of the
+            same run.
         lowercase: As for `Tokenizer`; not allowed with an open tokenizer.
         strip_accents: As for `Tokenizer`; not allowed with an open tokenizer.
         documents: Separator of documents in a `.txt`: blank lines, files, or line ends.
@@ -74,8 +75,8 @@ def prepare(
         holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
             The choice depends only on their positions; of two or more documents, at least one is chosen.
         partition: `"I/N"`, counted from 1: process only every N-th input group. When the files of all N parts are
-            in one folder, a run without `partition` completes it; parts that run in the same folder complete it
-            themselves.
+            in one folder, a run without `partition` completes it; parts that write to the same folder or URL complete
+            it themselves.
         verify_inputs: Hash every input in full to detect changes since work in `out` was finished. By default, inputs
             are compared by size, modification time and a hash of their beginning, middle and end, and hashed in full
             only if their modification time differs, which misses a change elsewhere in a large file that keeps its
@@ -83,7 +84,7 @@ def prepare(
         threads: Tokenizer threads; 0 means one per core, or one per task of an executor. Does not affect the result.
         executor: Build the input groups in tasks of this executor, on other cores or machines: `ProcessPoolExecutor`,
             Dask's `Client.get_executor()`, mpi4py's `MPIPoolExecutor`. Its workers must see `inputs` and `out`
-            under the same paths. Does not affect the result. Not for documents, and not with `partition`.
+            under the same paths or URLs. Does not affect the result. Not for documents, and not with `partition`.
         kind: `files` or `documents`, where the rule above would misread `inputs`, such as a list of short documents.
         progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
             terminal; warn if the vocabulary does not cover a sample of the text; print a summary.
@@ -108,7 +109,7 @@ def prepare(
             bar.say(guess(tokenizer))
         beginning: list[str] = []
         sample = None
-        if progress and not (Path(out) / "manifest.json").exists():
+        if progress and not _is_complete(out):
             beginning = sample_texts(text, (inner, os.fspath(out)), **reading)
             sample = Coverage(*_data.text_coverage(inner, beginning))
             bar.warn(unknown_warning(sample, beginning, inner))
@@ -246,6 +247,16 @@ def _open_tokenizer(vocab: StrPath | Tokenizer, lowercase: bool | None, strip_ac
     if lowercase is not None or strip_accents is not None:
         raise InputError("lowercase and strip_accents were settled when the tokenizer was opened: leave them out")
     return vocab
+
+
+def _is_complete(out: StrPath) -> bool:
+    if _data.url_of(os.fspath(out)) is None:
+        return (Path(out) / "manifest.json").exists()
+    try:
+        Corpus(out)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _parse_partition(partition: str | None) -> tuple[int, int] | None:

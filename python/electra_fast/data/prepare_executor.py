@@ -1,6 +1,6 @@
 """`prepare` on an executor: the parent divides the work into tasks, each of which builds input groups of the corpus.
 
-Works with any `concurrent.futures.Executor` whose workers see the inputs and the output folder under the same paths;
+Works with any `concurrent.futures.Executor` whose workers see inputs and output under the same paths or URLs;
 `dask_executor` gives that of a Dask scheduler. A task that runs twice, even concurrently, writes the same files, so an
 executor may repeat tasks.
 """

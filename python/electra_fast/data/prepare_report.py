@@ -118,6 +118,8 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason:
     if not report.complete:
         missing = f"{report.missing_input_groups} of {report.num_input_groups} input groups are still missing"
         remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
+        if _data.url_of(os.fspath(out)):
+            remedy = "the part that is done last completes the corpus"
         return f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{crate_note}"
     empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
     validation = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""

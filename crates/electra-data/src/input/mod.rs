@@ -33,4 +33,4 @@ pub(crate) use pipeline::{
     Batcher, GroupEnd, Intake, Mark, TextBatch, default_threads, read_beginning, with_workers,
 };
 pub(crate) use sampler::{Sampled, Sampler};
-pub(crate) use skipped::{SKIPPED, SkipLog, read_first_skipped, skipped_to_jsonl};
+pub(crate) use skipped::{SKIPPED, SkipLog, first_skipped, skipped_to_jsonl};

@@ -1,7 +1,5 @@
 //! Unreadable records that are skipped: their limit, and their list in the corpus.
 
-use std::io::{BufRead, BufReader};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -70,15 +68,8 @@ pub(crate) fn skipped_to_jsonl(records: &[SkippedRecord]) -> serde_json::Result<
     Ok(lines)
 }
 
-/// The first records of a corpus's list; none if it was removed, because nothing depends on it.
-pub(crate) fn read_first_skipped(dir: &Path, count: usize) -> Result<Vec<SkippedRecord>> {
-    let path = dir.join(SKIPPED);
-    let file = match std::fs::File::open(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        file => file.map_err(|e| Error::io(&path, e))?,
-    };
-    let parse = |line: std::io::Result<String>| {
-        serde_json::from_str(&line.map_err(|e| Error::io(&path, e))?).map_err(|e| Error::io(&path, e.into()))
-    };
-    BufReader::new(file).lines().take(count).map(parse).collect()
+/// The first records of a corpus's list.
+pub(crate) fn first_skipped(list: &[u8], count: usize) -> Result<Vec<SkippedRecord>> {
+    let parse = |line| serde_json::from_slice(line).map_err(|e| Error::io(SKIPPED, e.into()));
+    list.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()).take(count).map(parse).collect()
 }

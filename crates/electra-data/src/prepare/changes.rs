@@ -10,13 +10,13 @@ use crossbeam_channel::{RecvTimeoutError, bounded};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::output_dir::{InputGroupRecord, OutputDir, remove_if_exists};
+use super::output_dir::{InputGroupRecord, OutputDir};
+use super::place::Place;
 use super::plan::Plan;
 use super::progress::Progress;
 use crate::error::{Error, Result};
-use crate::format::{hash_hex, write_atomically};
+use crate::format::hash_hex;
 use crate::input::{Comparison, InputFile, InputFormat, InputIdentity};
-use crate::regular_file;
 use crate::threads::on_all_cores;
 
 const INPUTS: &str = "inputs.json";
@@ -182,22 +182,18 @@ fn changed(file: &InputFile, dir: &Path) -> Error {
 
 /// Writes the list of the corpus's inputs; no file if it is empty.
 pub(super) fn write(out: &OutputDir, inputs: Vec<InputIdentity>) -> Result<()> {
-    let path = out.dir.join(INPUTS);
     if inputs.is_empty() {
-        return remove_if_exists(&path);
+        return out.place.remove(INPUTS);
     }
-    let failed = |error: serde_json::Error| Error::io(&path, error.into());
+    let failed = |error: serde_json::Error| Error::io(INPUTS, error.into());
     let list = InputList { checksum: checksum(&inputs).map_err(failed)?, inputs };
     let bytes = serde_json::to_vec_pretty(&list).map_err(failed)?;
-    write_atomically(&out.dir, INPUTS, &out.attempt, &bytes)
+    out.write(INPUTS, &bytes)
 }
 
 fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
     let path = dir.join(INPUTS);
-    let bytes = match regular_file::read(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        bytes => bytes.map_err(|e| Error::io(&path, e))?,
-    };
+    let Some(bytes) = Place::open(dir)?.read(INPUTS)? else { return Ok(None) };
     let list: Option<InputList> = serde_json::from_slice(&bytes).ok();
     match list.filter(|list| checksum(&list.inputs).is_ok_and(|found| found == list.checksum)) {
         Some(list) => Ok(Some(list.inputs)),

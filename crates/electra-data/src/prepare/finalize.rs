@@ -4,14 +4,13 @@
 //! Several runs may finalize at once: they write the same bytes, and files that one of them finds missing have been
 //! removed by another one that has written the manifest.
 
-use std::path::Path;
-
 use super::changes;
-use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists, warn_of};
+use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, warn_of};
+use super::place::Place;
 use crate::error::{Error, Result};
 use crate::format::{
     DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, VALIDATION,
-    create_folder, hash_hex, saturating_sum, write_atomically,
+    create_folder, hash_hex, saturating_sum,
 };
 use crate::input::{SKIPPED, SkippedRecord, skipped_to_jsonl};
 use crate::tokenizer::Tokenizer;
@@ -29,7 +28,10 @@ pub(super) struct Finalizer<'a> {
 impl Finalizer<'_> {
     /// Turns the records of all input groups, in order, into a corpus.
     pub fn finalize(&self, mut records: Vec<InputGroupRecord>) -> Result<Manifest> {
-        let dir = &self.out.dir;
+        if let Place::Store(_) = self.out.place {
+            // Nothing may be overwritten for a run that has ended.
+            self.out.check_fingerprint()?;
+        }
         let documents = saturating_sum(records.iter().map(|record| record.documents));
         if self.wants_validation && documents > 1 && records.iter().all(|record| record.validation.is_empty())
         {
@@ -45,9 +47,11 @@ impl Finalizer<'_> {
         let empty_documents = saturating_sum(records.iter().map(|record| record.empty_documents));
         let has_validation = !validation.is_empty();
         if has_validation {
-            self.write(&self.out.validation(), self.manifest(validation))?;
+            let manifest = self.manifest(validation).seal();
+            self.write_tokenizer(&format!("{VALIDATION}/"))?;
+            self.out.write(&format!("{VALIDATION}/{MANIFEST}"), manifest.canonical().as_bytes())?;
         } else {
-            warn_of(remove_folder(dir, VALIDATION));
+            warn_of(remove_folder(&self.out.dir, VALIDATION));
         }
         changes::write(
             self.out,
@@ -57,8 +61,9 @@ impl Finalizer<'_> {
         self.write_skipped(&skipped)?;
         let skipped_records = skipped.len() as u64;
         let manifest = Manifest { empty_documents, skipped_records, has_validation, ..self.manifest(train) };
-        let manifest = self.write(dir, manifest)?;
-        clean_up(dir, &manifest)?;
+        self.write_tokenizer("")?;
+        let manifest = self.out.write_manifest(manifest.seal())?;
+        clean_up(self.out.out(), &manifest)?;
         Ok(manifest)
     }
 
@@ -82,20 +87,16 @@ impl Finalizer<'_> {
     }
 
     fn write_skipped(&self, skipped: &[SkippedRecord]) -> Result<()> {
-        let (dir, attempt) = (&self.out.dir, &self.out.attempt);
         if skipped.is_empty() {
-            return remove_if_exists(&dir.join(SKIPPED));
+            return self.out.place.remove(SKIPPED);
         }
-        let lines = skipped_to_jsonl(skipped).map_err(|e| Error::io(dir.join(SKIPPED), e.into()))?;
-        write_atomically(dir, SKIPPED, attempt, &lines)
+        let lines = skipped_to_jsonl(skipped).map_err(|e| Error::io(SKIPPED, e.into()))?;
+        self.out.write(SKIPPED, &lines)
     }
 
-    fn write(&self, dir: &Path, manifest: Manifest) -> Result<Manifest> {
-        let manifest = manifest.seal();
+    fn write_tokenizer(&self, folder: &str) -> Result<()> {
         let (file, bytes) = self.tokenizer.file();
-        write_atomically(dir, file, &self.out.attempt, bytes)?;
-        write_atomically(dir, MANIFEST, &self.out.attempt, manifest.canonical().as_bytes())?;
-        Ok(manifest)
+        self.out.write(&format!("{folder}{file}"), bytes)
     }
 
     /// Moves the last document to the validation split, for when the random choice took none. Copies the rest of the
@@ -106,6 +107,7 @@ impl Finalizer<'_> {
         let next = record.shards.len();
         let last = record.shards.pop().expect("this record has shards");
         create_folder(&self.out.validation())?;
+        self.out.download(&last)?;
         let context = self.manifest(Vec::new());
         let shard = Shard::new(&self.out.dir, &context, &last);
         let mut kept =
@@ -117,7 +119,7 @@ impl Finalizer<'_> {
         }
         record.validation = taken.finish()?;
         record.shards.extend(kept.finish()?);
-        Ok(())
+        self.out.upload(record)
     }
 
     fn nothing_left(&self, records: &[InputGroupRecord]) -> Error {
@@ -128,7 +130,7 @@ impl Finalizer<'_> {
             format!("the corpus is empty: no token in all the input ({empty} empty documents)")
         };
         // None of this can be resumed.
-        let _ = clean_up(&self.out.dir, &self.manifest(Vec::new()));
+        let _ = clean_up(self.out.out(), &self.manifest(Vec::new()));
         let _ = std::fs::remove_dir_all(self.out.validation());
         let _ = std::fs::remove_dir(&self.out.dir);
         Error::Input(message)

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crossbeam_channel::Sender;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::output_dir::{InputGroupRecord, OutputDir};
@@ -39,12 +40,18 @@ pub(super) struct TokenBatch {
 pub(super) struct LaneWriter<'a> {
     builder: &'a InputGroupBuilder<'a>,
     written: &'a Written,
+    /// To those that upload, if anything is to be uploaded.
+    finished: Sender<InputGroupRecord>,
     current: Option<InputGroupWriter>,
 }
 
 impl<'a> LaneWriter<'a> {
-    pub fn new(builder: &'a InputGroupBuilder, written: &'a Written) -> Self {
-        Self { builder, written, current: None }
+    pub fn new(
+        builder: &'a InputGroupBuilder,
+        written: &'a Written,
+        finished: Sender<InputGroupRecord>,
+    ) -> Self {
+        Self { builder, written, finished, current: None }
     }
 
     /// Writes the texts of a batch; the mark at the end of an input group finishes it.
@@ -56,7 +63,8 @@ impl<'a> LaneWriter<'a> {
                     *current = Some(InputGroupWriter::new(self.builder, number)?);
                 }
                 (Mark::InputGroup(end), Some(_)) => {
-                    self.current.take().map_or(Ok(()), |group| group.finish(self.builder, end))?;
+                    let record = self.current.take().map(|group| group.finish(self.builder, end));
+                    record.map_or(Ok(()), |record| self.save(record?))?;
                 }
                 (Mark::Begin(_), Some(_)) | (_, None) => return Err(text_outside_groups()),
                 (mark, Some(group)) => group.push(&ids[at..at + count], &mark, self.written)?,
@@ -64,6 +72,14 @@ impl<'a> LaneWriter<'a> {
             at += count;
         }
         Ok(())
+    }
+
+    /// Saves the record of a finished input group, or hands it to those that upload.
+    fn save(&self, record: InputGroupRecord) -> Result<()> {
+        match self.builder.out.num_uploads() {
+            0 => self.builder.out.save_record(&record),
+            _ => self.finished.send(record).map_err(|_| Error::Interrupted), // they have panicked
+        }
     }
 
     /// Fails if an input group was not ended.
@@ -143,9 +159,9 @@ impl InputGroupWriter {
         }
     }
 
-    fn finish(self, builder: &InputGroupBuilder, end: GroupEnd) -> Result<()> {
+    fn finish(self, builder: &InputGroupBuilder, end: GroupEnd) -> Result<InputGroupRecord> {
         builder.out.check_fingerprint()?;
-        builder.out.save_record(&InputGroupRecord {
+        Ok(InputGroupRecord {
             fingerprint: builder.out.fingerprint.clone(),
             input_group: self.input_group,
             documents: self.documents,

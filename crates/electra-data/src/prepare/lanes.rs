@@ -14,6 +14,7 @@ use std::time::Duration;
 use crossbeam_channel::{RecvTimeoutError, bounded};
 
 use super::input_group::{InputGroupBuilder, LaneWriter, Written, line_cut, tokenize};
+use super::output_dir::InputGroupRecord;
 use super::progress::{Progress, ProgressReporter};
 use crate::error::{Error, Result};
 use crate::input::{Batcher, Intake, SkipLog, TextBatch, with_workers};
@@ -86,11 +87,22 @@ pub(super) fn build(
     with_workers(threads, lanes, worker, |workers| {
         std::thread::scope(|scope| {
             let (ending, ended) = bounded::<()>(0);
+            // Without room, so that a lane waits for an upload instead of filling the disk.
+            let (finished, uploads) = bounded::<InputGroupRecord>(0);
+            for _ in 0..builder.out.num_uploads() {
+                let (shared, ending, uploads) = (&shared, ending.clone(), uploads.clone());
+                scope.spawn(move || {
+                    let save = |record| builder.cancel.carry(|| builder.out.save_record(&record));
+                    uploads.into_iter().for_each(|record| shared.note(save(record)));
+                    drop(ending);
+                });
+            }
             for lane in 0..lanes {
                 let (shared, ending, skips) = (&shared, ending.clone(), skips.clone());
+                let finished = finished.clone();
                 scope.spawn(move || {
                     let intake = Intake { skips, ..Intake::everything(line_cut(builder.tokenizer)) };
-                    let mut writer = LaneWriter::new(builder, &shared.written);
+                    let mut writer = LaneWriter::new(builder, &shared.written, finished);
                     let read = |to: &mut Batcher| shared.read_all(lane, read, to);
                     let consume = |batch: Option<_>| {
                         shared.check_stopped()?;
@@ -101,7 +113,7 @@ pub(super) fn build(
                     drop(ending);
                 });
             }
-            drop(ending);
+            drop((ending, finished));
             loop {
                 if !shared.is_stopped.load(Ordering::Relaxed) {
                     shared.note(reporter.report_if_due(|| shared.progress()));

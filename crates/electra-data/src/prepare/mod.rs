@@ -9,6 +9,7 @@ mod lanes;
 mod lease;
 mod options;
 mod output_dir;
+mod place;
 mod plan;
 mod process;
 mod progress;

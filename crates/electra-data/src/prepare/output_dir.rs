@@ -5,6 +5,11 @@
 //!
 //! Several processes may build the same input group at once: they write the same bytes under temporary names
 //! of their own, and each renames its complete file to the same final name.
+//!
+//! A corpus may also lie in an object store. Then shards are written to a temporary folder and uploaded, and after them
+//! the record. An object appears complete or not at all, so it needs no temporary name. There are no leases: none could
+//! be taken from a process that is dead but unknown here, and none is needed, because runs of the same fingerprint write
+//! the same bytes, and `parts/job.json` and the manifest are created only if they are absent, which keeps others out.
 
 use std::collections::HashSet;
 use std::io::ErrorKind::NotFound;
@@ -14,20 +19,23 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Lease, refuse_held};
+use super::place::Place;
 use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
     MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp, saturating_sum,
-    temp_path, write_atomically,
+    temp_path, write_atomically, write_error,
 };
 use crate::input::{InputIdentity, SkippedRecord};
-use crate::store::{check_url, url_of};
+use crate::store::{Store, url_of};
 
 /// The tag of a run that does all input groups.
 pub(super) const ALL: &str = "all";
 
 const FINGERPRINT: &str = "job.json";
 const LEASE: &str = ".lock-";
+/// Finished input groups that are uploaded at once. Their shards, at most about 300 MB each, are on disk meanwhile.
+const CONCURRENT_UPLOADS: usize = 4;
 /// The beginning of the names of records.
 const RECORD: &str = "input-group-";
 
@@ -58,6 +66,14 @@ impl InputGroupRecord {
         saturating_sum(self.shards.iter().chain(&self.validation).map(|shard| shard.num_tokens))
     }
 
+    /// (name, bytes) of the files of all shards.
+    fn files(&self) -> impl Iterator<Item = (String, u64)> {
+        let validation = self.validation.iter().map(|shard| (format!("{VALIDATION}/"), shard));
+        self.shards.iter().map(|shard| (String::new(), shard)).chain(validation).flat_map(|(folder, shard)| {
+            [&shard.tokens, &shard.lines].map(|entry| (format!("{folder}{}", entry.file), entry.bytes))
+        })
+    }
+
     /// The bytes of the record, with its checksum.
     pub fn sealed(&self) -> serde_json::Result<Vec<u8>> {
         let unsealed = Self { checksum: String::new(), ..self.clone() };
@@ -84,13 +100,19 @@ struct FingerprintRecord {
 /// An output folder in use by a run.
 #[derive(Debug)]
 pub(super) struct OutputDir {
+    /// Where shards are written: the output folder, or a temporary one from which they are uploaded.
     pub dir: PathBuf,
+    pub place: Place,
+    /// The output folder or URL.
+    out: PathBuf,
     /// Hash of everything that the resulting bytes depend on.
     pub fingerprint: String,
     /// In the names of temporary files, so that no two runs write the same one.
     pub attempt: String,
     /// `None` in a process that works for another run.
     _lease: Option<Lease>,
+    /// Removes the temporary folder.
+    _temp: Option<tempfile::TempDir>,
 }
 
 /// The outcome of claiming the output folder.
@@ -104,11 +126,8 @@ pub(super) enum Claim {
 impl OutputDir {
     /// Claims the folder for a run, or explains why it cannot. Never touches the files of others.
     pub fn claim(dir: &Path, fingerprint: &str, tag: &str) -> Result<Claim> {
-        if let Some(dir) = url_of(dir) {
-            check_url(&dir)?;
-            return Err(Error::Input(format!(
-                "{dir}: a corpus is written to a folder; choose a local --out and copy it to the store when it is complete"
-            )));
+        if let Some(url) = url_of(dir) {
+            return Self::claim_store(dir, Store::open_to_write(&url)?, fingerprint);
         }
         if dir.exists() && !dir.is_dir() {
             let dir = dir.display();
@@ -123,7 +142,7 @@ impl OutputDir {
         if dir.join(MANIFEST).exists() {
             return Ok(Claim::Finished(Box::new(Manifest::read(dir)?)));
         }
-        let out = Self::new(dir, fingerprint, Some(lease));
+        let out = Self::new(dir, fingerprint, Some(lease))?;
         out.store_fingerprint(tag)?;
         for folder in [out.dir.clone(), out.parts(), out.validation()] {
             remove_temps(&folder, |process| process.is_some_and(|p| p.is_certainly_dead()));
@@ -131,26 +150,68 @@ impl OutputDir {
         Ok(Claim::Ours(out))
     }
 
+    /// Claims a folder in a store.
+    fn claim_store(out: &Path, store: Store, fingerprint: &str) -> Result<Claim> {
+        if let Some(manifest) = Place::open(out)?.manifest()? {
+            return Ok(Claim::Finished(Box::new(manifest)));
+        }
+        let claimed = Self::new(out, fingerprint, None)?;
+        let url = out.display();
+        if claimed.stored_fingerprint()?.is_none() {
+            let is_foreign = |name: &String| !name.starts_with(&format!("{PARTS}/"));
+            if let Some(name) = store.list("")?.into_iter().map(|object| object.name).find(is_foreign) {
+                return Err(Error::Input(format!(
+                    "{url}: already holds something else ({name}); choose an empty or new folder for --out"
+                )));
+            }
+            let record = FingerprintRecord { fingerprint: fingerprint.to_owned() };
+            let bytes = serde_json::to_vec(&record).map_err(|e| Error::io(out, e.into()))?;
+            store.create(&format!("{PARTS}/{FINGERPRINT}"), bytes)?; // or another run has: compared below
+        }
+        if claimed.stored_fingerprint()?.as_deref() != Some(fingerprint) {
+            return Err(Error::Input(format!(
+                "{url}: another prepare, of other inputs or options, is running here or was interrupted; finish that, \
+                 remove {url}/{PARTS}, or choose another --out"
+            )));
+        }
+        // A run that has finished it meanwhile may have done so before the fingerprint was stored.
+        Ok(match claimed.place.manifest()? {
+            Some(manifest) => Claim::Finished(Box::new(manifest)),
+            None => Claim::Ours(claimed),
+        })
+    }
+
     /// Uses the folder for the run that has claimed it.
     pub fn join(dir: &Path, fingerprint: &str) -> Result<Self> {
-        let out = Self::new(dir, fingerprint, None);
+        let out = Self::new(dir, fingerprint, None)?;
         out.check_fingerprint()?;
         Ok(out)
     }
 
-    fn new(dir: &Path, fingerprint: &str, lease: Option<Lease>) -> Self {
-        let (dir, attempt) = (dir.to_owned(), Process::current().attempt());
-        Self { dir, fingerprint: fingerprint.to_owned(), attempt, _lease: lease }
+    fn new(out: &Path, fingerprint: &str, lease: Option<Lease>) -> Result<Self> {
+        let attempt = Process::current().attempt();
+        let (place, temp) = match url_of(out) {
+            None => (Place::Folder(out.to_owned()), None),
+            Some(url) => (Place::Store(Store::open_to_write(&url)?), Some(temporary_folder(&attempt)?)),
+        };
+        let dir = temp.as_ref().map_or(out, |temp| temp.path()).to_owned();
+        let (out, fingerprint) = (out.to_owned(), fingerprint.to_owned());
+        Ok(Self { dir, place, out, fingerprint, attempt, _lease: lease, _temp: temp })
     }
 
     /// Fails if the folder is no longer used for these inputs and options: the run that this process works for
     /// has ended, and another one has begun.
     pub fn check_fingerprint(&self) -> Result<()> {
-        if self.stored_fingerprint().as_ref() == Some(&self.fingerprint) {
+        if self.stored_fingerprint()?.as_ref() == Some(&self.fingerprint) {
             return Ok(());
         }
-        let dir = self.dir.display();
+        let dir = self.out.display();
         Err(Error::Input(format!("{dir}: the run that this work belongs to has ended; start it again")))
+    }
+
+    /// The output folder or URL.
+    pub fn out(&self) -> &Path {
+        &self.out
     }
 
     /// The folder of records.
@@ -163,30 +224,95 @@ impl OutputDir {
         self.dir.join(VALIDATION)
     }
 
-    /// The record of an input group, if it is finished and all its shards exist.
-    pub fn record(&self, input_group: usize) -> Option<InputGroupRecord> {
-        let bytes = std::fs::read(self.parts().join(record_name(input_group))).ok()?;
-        let record = InputGroupRecord::parse(&bytes)?;
-        let whole = |dir: &Path, shards: &[ShardEntry]| {
-            shards
-                .iter()
-                .flat_map(|shard| [&shard.tokens, &shard.lines])
-                .all(|entry| dir.join(&entry.file).metadata().is_ok_and(|found| found.len() == entry.bytes))
-        };
-        let matches = record.fingerprint == self.fingerprint && record.input_group == input_group;
-        (matches && whole(&self.dir, &record.shards) && whole(&self.validation(), &record.validation))
-            .then_some(record)
+    /// Writes a small file of the corpus.
+    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.place.write(name, &self.attempt, bytes)
     }
 
-    /// Records that an input group is finished; its shards are durable already.
+    /// The record of an input group.
+    #[cfg(test)]
+    pub fn record(&self, input_group: usize) -> Option<InputGroupRecord> {
+        self.records([input_group]).unwrap().remove(0)
+    }
+
+    /// The records of input groups; `None` for those that are not finished, or lack a shard.
+    pub fn records(
+        &self,
+        input_groups: impl IntoIterator<Item = usize>,
+    ) -> Result<Vec<Option<InputGroupRecord>>> {
+        let input_groups: Vec<usize> = input_groups.into_iter().collect();
+        let names: Vec<_> = input_groups.iter().map(|&group| record_name(group)).collect();
+        let sizes = self.place.sizes()?;
+        let found = self.place.read_all(&names, &sizes)?;
+        let record = |(group, bytes): (usize, Option<Vec<u8>>)| {
+            let record = InputGroupRecord::parse(&bytes?)?;
+            let matches = record.fingerprint == self.fingerprint && record.input_group == group;
+            (matches && record.files().all(|(name, bytes)| sizes.of(&name) == Some(bytes))).then_some(record)
+        };
+        Ok(input_groups.into_iter().zip(found).map(record).collect())
+    }
+
+    /// Records that an input group is finished. Its shards are durable already, or else are uploaded first.
     pub fn save_record(&self, record: &InputGroupRecord) -> Result<()> {
-        let bytes = record.sealed().map_err(|e| Error::io(self.parts(), e.into()))?;
-        write_atomically(&self.parts(), &record_name(record.input_group), &self.attempt, &bytes)
+        self.upload(record)?;
+        let bytes = record.sealed().map_err(|e| Error::io(&self.out, e.into()))?;
+        self.write(&record_name(record.input_group), &bytes)?;
+        if let Place::Store(_) = self.place
+            && let Err(error) = self.check_fingerprint()
+        {
+            // The corpus was finished before this record was written, which must not stay behind.
+            self.remove_record(record.input_group)?;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Uploads the shards of a record that lie in the temporary folder, if there is one, and removes them there.
+    pub fn upload(&self, record: &InputGroupRecord) -> Result<()> {
+        let Place::Store(store) = &self.place else { return Ok(()) };
+        for (name, _) in record.files() {
+            let path = self.dir.join(&name);
+            if path.exists() {
+                store.put_file(&name, &path)?;
+                remove_if_exists(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the files of a shard local.
+    pub fn download(&self, shard: &ShardEntry) -> Result<()> {
+        let Place::Store(store) = &self.place else { return Ok(()) };
+        let files = [&shard.tokens.file, &shard.lines.file];
+        files.into_iter().try_for_each(|name| store.download(name, &self.dir.join(name)))
+    }
+
+    /// Writes the manifest. In a store, none is overwritten: that of another run that has finished the same corpus is
+    /// returned instead.
+    pub fn write_manifest(&self, manifest: Manifest) -> Result<Manifest> {
+        let Place::Store(store) = &self.place else {
+            self.write(MANIFEST, manifest.canonical().as_bytes())?;
+            return Ok(manifest);
+        };
+        if store.create(MANIFEST, manifest.canonical())? {
+            return Ok(manifest);
+        }
+        self.place.manifest()?.filter(|found| found.fingerprint == manifest.fingerprint).ok_or_else(|| {
+            let url = self.out.display();
+            Error::Input(format!(
+                "{url}: another program has written {MANIFEST} meanwhile, which was not overwritten; choose another --out"
+            ))
+        })
+    }
+
+    /// How many finished input groups are uploaded at once; 0 if they need not be.
+    pub fn num_uploads(&self) -> usize {
+        if let Place::Store(_) = self.place { CONCURRENT_UPLOADS } else { 0 }
     }
 
     /// Makes an input group unfinished again.
     pub fn remove_record(&self, input_group: usize) -> Result<()> {
-        remove_if_exists(&self.parts().join(record_name(input_group)))
+        self.place.remove(&record_name(input_group))
     }
 
     /// Takes a folder with another fingerprint, if nothing in it is finished and no other run is active.
@@ -201,13 +327,16 @@ impl OutputDir {
         refuse_other_leases(&self.dir, tag, |_| true)
     }
 
-    fn stored_fingerprint(&self) -> Option<String> {
-        let bytes = std::fs::read(self.parts().join(FINGERPRINT)).ok()?;
-        serde_json::from_slice::<FingerprintRecord>(&bytes).ok().map(|record| record.fingerprint)
+    fn stored_fingerprint(&self) -> Result<Option<String>> {
+        let bytes = match self.place.read(&format!("{PARTS}/{FINGERPRINT}")) {
+            Err(error) if matches!(self.place, Place::Store(_)) => return Err(error),
+            read => read.unwrap_or(None).unwrap_or_default(),
+        };
+        Ok(serde_json::from_slice::<FingerprintRecord>(&bytes).ok().map(|record| record.fingerprint))
     }
 
     fn store_fingerprint(&self, tag: &str) -> Result<()> {
-        if self.stored_fingerprint().as_ref() == Some(&self.fingerprint) {
+        if self.stored_fingerprint()?.as_ref() == Some(&self.fingerprint) {
             return Ok(());
         }
         let path = self.parts().join(FINGERPRINT);
@@ -234,7 +363,14 @@ fn names_in(dir: &Path) -> Result<Vec<String>> {
 
 /// Removes what a finished corpus no longer needs: records, leases, unfinished files, and shards of interrupted
 /// runs that its manifest does not name. Others may be doing the same. What cannot be removed is a warning.
-pub(super) fn clean_up(dir: &Path, manifest: &Manifest) -> Result<()> {
+pub(super) fn clean_up(out: &Path, manifest: &Manifest) -> Result<()> {
+    let dir = match url_of(out) {
+        Some(url) => {
+            warn_of(clean_up_store(&Store::open_to_write(&url)?, manifest));
+            return Ok(());
+        }
+        None => out,
+    };
     warn_of(remove_folder(dir, PARTS));
     remove_strays(dir, manifest)?;
     if manifest.has_validation {
@@ -244,6 +380,39 @@ pub(super) fn clean_up(dir: &Path, manifest: &Manifest) -> Result<()> {
         warn_of(remove_if_exists(&dir.join(name)));
     }
     Ok(())
+}
+
+/// Removes the same from a store.
+fn clean_up_store(store: &Store, manifest: &Manifest) -> Result<()> {
+    // First, so that a process that is late finds that its record is no longer wanted.
+    store.delete(&[format!("{PARTS}/{FINGERPRINT}")])?;
+    let shards = |folder: &str, manifest: &Manifest| {
+        let files = manifest.shards.iter().flat_map(|shard| [&shard.tokens.file, &shard.lines.file]);
+        files.map(|file| format!("{folder}{file}")).collect::<HashSet<_>>()
+    };
+    let (holdout, mut named) = (format!("{VALIDATION}/"), shards("", manifest));
+    if manifest.has_validation {
+        let validation = Manifest::fetch(&store.at(&format!("{}/{VALIDATION}", store.url()))?)?;
+        named.extend(shards(&holdout, &validation));
+    }
+    let is_stray = |name: &String| match name.strip_prefix(&holdout) {
+        Some(_) if !manifest.has_validation => true,
+        file => file.unwrap_or(name).starts_with("shard-") && !named.contains(name),
+    };
+    let names = store.list("")?.into_iter().map(|object| object.name);
+    let unneeded = names.filter(|name| name.starts_with(&format!("{PARTS}/")) || is_stray(name));
+    store.delete(&unneeded.collect::<Vec<_>>())
+}
+
+/// A folder for the shards of an attempt. Those of dead processes are removed.
+fn temporary_folder(attempt: &str) -> Result<tempfile::TempDir> {
+    let dir = std::env::temp_dir();
+    remove_temps(&dir, |process| process.is_some_and(|p| p.is_certainly_dead()));
+    let prefix = temp_path(Path::new(""), "", attempt);
+    let made = tempfile::Builder::new().prefix(&prefix).tempdir_in(&dir);
+    let made = made.map_err(|error| write_error(&dir, error))?;
+    create_folder(&made.path().join(VALIDATION))?;
+    Ok(made)
 }
 
 /// Warns on standard error about what could not be removed: a failed cleanup is not an error.
@@ -303,7 +472,7 @@ pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
 }
 
 fn record_name(input_group: usize) -> String {
-    format!("{RECORD}{input_group:06}.json")
+    format!("{PARTS}/{RECORD}{input_group:06}.json")
 }
 
 /// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
@@ -411,7 +580,7 @@ mod tests {
             let (begun, wait) = std::sync::mpsc::channel();
             let late = std::thread::spawn(move || {
                 (0..10_000).find_map(|group| {
-                    let written = write_atomically(&parts, &record_name(group), "late", b"{}");
+                    let written = write_atomically(&parts, &format!("{RECORD}{group}"), "late", b"{}");
                     let _ = begun.send(());
                     written.err()
                 })
@@ -429,7 +598,7 @@ mod tests {
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 2);
         let removed = temp_path(dir.path(), PARTS, &Process::current().attempt());
         create_folder(&removed).unwrap();
-        std::fs::write(removed.join(record_name(0)), "{}").unwrap();
+        std::fs::write(removed.join(format!("{RECORD}0")), "{}").unwrap();
         clean_up(dir.path(), &Manifest::read(dir.path()).unwrap()).unwrap();
         assert!(!removed.exists() && dir.path().join(MANIFEST).exists());
     }

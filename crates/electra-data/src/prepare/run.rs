@@ -17,11 +17,14 @@ use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::{PrepareOptions, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, clean_up};
+use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::progress::Progress;
 use crate::error::{Error, Result};
-use crate::format::{MANIFEST, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
-use crate::input::{Batcher, SkipLog, SkippedRecord, TextSource, read_first_skipped, read_input_group};
+use crate::format::{Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
+use crate::input::{
+    Batcher, SKIPPED, SkipLog, SkippedRecord, TextSource, first_skipped, read_input_group,
+};
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
@@ -136,7 +139,7 @@ impl PrepareRun<'_> {
         };
         let (index, count) = self.options.partition.unwrap_or((1, 1));
         let is_ours = |number: usize| number % count == index - 1;
-        let mut records: Vec<_> = (0..plan.groups.len()).map(|group| out.record(group)).collect();
+        let mut records = out.records(0..plan.groups.len())?;
         let mut stale = comparer.stale(&records, progress)?;
         stale.retain(|(number, _)| is_ours(*number));
         for (number, _) in &stale {
@@ -212,7 +215,7 @@ impl PrepareRun<'_> {
             &read,
             progress,
         )?;
-        let records = vec![out.record(0)];
+        let records = out.records([0])?;
         self.corpus_of(&out, records, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
     }
 
@@ -223,7 +226,7 @@ impl PrepareRun<'_> {
         plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<PrepareReport> {
-        let mut records: Vec<_> = (0..plan.groups.len()).map(|group| work.out.record(group)).collect();
+        let mut records = work.out.records(0..plan.groups.len())?;
         // Runs of other partitions may have read the inputs at another time, and decide themselves when to build a
         // group again. To this run, a group that does not match is missing.
         if self.options.partition.is_some() && records.iter().all(Option::is_some) {
@@ -248,9 +251,11 @@ impl PrepareRun<'_> {
     ) -> Result<PrepareReport> {
         let missing = records.iter().filter(|record| record.is_none()).count();
         let records: Vec<_> = records.into_iter().flatten().collect();
-        if missing > 0 && self.out.join(MANIFEST).exists() {
+        if missing > 0
+            && let Some(manifest) = out.place.manifest()?
+        {
             // The run of another partition has just finished the corpus and removed the records.
-            return self.complete(&Manifest::read(self.out)?, report);
+            return self.complete(&manifest, report);
         }
         let skipped = || records.iter().flat_map(|record| &record.skipped);
         if missing > 0 {
@@ -283,7 +288,7 @@ impl PrepareRun<'_> {
     /// files that this run was looking for.
     pub fn unless_finished(&self, outcome: Result<PrepareReport>, plan: &Plan) -> Result<PrepareReport> {
         let Err(error) = outcome else { return outcome };
-        match Manifest::read(self.out) {
+        match manifest_of(self.out) {
             Ok(manifest) if manifest.fingerprint == plan.fingerprint => {
                 self.complete(&manifest, report_of(plan))
             }
@@ -293,7 +298,7 @@ impl PrepareRun<'_> {
 
     fn complete(&self, manifest: &Manifest, report: PrepareReport) -> Result<PrepareReport> {
         let validation_documents = if manifest.has_validation {
-            Manifest::read(&self.out.join(VALIDATION))?.num_documents
+            manifest_of(&self.out.join(VALIDATION))?.num_documents
         } else {
             0
         };
@@ -305,7 +310,9 @@ impl PrepareRun<'_> {
             validation_documents,
             skipped_records: manifest.skipped_records,
             first_skipped: if manifest.skipped_records > 0 {
-                read_first_skipped(self.out, MAX_LISTED)?
+                // Nothing depends on the list, so it may have been removed.
+                let list = Place::open(self.out)?.read(SKIPPED)?;
+                first_skipped(&list.unwrap_or_default(), MAX_LISTED)?
             } else {
                 Vec::new()
             },

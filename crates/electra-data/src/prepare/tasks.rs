@@ -12,13 +12,14 @@ use serde::{Deserialize, Serialize};
 use super::lanes::{self, Todo};
 use super::options::PrepareOptions;
 use super::output_dir::OutputDir;
+use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::progress::Progress;
 use super::run::{Claimed, PrepareReport, PrepareRun, RemainingWork};
 use crate::error::{Error, Result};
-use crate::format::{Manifest, SpecialTokens, write_atomically};
+use crate::format::{PARTS, SpecialTokens};
 use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_input_group};
-use crate::store::Cancel;
+use crate::store::{Cancel, url_of};
 use crate::tokenizer::Tokenizer;
 
 /// A corpus that is being prepared by tasks. Holds the lease on its folder until it is dropped.
@@ -93,8 +94,11 @@ impl PrepareJob {
         };
         // Stored beside the records, not sent with every task: a tokenizer can have several megabytes.
         let (name, bytes) = tokenizer.file();
-        write_atomically(&work.out.parts(), name, &work.out.attempt, bytes)?;
-        let out = std::path::absolute(out).map_err(|e| Error::io(out, e))?;
+        work.out.write(&format!("{PARTS}/{name}"), bytes)?;
+        let out = match url_of(out) {
+            Some(url) => url.into(),
+            None => std::path::absolute(out).map_err(|e| Error::io(out, e))?,
+        };
         Ok(OpenedJob::Unfinished(Box::new(Self { out, options, plan, work })))
     }
 
@@ -107,8 +111,7 @@ impl PrepareJob {
             reading: self.options.reading.clone(),
             validation_fraction: self.options.validation_fraction,
             skipped: self.work.skipped,
-            tokenizer: std::path::absolute(self.work.out.parts().join(tokenizer.file().0))
-                .map_err(|e| Error::io(&self.out, e))?,
+            tokenizer: self.out.join(PARTS).join(tokenizer.file().0),
             lowercase,
             strip_accents,
             special_tokens: tokenizer.special_tokens(),
@@ -151,7 +154,8 @@ impl PrepareJob {
 pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
     let settings: TaskSettings = parse(settings)?;
     let path = &settings.tokenizer;
-    let bytes = std::fs::read(path).map_err(|error| unseen(path, error))?;
+    let (folder, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or_default());
+    let bytes = Place::open(folder)?.read(&name.to_string_lossy())?.ok_or_else(|| unseen(path))?;
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let case = (settings.lowercase, settings.strip_accents);
     let tokenizer = Tokenizer::restored(path, (name, bytes), case, settings.special_tokens)?;
@@ -179,7 +183,7 @@ pub fn prepare_input_groups(
     let outcome = settings.build(&groups, tokenizer, threads, &cancel, progress);
     // If another process has finished the corpus meanwhile, there is nowhere left to record this work.
     let is_finished =
-        || Manifest::read(&settings.out).is_ok_and(|found| found.fingerprint == settings.fingerprint);
+        || manifest_of(&settings.out).is_ok_and(|found| found.fingerprint == settings.fingerprint);
     match outcome {
         Err(Error::Interrupted) => Err(Error::Interrupted),
         Err(_) if is_finished() => Ok(TaskReport::default()),
@@ -203,9 +207,10 @@ impl TaskSettings {
             ..PrepareOptions::default()
         };
         let run = PrepareRun { tokenizer, out: &self.out, options: &options };
-        let unfinished = groups.iter().filter(|group| out.record(group.number).is_none());
+        let records = || out.records(groups.iter().map(|group| group.number));
+        let unfinished = groups.iter().zip(records()?).filter(|(_, record)| record.is_none());
         let todo: Vec<Todo> =
-            unfinished.map(|group| Todo { number: group.number, bytes: group.bytes }).collect();
+            unfinished.map(|(group, _)| Todo { number: group.number, bytes: group.bytes }).collect();
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let group = groups.iter().find(|group| group.number == number);
             let (files, part) =
@@ -216,8 +221,8 @@ impl TaskSettings {
         let num_lanes = lanes::num_lanes(threads, todo.len());
         lanes::build(&run.builder(&out, cancel), threads, num_lanes, &todo, &skips, &read, progress)?;
         let mut report = TaskReport::default();
-        for group in groups {
-            let Some(record) = out.record(group.number) else { continue };
+        for (group, record) in groups.iter().zip(records()?) {
+            let Some(record) = record else { continue };
             report.documents += record.documents;
             report.tokens += record.num_tokens();
             report.bytes += group.bytes;
@@ -235,10 +240,7 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T> {
 }
 
 /// A missing file of the job: the usual cause is that this machine does not see the parent's folder.
-fn unseen(path: &Path, error: std::io::Error) -> Error {
-    if error.kind() != std::io::ErrorKind::NotFound {
-        return Error::io(path, error);
-    }
+fn unseen(path: &Path) -> Error {
     let hint = "; every worker must see --out and the inputs under the same paths".to_owned();
     Error::NotFound { path: path.to_owned(), hint }
 }

@@ -49,7 +49,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 pub(crate) struct Store {
     url: String,
     pub(super) inner: Arc<dyn ObjectStore>,
-    /// The same, if it is to be written.
+    /// The same, if it was opened to write.
     multipart: Option<Arc<dyn MultipartStore>>,
     prefix: Path,
     pub(super) retry: Duration,
@@ -59,17 +59,17 @@ impl Store {
     /// The store of a URL, configured by the environment: the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` that the
     /// clouds' own tools read. Sends no request.
     pub fn open(url: &str) -> Result<Self> {
-        Self::configured(url, TIMEOUT, environment())
+        Self::configured(url, false, environment())
     }
 
     /// The same, for writing, which web servers do not offer.
     pub fn open_to_write(url: &str) -> Result<Self> {
-        let store = Self::configured(url, WRITE_TIMEOUT, environment())?;
+        let store = Self::configured(url, true, environment())?;
         store.multipart().map(drop)?;
         Ok(store)
     }
 
-    pub(super) fn configured(url: &str, timeout: Duration, variables: Vec<(String, String)>) -> Result<Self> {
+    pub(super) fn configured(url: &str, writes: bool, variables: Vec<(String, String)>) -> Result<Self> {
         check_url(url)?;
         let bad = |reason: &dyn std::fmt::Display| Error::Input(format!("{url}: {reason}"));
         let parsed = Url::parse(url).map_err(|error| bad(&format!("not a URL ({error})")))?;
@@ -87,7 +87,7 @@ impl Store {
         };
         let retry = Duration::from_secs(retry_seconds()?);
         let (inner, multipart) =
-            build(&parsed, &scheme, retry, timeout, variables).map_err(|error| explain(url, &error))?;
+            build(&parsed, &scheme, retry, writes, variables).map_err(|error| explain(url, &error))?;
         Ok(Self { url: url.to_owned(), inner, multipart, prefix, retry })
     }
 
@@ -202,13 +202,14 @@ impl Store {
         .await
     }
 
-    /// Sends a request for which a user may be waiting.
+    /// Sends a request. Unless the store is being written, a user is waiting for it.
     fn wait<T>(
         &self,
         name: &str,
         request: impl AsyncFn() -> std::result::Result<T, StoreError>,
     ) -> Result<T> {
-        self.block(self.repeat(name, self.retry.min(OPENING_RETRY), request))
+        let limit = if self.multipart.is_some() { self.retry } else { self.retry.min(OPENING_RETRY) };
+        self.block(self.repeat(name, limit, request))
     }
 
     /// Runs requests on the network threads and waits for them, at most until the call is interrupted.
@@ -301,13 +302,14 @@ fn build(
     url: &Url,
     scheme: &ObjectStoreScheme,
     retry: Duration,
-    timeout: Duration,
+    writes: bool,
     variables: Vec<(String, String)>,
 ) -> std::result::Result<Clients, StoreError> {
     static CRYPTOGRAPHY: Once = Once::new();
     // Fails only if the process has installed one already, which will do.
     CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
     let retry = RetryConfig { retry_timeout: retry.min(INNER_RETRY), ..RetryConfig::default() };
+    let timeout = if writes { WRITE_TIMEOUT } else { TIMEOUT };
     let client =
         ClientOptions::new().with_allow_http(true).with_timeout_disabled().with_read_timeout(timeout);
     macro_rules! configured {
@@ -325,7 +327,7 @@ fn build(
                 }
             });
             let store = Arc::new(known.build()?);
-            Ok((store.clone(), Some(store)))
+            Ok((store.clone(), writes.then_some(store as _)))
         }};
     }
     match scheme {

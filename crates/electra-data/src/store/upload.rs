@@ -248,7 +248,6 @@ fn read_whole(path: &LocalPath) -> Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::connection::WRITE_TIMEOUT;
     use super::super::test_server::{Fault, TestServer};
     use super::*;
 
@@ -260,7 +259,7 @@ mod tests {
         let endpoint = server.url.trim_end_matches("/data");
         let variables = [("aws_endpoint_url", endpoint), ("aws_skip_signature", "true")];
         let variables = variables.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
-        let mut store = Store::configured("s3://data", WRITE_TIMEOUT, variables).unwrap();
+        let mut store = Store::configured("s3://data", true, variables).unwrap();
         store.retry = Duration::from_secs(retry_seconds);
         (dir, server, store)
     }
