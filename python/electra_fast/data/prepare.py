@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast import _data
-from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.corpus import Corpus, Tokenizer, location
 from electra_fast.data.coverage import Coverage, unknown_warning
 from electra_fast.data.inputs import (
     Format,
@@ -100,6 +100,7 @@ def prepare(
         OSError: Reading or writing failed, for example on a full disk; completed work is kept.
         ExecutorFailed: The executor lost its workers, or they cannot run this package; completed work is kept.
     """
+    out = _data.url_of(os.fspath(out)) or out
     tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
     inner = tokenizer._inner
     reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
@@ -250,10 +251,10 @@ def _open_tokenizer(vocab: StrPath | Tokenizer, lowercase: bool | None, strip_ac
 
 
 def _is_complete(out: StrPath) -> bool:
-    if _data.url_of(os.fspath(out)) is None:
-        return (Path(out) / "manifest.json").exists()
+    if isinstance(found := location(out), Path):
+        return (found / "manifest.json").exists()
     try:
-        Corpus(out)
+        Corpus(found)
     except FileNotFoundError:
         return False
     return True

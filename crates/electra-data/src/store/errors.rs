@@ -39,6 +39,7 @@ pub(super) fn is_transient(error: &StoreError) -> bool {
                 | StoreError::NotImplemented { .. }
                 | StoreError::InvalidPath { .. }
         )
+        && !lacks_bucket(error)
         && !lacks_credentials(error)
 }
 
@@ -76,6 +77,7 @@ pub(super) fn explain(url: &str, error: &StoreError) -> Error {
         StoreError::NotImplemented { .. } => refused(
             "it must support conditional PUT (If-None-Match), so that two writers cannot overwrite each other",
         ),
+        error if lacks_bucket(error) => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
         error if lacks_credentials(error) => {
             Error::Input(format!("{url}: no credentials were found; {}", remedy(url)))
         }
@@ -99,6 +101,12 @@ fn remedy(url: &str) -> &'static str {
         }
         _ => "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
     }
+}
+
+/// Whether a list failed because there is no such bucket or container.
+fn lacks_bucket(error: &StoreError) -> bool {
+    let text = chain(error);
+    ["<Code>NoSuchBucket<", "<Code>ContainerNotFound<"].iter().any(|sign| text.contains(sign))
 }
 
 /// Outside of a cloud, the last resort of all providers is a metadata server that is not there.

@@ -1,0 +1,226 @@
+"""`prepare` that writes to a real S3 server on the loopback: the same corpus as on disk, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import object_store
+import pytest
+from in_process import run
+from object_store import S3
+
+import electra_fast as ef
+from electra_fast import _data
+from electra_fast._data import download, list_objects
+from electra_fast.errors import InputError
+
+WORDS = ["the", "of", "and", "cat", "dog", "sees", "a", "blue", "house", "runs"]
+# A run in parts of 20 kB, in a process of its own: arguments are the vocabulary, the text, the URL and the partition.
+PROGRAM = """
+import ast, json, sys
+from electra_fast import _data
+vocab, text, out, partition = sys.argv[1:]
+options = dict(files=[text], holdout=0.02, _part_bytes=20_000, threads=2, partition=ast.literal_eval(partition))
+print(json.dumps(_data.prepare(_data.Tokenizer(vocab), out, **options)))
+"""
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with object_store.running() as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def credentials(s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    object_store.use(s3, monkeypatch)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(" ".join(generator.choice(WORDS, 40)) for _ in range(4_000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(vocab: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("local") / "shards"
+    subprocess.run([sys.executable, "-c", PROGRAM, str(vocab), str(text), str(out), "None"], check=True)
+    return out
+
+
+def started(vocab: Path, text: Path, url: str, partition: str = "None") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(vocab), str(text), url, partition]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def report_of(process: subprocess.Popen[str]) -> dict[str, object]:
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return dict(json.loads(output))
+
+
+def assert_same(url: str, local: Path, tmp_path: Path) -> None:
+    """Asserts that the store holds the files of the local corpus, byte for byte, and nothing else."""
+    expected = {str(path.relative_to(local)): path.stat().st_size for path in local.rglob("*") if path.is_file()}
+    assert dict(list_objects(url)) == expected
+    for name in expected:
+        download(f"{url}/{name}", str(tmp_path / "file"))
+        assert (tmp_path / "file").read_bytes() == (local / name).read_bytes(), name
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_the_corpus_is_the_one_on_disk(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/same/shards"
+    report = report_of(started(vocab, text, url))
+    assert report["complete"] and report["content_hash"] == ef.Corpus(local).content_hash
+    assert_same(url, local, tmp_path)
+    assert ef.verify(url)["content_hash"] == report["content_hash"]
+    assert report_of(started(vocab, text, url))["already_complete"]
+    with pytest.raises(InputError, match="holds a finished corpus of other inputs or options"):
+        ef.prepare(text, vocab=vocab, out=url, progress=False)
+
+
+def test_the_command_writes_to_a_url(vocab: Path, tmp_path: Path) -> None:
+    """Also where the last document is held out because no other was, and where a record is skipped."""
+    lines = [json.dumps({"text": f"the cat {number * 'sees '}"}) for number in range(4)]
+    (tmp_path / "few.jsonl").write_text("\n".join([*lines, "{"]))
+    options = ["--vocab", vocab, "--holdout", "0.0001", "--skip-bad-records", "1"]
+    for out in (tmp_path / "few", "s3://bucket/few"):
+        done = run("prepare", tmp_path / "few.jsonl", *options, "--out", out)
+        assert done.returncode == 0, done.stderr
+        assert f"{out}: 3 documents" in done.stderr and f"{out}/skipped.jsonl" in done.stderr
+    assert_same("s3://bucket/few", tmp_path / "few", tmp_path)
+    done = run("prepare", tmp_path / "few.jsonl", *options, "--out", "s3://bucket/few")
+    assert done.returncode == 0 and "already complete" in done.stderr and "while parsing" in done.stderr
+
+
+def test_a_killed_run_is_resumed(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/killed"
+    for finished in (3, 9):  # twice, so that the second one resumes, too
+        process = started(vocab, text, url)
+        while sum(name.startswith("parts/input-group-") for name, _ in list_objects(url)) < finished:
+            assert process.poll() is None, process.communicate()
+        process.kill()
+        process.communicate()
+    names = [name for name, _ in list_objects(url)]
+    assert "manifest.json" not in names and "parts/job.json" in names
+    # What only a killed attempt has uploaded.
+    (tmp_path / "stray").write_text("x")
+    for name in ("shard-000001-900.tokens", "holdout/shard-000001-900.lines"):
+        _data.upload(str(tmp_path / "stray"), f"{url}/{name}")
+    assert report_of(started(vocab, text, url))["content_hash"] == ef.Corpus(local).content_hash
+    assert_same(url, local, tmp_path)
+
+
+def test_partitions_need_no_shared_folder(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/partitions"
+    first = report_of(started(vocab, text, url, "(1, 3)"))
+    assert not first["complete"] and first["missing_input_groups"]
+    reports = [report_of(process) for process in [started(vocab, text, url, f"({part}, 3)") for part in (2, 3)]]
+    assert any(report["complete"] for report in reports)
+    assert_same(url, local, tmp_path)
+
+
+def test_two_equal_runs_at_once_lose_nothing(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/twice"
+    for report in map(report_of, [started(vocab, text, url) for _ in range(2)]):
+        assert report["content_hash"] == ef.Corpus(local).content_hash
+    assert_same(url, local, tmp_path)
+
+
+def test_an_executor_writes_to_a_store(vocab: Path, text: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/executor"
+    files = [tmp_path / f"{number}.txt" for number in range(6)]
+    for number, file in enumerate(files):
+        file.write_text(text.read_text()[number * 20_000 : (number + 1) * 20_000] * 50)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        made = ef.prepare(files, vocab=vocab, out=url, holdout=0.02, executor=executor, progress=False)
+    expected = ef.prepare(files, vocab=vocab, out=tmp_path / "out", holdout=0.02, progress=False)
+    assert made.content_hash == expected.content_hash and made.num_input_groups > 1
+    assert_same(url, tmp_path / "out", tmp_path)
+
+
+@pytest.mark.parametrize("other", ["manifest", "job"])
+def test_nothing_of_another_run_is_overwritten(
+    other: str, vocab: Path, text: Path, local: Path, tmp_path: Path
+) -> None:
+    """A foreign manifest that appears during the run, or a fingerprint that was there before."""
+    url = f"s3://bucket/other-{other}"
+
+    def write_manifest(*_: int) -> None:
+        _data.upload(str(local / "manifest.json"), f"{url}/manifest.json", if_absent=True)
+
+    if other == "job":
+        process = started(vocab, text, url)
+        while not any(name.startswith("parts/") for name, _ in list_objects(url)):
+            assert process.poll() is None
+        process.kill()
+        process.communicate()
+    message = {"manifest": "another program has written manifest.json meanwhile", "job": "another prepare, of other"}
+    with pytest.raises(InputError, match=message[other]):
+        _data.prepare(_data.Tokenizer(str(vocab)), url, files=[str(text)], progress=write_manifest)
+    if other == "manifest":
+        download(f"{url}/manifest.json", str(tmp_path / "manifest"))
+        assert (tmp_path / "manifest").read_bytes() == (local / "manifest.json").read_bytes()
+    else:
+        assert report_of(started(vocab, text, url))["complete"]
+
+
+def test_a_place_that_cannot_be_used_is_one_line(
+    s3: S3, vocab: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put("bucket/full/notes.txt", b"mine")
+    for url, message in {
+        "s3://absent/x": "not found; check the URL, the bucket and the region",
+        "https://host/x": "https://host/x: a web server cannot be written; give an s3://, gs:// or az:// URL",
+        "s3://bucket/full": "already holds something else (notes.txt); choose an empty or new folder for --out",
+        "s3://bucket/x?a=b": "leave it out",
+    }.items():
+        done = run("prepare", text, "--vocab", vocab, "--out", url)
+        assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    done = run("prepare", text, "--vocab", vocab, "--out", "s3://bucket/away")
+    assert done.returncode == 2 and "the request was repeated for" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_a_store_that_goes_away_ends_the_run_which_resumes(
+    vocab: Path, text: Path, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "s3://bucket/away"
+    with object_store.running() as other:
+        object_store.use(other, monkeypatch)
+        process = started(vocab, text, url)
+        while not any(name.startswith("parts/input-group-") for name, _ in list_objects(url)):
+            assert process.poll() is None
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 1 and "the request was repeated for" in errors.splitlines()[-1]
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_full_disk_is_one_line_and_the_run_resumes(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:
+    limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))\n"
+    command = [sys.executable, "-c", limited + PROGRAM, str(vocab), str(text), "s3://bucket/full-disk", "None"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "free some space and run the same command again" in done.stderr.splitlines()[-1], done.stderr
+    assert report_of(started(vocab, text, "s3://bucket/full-disk"))["complete"]
+    assert_same("s3://bucket/full-disk", local, tmp_path)
