@@ -198,6 +198,7 @@ THINGS = {
     "wiki": make_shards,
     "books": lambda path, get: ef.prepare(reversed(get.documents), vocab=get("vocab.txt"), out=path, progress=False),
     "s3://bucket/wiki": lambda path, get: get.store.upload(get("texts"), "wiki"),
+    "s3://bucket/reviews.csv": lambda path, get: get.store.put("bucket/reviews.csv", get("labeled.csv").read_bytes()),
     "run": make_run,
     "run1": make_run,
     "run2": lambda path, get: make_run(path, get, seed=1),
@@ -257,14 +258,6 @@ assert sys.argv[1] == "install"
 for word in sys.argv[2:]:
     if not word.endswith(".whl"):
         check(Requirement(word))
-""",
-    "aws": """#!{python}
-import boto3, pathlib, sys
-assert sys.argv[1:4] == ["s3", "cp", "--recursive"]
-folder, (bucket, _, prefix) = pathlib.Path(sys.argv[4]), sys.argv[5].removeprefix("s3://").partition("/")
-for path in folder.rglob("*"):
-    if path.is_file():
-        boto3.client("s3").upload_file(str(path), bucket, f"{{prefix}}/{{path.relative_to(folder)}}")
 """,
     # one task, after its options
     "srun": """#!/bin/bash

@@ -290,7 +290,7 @@ def build_parser() -> Parser:
         "file",
         type=Path,
         metavar="FILE",
-        help=".txt (one text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow; tagging: .conll; "
+        help="file or URL: .txt (one text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow; tagging: .conll; "
         "question-answering: SQuAD's .json; a pipe, or - for standard input, is answered as it arrives",
     )
     sub.add_argument(
@@ -504,7 +504,7 @@ def _add_preset(sub: argparse.ArgumentParser, preset: str | None = None, recipe:
 
 
 def _add_own_data(own: argparse._ActionsContainer) -> None:
-    own.add_argument("--train", type=Path, metavar="FILE", help="training data")
+    own.add_argument("--train", type=Path, metavar="FILE", help="training data, or its URL, as of --dev and --test")
     own.add_argument("--dev", type=Path, metavar="FILE", help="validation data (default: part of --train)")
     own.add_argument("--test", type=Path, metavar="FILE", help="data to predict, and to score if labeled")
     _add_text(own)

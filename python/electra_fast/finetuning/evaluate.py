@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from electra_fast.data.stored_file import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.model_folder import is_finetuned
@@ -66,7 +67,8 @@ def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
     if isinstance(data, list) and all(isinstance(each, str) for each in data):
         raise InputError(f"{source}: a fine-tuned model is evaluated on one file; give --data once")
     file = Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data)
-    return evaluate_file(source, file, **options)
+    with local_file(file) as copy:
+        return evaluate_file(source, copy, **options)
 
 
 def evaluate_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from electra_fast.data.stored_file import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
 from electra_fast.files.json_files import read_object
@@ -80,8 +82,8 @@ def finetune(
         model: A run, a checkpoint or a Hugging Face folder.
         out: Output folder.
         data: A GLUE task's folder, one that has the tasks' folders, or SQuAD's.
-        train: Own data: the path of a .tsv, .csv, .jsonl or .parquet file, for tagging also of CoNLL columns, for
-            questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of Hugging
+        train: Own data: the path or URL of a .tsv, .csv, .jsonl or .parquet file, for tagging also of CoNLL columns,
+            for questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of Hugging
             Face, or a list of dicts.
         dev: Own data to validate on; by default a part of `train`.
         test: Own data to predict, and to score if it has labels.
@@ -120,7 +122,9 @@ def finetune(
     check_length(common, encoder)  # before large files are read
     folder = Path(data) if data is not None else None
     parts = [columns] if folds is None else _folds(folds, columns, dev)
-    all_data = [each for part in parts for each in read_tasks(task, folder, files, part)]
+    with contextlib.ExitStack() as copies:
+        files = {name: copies.enter_context(local_file(path)) for name, path in files.items()}
+        all_data = [each for part in parts for each in read_tasks(task, folder, files, part)]
     if folds is not None:
         _check_classes(all_data[0], folds)
     with exclusive(out):

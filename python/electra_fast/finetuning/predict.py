@@ -18,6 +18,7 @@ import torch
 
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
+from electra_fast.data.stored_file import local_file
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import remove
 from electra_fast.files.json_files import json_text
@@ -203,8 +204,8 @@ def predict_file(
 
     Args:
         model: A fine-tuned folder; for the task `errors`, a run, checkpoint or export.
-        file: .txt (a text per line), .tsv, .csv, .jsonl, .json, .parquet or .arrow; for tagging also CoNLL columns, for
-            questions SQuAD's .json. A pipe, or `-` for standard input, is answered as it comes.
+        file: .txt (a text per line), .tsv, .csv, .jsonl, .json, .parquet or .arrow, or its URL; for tagging also CoNLL
+            columns, for questions SQuAD's .json. A pipe, or `-` for standard input, is answered as it comes.
         out: Output file, replaced when all is written.
         text: The text column, or both of a pair; by default those of training, or the usual ones.
         quoting: As for `delimited.Dialect`.
@@ -235,6 +236,7 @@ def predict_file(
         check_settings(settings, reader.prediction_settings, predictor.kind)
         source = predictor.source(Path(file), text, **options)
     with contextlib.ExitStack() as stack:
+        source = dataclasses.replace(source, path=stack.enter_context(local_file(source.path)))
         try:
             examples = stack.enter_context(open_examples(reader, source))
             first = list(itertools.islice(examples.rows, 1))  # report errors before anything is written
