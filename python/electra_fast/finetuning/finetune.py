@@ -83,8 +83,8 @@ def finetune(
         out: Output folder.
         data: A GLUE task's folder, one that has the tasks' folders, or SQuAD's.
         train: Own data: the path or URL of a .tsv, .csv, .jsonl or .parquet file, for tagging also of CoNLL columns,
-            for questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of Hugging
-            Face, or a list of dicts.
+            for questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of
+            Hugging Face, or a list of dicts.
         dev: Own data to validate on; by default a part of `train`.
         test: Own data to predict, and to score if it has labels.
         seeds: Number of seeds.
