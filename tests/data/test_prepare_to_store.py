@@ -99,8 +99,9 @@ def test_the_corpus_is_the_one_on_disk(vocab: Path, text: Path, local: Path, tmp
         ef.prepare(text, vocab=vocab, out=url, progress=False)
 
 
-def test_the_command_writes_to_a_url(vocab: Path, tmp_path: Path) -> None:
+def test_the_command_writes_to_a_url(s3: S3, vocab: Path, tmp_path: Path) -> None:
     """Also where the last document is held out because no other was, and where a record is skipped."""
+    s3.put("bucket/few/")  # as consoles make a folder
     lines = [json.dumps({"text": f"the cat {number * 'sees '}"}) for number in range(4)]
     (tmp_path / "few.jsonl").write_text("\n".join([*lines, "{"]))
     options = ["--vocab", vocab, "--holdout", "0.0001", "--skip-bad-records", "1"]
@@ -157,6 +158,23 @@ def test_an_executor_writes_to_a_store(vocab: Path, text: Path, tmp_path: Path) 
     expected = ef.prepare(files, vocab=vocab, out=tmp_path / "out", holdout=0.02, progress=False)
     assert made.content_hash == expected.content_hash and made.num_input_groups > 1
     assert_same(url, tmp_path / "out", tmp_path)
+
+
+def test_documents_are_written_and_two_streams_do_not_mix(vocab: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/documents"
+
+    def fail() -> Iterator[str]:
+        yield "the cat sees"
+        with pytest.raises(InputError, match="another prepare, of other inputs or options, is running here"):
+            ef.prepare(iter(["a dog"]), vocab=vocab, out=url, progress=False)
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        ef.prepare(fail(), vocab=vocab, out=url, progress=False)
+    made = ef.prepare(["the cat", "a dog\n"], vocab=vocab, out=url, progress=False)
+    expected = ef.prepare(["the cat", "a dog\n"], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert made.content_hash == expected.content_hash
+    assert dict(list_objects(url)).keys() == {path.name for path in (tmp_path / "out").iterdir()}
 
 
 @pytest.mark.parametrize("other", ["manifest", "job"])

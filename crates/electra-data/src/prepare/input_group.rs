@@ -78,7 +78,7 @@ impl<'a> LaneWriter<'a> {
     fn save(&self, record: InputGroupRecord) -> Result<()> {
         match self.builder.out.num_uploads() {
             0 => self.builder.out.save_record(&record),
-            _ => self.finished.send(record).map_err(|_| Error::Interrupted), // they have panicked
+            _ => self.finished.send(record).map_err(|_| Error::Interrupted), // all have failed
         }
     }
 

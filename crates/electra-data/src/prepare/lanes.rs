@@ -93,10 +93,12 @@ pub(super) fn build(
                 let (shared, ending, uploads) = (&shared, ending.clone(), uploads.clone());
                 scope.spawn(move || {
                     let save = |record| builder.cancel.carry(|| builder.out.save_record(&record));
-                    uploads.into_iter().for_each(|record| shared.note(save(record)));
-                    drop(ending);
+                    // The first failure ends it, so that no lane waits for a store that is away.
+                    shared.note(uploads.iter().try_for_each(save));
+                    drop((ending, uploads));
                 });
             }
+            drop(uploads);
             for lane in 0..lanes {
                 let (shared, ending, skips) = (&shared, ending.clone(), skips.clone());
                 let finished = finished.clone();
@@ -106,7 +108,7 @@ pub(super) fn build(
                     let read = |to: &mut Batcher| shared.read_all(lane, read, to);
                     let consume = |batch: Option<_>| {
                         shared.check_stopped()?;
-                        batch.map_or(Ok(()), |batch| writer.write(batch))
+                        batch.map_or(Ok(()), |batch| builder.cancel.carry(|| writer.write(batch)))
                     };
                     let outcome = workers.run_lane(intake, read, consume);
                     shared.note(outcome.and_then(|()| writer.end()));

@@ -69,9 +69,11 @@ impl InputGroupRecord {
     /// (name, bytes) of the files of all shards.
     fn files(&self) -> impl Iterator<Item = (String, u64)> {
         let validation = self.validation.iter().map(|shard| (format!("{VALIDATION}/"), shard));
-        self.shards.iter().map(|shard| (String::new(), shard)).chain(validation).flat_map(|(folder, shard)| {
-            [&shard.tokens, &shard.lines].map(|entry| (format!("{folder}{}", entry.file), entry.bytes))
-        })
+        self.shards.iter().map(|shard| (String::new(), shard)).chain(validation).flat_map(
+            |(folder, shard)| {
+                [&shard.tokens, &shard.lines].map(|entry| (format!("{folder}{}", entry.file), entry.bytes))
+            },
+        )
     }
 
     /// The bytes of the record, with its checksum.
@@ -207,6 +209,13 @@ impl OutputDir {
         }
         let dir = self.out.display();
         Err(Error::Input(format!("{dir}: the run that this work belongs to has ended; start it again")))
+    }
+
+    /// Gives up a place in a store to which nobody could return, as a run over documents cannot.
+    pub fn abandon(&self) {
+        if let Place::Store(_) = self.place {
+            warn_of(self.place.remove(&format!("{PARTS}/{FINGERPRINT}")));
+        }
     }
 
     /// The output folder or URL.

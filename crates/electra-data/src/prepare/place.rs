@@ -56,7 +56,9 @@ impl Place {
     /// The bytes of a file; `None` if it does not exist.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let found = match self {
-            Self::Folder(dir) => regular_file::read(&dir.join(name)).map_err(|e| Error::io(dir.join(name), e)),
+            Self::Folder(dir) => {
+                regular_file::read(&dir.join(name)).map_err(|e| Error::io(dir.join(name), e))
+            }
             Self::Store(store) => store.read(name, MAX_BYTES),
         };
         match found {

@@ -19,13 +19,12 @@ use super::options::{PrepareOptions, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, clean_up};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
+use super::process::nonce;
 use super::progress::Progress;
 use crate::error::{Error, Result};
 use crate::format::{Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
-use crate::input::{
-    Batcher, SKIPPED, SkipLog, SkippedRecord, TextSource, first_skipped, read_input_group,
-};
-use crate::store::Cancel;
+use crate::input::{Batcher, SKIPPED, SkipLog, SkippedRecord, TextSource, first_skipped, read_input_group};
+use crate::store::{Cancel, url_of};
 use crate::tokenizer::Tokenizer;
 
 /// Number of skipped records that a report lists.
@@ -188,7 +187,11 @@ impl PrepareRun<'_> {
         if self.options.partition.is_some() {
             return Err(Error::Input("a partition needs files as input, not documents".to_owned()));
         }
-        let fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"));
+        let mut fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"));
+        if url_of(self.out).is_some() {
+            // Without leases, this alone keeps out a run of other documents.
+            fingerprint = format!("{fingerprint}-{:016x}", nonce());
+        }
         let out = match OutputDir::claim(self.out, &fingerprint, ALL)? {
             Claim::Finished(_) => return Err(self.occupied("already")),
             Claim::Ours(out) => out,
@@ -206,7 +209,7 @@ impl PrepareRun<'_> {
             Ok(())
         };
         let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
-        lanes::build(
+        let built = lanes::build(
             &self.builder(&out, &Cancel::default()),
             threads,
             1,
@@ -214,7 +217,11 @@ impl PrepareRun<'_> {
             &SkipLog::default(),
             &read,
             progress,
-        )?;
+        );
+        if built.is_err() {
+            out.abandon();
+        }
+        built?;
         let records = out.records([0])?;
         self.corpus_of(&out, records, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
     }
@@ -297,11 +304,8 @@ impl PrepareRun<'_> {
     }
 
     fn complete(&self, manifest: &Manifest, report: PrepareReport) -> Result<PrepareReport> {
-        let validation_documents = if manifest.has_validation {
-            manifest_of(&self.out.join(VALIDATION))?.num_documents
-        } else {
-            0
-        };
+        let validation_documents =
+            if manifest.has_validation { manifest_of(&self.out.join(VALIDATION))?.num_documents } else { 0 };
         Ok(PrepareReport {
             complete: true,
             num_documents: manifest.num_documents,

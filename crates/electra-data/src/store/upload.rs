@@ -248,7 +248,7 @@ fn read_whole(path: &LocalPath) -> Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::test_server::{Fault, TestServer};
+    use crate::store::test_server::{Fault, TestServer};
     use super::*;
 
     /// A folder served as the bucket `data`, and a store that writes to it.
@@ -340,7 +340,7 @@ mod tests {
         let has_part =
             || dir.path().join("object.part-2").exists() || dir.path().join("object.part-3").exists();
         let interrupt = |_| if has_part() { Err("Ctrl-C") } else { Ok(()) };
-        assert_eq!(super::super::attended(upload, interrupt).unwrap_err(), "Ctrl-C");
+        assert_eq!(crate::store::attended(upload, interrupt).unwrap_err(), "Ctrl-C");
         std::thread::sleep(Duration::from_millis(100));
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
