@@ -5,7 +5,8 @@
 //! removed by another one that has written the manifest.
 
 use super::changes;
-use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, warn_of};
+use super::clean_up::{clean_up, remove_folder, warn_of};
+use super::output_dir::{InputGroupRecord, OutputDir};
 use super::place::Place;
 use crate::error::{Error, Result};
 use crate::format::{

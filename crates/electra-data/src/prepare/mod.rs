@@ -2,6 +2,7 @@
 //! how well a vocabulary covers a text.
 
 mod changes;
+mod clean_up;
 mod coverage;
 mod finalize;
 mod input_group;

@@ -11,20 +11,18 @@
 //! be taken from a process that is dead but unknown here, and none is needed, because runs of the same fingerprint write
 //! the same bytes, and `parts/job.json` and the manifest are created only if they are absent, which keeps others out.
 
-use std::collections::HashSet;
-use std::io::ErrorKind::NotFound;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::clean_up::{name_of, names_in, remove_temps, temporary_folder, warn_of};
 use super::lease::{Lease, refuse_held};
-use super::place::Place;
+use super::place::{FINGERPRINT, LEASE, Place, remove_if_exists};
 use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
     MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp, saturating_sum,
-    temp_path, write_atomically, write_error,
+    write_atomically,
 };
 use crate::input::{InputIdentity, SkippedRecord};
 use crate::store::{Store, url_of};
@@ -32,8 +30,6 @@ use crate::store::{Store, url_of};
 /// The tag of a run that does all input groups.
 pub(super) const ALL: &str = "all";
 
-const FINGERPRINT: &str = "job.json";
-const LEASE: &str = ".lock-";
 /// Finished input groups that are uploaded at once. Their shards, at most about 300 MB each, are on disk meanwhile.
 const CONCURRENT_UPLOADS: usize = 4;
 /// The beginning of the names of records.
@@ -122,7 +118,7 @@ pub(super) enum Claim {
     /// It holds a finished corpus, possibly of other inputs or options.
     Finished(Box<Manifest>),
     /// This run may use it.
-    Ours(OutputDir),
+    Ours(Box<OutputDir>),
 }
 
 impl OutputDir {
@@ -149,7 +145,7 @@ impl OutputDir {
         for folder in [out.dir.clone(), out.parts(), out.validation()] {
             remove_temps(&folder, |process| process.is_some_and(|p| p.is_certainly_dead()));
         }
-        Ok(Claim::Ours(out))
+        Ok(Claim::Ours(Box::new(out)))
     }
 
     /// Claims a folder in a store.
@@ -179,7 +175,7 @@ impl OutputDir {
         // A run that has finished it meanwhile may have done so before the fingerprint was stored.
         Ok(match claimed.place.manifest()? {
             Some(manifest) => Claim::Finished(Box::new(manifest)),
-            None => Claim::Ours(claimed),
+            None => Claim::Ours(Box::new(claimed)),
         })
     }
 
@@ -364,122 +360,6 @@ fn has_records(parts: &Path) -> Result<bool> {
     Ok(names_in(parts)?.iter().any(|name| name.starts_with(RECORD)))
 }
 
-/// The names of all entries of a folder.
-fn names_in(dir: &Path) -> Result<Vec<String>> {
-    let failed = |e| Error::io(dir, e);
-    std::fs::read_dir(dir).map_err(failed)?.map(|entry| entry.map(|e| name_of(&e)).map_err(failed)).collect()
-}
-
-/// Removes what a finished corpus no longer needs: records, leases, unfinished files, and shards of interrupted
-/// runs that its manifest does not name. Others may be doing the same. What cannot be removed is a warning.
-pub(super) fn clean_up(out: &Path, manifest: &Manifest) -> Result<()> {
-    let dir = match url_of(out) {
-        Some(url) => {
-            warn_of(clean_up_store(&Store::open_to_write(&url)?, manifest));
-            return Ok(());
-        }
-        None => out,
-    };
-    warn_of(remove_folder(dir, PARTS));
-    remove_strays(dir, manifest)?;
-    if manifest.has_validation {
-        remove_strays(&dir.join(VALIDATION), &Manifest::read(&dir.join(VALIDATION))?)?;
-    }
-    for name in names_in(dir)?.iter().filter(|name| name.starts_with(LEASE)) {
-        warn_of(remove_if_exists(&dir.join(name)));
-    }
-    Ok(())
-}
-
-/// Removes the same from a store.
-fn clean_up_store(store: &Store, manifest: &Manifest) -> Result<()> {
-    // First, so that a process that is late finds that its record is no longer wanted.
-    store.delete(&[format!("{PARTS}/{FINGERPRINT}")])?;
-    let shards = |folder: &str, manifest: &Manifest| {
-        let files = manifest.shards.iter().flat_map(|shard| [&shard.tokens.file, &shard.lines.file]);
-        files.map(|file| format!("{folder}{file}")).collect::<HashSet<_>>()
-    };
-    let (holdout, mut named) = (format!("{VALIDATION}/"), shards("", manifest));
-    if manifest.has_validation {
-        let validation = Manifest::fetch(&store.at(&format!("{}/{VALIDATION}", store.url()))?)?;
-        named.extend(shards(&holdout, &validation));
-    }
-    let is_stray = |name: &String| match name.strip_prefix(&holdout) {
-        Some(_) if !manifest.has_validation => true,
-        file => file.unwrap_or(name).starts_with("shard-") && !named.contains(name),
-    };
-    let names = store.list("")?.into_iter().map(|object| object.name);
-    let unneeded = names.filter(|name| name.starts_with(&format!("{PARTS}/")) || is_stray(name));
-    store.delete(&unneeded.collect::<Vec<_>>())
-}
-
-/// A folder for the shards of an attempt. Those of dead processes are removed.
-fn temporary_folder(attempt: &str) -> Result<tempfile::TempDir> {
-    let dir = std::env::temp_dir();
-    remove_temps(&dir, |process| process.is_some_and(|p| p.is_certainly_dead()));
-    let prefix = temp_path(Path::new(""), "", attempt);
-    let made = tempfile::Builder::new().prefix(&prefix).tempdir_in(&dir);
-    let made = made.map_err(|error| write_error(&dir, error))?;
-    create_folder(&made.path().join(VALIDATION))?;
-    Ok(made)
-}
-
-/// Warns on standard error about what could not be removed: a failed cleanup is not an error.
-pub(super) fn warn_of(removed: Result<()>) {
-    if let Err(error) = removed {
-        // Not `eprintln`, which panics where standard error is closed.
-        let _ = writeln!(std::io::stderr(), "warning: {error}; it is no longer needed and was not removed");
-    }
-}
-
-fn remove_strays(dir: &Path, manifest: &Manifest) -> Result<()> {
-    let files = manifest.shards.iter().flat_map(|shard| [&shard.tokens.file, &shard.lines.file]);
-    let named: HashSet<&String> = files.collect();
-    for name in names_in(dir)?.iter().filter(|name| name.starts_with("shard-") && !named.contains(name)) {
-        warn_of(remove_if_exists(&dir.join(name)));
-    }
-    remove_temps(dir, |_| true);
-    Ok(())
-}
-
-/// Removes unfinished files if `of` is true of the processes that were writing them. `None` stands for an unknown
-/// process.
-fn remove_temps(dir: &Path, of: impl Fn(Option<Process>) -> bool) {
-    for name in names_in(dir).unwrap_or_default().iter().filter(|name| is_temp(name)) {
-        if of(name.strip_prefix(".tmp-").and_then(Process::of_attempt)) {
-            let path = dir.join(name);
-            warn_of(if path.is_dir() { remove_tree(&path) } else { remove_if_exists(&path) });
-        }
-    }
-}
-
-/// Removes the folder `dir/name` if it exists. It gets a temporary name first: a late process finds no folder to write
-/// to, and leaves nothing behind.
-pub(super) fn remove_folder(dir: &Path, name: &str) -> Result<()> {
-    let (path, temp) = (dir.join(name), temp_path(dir, name, &Process::current().attempt()));
-    match std::fs::rename(&path, &temp) {
-        Err(error) if error.kind() == NotFound => Ok(()),
-        Err(error) => Err(Error::io(&path, error)),
-        Ok(()) => remove_tree(&temp),
-    }
-}
-
-/// Removes a folder with its contents if it exists; another process may be removing it too.
-fn remove_tree(path: &Path) -> Result<()> {
-    match std::fs::remove_dir_all(path) {
-        Err(error) if error.kind() != NotFound => Err(Error::io(path, error)),
-        _ => Ok(()),
-    }
-}
-
-/// Removes a file if it exists.
-pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != NotFound => Err(Error::io(path, error)),
-        _ => Ok(()),
-    }
-}
-
 fn record_name(input_group: usize) -> String {
     format!("{PARTS}/{RECORD}{input_group:06}.json")
 }
@@ -507,10 +387,6 @@ fn refuse_foreign(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-fn name_of(entry: &std::fs::DirEntry) -> String {
-    entry.file_name().to_string_lossy().into_owned()
-}
-
 /// Takes the lease of this run and fails if an overlapping run is active.
 fn take_lease(dir: &Path, tag: &str) -> Result<Lease> {
     let own = Lease::take(&dir.join(format!("{LEASE}{tag}")))?;
@@ -534,6 +410,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::format::temp_path;
     use crate::format::testing::write_corpus;
 
     #[test]
@@ -578,54 +455,6 @@ mod tests {
                 refusal.is_none_or(|reason| reason.contains("another prepare is running in this folder"))
             );
         }
-    }
-
-    #[test]
-    fn a_late_writer_leaves_nothing_in_a_removed_folder() {
-        let dir = tempfile::tempdir().unwrap();
-        for round in 0..50 {
-            let parts = dir.path().join(PARTS);
-            create_folder(&parts).unwrap();
-            let (begun, wait) = std::sync::mpsc::channel();
-            let late = std::thread::spawn(move || {
-                (0..10_000).find_map(|group| {
-                    let written = write_atomically(&parts, &format!("{RECORD}{group}"), "late", b"{}");
-                    let _ = begun.send(());
-                    written.err()
-                })
-            });
-            wait.recv().unwrap();
-            remove_folder(dir.path(), PARTS).unwrap();
-            assert!(late.join().unwrap().is_some());
-            assert!(names_in(dir.path()).unwrap().is_empty(), "{round}");
-        }
-    }
-
-    #[test]
-    fn an_interrupted_removal_is_finished() {
-        let dir = tempfile::tempdir().unwrap();
-        write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 2);
-        let removed = temp_path(dir.path(), PARTS, &Process::current().attempt());
-        create_folder(&removed).unwrap();
-        std::fs::write(removed.join(format!("{RECORD}0")), "{}").unwrap();
-        clean_up(dir.path(), &Manifest::read(dir.path()).unwrap()).unwrap();
-        assert!(!removed.exists() && dir.path().join(MANIFEST).exists());
-    }
-
-    #[test]
-    fn what_cannot_be_removed_is_no_failure() {
-        let dir = tempfile::tempdir().unwrap();
-        write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 2);
-        let names = ["shard-9.tokens", ".tmp-x", ".lock-all", "shard-8.tokens"];
-        let [folder, link, lease, file] = names.map(|name| dir.path().join(name));
-        create_folder(&folder).unwrap(); // stands in for a file that cannot be removed
-        std::os::unix::fs::symlink(dir.path(), &link).unwrap();
-        for path in [&lease, &file] {
-            std::fs::write(path, "old").unwrap();
-        }
-        clean_up(dir.path(), &Manifest::read(dir.path()).unwrap()).unwrap();
-        assert!(folder.exists() && dir.path().join(MANIFEST).exists());
-        assert!([&link, &lease, &file].iter().all(|path| path.symlink_metadata().is_err()));
     }
 
     proptest! {

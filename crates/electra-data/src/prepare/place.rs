@@ -4,12 +4,15 @@ use std::collections::HashMap;
 use std::io::ErrorKind::NotFound;
 use std::path::{Path, PathBuf};
 
-use super::output_dir::remove_if_exists;
 use crate::error::{Error, Result};
 use crate::format::{MANIFEST, Manifest, write_atomically};
 use crate::regular_file;
 use crate::store::{Cancel, Request, Store, url_of};
 
+/// The name of the fingerprint among the records.
+pub(super) const FINGERPRINT: &str = "job.json";
+/// The beginning of the names of leases.
+pub(super) const LEASE: &str = ".lock-";
 /// The largest file of a corpus, besides its shards, that is read.
 const MAX_BYTES: u64 = 1 << 30;
 
@@ -127,5 +130,13 @@ pub(super) fn manifest_of(out: &Path) -> Result<Manifest> {
     match url_of(out) {
         Some(url) => Manifest::fetch(&Store::open(&url)?),
         None => Manifest::read(out),
+    }
+}
+
+/// Removes a file if it exists.
+pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != NotFound => Err(Error::io(path, error)),
+        _ => Ok(()),
     }
 }

@@ -12,11 +12,12 @@ use std::sync::{Mutex, PoisonError};
 use serde_json::json;
 
 use super::changes::Comparer;
+use super::clean_up::clean_up;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::{PrepareOptions, shard_spec};
-use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, clean_up};
+use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::process::nonce;
@@ -134,7 +135,7 @@ impl PrepareRun<'_> {
                 comparer.check_sizes(self.out)?;
                 return Err(self.occupied("of other inputs or options"));
             }
-            Claim::Ours(out) => out,
+            Claim::Ours(out) => *out,
         };
         let (index, count) = self.options.partition.unwrap_or((1, 1));
         let is_ours = |number: usize| number % count == index - 1;
@@ -194,7 +195,7 @@ impl PrepareRun<'_> {
         }
         let out = match OutputDir::claim(self.out, &fingerprint, ALL)? {
             Claim::Finished(_) => return Err(self.occupied("already")),
-            Claim::Ours(out) => out,
+            Claim::Ours(out) => *out,
         };
         out.remove_record(0)?;
         self.create_validation(&out)?;

@@ -248,8 +248,8 @@ fn read_whole(path: &LocalPath) -> Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use crate::store::test_server::{Fault, TestServer};
     use super::*;
+    use crate::store::test_server::{Fault, TestServer};
 
     /// A folder served as the bucket `data`, and a store that writes to it.
     fn bucket(retry_seconds: u64) -> (tempfile::TempDir, TestServer, Store) {
