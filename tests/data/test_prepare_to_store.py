@@ -114,6 +114,13 @@ def test_the_command_writes_to_a_url(s3: S3, vocab: Path, tmp_path: Path) -> Non
     assert done.returncode == 0 and "already complete" in done.stderr and "while parsing" in done.stderr
 
 
+def test_the_output_is_no_input(vocab: Path, text: Path, tmp_path: Path) -> None:
+    url = f"s3://bucket/{tmp_path.name}"
+    _data.upload(str(text), f"{url}/text.txt")
+    made = [ef.prepare(url, vocab=vocab, out=f"{url}/shards", progress=False) for _ in range(2)]
+    assert made[0].num_files == 1 and made[1].already_complete
+
+
 def test_a_killed_run_is_resumed(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:
     url = "s3://bucket/killed"
     for finished in (3, 9):  # twice, so that the second one resumes, too

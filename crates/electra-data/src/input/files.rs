@@ -34,7 +34,10 @@ impl Inputs {
     /// With a format, every file that is not hidden is taken; without one, those with a known extension.
     /// An error if there are none.
     pub fn expand(inputs: &[PathBuf], except: Option<&Path>, format: Option<InputFormat>) -> Result<Self> {
-        let except = except.and_then(|path| path.canonicalize().ok());
+        let except = except.and_then(|path| match url_of(path) {
+            Some(url) => Some(url.into()),
+            None => path.canonicalize().ok(),
+        });
         let mut search = Search { except, format, ..Search::default() };
         for input in inputs {
             match url_of(input) {
@@ -91,6 +94,9 @@ impl Search {
     fn add_objects(&mut self, url: &str) -> Result<()> {
         for object in stored::find(url, self.format.is_some())? {
             let path = object.path();
+            if self.except.as_ref().is_some_and(|except| path.starts_with(except)) {
+                continue;
+            }
             match kind_of(&path, self.format) {
                 None => drop(self.skipped.insert(path)),
                 Some((format, compression)) => {
