@@ -30,7 +30,7 @@ use crate::store::{Store, url_of};
 /// The tag of a run that does all input groups.
 pub(super) const ALL: &str = "all";
 
-/// Finished input groups that are uploaded at once. Their shards, at most about 300 MB each, are on disk meanwhile.
+/// Finished input groups that are uploaded at once. Their shards are on disk meanwhile.
 const CONCURRENT_UPLOADS: usize = 4;
 /// The beginning of the names of records.
 const RECORD: &str = "input-group-";
