@@ -132,15 +132,15 @@ impl Store {
             let listed: Vec<_> = self.inner.list(Some(&path)).collect().await;
             listed.into_iter().collect::<std::result::Result<Vec<ObjectMeta>, _>>()
         })?;
-        let prefix = format!("{}/", self.prefix);
-        let name = |path: &Path| path.as_ref().strip_prefix(&prefix).unwrap_or(path.as_ref()).to_owned();
-        let object = |meta: ObjectMeta| Object {
-            name: name(&meta.location),
-            size: meta.size,
-            modified: meta.last_modified.timestamp_nanos_opt(),
-            version: version_of(meta),
+        let prefix =
+            if self.prefix.as_ref().is_empty() { String::new() } else { format!("{}/", self.prefix) };
+        let object = |meta: ObjectMeta| {
+            // The empty object by which consoles mark the folder itself is not in it.
+            let name = meta.location.as_ref().strip_prefix(&prefix)?.to_owned();
+            let (size, modified) = (meta.size, meta.last_modified.timestamp_nanos_opt());
+            Some(Object { name, size, modified, version: version_of(meta) })
         };
-        let mut objects: Vec<_> = found.into_iter().map(object).collect();
+        let mut objects: Vec<_> = found.into_iter().filter_map(object).collect();
         objects.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(objects)
     }
