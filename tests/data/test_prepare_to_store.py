@@ -227,7 +227,7 @@ def test_a_place_that_cannot_be_used_is_one_line(
     assert done.returncode == 2 and "the request was repeated for" in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_a_store_that_goes_away_ends_the_run_which_resumes(
+def test_a_store_that_goes_away_ends_the_run_with_one_line(
     vocab: Path, text: Path, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "s3://bucket/away"

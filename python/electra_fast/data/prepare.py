@@ -253,6 +253,8 @@ def _open_tokenizer(vocab: StrPath | Tokenizer, lowercase: bool | None, strip_ac
 def _is_complete(out: StrPath) -> bool:
     if isinstance(found := location(out), Path):
         return (found / "manifest.json").exists()
+    if found.startswith("http"):  # no request, since it cannot be written anyway
+        return False
     try:
         Corpus(found)
     except FileNotFoundError:
