@@ -8,6 +8,7 @@ use std::path::Path;
 
 use super::changes;
 use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists, warn_of};
+use super::repeats::Dropped;
 use crate::error::{Error, Result};
 use crate::format::{
     DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, VALIDATION,
@@ -22,6 +23,7 @@ pub(super) struct Finalizer<'a> {
     pub tokenizer: &'a Tokenizer,
     pub spec: ShardSpec,
     pub options: serde_json::Value,
+    pub dropped: Dropped,
     /// Whether a validation split was requested.
     pub wants_validation: bool,
 }
@@ -56,7 +58,16 @@ impl Finalizer<'_> {
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
         self.write_skipped(&skipped)?;
         let skipped_records = skipped.len() as u64;
-        let manifest = Manifest { empty_documents, skipped_records, has_validation, ..self.manifest(train) };
+        let Dropped { documents: dropped_documents, lines: dropped_lines, emptied_documents } = self.dropped;
+        let manifest = Manifest {
+            empty_documents,
+            skipped_records,
+            dropped_documents,
+            emptied_documents,
+            dropped_lines,
+            has_validation,
+            ..self.manifest(train)
+        };
         let manifest = self.write(dir, manifest)?;
         clean_up(dir, &manifest)?;
         Ok(manifest)

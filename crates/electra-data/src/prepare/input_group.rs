@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::output_dir::{InputGroupRecord, OutputDir};
+use super::pass::Pass;
 use crate::error::{Error, Result};
 use crate::format::{DocumentWriter, ShardSpec};
 use crate::input::{Cut, GroupEnd, Mark, TextBatch};
@@ -18,6 +19,7 @@ pub(super) struct InputGroupBuilder<'a> {
     pub spec: ShardSpec,
     /// Fraction of documents that go to the validation split.
     pub validation_fraction: f64,
+    pub pass: Pass,
     /// Cancels requests to stores when the run ends.
     pub cancel: Cancel,
 }
@@ -56,7 +58,7 @@ impl<'a> LaneWriter<'a> {
                     *current = Some(InputGroupWriter::new(self.builder, number)?);
                 }
                 (Mark::InputGroup(end), Some(_)) => {
-                    self.current.take().map_or(Ok(()), |group| group.finish(self.builder, end))?;
+                    self.current.take().map_or(Ok(()), |group| group.finish(self.builder, *end))?;
                 }
                 (Mark::Begin(_), Some(_)) | (_, None) => return Err(text_outside_groups()),
                 (mark, Some(group)) => group.push(&ids[at..at + count], &mark, self.written)?,
@@ -145,7 +147,7 @@ impl InputGroupWriter {
 
     fn finish(self, builder: &InputGroupBuilder, end: GroupEnd) -> Result<()> {
         builder.out.check_fingerprint()?;
-        builder.out.save_record(&InputGroupRecord {
+        let record = InputGroupRecord {
             fingerprint: builder.out.fingerprint.clone(),
             input_group: self.input_group,
             documents: self.documents,
@@ -154,8 +156,11 @@ impl InputGroupWriter {
             validation: self.validation.finish()?,
             skipped: end.skipped,
             inputs: end.inputs,
+            watched: end.watched,
+            drops: builder.pass.digest().map(str::to_owned),
             checksum: String::new(),
-        })
+        };
+        builder.out.save_record(&builder.pass, &record)
     }
 }
 

@@ -14,7 +14,9 @@ use std::time::Duration;
 use crossbeam_channel::{RecvTimeoutError, bounded};
 
 use super::input_group::{InputGroupBuilder, LaneWriter, Written, line_cut, tokenize};
+use super::pass::Pass;
 use super::progress::{Progress, ProgressReporter};
+use super::repeats::watch;
 use crate::error::{Error, Result};
 use crate::input::{Batcher, Intake, SkipLog, TextBatch, with_workers};
 use crate::store::Cancel;
@@ -48,9 +50,10 @@ struct Shared<'a> {
     failure: Mutex<Option<Error>>,
 }
 
-/// The number of lanes for so many workers and input groups.
-pub(super) fn num_lanes(threads: usize, num_groups: usize) -> usize {
-    threads.div_ceil(WORKERS_PER_LANE).min(num_groups).max(1)
+/// The number of lanes for so many workers and input groups. Hashing leaves nothing to the workers.
+pub(super) fn num_lanes(pass: &Pass, threads: usize, num_groups: usize) -> usize {
+    let workers_per_lane = if let Pass::Hash(_) = pass { 1 } else { WORKERS_PER_LANE };
+    threads.div_ceil(workers_per_lane).min(num_groups).max(1)
 }
 
 /// Builds input groups with so many workers. The first error stops all lanes; finished groups are kept.
@@ -89,7 +92,8 @@ pub(super) fn build(
             for lane in 0..lanes {
                 let (shared, ending, skips) = (&shared, ending.clone(), skips.clone());
                 scope.spawn(move || {
-                    let intake = Intake { skips, ..Intake::everything(line_cut(builder.tokenizer)) };
+                    let watch = Some(watch(builder.out, &builder.pass));
+                    let intake = Intake { skips, watch, ..Intake::everything(line_cut(builder.tokenizer)) };
                     let mut writer = LaneWriter::new(builder, &shared.written);
                     let read = |to: &mut Batcher| shared.read_all(lane, read, to);
                     let consume = |batch: Option<_>| {

@@ -1,7 +1,8 @@
 //! The output folder of an unfinished corpus: which run it belongs to, what is finished, and who is working in it.
 //!
 //! `parts/job.json` stores the fingerprint of inputs and options, `parts/input-group-N.json` records that input
-//! group N is finished, `.lock-TAG` is the lease of a run. All are removed once the manifest exists.
+//! group N is finished, `parts/input-group-N.counts` what was counted of its text. Where duplicates are left out,
+//! `input-group-N.hashes` stores its hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG` is the lease of a run. All are removed once the manifest exists.
 //!
 //! Several processes may build the same input group at once: they write the same bytes under temporary names
 //! of their own, and each renames its complete file to the same final name.
@@ -14,11 +15,12 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::lease::{Lease, refuse_held};
+use super::pass::Pass;
 use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
-    MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp, saturating_sum,
-    temp_path, write_atomically,
+    FileEntry, MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp,
+    saturating_sum, temp_path, write_atomically,
 };
 use crate::input::{InputIdentity, SkippedRecord};
 use crate::store::{check_url, url_of};
@@ -48,6 +50,12 @@ pub(super) struct InputGroupRecord {
     /// Its inputs; empty for documents, pipes, and in records of older releases.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inputs: Vec<InputIdentity>,
+    /// The file beside this one with its counts, or its hashes; `None` in records of older releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub watched: Option<FileEntry>,
+    /// The hash of the hashes by which duplicates were found; `None` if none were left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drops: Option<String>,
     /// xxh3-128 of this file with the empty string here, hexadecimal; [`InputGroupRecord::sealed`] sets it.
     pub checksum: String,
 }
@@ -163,30 +171,72 @@ impl OutputDir {
         self.dir.join(VALIDATION)
     }
 
-    /// The record of an input group, if it is finished and all its shards exist.
-    pub fn record(&self, input_group: usize) -> Option<InputGroupRecord> {
-        let bytes = std::fs::read(self.parts().join(record_name(input_group))).ok()?;
+    /// The record of an input group, if a pass has finished it and all its files exist.
+    pub fn record(&self, pass: &Pass, input_group: usize) -> Option<InputGroupRecord> {
+        let bytes = std::fs::read(self.parts().join(record_name(pass, input_group))).ok()?;
         let record = InputGroupRecord::parse(&bytes)?;
-        let whole = |dir: &Path, shards: &[ShardEntry]| {
-            shards
-                .iter()
-                .flat_map(|shard| [&shard.tokens, &shard.lines])
-                .all(|entry| dir.join(&entry.file).metadata().is_ok_and(|found| found.len() == entry.bytes))
+        let is_whole = |dir: &Path, entry: &FileEntry| {
+            dir.join(&entry.file).metadata().is_ok_and(|found| found.len() == entry.bytes)
         };
-        let matches = record.fingerprint == self.fingerprint && record.input_group == input_group;
+        let whole = |dir: &Path, shards: &[ShardEntry]| {
+            shards.iter().flat_map(|shard| [&shard.tokens, &shard.lines]).all(|entry| is_whole(dir, entry))
+        };
+        let matches = record.fingerprint == self.fingerprint
+            && record.input_group == input_group
+            && record.drops.as_deref() == pass.digest()
+            && record.watched.iter().all(|entry| is_whole(&self.parts(), entry));
         (matches && whole(&self.dir, &record.shards) && whole(&self.validation(), &record.validation))
             .then_some(record)
     }
 
-    /// Records that an input group is finished; its shards are durable already.
-    pub fn save_record(&self, record: &InputGroupRecord) -> Result<()> {
+    /// Records that a pass has finished an input group; its files are durable already.
+    pub fn save_record(&self, pass: &Pass, record: &InputGroupRecord) -> Result<()> {
         let bytes = record.sealed().map_err(|e| Error::io(self.parts(), e.into()))?;
-        write_atomically(&self.parts(), &record_name(record.input_group), &self.attempt, &bytes)
+        write_atomically(&self.parts(), &record_name(pass, record.input_group), &self.attempt, &bytes)
     }
 
     /// Makes an input group unfinished again.
-    pub fn remove_record(&self, input_group: usize) -> Result<()> {
-        remove_if_exists(&self.parts().join(record_name(input_group)))
+    pub fn remove_record(&self, pass: &Pass, input_group: usize) -> Result<()> {
+        remove_if_exists(&self.parts().join(record_name(pass, input_group)))
+    }
+
+    /// Stores what was counted of an input group.
+    pub fn save_counts(&self, input_group: usize, counts: &[u8]) -> Result<FileEntry> {
+        self.save_part(format!("{RECORD}{input_group:06}.counts"), counts)
+    }
+
+    /// Stores the hashes of an input group.
+    pub fn save_hashes(&self, input_group: usize, hashes: &[u8]) -> Result<FileEntry> {
+        self.save_part(format!("{RECORD}{input_group:06}.hashes"), hashes)
+    }
+
+    fn save_part(&self, file: String, bytes: &[u8]) -> Result<FileEntry> {
+        write_atomically(&self.parts(), &file, &self.attempt, bytes)?;
+        Ok(FileEntry { file, bytes: bytes.len() as u64, hash: hash_hex(bytes) })
+    }
+
+    /// The bytes of a file beside the records. If it is damaged, it is removed, so that the next run writes it again.
+    pub fn read_part(&self, entry: &FileEntry) -> Result<Vec<u8>> {
+        let path = self.parts().join(&entry.file);
+        let bytes = std::fs::read(&path).map_err(|e| Error::io(&path, e))?;
+        if hash_hex(&bytes) == entry.hash {
+            return Ok(bytes);
+        }
+        remove_if_exists(&path)?;
+        Err(Error::Damaged {
+            path,
+            reason: "its checksum does not hold; it was removed: run again".to_owned(),
+        })
+    }
+
+    /// Stores what is left out of an input group.
+    pub fn save_drops(&self, input_group: usize, bytes: &[u8]) -> Result<()> {
+        write_atomically(&self.parts(), &drops_name(input_group), &self.attempt, bytes)
+    }
+
+    /// What was stored by `save_drops`; `None` if nothing was.
+    pub fn drops(&self, input_group: usize) -> Option<Vec<u8>> {
+        std::fs::read(self.parts().join(drops_name(input_group))).ok()
     }
 
     /// Takes a folder with another fingerprint, if nothing in it is finished and no other run is active.
@@ -223,7 +273,7 @@ impl OutputDir {
 
 /// Whether there is a record of any input group.
 fn has_records(parts: &Path) -> Result<bool> {
-    Ok(names_in(parts)?.iter().any(|name| name.starts_with(RECORD)))
+    Ok(names_in(parts)?.iter().any(|name| name.starts_with(RECORD) && name.ends_with(".json")))
 }
 
 /// The names of all entries of a folder.
@@ -302,8 +352,15 @@ pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
     }
 }
 
-fn record_name(input_group: usize) -> String {
-    format!("{RECORD}{input_group:06}.json")
+fn record_name(pass: &Pass, input_group: usize) -> String {
+    match pass {
+        Pass::Build(_) => format!("{RECORD}{input_group:06}.json"),
+        Pass::Hash(_) => format!("{RECORD}{input_group:06}.hashes.json"),
+    }
+}
+
+fn drops_name(input_group: usize) -> String {
+    format!("{RECORD}{input_group:06}.drops")
 }
 
 /// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
@@ -370,6 +427,8 @@ mod tests {
             empty_documents: u64::MAX,
             skipped: Vec::new(),
             inputs: Vec::new(),
+            watched: None,
+            drops: None,
             shards: manifest.shards.clone(),
             validation: Vec::new(),
             checksum: String::new(),
@@ -411,7 +470,8 @@ mod tests {
             let (begun, wait) = std::sync::mpsc::channel();
             let late = std::thread::spawn(move || {
                 (0..10_000).find_map(|group| {
-                    let written = write_atomically(&parts, &record_name(group), "late", b"{}");
+                    let written =
+                        write_atomically(&parts, &record_name(&Pass::Build(None), group), "late", b"{}");
                     let _ = begun.send(());
                     written.err()
                 })
@@ -429,7 +489,7 @@ mod tests {
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 2);
         let removed = temp_path(dir.path(), PARTS, &Process::current().attempt());
         create_folder(&removed).unwrap();
-        std::fs::write(removed.join(record_name(0)), "{}").unwrap();
+        std::fs::write(removed.join(record_name(&Pass::Build(None), 0)), "{}").unwrap();
         clean_up(dir.path(), &Manifest::read(dir.path()).unwrap()).unwrap();
         assert!(!removed.exists() && dir.path().join(MANIFEST).exists());
     }
