@@ -88,6 +88,7 @@ def prepare(
     files: list[str] | None = None,
     texts: Iterator[str] | None = None,
     holdout: float = 0.0,
+    drop_duplicates: str | None = None,
     partition: tuple[int, int] | None = None,
     verify_inputs: bool = False,
     threads: int | None = None,
@@ -106,11 +107,13 @@ class PrepareJob:
         *,
         files: list[str],
         holdout: float = 0.0,
+        drop_duplicates: str | None = None,
         verify_inputs: bool = False,
         _part_bytes: int | None = None,
         **reading: Any,
     ) -> None: ...
     def input_groups(self) -> list[tuple[int, int]]: ...
+    def next_pass(self) -> bool: ...
     def settings(self) -> str: ...
     def input_group(self, number: int) -> str: ...
     def finish(self) -> dict[str, Any]: ...

@@ -243,10 +243,10 @@ def _prepare(options: argparse.Namespace) -> None:
     from electra_fast.data.prepare import prepare
     from electra_fast.data.prepare_executor import dask_executor
 
-    names = ("vocab", "out", "lowercase", "partition", "verify_inputs", "holdout", "threads", *READING)
+    names = ("vocab", "out", "lowercase", "partition", "verify_inputs", "holdout", "drop_duplicates", "threads")
     scheduler = dask_executor(options.scheduler) if options.scheduler else contextlib.nullcontext()
     with scheduler as executor:
-        prepare(options.inputs, executor=executor, kind="files", **_named(options, *names))
+        prepare(options.inputs, executor=executor, kind="files", **_named(options, *names, *READING))
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -135,6 +135,11 @@ def build_parser() -> Parser:
     sub.add_argument(
         "--holdout", type=float, default=0.0, metavar="FRACTION", help="fraction of documents set aside for validation"
     )
+    sub.add_argument(
+        "--drop-duplicates",
+        choices=("documents", "lines"),
+        help="leave out documents, or lines, that have occurred before in the corpus (default: only count them)",
+    )
     sub.add_argument("--threads", type=int, default=0, help="tokenization threads; 0: all cores")
     sub.add_argument(
         "--scheduler",

@@ -136,7 +136,7 @@ def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
     for group, limit in enumerate([size - 1 for size in sizes]):
         killed = subprocess.run([sys.executable, "-c", KILLED, text, vocab, out, str(limit)], stderr=subprocess.PIPE)
         assert killed.returncode == -signal.SIGXFSZ, killed.stderr
-        finished = [path.name for path in sorted((out / "parts").glob("input-group-*"))]
+        finished = [path.name for path in sorted((out / "parts").glob("input-group-*.json"))]
         assert finished == [f"input-group-{each:06}.json" for each in range(group)]
         assert len(list(out.glob(".tmp-*.tokens"))) == 1
         found = {path: path.stat().st_ino for path in out.glob("shard-*")}

@@ -122,7 +122,7 @@ def test_a_bad_group_says_what_is_wrong_in_one_line(vocab, tmp_path):
     with processes(1) as executor, pytest.raises(InputError, match="b.jsonl: line 3: .*is a number") as caught:
         prepare([tmp_path], executor=executor, **arguments)
     assert "\n" not in str(caught.value)
-    assert list((tmp_path / "out/parts").glob("input-group-*")), "the good input group is kept"
+    assert list((tmp_path / "out/parts").glob("input-group-*.json")), "the good input group is kept"
     assert not list((tmp_path / "out").glob(".lock*"))
     report = prepare([tmp_path], executor=Immediate(), skip_bad_records=1, **arguments)
     assert report.complete and report.skipped_records == 1
@@ -160,7 +160,7 @@ def test_a_killed_pool_says_to_run_again(text, vocab, whole, tmp_path):
     arguments = {"vocab": vocab, "out": tmp_path / "out", "holdout": 0.1, "progress": False}
     with pytest.raises(ExecutorFailed, match=r"the executor failed \(Broken.* run again") as caught:
         prepare([text], executor=Killed(), **arguments)
-    assert "\n" not in str(caught.value) and len(list((tmp_path / "out/parts").glob("input-group-*"))) == 2
+    assert "\n" not in str(caught.value) and len(list((tmp_path / "out/parts").glob("input-group-*.json"))) == 2
     prepare([text], **arguments)
     assert contents(tmp_path / "out") == contents(whole)
 
@@ -201,7 +201,7 @@ def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
 
         def submit(self, task, /, *arguments):
             future = Future()
-            if self.waiting or list((tmp_path / "out/parts").glob("input-group-*")):
+            if self.waiting or list((tmp_path / "out/parts").glob("input-group-*.json")):
                 self.waiting.append(future)
             else:
                 future.set_result(task(*arguments))

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
 
 use electra_data::{
-    Coverage, Error, PrepareOptions, PrepareReport, Progress, ReadOptions, SkippedRecord, TextSource,
-    VocabOptions, VocabReport,
+    Coverage, DropDuplicates, Error, PrepareOptions, PrepareReport, Progress, ReadOptions, RepeatCount,
+    Repeats, SkippedRecord, TextSource, VocabOptions, VocabReport,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -17,8 +17,8 @@ use crate::tokenizer::Tokenizer;
 
 /// Makes a corpus from either `files` or `texts`, an iterator; `reading` says how to read files.
 #[pyfunction]
-#[pyo3(signature = (tokenizer, out, *, files=None, texts=None, holdout=0.0, partition=None, verify_inputs=false,
-                    threads=None, progress=None, _part_bytes=None, **reading))]
+#[pyo3(signature = (tokenizer, out, *, files=None, texts=None, holdout=0.0, drop_duplicates=None, partition=None,
+                    verify_inputs=false, threads=None, progress=None, _part_bytes=None, **reading))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn prepare<'py>(
     py: Python<'py>,
@@ -27,6 +27,7 @@ pub(crate) fn prepare<'py>(
     files: Option<Vec<PathBuf>>,
     texts: Option<Py<PyAny>>,
     holdout: f64,
+    drop_duplicates: Option<&str>,
     partition: Option<(usize, usize)>,
     verify_inputs: bool,
     threads: Option<usize>,
@@ -39,6 +40,7 @@ pub(crate) fn prepare<'py>(
     let settings = PrepareOptions {
         reading,
         validation_fraction: holdout,
+        drop_duplicates: drop_duplicates_from(drop_duplicates)?,
         partition,
         verify_inputs,
         threads,
@@ -51,6 +53,17 @@ pub(crate) fn prepare<'py>(
     report_dict(py, report)
 }
 
+/// The kind of duplicates with this name.
+pub(crate) fn drop_duplicates_from(name: Option<&str>) -> PyResult<Option<DropDuplicates>> {
+    #[derive(Default, serde::Deserialize)]
+    #[serde(default)]
+    struct Options {
+        drop_duplicates: Option<DropDuplicates>,
+    }
+    let given = [("drop_duplicates".to_owned(), name.into())].into_iter().collect();
+    electra_data::options_from::<Options>(given).map(|options| options.drop_duplicates).map_err(raise)
+}
+
 /// The fields of Python's dataclass.
 pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<PyDict>> {
     let result = PyDict::new(py);
@@ -61,16 +74,30 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
     result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
     result.set_item("num_input_groups", report.num_input_groups)?;
     result.set_item("missing_input_groups", report.missing_input_groups)?;
+    result.set_item("unhashed_input_groups", report.unhashed_input_groups)?;
     result.set_item("num_documents", report.num_documents)?;
     result.set_item("num_tokens", report.num_tokens)?;
     result.set_item("empty_documents", report.empty_documents)?;
     result.set_item("holdout_documents", report.validation_documents)?;
+    result.set_item("dropped_documents", report.dropped_documents)?;
+    result.set_item("emptied_documents", report.emptied_documents)?;
+    result.set_item("dropped_lines", report.dropped_lines)?;
+    result.set_item("repeats", report.repeats.map(repeats_tuple))?;
     result.set_item("skipped_records", report.skipped_records)?;
     result.set_item("first_skipped", tuples(py, report.first_skipped)?)?;
     result.set_item("rebuilt_input_groups", report.rebuilt_input_groups)?;
     result.set_item("changed_input", report.changed_input.map(|path| path.to_string_lossy().into_owned()))?;
     result.set_item("content_hash", report.content_hash)?;
     Ok(result)
+}
+
+type RepeatsTuple = ((u64, u64, u64), (u64, u64, u64), Vec<(String, u64)>, u64);
+
+/// Repeated text in the order of Python's dataclass.
+fn repeats_tuple(found: Repeats) -> RepeatsTuple {
+    let count = |count: RepeatCount| (count.total, count.repeated, count.sampled);
+    let lines = found.most_repeated.into_iter().map(|line| (line.text, line.count)).collect();
+    (count(found.documents), count(found.lines), lines, found.most_repeated_error)
 }
 
 /// A sample of files, for a run with this tokenizer and output folder, or to train a vocabulary on.

@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 use crate::errors::{InputError, raise};
 use crate::interruption::interruptible;
 use crate::options::options;
-use crate::prepare::{PythonCallbacks, report_dict};
+use crate::prepare::{PythonCallbacks, drop_duplicates_from, report_dict};
 use crate::tokenizer::Tokenizer;
 
 /// The parent's side of a corpus that tasks prepare.
@@ -24,7 +24,8 @@ pub(crate) struct PrepareJob {
 #[pymethods]
 impl PrepareJob {
     #[new]
-    #[pyo3(signature = (tokenizer, out, *, files, holdout=0.0, verify_inputs=false, _part_bytes=None, **reading))]
+    #[pyo3(signature = (tokenizer, out, *, files, holdout=0.0, drop_duplicates=None, verify_inputs=false,
+                        _part_bytes=None, **reading))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python,
@@ -32,6 +33,7 @@ impl PrepareJob {
         out: PathBuf,
         files: Vec<PathBuf>,
         holdout: f64,
+        drop_duplicates: Option<&str>,
         verify_inputs: bool,
         _part_bytes: Option<u64>,
         reading: Option<&Bound<PyDict>>,
@@ -39,6 +41,7 @@ impl PrepareJob {
         let options = PrepareOptions {
             reading: options(reading)?,
             validation_fraction: holdout,
+            drop_duplicates: drop_duplicates_from(drop_duplicates)?,
             verify_inputs,
             part_bytes: _part_bytes,
             ..PrepareOptions::default()
@@ -53,6 +56,16 @@ impl PrepareJob {
     /// (number, bytes of input) of each input group that is missing; none if the corpus was complete before.
     fn input_groups(&self) -> Vec<(usize, u64)> {
         self.unfinished().map(electra_data::PrepareJob::input_groups).unwrap_or_default()
+    }
+
+    /// Begins the second pass over the input, if there is one and tasks have completed the first; returns whether it
+    /// has begun.
+    fn next_pass(&mut self, py: Python) -> PyResult<bool> {
+        let (tokenizer, opened) = (&self.tokenizer, &mut self.opened);
+        PythonCallbacks::new(None).run(py, None, None, |_, progress| match opened {
+            Some(OpenedJob::Unfinished(job)) => job.next_pass(tokenizer, progress),
+            _ => Ok(false),
+        })
     }
 
     /// State shared by all tasks, as text.

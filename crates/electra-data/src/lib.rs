@@ -28,8 +28,9 @@ pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, verify, w
 pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
 pub use loader::{Contents, CutAt, Loader, LoaderOptions, LoaderState, Masking, Packing, Poll, auto_lanes};
 pub use prepare::{
-    Alphabet, Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport,
-    VocabOptions, VocabReport, job_tokenizer, prepare, prepare_input_groups, text_sample, train_vocab,
+    Alphabet, Coverage, DropDuplicates, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress,
+    RepeatCount, RepeatedLine, Repeats, TaskReport, VocabOptions, VocabReport, job_tokenizer, prepare,
+    prepare_input_groups, text_sample, train_vocab,
 };
 pub use store::{attended, check_url, delete_objects, download, list_objects, upload, url_of};
 pub use tokenizer::{Encoder, Pieces, Tokenizer};

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from electra_fast import _data
 from electra_fast.data.corpus import Corpus, Tokenizer, location
@@ -43,6 +43,7 @@ def prepare(
     format: Format = "auto",
     skip_bad_records: int = 0,
     holdout: float = 0.0,
+    drop_duplicates: Literal["documents", "lines"] | None = None,
     partition: str | None = None,
     verify_inputs: bool = False,
     threads: int = 0,
@@ -74,6 +75,11 @@ def prepare(
             malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
         holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
             The choice depends only on their positions; of two or more documents, at least one is chosen.
+        drop_duplicates: Leave out `documents` or `lines` that have occurred before in the corpus, in the order of its
+            inputs, and documents that this leaves without lines. Whitespace at the end of lines and blank lines do not
+            count; blank lines are kept. Dropping comes before `holdout`, so no duplicate is in both parts. The text is
+            read twice, so it must be in files. With `partition`, each part is run twice: the first run hashes its text,
+            and the second, after all first ones, builds.
         partition: `"I/N"`, counted from 1: process only every N-th input group. When the files of all N parts are
             in one folder, a run without `partition` completes it; parts that write to the same folder or URL complete
             it themselves.
@@ -120,14 +126,16 @@ def prepare(
             **text,
             **reading,
             "holdout": holdout,
+            "drop_duplicates": drop_duplicates,
             "partition": _parse_partition(partition),
             "verify_inputs": verify_inputs,
             "threads": not_negative("threads", threads) or None,
         }
         if executor is None:
-            report = PrepareReport(**_data.prepare(inner, os.fspath(out), **arguments, progress=bar.update))
+            found = _data.prepare(inner, os.fspath(out), **arguments, progress=bar.update)
         else:
-            report = PrepareReport(**prepare_on(executor, inner, os.fspath(out), bar, **arguments))
+            found = prepare_on(executor, inner, os.fspath(out), bar, **arguments)
+        report = PrepareReport.of(found)
         if report.complete:
             coverage = Corpus(out).coverage()
             report = replace(report, unknown_share=coverage.unknown_share, tokens_per_word=coverage.tokens_per_word)

@@ -47,8 +47,10 @@ def prepare_on(
     threads = arguments.pop("threads") or 1
     job = _data.PrepareJob(tokenizer, out, **arguments)
     try:
-        if groups := job.input_groups():
+        while groups := job.input_groups():
             _run_tasks(executor, job, groups, threads, bar)
+            if not job.next_pass():
+                break
         return job.finish()
     finally:
         job.close()

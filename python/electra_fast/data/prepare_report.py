@@ -5,13 +5,48 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from electra_fast import _data
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.mixture import Corpora, weighted_folders
+from electra_fast.messages import printable
 
+# Characters of a repeated line that are shown.
+SHOWN = 60
 # The row lengths of the published presets.
 LENGTHS = (128, 512)
+
+
+@dataclass(frozen=True)
+class RepeatCount:
+    """How many documents or lines are repeated."""
+
+    total: int
+    """Those with text."""
+    repeated: int
+    """Those that have occurred before; an estimate if `sampled` is not 1."""
+    sampled: int
+    """One in how many of the distinct ones was counted."""
+
+    def __str__(self) -> str:
+        share = f"{self.repeated / max(1, self.total):.1%}"
+        if self.sampled == 1:
+            return f"{self.repeated:,} of {self.total:,} ({share})"
+        return f"about {share} of {self.total:,} (estimated from 1 of {self.sampled})"
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Exact duplicates in the text as it was read; whitespace at the end of lines and blank lines do not count."""
+
+    documents: RepeatCount
+    lines: RepeatCount
+    most_repeated: tuple[tuple[str, int], ...]
+    """The ten most repeated lines (their first 200 bytes) with their numbers of occurrences."""
+    most_repeated_error: int
+    """A line that is not named occurs at most so often, or less than those that are. If `lines` is an estimate, a line
+    that is named may occur so many times more than is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +65,22 @@ class PrepareReport:
     num_input_groups: int
     """Files, or parts of a large one, that are processed as a whole."""
     missing_input_groups: int
+    unhashed_input_groups: int = 0
+    """To drop duplicates, all text is hashed first: input groups that other partitions have not hashed yet."""
     num_documents: int
     num_tokens: int
     empty_documents: int
     """Documents without tokens, which are left out."""
     holdout_documents: int
+    dropped_documents: int = 0
+    """Documents left out because they had occurred before."""
+    emptied_documents: int = 0
+    """Documents left out because all their lines had occurred before."""
+    dropped_lines: int = 0
+    """Lines left out because they had occurred before."""
+    repeats: Repeats | None = None
+    """Repeated text; `None` while incomplete, or if the corpus was complete before, or if an older release has prepared
+    part of it."""
     skipped_records: int = 0
     """Records that could not be read and were skipped; a complete corpus lists them in `skipped.jsonl`."""
     first_skipped: tuple[tuple[str, int, str], ...] = ()
@@ -49,6 +95,14 @@ class PrepareReport:
     """[UNK] per token, measured on at most 2^24 evenly spaced tokens; `None` while incomplete."""
     tokens_per_word: float | None = None
     """Fertility; `None` while incomplete, or if the tokenizer does not mark words."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> PrepareReport:
+        """The report of `_data.prepare`."""
+        if repeats := fields["repeats"]:
+            documents, lines, most_repeated, error = repeats
+            fields["repeats"] = Repeats(RepeatCount(*documents), RepeatCount(*lines), tuple(most_repeated), error)
+        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +169,9 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason:
     crate_note = ""
     if fallback_reason:
         crate_note = f"; tokenized by the tokenizers crate, which is many times slower, because {fallback_reason}"
+    if report.unhashed_input_groups:
+        counted = f"{report.unhashed_input_groups} of {report.num_input_groups} input groups are not"
+        return f"{os.fspath(out)}: hashed, but {counted}; run it again when all partitions have been hashed{skipped}"
     if not report.complete:
         missing = f"{report.missing_input_groups} of {report.num_input_groups} input groups are still missing"
         remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
@@ -122,10 +179,36 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason:
             remedy = "the part that is done last completes the corpus"
         return f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{crate_note}"
     empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
+    dropped = ", ".join(
+        f"{count:,} {what}"
+        for count, what in (
+            (report.dropped_documents, "duplicate documents dropped"),
+            (report.dropped_lines, "duplicate lines dropped"),
+            (report.emptied_documents, "documents dropped that had no other lines"),
+        )
+        if count
+    )
     validation = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""
     return "\n".join(
-        (f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}{crate_note}", *_packing_lines(report, out))
+        (
+            f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}{crate_note}",
+            *([f"  {dropped}"] if dropped else []),
+            *_repeat_lines(report.repeats),
+            *_packing_lines(report, out),
+        )
     )
+
+
+def _repeat_lines(repeats: Repeats | None) -> Iterator[str]:
+    if repeats is None or not repeats.lines.repeated:
+        return
+    yield f"  repeated in the input: documents {repeats.documents}, lines {repeats.lines}"
+    if repeats.most_repeated:
+        error = f"{repeats.most_repeated_error:,}"
+        bound = f"; each may occur {error} times more" if repeats.lines.sampled > 1 else ""
+        yield f"  the most repeated lines (one that is not found occurs at most {error} times{bound}):"
+        for text, count in repeats.most_repeated:
+            yield f"    {count:,} × {printable(text if len(text) <= SHOWN else text[:SHOWN] + '…')}"
 
 
 def _packing_lines(report: PrepareReport, out: str | os.PathLike[str]) -> Iterator[str]:

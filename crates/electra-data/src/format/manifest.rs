@@ -113,6 +113,15 @@ pub(crate) struct Manifest {
     /// Unreadable records of the input, which were left out.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub skipped_records: u64,
+    /// Documents that were left out because they had occurred before …
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub dropped_documents: u64,
+    /// … or because all their lines had; …
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub emptied_documents: u64,
+    /// … and lines that were left out because they had occurred before.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub dropped_lines: u64,
     /// Bytes per token id: 2 or 4.
     pub token_bytes: u16,
     pub tokenizer: TokenizerEntry,
@@ -140,6 +149,9 @@ impl Manifest {
             num_documents: 0,
             empty_documents: 0,
             skipped_records: 0,
+            dropped_documents: 0,
+            emptied_documents: 0,
+            dropped_lines: 0,
             token_bytes,
             tokenizer,
             fingerprint: String::new(),

@@ -34,5 +34,5 @@ pub(crate) use atomic_file::{
 pub(crate) use checksum::{hash_hex, hex128};
 pub(crate) use corpus::VALIDATION;
 pub(crate) use header::FORMAT_VERSION;
-pub(crate) use manifest::{MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, saturating_sum};
+pub(crate) use manifest::{FileEntry, MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, saturating_sum};
 pub(crate) use writer::{DocumentWriter, ShardSpec};

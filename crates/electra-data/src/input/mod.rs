@@ -30,7 +30,7 @@ pub(crate) use files::Inputs;
 pub(crate) use identity::{Comparison, InputIdentity};
 pub(crate) use input_file::{Compression, InputFile};
 pub(crate) use pipeline::{
-    Batcher, GroupEnd, Intake, Mark, TextBatch, default_threads, read_beginning, with_workers,
+    Batcher, GroupEnd, Intake, Mark, TextBatch, Watch, default_threads, read_beginning, with_workers,
 };
 pub(crate) use sampler::{Sampled, Sampler};
 pub(crate) use skipped::{SKIPPED, SkipLog, first_skipped, skipped_to_jsonl};

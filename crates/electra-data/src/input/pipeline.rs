@@ -12,6 +12,7 @@ use super::identity::InputIdentity;
 use super::sampler::{Sampled, Sampler};
 use super::skipped::{SkipLog, SkippedRecord};
 use crate::error::{Error, Result};
+use crate::format::FileEntry;
 
 const BATCH_BYTES: usize = 1 << 20;
 const BATCH_TEXTS: usize = 1 << 16;
@@ -27,8 +28,8 @@ pub(crate) enum Mark {
     Document,
     /// Nothing: the input group with this number begins here.
     Begin(usize),
-    /// An input group.
-    InputGroup(GroupEnd),
+    /// An input group. Boxed, so that the other marks, of which there are millions, are small.
+    InputGroup(Box<GroupEnd>),
 }
 
 /// Totals of an input group once all of it has been read.
@@ -37,6 +38,21 @@ pub(crate) struct GroupEnd {
     pub skipped: Vec<SkippedRecord>,
     /// The inputs that it was read from.
     pub inputs: Vec<InputIdentity>,
+    /// The file that the watch has written.
+    pub watched: Option<FileEntry>,
+}
+
+/// Follows the texts of input groups in the order in which they are read, before they are cut, and decides which of them
+/// are kept.
+pub(crate) trait Watch: Send {
+    /// An input group begins.
+    fn begin(&mut self, input_group: usize) -> Result<()>;
+
+    /// Whether a text is kept, with its mark.
+    fn keeps(&mut self, text: &str, mark: &Mark) -> bool;
+
+    /// The input group ends; returns the file that stores what was found in it.
+    fn end(&mut self) -> Result<FileEntry>;
 }
 
 /// A text of a batch with the mark at its end. One that ends a document or bounds an input group is empty.
@@ -80,12 +96,13 @@ pub(crate) struct Intake<'a> {
     pub cut: Cut<'a>,
     pub skips: SkipLog,
     pub sampler: Sampler,
+    pub watch: Option<Box<dyn Watch + 'a>>,
 }
 
 impl<'a> Intake<'a> {
     /// Samples all text and skips no record.
     pub fn everything(cut: Cut<'a>) -> Self {
-        Self { cut, skips: SkipLog::default(), sampler: Sampler::everything() }
+        Self { cut, skips: SkipLog::default(), sampler: Sampler::everything(), watch: None }
     }
 }
 
@@ -112,6 +129,11 @@ impl<'a> Batcher<'a> {
 
     /// Appends text with the mark at its end. Long lines are cut where that is allowed.
     pub fn push(&mut self, mut text: &str, mark: Mark) -> Result<()> {
+        if let Some(watch) = &mut self.intake.watch
+            && !watch.keeps(text, &mark)
+        {
+            return Ok(());
+        }
         while text.len() > 2 * FRAGMENT_BYTES {
             let at = match (cut_near(text, self.intake.cut), self.intake.cut) {
                 (Some(at), _) => at,
@@ -138,13 +160,17 @@ impl<'a> Batcher<'a> {
 
     /// Begins an input group.
     pub fn begin_input_group(&mut self, number: usize) -> Result<()> {
+        if let Some(watch) = &mut self.intake.watch {
+            watch.begin(number)?;
+        }
         self.append("", Mark::Begin(number))
     }
 
     /// Ends an input group.
     pub fn end_input_group(&mut self) -> Result<()> {
         let (skipped, inputs) = (self.intake.skips.take(), std::mem::take(&mut self.inputs));
-        self.append("", Mark::InputGroup(GroupEnd { skipped, inputs }))
+        let watched = self.intake.watch.as_mut().map(|watch| watch.end()).transpose()?;
+        self.append("", Mark::InputGroup(Box::new(GroupEnd { skipped, inputs, watched })))
     }
 
     /// Appends a whole document.
@@ -274,6 +300,7 @@ pub(crate) fn read_beginning(
     // Errors are ignored: the text before them counts, and the run that reads everything reports them.
     let _ = read(&mut batcher);
     let _ = batcher.flush();
+    drop(batcher);
     text
 }
 

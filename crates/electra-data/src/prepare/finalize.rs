@@ -8,6 +8,7 @@ use super::changes;
 use super::clean_up::{clean_up, remove_folder, warn_of};
 use super::output_dir::{InputGroupRecord, OutputDir};
 use super::place::Place;
+use super::repeats::Dropped;
 use crate::error::{Error, Result};
 use crate::format::{
     DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, VALIDATION,
@@ -22,6 +23,7 @@ pub(super) struct Finalizer<'a> {
     pub tokenizer: &'a Tokenizer,
     pub spec: ShardSpec,
     pub options: serde_json::Value,
+    pub dropped: Dropped,
     /// Whether a validation split was requested.
     pub wants_validation: bool,
 }
@@ -61,7 +63,16 @@ impl Finalizer<'_> {
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
         self.write_skipped(&skipped)?;
         let skipped_records = skipped.len() as u64;
-        let manifest = Manifest { empty_documents, skipped_records, has_validation, ..self.manifest(train) };
+        let Dropped { documents: dropped_documents, lines: dropped_lines, emptied_documents } = self.dropped;
+        let manifest = Manifest {
+            empty_documents,
+            skipped_records,
+            dropped_documents,
+            emptied_documents,
+            dropped_lines,
+            has_validation,
+            ..self.manifest(train)
+        };
         self.write_tokenizer("")?;
         let manifest = self.out.write_manifest(manifest.seal())?;
         clean_up(self.out.out(), &manifest)?;

@@ -6,6 +6,7 @@ use crossbeam_channel::Sender;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::output_dir::{InputGroupRecord, OutputDir};
+use super::pass::Pass;
 use crate::error::{Error, Result};
 use crate::format::{DocumentWriter, ShardSpec};
 use crate::input::{Cut, GroupEnd, Mark, TextBatch};
@@ -19,6 +20,7 @@ pub(super) struct InputGroupBuilder<'a> {
     pub spec: ShardSpec,
     /// Fraction of documents that go to the validation split.
     pub validation_fraction: f64,
+    pub pass: Pass,
     /// Cancels requests to stores when the run ends.
     pub cancel: Cancel,
 }
@@ -63,7 +65,7 @@ impl<'a> LaneWriter<'a> {
                     *current = Some(InputGroupWriter::new(self.builder, number)?);
                 }
                 (Mark::InputGroup(end), Some(_)) => {
-                    let record = self.current.take().map(|group| group.finish(self.builder, end));
+                    let record = self.current.take().map(|group| group.finish(self.builder, *end));
                     record.map_or(Ok(()), |record| self.save(record?))?;
                 }
                 (Mark::Begin(_), Some(_)) | (_, None) => return Err(text_outside_groups()),
@@ -77,7 +79,7 @@ impl<'a> LaneWriter<'a> {
     /// Saves the record of a finished input group, or hands it to those that upload.
     fn save(&self, record: InputGroupRecord) -> Result<()> {
         match self.builder.out.num_uploads() {
-            0 => self.builder.out.save_record(&record),
+            0 => self.builder.out.save_record(&self.builder.pass, &record),
             _ => self.finished.send(record).map_err(|_| Error::Interrupted), // all have failed
         }
     }
@@ -170,6 +172,8 @@ impl InputGroupWriter {
             validation: self.validation.finish()?,
             skipped: end.skipped,
             inputs: end.inputs,
+            watched: end.watched,
+            drops: builder.pass.digest().map(str::to_owned),
             checksum: String::new(),
         })
     }

@@ -15,7 +15,9 @@ use crossbeam_channel::{RecvTimeoutError, bounded};
 
 use super::input_group::{InputGroupBuilder, LaneWriter, Written, line_cut, tokenize};
 use super::output_dir::InputGroupRecord;
+use super::pass::Pass;
 use super::progress::{Progress, ProgressReporter};
+use super::repeats::watch;
 use crate::error::{Error, Result};
 use crate::input::{Batcher, Intake, SkipLog, TextBatch, with_workers};
 use crate::store::Cancel;
@@ -49,9 +51,10 @@ struct Shared<'a> {
     failure: Mutex<Option<Error>>,
 }
 
-/// The number of lanes for so many workers and input groups.
-pub(super) fn num_lanes(threads: usize, num_groups: usize) -> usize {
-    threads.div_ceil(WORKERS_PER_LANE).min(num_groups).max(1)
+/// The number of lanes for so many workers and input groups. Hashing leaves nothing to the workers.
+pub(super) fn num_lanes(pass: &Pass, threads: usize, num_groups: usize) -> usize {
+    let workers_per_lane = if let Pass::Hash(_) = pass { 1 } else { WORKERS_PER_LANE };
+    threads.div_ceil(workers_per_lane).min(num_groups).max(1)
 }
 
 /// Builds input groups with so many workers. The first error stops all lanes; finished groups are kept.
@@ -92,7 +95,8 @@ pub(super) fn build(
             for _ in 0..builder.out.num_uploads() {
                 let (shared, ending, uploads) = (&shared, ending.clone(), uploads.clone());
                 scope.spawn(move || {
-                    let save = |record| builder.cancel.carry(|| builder.out.save_record(&record));
+                    let save =
+                        |record| builder.cancel.carry(|| builder.out.save_record(&builder.pass, &record));
                     // The first failure ends it, so that no lane waits for a store that is away.
                     shared.note(uploads.iter().try_for_each(save));
                     drop((ending, uploads));
@@ -103,7 +107,8 @@ pub(super) fn build(
                 let (shared, ending, skips) = (&shared, ending.clone(), skips.clone());
                 let finished = finished.clone();
                 scope.spawn(move || {
-                    let intake = Intake { skips, ..Intake::everything(line_cut(builder.tokenizer)) };
+                    let watch = Some(watch(builder.out, &builder.pass));
+                    let intake = Intake { skips, watch, ..Intake::everything(line_cut(builder.tokenizer)) };
                     let mut writer = LaneWriter::new(builder, &shared.written, finished);
                     let read = |to: &mut Batcher| shared.read_all(lane, read, to);
                     let consume = |batch: Option<_>| {

@@ -10,10 +10,12 @@ mod lanes;
 mod lease;
 mod options;
 mod output_dir;
+mod pass;
 mod place;
 mod plan;
 mod process;
 mod progress;
+mod repeats;
 mod run;
 mod tasks;
 #[cfg(test)]
@@ -24,7 +26,9 @@ mod word_counts;
 
 pub use coverage::{Coverage, text_sample};
 pub use options::PrepareOptions;
+pub use pass::DropDuplicates;
 pub use progress::Progress;
+pub use repeats::{RepeatCount, RepeatedLine, Repeats};
 pub use run::{PrepareReport, prepare};
 pub use tasks::{OpenedJob, PrepareJob, TaskReport, job_tokenizer, prepare_input_groups};
 pub use vocab::{Alphabet, VocabOptions, VocabReport, train_vocab};

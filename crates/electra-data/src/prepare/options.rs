@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::pass::DropDuplicates;
 use crate::choice::Choice;
 use crate::error::{Error, Result};
 use crate::format::{FORMAT_VERSION, ShardSpec, hash_hex};
@@ -23,6 +24,8 @@ pub struct PrepareOptions {
     /// A document is chosen by its position in the corpus alone. If none of at least two documents is chosen,
     /// the last one is.
     pub validation_fraction: f64,
+    /// Leave out what has occurred before in the corpus.
+    pub drop_duplicates: Option<DropDuplicates>,
     /// (I, N): build only every N-th input group, starting with the I-th, counted from 1.
     pub partition: Option<(usize, usize)>,
     /// Compare the whole content of inputs with what finished work was made of, also of those whose size,
@@ -86,8 +89,8 @@ impl PrepareOptions {
         self.fingerprint(tokenizer, &inputs.files.iter().map(entry).collect())
     }
 
-    /// Options that decide the content, so without `skip_bad_records`. A format is included only if given:
-    /// corpora made before there was that option must keep their fingerprint.
+    /// Options that decide the content, so without `skip_bad_records`. Some are included only if given: corpora
+    /// made before there was that option must keep their fingerprint.
     pub(super) fn to_json(&self) -> Value {
         let reading = &self.reading;
         let mut options = json!({
@@ -98,6 +101,9 @@ impl PrepareOptions {
         });
         if let Some(format) = reading.format {
             options["format"] = format.name().into();
+        }
+        if let Some(what) = self.drop_duplicates {
+            options["drop_duplicates"] = what.name().into();
         }
         options
     }

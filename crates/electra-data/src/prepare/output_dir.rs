@@ -1,7 +1,8 @@
 //! The output folder of an unfinished corpus: which run it belongs to, what is finished, and who is working in it.
 //!
 //! `parts/job.json` stores the fingerprint of inputs and options, `parts/input-group-N.json` records that input
-//! group N is finished, `.lock-TAG` is the lease of a run. All are removed once the manifest exists.
+//! group N is finished, `parts/input-group-N.counts` what was counted of its text. Where duplicates are left out,
+//! `input-group-N.hashes` stores its hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG` is the lease of a run. All are removed once the manifest exists.
 //!
 //! Several processes may build the same input group at once: they write the same bytes under temporary names
 //! of their own, and each renames its complete file to the same final name.
@@ -17,12 +18,13 @@ use serde::{Deserialize, Serialize};
 
 use super::clean_up::{name_of, names_in, remove_temps, temporary_folder, warn_of};
 use super::lease::{Lease, refuse_held};
+use super::pass::Pass;
 use super::place::{FINGERPRINT, LEASE, Place, remove_if_exists};
 use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
-    MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp, saturating_sum,
-    write_atomically,
+    FileEntry, MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp,
+    saturating_sum, write_atomically,
 };
 use crate::input::{InputIdentity, SkippedRecord};
 use crate::store::{Store, url_of};
@@ -52,6 +54,12 @@ pub(super) struct InputGroupRecord {
     /// Its inputs; empty for documents, pipes, and in records of older releases.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inputs: Vec<InputIdentity>,
+    /// The file beside this one with its counts, or its hashes; `None` in records of older releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub watched: Option<FileEntry>,
+    /// The hash of the hashes by which duplicates were found; `None` if none were left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drops: Option<String>,
     /// xxh3-128 of this file with the empty string here, hexadecimal; [`InputGroupRecord::sealed`] sets it.
     pub checksum: String,
 }
@@ -63,13 +71,19 @@ impl InputGroupRecord {
     }
 
     /// (name, bytes) of the files of all shards.
-    fn files(&self) -> impl Iterator<Item = (String, u64)> {
+    fn shard_files(&self) -> impl Iterator<Item = (String, u64)> {
         let validation = self.validation.iter().map(|shard| (format!("{VALIDATION}/"), shard));
         self.shards.iter().map(|shard| (String::new(), shard)).chain(validation).flat_map(
             |(folder, shard)| {
                 [&shard.tokens, &shard.lines].map(|entry| (format!("{folder}{}", entry.file), entry.bytes))
             },
         )
+    }
+
+    /// (name, bytes) of these files and of what was counted or hashed.
+    fn files(&self) -> impl Iterator<Item = (String, u64)> {
+        let watched = self.watched.iter().map(|entry| (format!("{PARTS}/{}", entry.file), entry.bytes));
+        self.shard_files().chain(watched)
     }
 
     /// The bytes of the record, with its checksum.
@@ -236,37 +250,40 @@ impl OutputDir {
 
     /// The record of an input group.
     #[cfg(test)]
-    pub fn record(&self, input_group: usize) -> Option<InputGroupRecord> {
-        self.records([input_group]).unwrap().remove(0)
+    pub fn record(&self, pass: &Pass, input_group: usize) -> Option<InputGroupRecord> {
+        self.records(pass, [input_group]).unwrap().remove(0)
     }
 
-    /// The records of input groups; `None` for those that are not finished, or lack a shard.
+    /// The records of input groups; `None` for those that a pass has not finished, or that lack a file.
     pub fn records(
         &self,
+        pass: &Pass,
         input_groups: impl IntoIterator<Item = usize>,
     ) -> Result<Vec<Option<InputGroupRecord>>> {
         let input_groups: Vec<usize> = input_groups.into_iter().collect();
-        let names: Vec<_> = input_groups.iter().map(|&group| record_name(group)).collect();
+        let names: Vec<_> = input_groups.iter().map(|&group| record_name(pass, group)).collect();
         let sizes = self.place.sizes()?;
         let found = self.place.read_all(&names, &sizes)?;
         let record = |(group, bytes): (usize, Option<Vec<u8>>)| {
             let record = InputGroupRecord::parse(&bytes?)?;
-            let matches = record.fingerprint == self.fingerprint && record.input_group == group;
+            let matches = record.fingerprint == self.fingerprint
+                && record.input_group == group
+                && record.drops.as_deref() == pass.digest();
             (matches && record.files().all(|(name, bytes)| sizes.of(&name) == Some(bytes))).then_some(record)
         };
         Ok(input_groups.into_iter().zip(found).map(record).collect())
     }
 
-    /// Records that an input group is finished. Its shards are durable already, or else are uploaded first.
-    pub fn save_record(&self, record: &InputGroupRecord) -> Result<()> {
+    /// Records that a pass has finished an input group. Its shards are durable already, or else are uploaded first.
+    pub fn save_record(&self, pass: &Pass, record: &InputGroupRecord) -> Result<()> {
         self.upload(record)?;
         let bytes = record.sealed().map_err(|e| Error::io(&self.out, e.into()))?;
-        self.write(&record_name(record.input_group), &bytes)?;
+        self.write(&record_name(pass, record.input_group), &bytes)?;
         if let Place::Store(_) = self.place
             && let Err(error) = self.check_fingerprint()
         {
             // The corpus was finished before this record was written, which must not stay behind.
-            self.remove_record(record.input_group)?;
+            self.remove_record(pass, record.input_group)?;
             return Err(error);
         }
         Ok(())
@@ -275,7 +292,7 @@ impl OutputDir {
     /// Uploads the shards of a record that lie in the temporary folder, if there is one, and removes them there.
     pub fn upload(&self, record: &InputGroupRecord) -> Result<()> {
         let Place::Store(store) = &self.place else { return Ok(()) };
-        for (name, _) in record.files() {
+        for (name, _) in record.shard_files() {
             let path = self.dir.join(&name);
             if path.exists() {
                 store.put_file(&name, &path)?;
@@ -316,8 +333,51 @@ impl OutputDir {
     }
 
     /// Makes an input group unfinished again.
-    pub fn remove_record(&self, input_group: usize) -> Result<()> {
-        self.place.remove(&record_name(input_group))
+    pub fn remove_record(&self, pass: &Pass, input_group: usize) -> Result<()> {
+        self.place.remove(&record_name(pass, input_group))
+    }
+
+    /// Stores what was counted of an input group.
+    pub fn save_counts(&self, input_group: usize, counts: &[u8]) -> Result<FileEntry> {
+        self.save_part(format!("{RECORD}{input_group:06}.counts"), counts)
+    }
+
+    /// Stores the hashes of an input group.
+    pub fn save_hashes(&self, input_group: usize, hashes: &[u8]) -> Result<FileEntry> {
+        self.save_part(format!("{RECORD}{input_group:06}.hashes"), hashes)
+    }
+
+    fn save_part(&self, file: String, bytes: &[u8]) -> Result<FileEntry> {
+        self.write(&format!("{PARTS}/{file}"), bytes)?;
+        Ok(FileEntry { file, bytes: bytes.len() as u64, hash: hash_hex(bytes) })
+    }
+
+    /// The bytes of a file beside the records. If it is damaged, it is removed, so that the next run writes it again.
+    pub fn read_part(&self, entry: &FileEntry) -> Result<Vec<u8>> {
+        let name = format!("{PARTS}/{}", entry.file);
+        let path = self.out.join(&name);
+        let bytes = self.place.read(&name)?.ok_or_else(|| Error::NotFound {
+            path: path.clone(),
+            hint: "; another run has removed it: run again".to_owned(),
+        })?;
+        if hash_hex(&bytes) == entry.hash {
+            return Ok(bytes);
+        }
+        self.place.remove(&name)?;
+        Err(Error::Damaged {
+            path,
+            reason: "its checksum does not hold; it was removed: run again".to_owned(),
+        })
+    }
+
+    /// Stores what is left out of an input group.
+    pub fn save_drops(&self, input_group: usize, bytes: &[u8]) -> Result<()> {
+        self.write(&drops_name(input_group), bytes)
+    }
+
+    /// What was stored by `save_drops`; `None` if nothing was.
+    pub fn drops(&self, input_group: usize) -> Result<Option<Vec<u8>>> {
+        self.place.read(&drops_name(input_group))
     }
 
     /// Takes a folder with another fingerprint, if nothing in it is finished and no other run is active.
@@ -357,11 +417,18 @@ impl OutputDir {
 
 /// Whether there is a record of any input group.
 fn has_records(parts: &Path) -> Result<bool> {
-    Ok(names_in(parts)?.iter().any(|name| name.starts_with(RECORD)))
+    Ok(names_in(parts)?.iter().any(|name| name.starts_with(RECORD) && name.ends_with(".json")))
 }
 
-fn record_name(input_group: usize) -> String {
-    format!("{PARTS}/{RECORD}{input_group:06}.json")
+fn record_name(pass: &Pass, input_group: usize) -> String {
+    match pass {
+        Pass::Build(_) => format!("{PARTS}/{RECORD}{input_group:06}.json"),
+        Pass::Hash(_) => format!("{PARTS}/{RECORD}{input_group:06}.hashes.json"),
+    }
+}
+
+fn drops_name(input_group: usize) -> String {
+    format!("{PARTS}/{RECORD}{input_group:06}.drops")
 }
 
 /// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
@@ -425,6 +492,8 @@ mod tests {
             empty_documents: u64::MAX,
             skipped: Vec::new(),
             inputs: Vec::new(),
+            watched: None,
+            drops: None,
             shards: manifest.shards.clone(),
             validation: Vec::new(),
             checksum: String::new(),

@@ -24,6 +24,14 @@ impl Plan {
     ) -> Result<Self> {
         let inputs = Inputs::expand(inputs, Some(out), options.reading.format)?;
         refuse_vocabulary(&inputs, tokenizer.path())?;
+        if options.drop_duplicates.is_some()
+            && let Some(pipe) = inputs.files.iter().find(|file| !file.regular)
+        {
+            let path = pipe.path.display();
+            return Err(Error::Input(format!(
+                "{path}: not a regular file, and dropping duplicates reads the text twice; store it in a file"
+            )));
+        }
         let groups = inputs.input_groups(&options.reading, options.part_bytes());
         let fingerprint = options.fingerprint_of(tokenizer, &inputs);
         Ok(Self { inputs, groups, fingerprint })

@@ -18,12 +18,14 @@ use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::{PrepareOptions, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
+use super::pass::{Decided, Pass};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::process::nonce;
 use super::progress::Progress;
+use super::repeats::{Repeats, decide, digest, merge};
 use crate::error::{Error, Result};
-use crate::format::{Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
+use crate::format::{FileEntry, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
 use crate::input::{Batcher, SKIPPED, SkipLog, SkippedRecord, TextSource, first_skipped, read_input_group};
 use crate::store::{Cancel, url_of};
 use crate::tokenizer::Tokenizer;
@@ -48,6 +50,9 @@ pub struct PrepareReport {
     pub num_input_groups: usize,
     /// Input groups that are not finished yet.
     pub missing_input_groups: usize,
+    /// Input groups whose text has not been compared with all other text yet, because other partitions have not read
+    /// theirs.
+    pub unhashed_input_groups: usize,
     /// Documents of the corpus, without the validation split (of all finished groups, if it is not complete).
     pub num_documents: u64,
     /// Tokens in them.
@@ -56,6 +61,15 @@ pub struct PrepareReport {
     pub empty_documents: u64,
     /// Documents in the validation split.
     pub validation_documents: u64,
+    /// Documents that were left out because they had occurred before …
+    pub dropped_documents: u64,
+    /// … or because all their lines had; …
+    pub emptied_documents: u64,
+    /// … and lines that were left out because they had occurred before.
+    pub dropped_lines: u64,
+    /// How often text is repeated; `None` if the corpus is not complete or was before this run, or if an older release
+    /// has made a part of it.
+    pub repeats: Option<Repeats>,
     /// Unreadable records that were skipped. `skipped.jsonl` in the corpus lists them.
     pub skipped_records: u64,
     /// The first ten of them.
@@ -87,8 +101,7 @@ pub fn prepare(
             match run.claim(&plan, progress)? {
                 Claimed::Complete(report) => Ok(*report),
                 Claimed::Unfinished(work) => {
-                    let built = run.build_files(&work, &plan, progress);
-                    run.unless_finished(built.and_then(|()| run.finalize(&work, &plan, progress)), &plan)
+                    run.unless_finished(run.build_and_finalize(*work, &plan, progress), &plan)
                 }
             }
         }
@@ -110,9 +123,10 @@ pub(super) enum Claimed {
     Unfinished(Box<RemainingWork>),
 }
 
-/// The work left to do in a claimed folder.
+/// The work left to do in a claimed folder, in one pass over the input.
 pub(super) struct RemainingWork {
     pub out: OutputDir,
+    pub pass: Pass,
     pub todo: Vec<Todo>,
     /// Number of records skipped by earlier runs.
     pub skipped: u64,
@@ -120,7 +134,34 @@ pub(super) struct RemainingWork {
     pub stale: Vec<(usize, PathBuf)>,
 }
 
+impl RemainingWork {
+    /// The records of the input groups that this pass has finished.
+    fn records(&self, plan: &Plan) -> Result<Vec<Option<InputGroupRecord>>> {
+        let is_readable = |record: &InputGroupRecord| {
+            // Hashes are read in full, because the content of all input groups depends on them.
+            matches!(self.pass, Pass::Build(_))
+                || record.watched.as_ref().is_some_and(|file| self.out.read_part(file).is_ok())
+        };
+        let records = self.out.records(&self.pass, 0..plan.groups.len())?.into_iter();
+        Ok(records.map(|record| record.filter(is_readable)).collect())
+    }
+}
+
 impl PrepareRun<'_> {
+    fn build_and_finalize(
+        &self,
+        mut work: RemainingWork,
+        plan: &Plan,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<PrepareReport> {
+        self.build_files(&work, plan, progress)?;
+        if let Pass::Hash(_) = work.pass {
+            self.find_remaining(&mut work, plan, progress)?;
+            self.build_files(&work, plan, progress)?;
+        }
+        self.finalize(&work, plan, progress)
+    }
+
     /// Claims the folder and finds the input groups of this run's partition that are missing.
     pub fn claim(&self, plan: &Plan, progress: &mut dyn FnMut(Progress) -> bool) -> Result<Claimed> {
         let comparer = Comparer { plan, verify: self.options.verify_inputs };
@@ -137,22 +178,55 @@ impl PrepareRun<'_> {
             }
             Claim::Ours(out) => *out,
         };
+        self.create_validation(&out)?;
+        let pass = self.options.drop_duplicates.map_or(Pass::Build(None), Pass::Hash);
+        let mut work = RemainingWork { out, pass, todo: Vec::new(), skipped: 0, stale: Vec::new() };
+        self.find_remaining(&mut work, plan, progress)?;
+        Ok(Claimed::Unfinished(Box::new(work)))
+    }
+
+    /// Finds what is left to do. A run that leaves out duplicates builds once all input groups have been hashed.
+    pub fn find_remaining(
+        &self,
+        work: &mut RemainingWork,
+        plan: &Plan,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<()> {
+        let records = self.remaining_of_pass(work, plan, progress)?;
+        let (Pass::Hash(what), Some(hashed)) = (&work.pass, records) else { return Ok(()) };
+        let files: Vec<FileEntry> = hashed.into_iter().filter_map(|record| record.watched).collect();
+        decide(&work.out, &files, progress)?;
+        work.pass = Pass::Build(Some(Decided { what: *what, digest: digest(&files) }));
+        self.remaining_of_pass(work, plan, progress)?;
+        // Their shards are about to be replaced: a record of other duplicates must not name them again.
+        work.todo.iter().try_for_each(|todo| work.out.remove_record(&work.pass, todo.number))
+    }
+
+    /// Finds what is left to do in this pass; returns the records of all input groups if none is missing.
+    fn remaining_of_pass(
+        &self,
+        work: &mut RemainingWork,
+        plan: &Plan,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Option<Vec<InputGroupRecord>>> {
         let (index, count) = self.options.partition.unwrap_or((1, 1));
         let is_ours = |number: usize| number % count == index - 1;
-        let mut records = out.records(0..plan.groups.len())?;
-        let mut stale = comparer.stale(&records, progress)?;
-        stale.retain(|(number, _)| is_ours(*number));
-        for (number, _) in &stale {
-            out.remove_record(*number)?;
-            records[*number] = None;
+        let mut records = work.records(plan)?;
+        let comparer = Comparer { plan, verify: self.options.verify_inputs };
+        for (number, path) in comparer.stale(&records, progress)? {
+            records[number] = None;
+            if is_ours(number) {
+                work.out.remove_record(&work.pass, number)?;
+                work.stale.retain(|(known, _)| *known != number);
+                work.stale.push((number, path));
+            }
         }
-        let skipped = self.check_skipped(records.iter().flatten())?;
-        let todo = (0..plan.groups.len())
+        work.skipped = self.check_skipped(records.iter().flatten())?;
+        work.todo = (0..plan.groups.len())
             .filter(|&number| is_ours(number) && records[number].is_none())
             .map(|number| Todo { number, bytes: plan.groups[number].num_bytes(&plan.inputs) })
             .collect();
-        self.create_validation(&out)?;
-        Ok(Claimed::Unfinished(Box::new(RemainingWork { out, todo, skipped, stale })))
+        Ok(records.into_iter().collect())
     }
 
     pub(super) fn build_files(
@@ -163,14 +237,14 @@ impl PrepareRun<'_> {
     ) -> Result<()> {
         let skips = SkipLog::new(self.options.reading.skip_bad_records, work.skipped);
         let threads = self.options.num_threads();
-        let num_lanes = lanes::num_lanes(threads, work.todo.len());
+        let num_lanes = lanes::num_lanes(&work.pass, threads, work.todo.len());
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let (group, cancel) = (&plan.groups[number], &plan.inputs.cancel);
             let files = &plan.inputs.files[group.files.clone()];
             read_input_group(files, group.part.as_ref(), &self.options.reading, bytes, cancel, to)
         };
         lanes::build(
-            &self.builder(&work.out, &plan.inputs.cancel),
+            &self.builder(&work.out, &work.pass, &plan.inputs.cancel),
             threads,
             num_lanes,
             &work.todo,
@@ -188,6 +262,12 @@ impl PrepareRun<'_> {
         if self.options.partition.is_some() {
             return Err(Error::Input("a partition needs files as input, not documents".to_owned()));
         }
+        if self.options.drop_duplicates.is_some() {
+            return Err(Error::Input(
+                "drop_duplicates needs files as input, not documents: it reads them twice".to_owned(),
+            ));
+        }
+        let pass = Pass::Build(None);
         let mut fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"));
         if url_of(self.out).is_some() {
             // Without leases, this alone keeps out a run of other documents.
@@ -197,7 +277,7 @@ impl PrepareRun<'_> {
             Claim::Finished(_) => return Err(self.occupied("already")),
             Claim::Ours(out) => *out,
         };
-        out.remove_record(0)?;
+        out.remove_record(&pass, 0)?;
         self.create_validation(&out)?;
         let documents = Mutex::new(documents);
         let read = |_: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
@@ -211,7 +291,7 @@ impl PrepareRun<'_> {
         };
         let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
         let built = lanes::build(
-            &self.builder(&out, &Cancel::default()),
+            &self.builder(&out, &pass, &Cancel::default()),
             threads,
             1,
             &todo,
@@ -223,7 +303,7 @@ impl PrepareRun<'_> {
             out.abandon();
         }
         built?;
-        let records = out.records([0])?;
+        let records = out.records(&pass, [0])?;
         self.corpus_of(&out, records, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
     }
 
@@ -234,7 +314,8 @@ impl PrepareRun<'_> {
         plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<PrepareReport> {
-        let mut records = work.out.records(0..plan.groups.len())?;
+        let mut records = work.records(plan)?;
+        let unhashed = records.iter().filter(|record| record.is_none()).count();
         // Runs of other partitions may have read the inputs at another time, and decide themselves when to build a
         // group again. To this run, a group that does not match is missing.
         if self.options.partition.is_some() && records.iter().all(Option::is_some) {
@@ -248,6 +329,10 @@ impl PrepareRun<'_> {
             changed_input: work.stale.first().map(|(_, path)| path.clone()),
             ..report_of(plan)
         };
+        if let Pass::Hash(_) = work.pass {
+            let report = PrepareReport { unhashed_input_groups: unhashed, ..report };
+            return self.corpus_of(&work.out, vec![None; plan.groups.len()], report);
+        }
         self.corpus_of(&work.out, records, report)
     }
 
@@ -281,15 +366,19 @@ impl PrepareRun<'_> {
             });
         }
         self.check_skipped(&records)?;
+        let counts: Option<Vec<&FileEntry>> = records.iter().map(|record| record.watched.as_ref()).collect();
+        let counts = counts.map(|files| merge(files.into_iter().map(|file| out.read_part(file))));
+        let (repeats, dropped) = counts.transpose()?.unzip();
         let finalizer = Finalizer {
             out,
             tokenizer: self.tokenizer,
             spec: shard_spec(self.tokenizer, &out.attempt),
             options: self.options.to_json(),
+            dropped: dropped.unwrap_or_default(),
             wants_validation: self.options.validation_fraction > 0.0,
         };
         let manifest = finalizer.finalize(records)?;
-        self.complete(&manifest, report)
+        self.complete(&manifest, PrepareReport { repeats, ..report })
     }
 
     /// The outcome of a run. An error is ignored if another run has meanwhile finished the same corpus and removed the
@@ -313,6 +402,9 @@ impl PrepareRun<'_> {
             num_tokens: manifest.num_tokens,
             empty_documents: manifest.empty_documents,
             validation_documents,
+            dropped_documents: manifest.dropped_documents,
+            emptied_documents: manifest.emptied_documents,
+            dropped_lines: manifest.dropped_lines,
             skipped_records: manifest.skipped_records,
             first_skipped: if manifest.skipped_records > 0 {
                 // Nothing depends on the list, so it may have been removed.
@@ -341,12 +433,13 @@ impl PrepareRun<'_> {
     }
 
     /// Builds input groups in `out`; the end of the run raises `cancel`.
-    pub fn builder<'a>(&'a self, out: &'a OutputDir, cancel: &Cancel) -> InputGroupBuilder<'a> {
+    pub fn builder<'a>(&'a self, out: &'a OutputDir, pass: &Pass, cancel: &Cancel) -> InputGroupBuilder<'a> {
         InputGroupBuilder {
             out,
             tokenizer: self.tokenizer,
             spec: shard_spec(self.tokenizer, &out.attempt),
             validation_fraction: self.options.validation_fraction,
+            pass: pass.clone(),
             cancel: cancel.clone(),
         }
     }

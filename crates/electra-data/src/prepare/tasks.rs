@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::lanes::{self, Todo};
 use super::options::PrepareOptions;
 use super::output_dir::OutputDir;
+use super::pass::Pass;
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::progress::Progress;
@@ -45,6 +46,7 @@ struct TaskSettings {
     fingerprint: String,
     reading: ReadOptions,
     validation_fraction: f64,
+    pass: Pass,
     /// Records that had been skipped before the job began.
     skipped: u64,
     /// The tokenizer's file in the folder of records, with its settings and its hash.
@@ -110,6 +112,7 @@ impl PrepareJob {
             fingerprint: self.plan.fingerprint.clone(),
             reading: self.options.reading.clone(),
             validation_fraction: self.options.validation_fraction,
+            pass: self.work.pass.clone(),
             skipped: self.work.skipped,
             tokenizer: self.out.join(PARTS).join(tokenizer.file().0),
             lowercase,
@@ -122,6 +125,21 @@ impl PrepareJob {
     /// (number, bytes of input) of each input group that is missing, in order.
     pub fn input_groups(&self) -> Vec<(usize, u64)> {
         self.work.todo.iter().map(|todo| (todo.number, todo.bytes)).collect()
+    }
+
+    /// Begins the second pass over the input, if there is one and tasks have completed the first; returns whether it has
+    /// begun.
+    pub fn next_pass(
+        &mut self,
+        tokenizer: &Tokenizer,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<bool> {
+        if let Pass::Build(_) = self.work.pass {
+            return Ok(false);
+        }
+        let run = PrepareRun { tokenizer, out: &self.out, options: &self.options };
+        run.find_remaining(&mut self.work, &self.plan, progress)?;
+        Ok(matches!(self.work.pass, Pass::Build(_)))
     }
 
     /// An input group as text, for a task.
@@ -207,7 +225,7 @@ impl TaskSettings {
             ..PrepareOptions::default()
         };
         let run = PrepareRun { tokenizer, out: &self.out, options: &options };
-        let records = || out.records(groups.iter().map(|group| group.number));
+        let records = || out.records(&self.pass, groups.iter().map(|group| group.number));
         let unfinished = groups.iter().zip(records()?).filter(|(_, record)| record.is_none());
         let todo: Vec<Todo> =
             unfinished.map(|(group, _)| Todo { number: group.number, bytes: group.bytes }).collect();
@@ -218,8 +236,16 @@ impl TaskSettings {
             read_input_group(files, part, &self.reading, bytes, cancel, to)
         };
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
-        let num_lanes = lanes::num_lanes(threads, todo.len());
-        lanes::build(&run.builder(&out, cancel), threads, num_lanes, &todo, &skips, &read, progress)?;
+        let num_lanes = lanes::num_lanes(&self.pass, threads, todo.len());
+        lanes::build(
+            &run.builder(&out, &self.pass, cancel),
+            threads,
+            num_lanes,
+            &todo,
+            &skips,
+            &read,
+            progress,
+        )?;
         let mut report = TaskReport::default();
         for (group, record) in groups.iter().zip(records()?) {
             let Some(record) = record else { continue };

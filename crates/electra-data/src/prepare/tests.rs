@@ -11,7 +11,9 @@ use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::shard_spec;
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
+use super::pass::Pass;
 use super::plan::Plan;
+use super::repeats::Dropped;
 use super::run::{Claimed, PrepareRun, RemainingWork};
 use super::*;
 use crate::error::{Error, Result};
@@ -54,18 +56,22 @@ fn build(lanes: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<(
         tokenizer: &tokenizer,
         spec,
         validation_fraction: 0.0,
+        pass: Pass::Build(None),
         cancel: Cancel::default(),
     };
     let todo: Vec<Todo> = (0..groups).map(|number| Todo { number, bytes: 1 }).collect();
     let read = |number: usize, _: &AtomicU64, to: &mut Batcher<'_>| read(number, to);
     let outcome = lanes::build(&builder, 8, lanes, &todo, skips, &read, &mut |_| true);
-    (outcome, (0..groups).filter(|&group| out.record(group).is_some()).collect())
+    (outcome, (0..groups).filter(|&group| out.record(&Pass::Build(None), group).is_some()).collect())
 }
 
 #[test]
 fn a_lane_for_two_workers() {
-    assert_eq!([1, 2, 3, 8].map(|threads| lanes::num_lanes(threads, 100)), [1, 1, 2, 4]);
-    assert_eq!((lanes::num_lanes(8, 1), lanes::num_lanes(8, 3)), (1, 3));
+    assert_eq!([1, 2, 3, 8].map(|threads| lanes::num_lanes(&Pass::Build(None), threads, 100)), [1, 1, 2, 4]);
+    assert_eq!(
+        (lanes::num_lanes(&Pass::Build(None), 8, 1), lanes::num_lanes(&Pass::Build(None), 8, 3)),
+        (1, 3)
+    );
 }
 
 #[test]
@@ -214,8 +220,13 @@ fn several_can_finalize_at_once() {
         let Claimed::Unfinished(work) = claimed else { panic!("there is no corpus yet") };
         run.build_files(&work, &plan, &mut |_| true).unwrap();
         let join = || OutputDir::join(&out, &plan.fingerprint).unwrap();
-        let works =
-            [(); 4].map(|()| RemainingWork { out: join(), todo: Vec::new(), skipped: 0, stale: Vec::new() });
+        let works = [(); 4].map(|()| RemainingWork {
+            out: join(),
+            pass: Pass::Build(None),
+            todo: Vec::new(),
+            skipped: 0,
+            stale: Vec::new(),
+        });
         let start = Barrier::new(works.len());
         std::thread::scope(|scope| {
             for work in &works {
@@ -256,14 +267,18 @@ fn with_built(validation_fraction: f64, check: impl FnOnce(&PrepareRun<'_>, &Pla
 #[test]
 fn moving_the_last_document_leaves_what_another_finalizer_reads() {
     with_built(0.0, |run, plan, work| {
-        let records =
-            || (0..plan.groups.len()).map(|group| work.out.record(group).unwrap()).collect::<Vec<_>>();
+        let records = || {
+            (0..plan.groups.len())
+                .map(|group| work.out.record(&Pass::Build(None), group).unwrap())
+                .collect::<Vec<_>>()
+        };
         let (mut ours, mut theirs) = (records(), records());
         let finalizer = Finalizer {
             out: &work.out,
             tokenizer: run.tokenizer,
             spec: shard_spec(run.tokenizer, &work.out.attempt),
             options: run.options.to_json(),
+            dropped: Dropped::default(),
             wants_validation: true,
         };
         finalizer.move_last_to_validation(&mut ours).unwrap();
@@ -282,7 +297,10 @@ fn the_manifest_is_written_last_and_nothing_is_removed_before() {
             std::fs::create_dir(&obstacle).unwrap();
             run.finalize(work, plan, &mut |_| true).unwrap_err();
             assert!(!run.out.join(MANIFEST).is_file(), "{name}");
-            assert!((0..plan.groups.len()).all(|group| work.out.record(group).is_some()), "{name}");
+            assert!(
+                (0..plan.groups.len()).all(|group| work.out.record(&Pass::Build(None), group).is_some()),
+                "{name}"
+            );
             std::fs::remove_dir(&obstacle).unwrap();
         }
         assert!(run.finalize(work, plan, &mut |_| true).unwrap().complete);
@@ -292,7 +310,7 @@ fn the_manifest_is_written_last_and_nothing_is_removed_before() {
 #[test]
 fn what_an_older_release_recorded_holds_unless_all_content_is_to_be_compared() {
     with_built(0.0, |_, plan, work| {
-        let mut record = work.out.record(0).unwrap();
+        let mut record = work.out.record(&Pass::Build(None), 0).unwrap();
         record.inputs.clear();
         let records = [Some(record)];
         let stale = |verify| Comparer { plan, verify }.stale(&records, &mut |_| true).unwrap();
@@ -312,13 +330,13 @@ fn a_group_is_finished_only_with_all_bytes_of_its_shards() {
             let file = std::fs::File::options().write(true).open(path).unwrap();
             file.set_len(file.metadata().unwrap().len() - 1).unwrap();
         };
-        cut(&shard(&work.out.record(0).unwrap()));
-        std::fs::remove_file(shard(&work.out.record(1).unwrap())).unwrap();
-        let records = (2..).map_while(|group| work.out.record(group));
+        cut(&shard(&work.out.record(&Pass::Build(None), 0).unwrap()));
+        std::fs::remove_file(shard(&work.out.record(&Pass::Build(None), 1).unwrap())).unwrap();
+        let records = (2..).map_while(|group| work.out.record(&Pass::Build(None), group));
         let held_out = records.into_iter().find(|record| !record.validation.is_empty()).unwrap();
         cut(&validation(&held_out).unwrap());
         for group in [0, 1, held_out.input_group] {
-            assert!(work.out.record(group).is_none(), "{group}");
+            assert!(work.out.record(&Pass::Build(None), group).is_none(), "{group}");
         }
     });
 }

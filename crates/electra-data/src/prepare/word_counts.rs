@@ -60,6 +60,7 @@ impl WordCounter<'_> {
             cut: Cut::Words(&ends_word),
             skips: SkipLog::new(self.reading.skip_bad_records, 0),
             sampler: Sampler::new(self.seed, self.sample),
+            watch: None,
         };
         let done = AtomicU64::new(0);
         let (mut total, mut cancel) = (0, Cancel::default());

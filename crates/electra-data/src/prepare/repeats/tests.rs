@@ -1,0 +1,461 @@
+//! Counting and dropping against a dictionary of all texts.
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use proptest::prelude::*;
+
+use super::counts::GroupCounts;
+use super::drops::find;
+use super::hasher::{Ended, Hasher};
+use super::sample::Sample;
+use super::*;
+use crate::error::Error;
+use crate::format::{Corpus, VALIDATION};
+use crate::input::{InvalidUtf8, Mark, ReadOptions, TextSource};
+use crate::prepare::{
+    DropDuplicates, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, job_tokenizer, prepare,
+    prepare_input_groups,
+};
+use crate::tokenizer::Tokenizer;
+
+fn tokenizer(dir: &Path) -> Tokenizer {
+    let path = dir.join("vocab.txt");
+    std::fs::write(&path, "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\nc\nd\n").unwrap();
+    Tokenizer::from_file(&path, None, None).unwrap()
+}
+
+/// Documents as JSON lines, a file for every few.
+fn write(dir: &Path, documents: &[Vec<String>], per_file: usize) -> PathBuf {
+    let folder = dir.join("texts");
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir(&folder).unwrap();
+    for (number, documents) in documents.chunks(per_file).enumerate() {
+        let record = |lines: &Vec<String>| format!("{}\n", serde_json::json!({"text": lines.join("\n")}));
+        std::fs::write(
+            folder.join(format!("{number:04}.jsonl")),
+            documents.iter().map(record).collect::<String>(),
+        )
+        .unwrap();
+    }
+    folder
+}
+
+fn options(drop_duplicates: Option<DropDuplicates>) -> PrepareOptions {
+    PrepareOptions { drop_duplicates, threads: Some(1), part_bytes: Some(200), ..PrepareOptions::default() }
+}
+
+fn run(texts: &Path, out: &Path, tokenizer: &Tokenizer, options: &PrepareOptions) -> PrepareReport {
+    prepare(TextSource::Files(vec![texts.to_owned()]), tokenizer, out, options, &mut |_| true).unwrap()
+}
+
+/// The documents of a corpus as lines of ids.
+fn documents(dir: &Path) -> Vec<Vec<Vec<u64>>> {
+    let corpus = Corpus::open(dir).unwrap();
+    let mut documents = Vec::new();
+    for shard in (0..corpus.num_shards()).map(|shard| corpus.shard(shard)) {
+        let mut at = 0;
+        for document in 0..shard.num_documents() {
+            let lines = shard.line_lengths(document).unwrap().into_iter().map(|length| {
+                let mut ids = vec![0; length as usize];
+                shard.copy_tokens(at, &mut ids).unwrap();
+                at += u64::from(length);
+                ids.iter().map(|&id| id as u64).collect()
+            });
+            documents.push(lines.collect());
+        }
+    }
+    documents
+}
+
+/// The ids of documents, as the vocabulary above has them; without trailing blank lines and empty documents.
+fn ids(documents: &[Vec<String>]) -> Vec<Vec<Vec<u64>>> {
+    let line = |line: &String| {
+        line.split_whitespace().map(|word| 5 + u64::from(word.as_bytes()[0] - b'a')).collect::<Vec<_>>()
+    };
+    let document = |lines: &Vec<String>| {
+        let lines: Vec<_> = lines.iter().map(line).skip_while(Vec::is_empty).collect();
+        let end = lines.iter().rposition(|line| !line.is_empty()).map_or(0, |last| last + 1);
+        lines[..end].to_vec()
+    };
+    documents.iter().map(document).filter(|lines| !lines.is_empty()).collect()
+}
+
+/// What is to be counted and kept, by a dictionary: (documents, repeated), (lines, repeated), most repeated, kept.
+struct Expected {
+    documents: (u64, u64),
+    lines: (u64, u64),
+    counts: HashMap<String, u64>,
+    kept_documents: Vec<Vec<String>>,
+    kept_lines: Vec<Vec<String>>,
+    dropped_lines: u64,
+    emptied: u64,
+}
+
+fn expected(documents: &[Vec<String>]) -> Expected {
+    let (mut seen, mut counts) = (HashSet::new(), HashMap::new());
+    let (mut num_documents, mut num_lines, mut emptied) = (0, 0, 0);
+    let (mut kept_documents, mut kept_lines) = (Vec::new(), Vec::new());
+    for lines in documents {
+        let texts: Vec<&str> =
+            lines.iter().map(|line| line.trim_end()).filter(|line| !line.is_empty()).collect();
+        num_documents += u64::from(!texts.is_empty());
+        num_lines += texts.len() as u64;
+        if texts.is_empty() || seen.insert(texts.clone()) {
+            kept_documents.push(lines.clone());
+        }
+        let mut kept = Vec::new();
+        for line in lines {
+            let text = line.trim_end();
+            let count = counts.entry(text.to_owned()).or_insert(0);
+            *count += 1;
+            if text.is_empty() || *count == 1 {
+                kept.push(line.clone());
+            }
+        }
+        emptied += u64::from(!texts.is_empty() && kept.iter().all(|line| line.trim().is_empty()));
+        kept_lines.push(kept);
+    }
+    counts.remove("");
+    let distinct = counts.len() as u64;
+    Expected {
+        documents: (num_documents, num_documents - seen.len() as u64),
+        lines: (num_lines, num_lines - distinct),
+        counts,
+        kept_documents,
+        kept_lines,
+        dropped_lines: num_lines - distinct,
+        emptied,
+    }
+}
+
+fn any_documents() -> impl Strategy<Value = Vec<Vec<String>>> {
+    let line = prop_oneof![
+        4 => "[abcd]( [abcd]){0,2}",
+        1 => "[abcd] [ \t]{0,2}",
+        1 => "[ ]{0,2}",
+        1 => "a( b){0,8}",
+    ];
+    prop::collection::vec(prop::collection::vec(line, 0..5), 1..25)
+        // Something must be left.
+        .prop_map(|mut documents| {
+            documents.push(vec!["a b c d".into()]);
+            documents
+        })
+}
+
+/// Runs all partitions of a corpus until it is complete.
+fn in_partitions(
+    texts: &Path,
+    out: &Path,
+    tokenizer: &Tokenizer,
+    options: &PrepareOptions,
+    count: usize,
+) -> PrepareReport {
+    let part = |index| PrepareOptions { partition: Some((index, count)), ..options.clone() };
+    for index in 1..count {
+        let report = run(texts, out, tokenizer, &part(index));
+        assert_eq!((report.complete, report.unhashed_input_groups > 0), (false, true));
+    }
+    // The last one can build at once; the others are run again.
+    (0..count).rev().map(|index| run(texts, out, tokenizer, &part(index + 1))).last().unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    #[test]
+    fn counts_and_drops_are_those_of_a_dictionary(given in any_documents(), per_file in 1_usize..50) {
+        let dir = tempfile::tempdir().unwrap();
+        let (tokenizer, texts) = (tokenizer(dir.path()), write(dir.path(), &given, per_file));
+        let expected = expected(&given);
+        let out = |name: &str| dir.path().join(name);
+        let all = run(&texts, &out("all"), &tokenizer, &options(None));
+        let found = all.repeats.unwrap();
+        prop_assert_eq!((found.documents.total, found.documents.repeated), expected.documents);
+        prop_assert_eq!((found.lines.total, found.lines.repeated, found.lines.sampled), (expected.lines.0, expected.lines.1, 1));
+        for line in &found.most_repeated {
+            let counts = expected.counts.iter().filter(|(text, _)| text.trim() == line.text);
+            prop_assert!(counts.clone().any(|(_, &count)| count == line.count), "{:?}", line);
+        }
+        prop_assert_eq!(documents(&out("all")), ids(&given));
+        for (what, kept) in
+            [(DropDuplicates::Documents, &expected.kept_documents), (DropDuplicates::Lines, &expected.kept_lines)]
+        {
+            let dropping = options(Some(what));
+            let name = format!("{what:?}");
+            let report = run(&texts, &out(&name), &tokenizer, &dropping);
+            prop_assert_eq!(documents(&out(&name)), ids(kept));
+            let dropped = (report.dropped_documents, report.dropped_lines, report.emptied_documents);
+            prop_assert_eq!(dropped, match what {
+                DropDuplicates::Documents => (expected.documents.1, 0, 0),
+                DropDuplicates::Lines => (0, expected.dropped_lines, expected.emptied),
+            });
+            let manifest = |folder: &str| std::fs::read(out(folder).join("manifest.json")).unwrap();
+            let threads = PrepareOptions { threads: Some(4), ..dropping.clone() };
+            let again = run(&texts, &out("threads"), &tokenizer, &threads);
+            prop_assert_eq!(&again.repeats, &report.repeats);
+            prop_assert_eq!(manifest("threads"), manifest(&name));
+            if again.num_input_groups > 3 {
+                let partitioned = in_partitions(&texts, &out("parts"), &tokenizer, &dropping, 3);
+                prop_assert!(partitioned.complete);
+                prop_assert_eq!(manifest("parts"), manifest(&name));
+                std::fs::remove_dir_all(out("parts")).unwrap();
+            }
+            std::fs::remove_dir_all(out("threads")).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_sample_is_that_of_all_hashes_however_they_are_divided(
+        hashes in prop::collection::vec(0_u64..500, 0..2_000), cut in 0_usize..2_000
+    ) {
+        let add = |sample: &mut Sample, hashes: &[u64]| {
+            for &hash in hashes {
+                sample.add(hash.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            }
+            sample.finish();
+        };
+        let (mut whole, mut first, mut second) = (Sample::new(64), Sample::new(64), Sample::new(16));
+        add(&mut whole, &hashes);
+        let (left, right) = hashes.split_at(cut.min(hashes.len()));
+        add(&mut first, left);
+        add(&mut second, right);
+        first.merge(second.total, second.limit, second.sorted().into_iter());
+        prop_assert_eq!(first.total, whole.total);
+        // The smaller sample may have a lower limit; up to it, both are the same.
+        let up_to = |sample: &Sample| {
+            sample.sorted().into_iter().filter(|&(hash, _)| hash <= first.limit).collect::<Vec<_>>()
+        };
+        prop_assert_eq!(up_to(&first), up_to(&whole));
+    }
+
+    #[test]
+    fn what_has_occurred_before_is_found_in_any_number_of_passes(
+        groups in prop::collection::vec(prop::collection::vec(0_u64..40, 0..30), 0..5), held in 1_u64..200
+    ) {
+        let groups: Vec<Vec<u64>> = groups
+            .iter()
+            .map(|group| group.iter().map(|hash| hash.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect())
+            .collect();
+        let mut read = |group: &Vec<u64>| Ok(group.iter().flat_map(|hash| hash.to_le_bytes()).collect());
+        let num_hashes = groups.iter().map(|group| group.len() as u64).sum();
+        let found = find(&groups, num_hashes, held, &mut read).unwrap();
+        let mut seen = HashSet::from([0]);
+        for (group, drops) in groups.iter().zip(&found) {
+            prop_assert_eq!(drops.len, group.len() as u64);
+            for (index, hash) in group.iter().enumerate() {
+                prop_assert_eq!(drops.contains(index as u64), !seen.insert(*hash) && *hash != 0);
+            }
+        }
+    }
+
+    #[test]
+    fn hashes_do_not_depend_on_fragments(text in "[ab \u{3000}é]{0,40}", cuts in prop::collection::vec(0_usize..60, 0..4)) {
+        let whole = Hasher::default().push(&text, &Mark::Line);
+        let (mut hasher, mut at) = (Hasher::default(), 0);
+        let mut cuts: Vec<_> = cuts.into_iter().filter(|&cut| text.is_char_boundary(cut)).collect();
+        cuts.sort_unstable();
+        for cut in cuts {
+            prop_assert_eq!(hasher.push(&text[at..cut], &Mark::Partial), None);
+            at = cut;
+        }
+        prop_assert_eq!(hasher.push(&text[at..], &Mark::Line), whole);
+        prop_assert_eq!(Hasher::default().push(text.trim_end(), &Mark::Line), whole);
+    }
+}
+
+#[test]
+fn the_most_repeated_of_a_long_text_are_found_within_the_bound() {
+    // 600 different lines, repeated 100 to 500 times, among 300,000 that occur once, in two input groups.
+    let mut groups = [GroupCounts::default(), GroupCounts::default()];
+    let mut counts = HashMap::new();
+    for n in 0..600_000_u64 {
+        let number = if n % 2 == 0 { n / 2 % 600 } else { 1_000 + n };
+        if number >= 600 || n / 1_200 < 100 + number {
+            let text = format!("line {number}");
+            let Some(Ended::Line(hash)) = Hasher::default().push(&text, &Mark::Line) else {
+                panic!("a line")
+            };
+            groups[usize::from(n > 200_000)].add_line(hash, &text);
+            *counts.entry(text).or_insert(0) += 1;
+        }
+    }
+    let files = groups.into_iter().map(|group| Ok(group.into_bytes().unwrap()));
+    let found = merge(files).unwrap().0;
+    assert_eq!(found.lines.total, counts.values().sum::<u64>());
+    let repeated = found.lines.total - counts.len() as u64;
+    let error = found.lines.repeated.abs_diff(repeated) as f64 / counts.len() as f64;
+    assert!(found.lines.sampled > 1 && error < 0.02, "{error}");
+    assert!(found.most_repeated_error <= found.lines.total / (1 << 11), "{}", found.most_repeated_error);
+    assert_eq!(found.most_repeated.len(), 10);
+    for line in &found.most_repeated {
+        let count = counts[&line.text];
+        assert!((line.count..=line.count + found.most_repeated_error).contains(&count), "{line:?}: {count}");
+    }
+    let least = found.most_repeated.last().unwrap().count;
+    let named: HashSet<_> = found.most_repeated.iter().map(|line| &line.text).collect();
+    let others = counts.iter().filter(|(text, _)| !named.contains(text));
+    assert!(others.map(|(_, &count)| count).max().unwrap() <= least + found.most_repeated_error);
+}
+
+#[test]
+fn ugly_text_is_counted_and_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let path = dir.path().join("ugly.txt");
+    let long = "a ".repeat(100_000);
+    let mut text = b"a b\r\na b  \r\n\r\na b\t\r\n \r\n\n\n".to_vec();
+    text.extend(b"c \xff d\n\nc \xff d\n\n");
+    text.extend("b\n".repeat(1_000_000).bytes());
+    for end in ["\n", "   \n\n", "b\n"] {
+        text.extend(long.bytes().chain(end.bytes()));
+    }
+    std::fs::write(&path, &text).unwrap();
+    let reading = ReadOptions { invalid_utf8: InvalidUtf8::Replace, ..ReadOptions::default() };
+    let with = |what, part_bytes| PrepareOptions { reading: reading.clone(), part_bytes, ..options(what) };
+    let out = dir.path().join("lines");
+    let report = run(&path, &out, &tokenizer, &with(Some(DropDuplicates::Lines), None));
+    let repeats = report.repeats.unwrap();
+    assert_eq!((repeats.documents.total, repeats.documents.repeated), (6, 1));
+    assert_eq!((repeats.lines.total, repeats.lines.repeated), (1_000_008, 1_000_008 - 5));
+    let most: Vec<_> = repeats.most_repeated.iter().map(|line| (line.text.len(), line.count)).collect();
+    assert_eq!(most, [(1, 1_000_000), (3, 3), (199, 2), (7, 2)]);
+    assert_eq!((report.num_documents, report.emptied_documents, report.dropped_lines), (4, 2, 1_000_003));
+    let out = dir.path().join("documents");
+    let report = run(&path, &out, &tokenizer, &with(Some(DropDuplicates::Documents), Some(300_000)));
+    assert_eq!((report.num_documents, report.dropped_documents), (5, 1));
+}
+
+#[test]
+fn no_duplicate_is_in_both_parts() {
+    let dir = tempfile::tempdir().unwrap();
+    let texts: Vec<Vec<String>> =
+        (0..300).map(|n| vec![format!("a{}", " b".repeat(n % 60)), "c".into()]).collect();
+    let (tokenizer, texts) = (tokenizer(dir.path()), write(dir.path(), &texts, 300));
+    for what in [DropDuplicates::Documents, DropDuplicates::Lines] {
+        let out = dir.path().join(format!("{what:?}"));
+        let options = PrepareOptions { validation_fraction: 0.3, ..options(Some(what)) };
+        assert!(run(&texts, &out, &tokenizer, &options).validation_documents > 5);
+        let (train, validation) = (documents(&out), documents(&out.join(VALIDATION)));
+        assert_eq!(train.len() + validation.len(), 60);
+        assert!(validation.iter().all(|document| !train.contains(document)));
+    }
+}
+
+/// A folder in which a run that leaves out duplicates was interrupted after hashing and some building.
+fn interrupted(dir: &Path) -> (Tokenizer, PathBuf, PathBuf, PrepareOptions, String) {
+    let texts: Vec<Vec<String>> = (0..50).map(|n| vec![format!("a{}", " b".repeat(n % 30))]).collect();
+    let (tokenizer, texts) = (tokenizer(dir), write(dir, &texts, 50));
+    let (out, options) = (dir.join("out"), options(Some(DropDuplicates::Lines)));
+    let expected = run(&texts, &dir.join("expected"), &tokenizer, &options).content_hash;
+    let half = PrepareOptions { partition: Some((1, 2)), ..options.clone() };
+    let other = PrepareOptions { partition: Some((2, 2)), ..options.clone() };
+    run(&texts, &out, &tokenizer, &half);
+    assert!(!run(&texts, &out, &tokenizer, &other).complete); // hashes the rest and builds its own half
+    (tokenizer, texts, out, options, expected)
+}
+
+#[test]
+fn damaged_files_are_written_again() {
+    type Damage = fn(&mut Vec<u8>);
+    let flip = |bytes: &mut Vec<u8>| bytes[0] ^= 1;
+    let cut = |bytes: &mut Vec<u8>| bytes.truncate(bytes.len() - 1);
+    let damages: [(&str, Damage); 7] = [
+        ("000000.hashes", flip),
+        ("000001.hashes", cut),
+        ("000000.hashes.json", flip),
+        ("000001.drops", flip),
+        ("000000.drops", Vec::clear),
+        ("000001.counts", flip),
+        ("000001.counts", cut),
+    ];
+    for (number, (name, damage)) in damages.into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let (tokenizer, texts, out, options, expected) = interrupted(dir.path());
+        let path = out.join("parts").join(format!("input-group-{name}"));
+        let mut bytes = std::fs::read(&path).unwrap();
+        damage(&mut bytes);
+        std::fs::write(&path, bytes).unwrap();
+        let again =
+            || prepare(TextSource::Files(vec![texts.clone()]), &tokenizer, &out, &options, &mut |_| true);
+        let found = match again() {
+            // Only when counts are added up are they read.
+            Err(Error::Damaged { .. }) if number == 5 => again(),
+            found => found,
+        };
+        assert_eq!(found.unwrap().content_hash, expected, "{name}");
+    }
+}
+
+#[test]
+fn text_that_is_not_the_one_that_was_hashed_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, texts, out, options, _) = interrupted(dir.path());
+    let path = out.join("parts/input-group-000000.drops");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let checksum = bytes.len() - 8;
+    bytes[40] ^= 1; // after the digest and the number of lines: the hash of the hashes
+    let sealed = xxhash_rust::xxh3::xxh3_64(&bytes[..checksum]).to_le_bytes();
+    bytes[checksum..].copy_from_slice(&sealed);
+    std::fs::write(&path, bytes).unwrap();
+    let source = TextSource::Files(vec![texts]);
+    let refused = prepare(source, &tokenizer, &out, &options, &mut |_| true).unwrap_err().to_string();
+    assert!(refused.contains("input group 0 has changed since it was hashed"), "{refused}");
+}
+
+#[test]
+fn a_changed_input_changes_what_is_left_out_of_the_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let folder = dir.path().join("texts");
+    std::fs::create_dir(&folder).unwrap();
+    let files = [folder.join("1.txt"), folder.join("2.txt")];
+    let long = |line: &str| format!("{line}\n{}", format!("a{}\n", " b".repeat(150)).repeat(2));
+    let options = options(Some(DropDuplicates::Lines));
+    let half = |index| PrepareOptions { partition: Some((index, 2)), ..options.clone() };
+    let out = dir.path().join("out");
+    std::fs::write(&files[0], long("a b c d")).unwrap();
+    std::fs::write(&files[1], long("a b c d")).unwrap();
+    run(&folder, &out, &tokenizer, &half(1));
+    run(&folder, &out, &tokenizer, &half(2));
+    std::fs::write(&files[0], long("d c b a")).unwrap();
+    let report = run(&folder, &out, &tokenizer, &options);
+    assert!(report.complete && report.rebuilt_input_groups > 0);
+    let expected = run(&folder, &dir.path().join("expected"), &tokenizer, &options);
+    assert_eq!(report.content_hash, expected.content_hash);
+}
+
+#[test]
+fn tasks_hash_and_then_build_the_same_corpus() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, texts, _, options, expected) = interrupted(dir.path());
+    let out = dir.path().join("by-tasks");
+    let opened = PrepareJob::open(&[texts], &tokenizer, &out, options, &mut |_| true).unwrap();
+    let OpenedJob::Unfinished(mut job) = opened else { panic!("there is no corpus yet") };
+    let run_tasks = |job: &PrepareJob| {
+        let (settings, groups) = (job.settings(&tokenizer).unwrap(), job.input_groups());
+        let own = job_tokenizer(&settings).unwrap();
+        for &(number, _) in &groups {
+            let group = job.input_group(number).unwrap();
+            prepare_input_groups(&settings, &[group], &own, 1, &mut |_| true).unwrap();
+        }
+        groups.len()
+    };
+    let hashed = run_tasks(&job);
+    assert!(hashed > 3);
+    assert_eq!(job.finish(&tokenizer).unwrap().missing_input_groups, hashed);
+    assert!(job.next_pass(&tokenizer, &mut |_| true).unwrap());
+    assert_eq!(run_tasks(&job), hashed);
+    assert!(!job.next_pass(&tokenizer, &mut |_| true).unwrap());
+    assert_eq!(job.finish(&tokenizer).unwrap().content_hash, expected);
+}
+
+#[test]
+fn documents_cannot_be_read_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, source) = (tokenizer(dir.path()), TextSource::Documents(Box::new(std::iter::empty())));
+    let dropping = options(Some(DropDuplicates::Lines));
+    let refused = prepare(source, &tokenizer, &dir.path().join("out"), &dropping, &mut |_| true).unwrap_err();
+    assert!(refused.to_string().contains("drop_duplicates needs files"), "{refused}");
+}

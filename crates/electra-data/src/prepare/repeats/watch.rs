@@ -1,0 +1,183 @@
+//! What is done with the texts of an input group while they are read: storing their hashes, or counting what is
+//! repeated and leaving out duplicates.
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::counts::GroupCounts;
+use super::drops::Drops;
+use super::frequent::TEXT_BYTES;
+use super::hasher::{BLANK, Ended, Hasher};
+use crate::error::{Error, Result};
+use crate::format::FileEntry;
+use crate::input::{Mark, Watch, character_boundary};
+use crate::prepare::output_dir::OutputDir;
+use crate::prepare::pass::{DropDuplicates, Pass};
+
+/// The watch of a pass.
+pub(in crate::prepare) fn watch<'a>(out: &'a OutputDir, pass: &Pass) -> Box<dyn Watch + 'a> {
+    match pass {
+        Pass::Hash(what) => {
+            Box::new(HashWriter { out, what: *what, group: 0, hasher: Hasher::default(), hashes: Vec::new() })
+        }
+        Pass::Build(decided) => {
+            let decided = decided.as_ref().map(|decided| (decided.what, decided.digest.clone()));
+            Box::new(Counter { out, decided, group: GroupState::default() })
+        }
+    }
+}
+
+fn missing() -> Error {
+    Error::Input("what is left out of an input group is not known any more; run again".to_owned())
+}
+
+/// Stores the hashes of documents or lines.
+struct HashWriter<'a> {
+    out: &'a OutputDir,
+    what: DropDuplicates,
+    group: usize,
+    hasher: Hasher,
+    hashes: Vec<u8>,
+}
+
+impl Watch for HashWriter<'_> {
+    fn begin(&mut self, input_group: usize) -> Result<()> {
+        (self.group, self.hasher) = (input_group, Hasher::default());
+        Ok(())
+    }
+
+    fn keeps(&mut self, text: &str, mark: &Mark) -> bool {
+        let hash = match (self.hasher.push(text, mark), self.what) {
+            (Some(Ended::Document(hash)), DropDuplicates::Documents) => hash,
+            (Some(Ended::Line(hash)), DropDuplicates::Lines) => hash,
+            _ => return false,
+        };
+        self.hashes.extend(hash.to_le_bytes());
+        false
+    }
+
+    fn end(&mut self) -> Result<FileEntry> {
+        self.out.save_hashes(self.group, &std::mem::take(&mut self.hashes))
+    }
+}
+
+/// Counts what is repeated, and leaves out duplicates.
+struct Counter<'a> {
+    out: &'a OutputDir,
+    /// What duplicates are left out, and the hash of the hashes by which they were found.
+    decided: Option<(DropDuplicates, String)>,
+    group: GroupState,
+}
+
+/// State for an input group.
+#[derive(Default)]
+struct GroupState {
+    number: usize,
+    hasher: Hasher,
+    counts: GroupCounts,
+    /// The beginning of a line that is read in several texts.
+    beginning: String,
+    drops: Option<Dropping>,
+}
+
+/// Leaves out the duplicates of an input group.
+struct Dropping {
+    what: DropDuplicates,
+    drops: Drops,
+    /// Number of documents or lines that have ended.
+    at: u64,
+    hashes: Xxh3,
+    /// Lines of the current document that are not blank, and those of them that are kept.
+    lines: u64,
+    kept: u64,
+}
+
+impl Watch for Counter<'_> {
+    fn begin(&mut self, input_group: usize) -> Result<()> {
+        self.group = GroupState { number: input_group, ..GroupState::default() };
+        if let Some((what, digest)) = &self.decided {
+            let drops = Drops::read(self.out, input_group, digest)?.ok_or_else(missing)?;
+            let (what, hashes) = (*what, Xxh3::new());
+            self.group.drops = Some(Dropping { what, drops, at: 0, hashes, lines: 0, kept: 0 });
+        }
+        Ok(())
+    }
+
+    fn keeps(&mut self, text: &str, mark: &Mark) -> bool {
+        self.group.keeps(text, mark)
+    }
+
+    fn end(&mut self) -> Result<FileEntry> {
+        if self.group.drops.as_ref().is_some_and(|drops| !drops.is_complete()) {
+            let number = self.group.number;
+            return Err(Error::Input(format!(
+                "the text of input group {number} has changed since it was hashed to find duplicates; run again with \
+                 --verify-inputs"
+            )));
+        }
+        let counts = std::mem::take(&mut self.group.counts).into_bytes();
+        self.out.save_counts(self.group.number, &counts.map_err(|e| Error::io(self.out.parts(), e.into()))?)
+    }
+}
+
+impl GroupState {
+    fn keeps(&mut self, text: &str, mark: &Mark) -> bool {
+        let Some(ended) = self.hasher.push(text, mark) else {
+            if self.beginning.len() < TEXT_BYTES {
+                self.beginning.push_str(&text[..character_boundary(text, TEXT_BYTES)]);
+            }
+            return self.drops.as_ref().is_none_or(|drops| !drops.is_in_duplicate());
+        };
+        match ended {
+            Ended::Line(hash) if hash != BLANK => {
+                let beginning = if self.beginning.is_empty() { text } else { &self.beginning };
+                self.counts.add_line(hash, beginning);
+            }
+            Ended::Document(hash) if hash != BLANK => self.counts.add_document(hash),
+            Ended::Line(_) | Ended::Document(_) => {}
+        }
+        self.beginning.clear();
+        let Some(drops) = &mut self.drops else { return true };
+        drops.keeps(ended, &mut self.counts)
+    }
+}
+
+impl Dropping {
+    /// Whether the document or line that has begun is left out.
+    fn is_in_duplicate(&self) -> bool {
+        self.drops.contains(self.at)
+    }
+
+    /// Whether the end of a line or document is kept, with the text of the line.
+    fn keeps(&mut self, ended: Ended, counts: &mut GroupCounts) -> bool {
+        let is_duplicate = self.is_in_duplicate();
+        match (self.what, ended) {
+            (DropDuplicates::Documents, Ended::Line(_)) => return !is_duplicate,
+            (DropDuplicates::Documents, Ended::Document(hash)) => {
+                counts.dropped.documents += u64::from(is_duplicate);
+                self.count(hash);
+            }
+            (DropDuplicates::Lines, Ended::Line(hash)) => {
+                counts.dropped.lines += u64::from(is_duplicate);
+                self.lines += u64::from(hash != BLANK);
+                self.kept += u64::from(hash != BLANK && !is_duplicate);
+                self.count(hash);
+            }
+            (DropDuplicates::Lines, Ended::Document(_)) => {
+                let is_emptied = self.lines > 0 && self.kept == 0;
+                counts.dropped.emptied_documents += u64::from(is_emptied);
+                (self.lines, self.kept) = (0, 0);
+                return !is_emptied;
+            }
+        }
+        !is_duplicate
+    }
+
+    fn count(&mut self, hash: u64) {
+        self.hashes.update(&hash.to_le_bytes());
+        self.at += 1;
+    }
+
+    fn is_complete(&self) -> bool {
+        self.at == self.drops.len && self.hashes.digest() == self.drops.hash
+    }
+}
