@@ -125,7 +125,7 @@ def test_a_killed_run_is_resumed(vocab: Path, text: Path, local: Path, tmp_path:
     url = "s3://bucket/killed"
     for finished in (3, 9):  # twice, so that the second one resumes, too
         process = started(vocab, text, url)
-        while sum(name.startswith("parts/input-group-") for name, _ in list_objects(url)) < finished:
+        while sum(name.startswith("parts/input-group-") and name.endswith(".json") for name, _ in list_objects(url)) < finished:
             assert process.poll() is None, process.communicate()
         process.kill()
         process.communicate()
@@ -146,6 +146,19 @@ def test_partitions_need_no_shared_folder(vocab: Path, text: Path, local: Path, 
     reports = [report_of(process) for process in [started(vocab, text, url, f"({part}, 3)") for part in (2, 3)]]
     assert any(report["complete"] for report in reports)
     assert_same(url, local, tmp_path)
+
+
+def test_duplicates_are_left_out_of_a_store(vocab: Path, text: Path, tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("a.txt", "b.jsonl")]
+    documents = text.read_text().split("\n\n")
+    texts[0].write_text("\n\n".join(documents[:900]))
+    texts[1].write_text("".join(json.dumps({"text": each}) + "\n" for each in documents[600:1_200]))
+    options = {"vocab": vocab, "drop_duplicates": "documents", "progress": False}
+    local = ef.prepare(texts, out=tmp_path / "local", **options)
+    parts = [f"{part}/2" for part in (1, 2, 1, 2)]
+    reports = [ef.prepare(texts, out="s3://bucket/dropped", partition=part, **options) for part in parts]
+    assert local.dropped_documents == 300 and any(report.complete for report in reports)
+    assert_same("s3://bucket/dropped", tmp_path / "local", tmp_path)
 
 
 def test_two_equal_runs_at_once_lose_nothing(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:

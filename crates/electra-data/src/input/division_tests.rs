@@ -49,7 +49,7 @@ fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
     };
     let skips = SkipLog::new(reading.skip_bad_records, 0);
     let intake = Intake { skips, ..Intake::everything(Cut::Blanks) };
-    with_workers(1, 1, || work, |workers| workers.run_lane(intake, read, consume))?;
+    with_workers(1, 1, || work, |workers| workers.run_pipeline(intake, read, consume))?;
     Ok(found)
 }
 

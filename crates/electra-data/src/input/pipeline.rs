@@ -1,4 +1,4 @@
-//! Lanes of one reader and one consumer each, in order and in bounded memory; all lanes share the workers.
+//! Pipelines of one reader and one consumer each, in order and in bounded memory; all pipelines share the workers.
 //!
 //! The reader fills batches of about 1 MiB of text. Each batch has a channel for its result, and the consumer
 //! receives from these channels in the order in which the reader made them.
@@ -208,12 +208,12 @@ fn cut_near(text: &str, cut: Cut) -> Option<usize> {
     cut.last_position(&text.as_bytes()[..end]).or_else(|| Some(end + cut.first_position(&text[end..])?))
 }
 
-/// Workers that one or more lanes share. A lane reads on one thread and consumes on another, in order.
+/// Workers that one or more pipelines share. A pipeline reads on one thread and consumes on another, in order.
 ///
-/// Workers are not tied to lanes, so all of them can work on a single remaining input.
+/// Workers are not tied to pipelines, so all of them can work on a single remaining input.
 pub(crate) struct Workers<T> {
     batches: Sender<(TextBatch, Sender<Result<T>>)>,
-    /// Holds an entry for each batch between reader and consumer, in any lane: its capacity bounds memory.
+    /// Holds an entry for each batch between reader and consumer, in any pipeline: its capacity bounds memory.
     in_flight: (Sender<()>, Receiver<()>),
 }
 
@@ -229,7 +229,7 @@ impl Drop for Permit<'_> {
 /// Runs `body` with `threads` workers. Each has a `worker` of its own, which may keep state between batches.
 pub(crate) fn with_workers<T: Send, W: FnMut(TextBatch) -> Result<T>, R>(
     threads: usize,
-    lanes: usize,
+    pipelines: usize,
     worker: impl Fn() -> W + Sync,
     body: impl FnOnce(&Workers<T>) -> R,
 ) -> R {
@@ -243,14 +243,14 @@ pub(crate) fn with_workers<T: Send, W: FnMut(TextBatch) -> Result<T>, R>(
             });
         }
         drop(batches);
-        body(&Workers { batches: sender, in_flight: bounded(2 * threads + lanes) })
+        body(&Workers { batches: sender, in_flight: bounded(2 * threads + pipelines) })
     })
 }
 
 impl<T: Send> Workers<T> {
-    /// Runs a lane: `read` on a thread and `consume` on this one. `consume(None)` is called every 50 ms while
+    /// Runs a pipeline: `read` on a thread and `consume` on this one. `consume(None)` is called every 50 ms while
     /// there is no result.
-    pub fn run_lane(
+    pub fn run_pipeline(
         &self,
         intake: Intake,
         read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
@@ -335,7 +335,7 @@ mod tests {
         worker: impl Fn() -> W + Sync,
         consume: impl FnMut(Option<T>) -> Result<()>,
     ) -> Result<()> {
-        with_workers(threads, 1, worker, |workers| workers.run_lane(intake, read, consume))
+        with_workers(threads, 1, worker, |workers| workers.run_pipeline(intake, read, consume))
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Tokenizing input groups and writing the shards of each; `lanes` runs both.
+//! Tokenizing input groups and writing the shards of each; `pipelines` runs both.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,7 +25,7 @@ pub(super) struct InputGroupBuilder<'a> {
     pub cancel: Cancel,
 }
 
-/// Documents and tokens written so far, in all lanes.
+/// Documents and tokens written so far, in all pipelines.
 #[derive(Debug, Default)]
 pub(super) struct Written {
     pub documents: AtomicU64,
@@ -38,8 +38,8 @@ pub(super) struct TokenBatch {
     texts: Vec<(usize, Mark)>,
 }
 
-/// Writes the input groups of one lane, one after the other.
-pub(super) struct LaneWriter<'a> {
+/// Writes the input groups of one pipeline, one after the other.
+pub(super) struct PipelineWriter<'a> {
     builder: &'a InputGroupBuilder<'a>,
     written: &'a Written,
     /// To those that upload, if anything is to be uploaded.
@@ -47,7 +47,7 @@ pub(super) struct LaneWriter<'a> {
     current: Option<InputGroupWriter>,
 }
 
-impl<'a> LaneWriter<'a> {
+impl<'a> PipelineWriter<'a> {
     pub fn new(
         builder: &'a InputGroupBuilder,
         written: &'a Written,

@@ -1,4 +1,4 @@
-//! Text to a corpus: input files → documents → token ids → shards, input group by input group (`lanes`), then
+//! Text to a corpus: input files → documents → token ids → shards, input group by input group (`pipelines`), then
 //! `finalize`.
 //!
 //! An input group (files, or a part of a huge one) is either finished or not, and building it again gives the
@@ -15,10 +15,10 @@ use super::changes::Comparer;
 use super::clean_up::clean_up;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
-use super::lanes::{self, Todo};
 use super::options::{PrepareOptions, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
 use super::pass::{Decided, Pass};
+use super::pipelines::{self, Todo};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::process::nonce;
@@ -237,16 +237,16 @@ impl PrepareRun<'_> {
     ) -> Result<()> {
         let skips = SkipLog::new(self.options.reading.skip_bad_records, work.skipped);
         let threads = self.options.num_threads();
-        let num_lanes = lanes::num_lanes(&work.pass, threads, work.todo.len());
+        let num_pipelines = pipelines::num_pipelines(&work.pass, threads, work.todo.len());
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let (group, cancel) = (&plan.groups[number], &plan.inputs.cancel);
             let files = &plan.inputs.files[group.files.clone()];
             read_input_group(files, group.part.as_ref(), &self.options.reading, bytes, cancel, to)
         };
-        lanes::build(
+        pipelines::build(
             &self.builder(&work.out, &work.pass, &plan.inputs.cancel),
             threads,
-            num_lanes,
+            num_pipelines,
             &work.todo,
             &skips,
             &read,
@@ -290,7 +290,7 @@ impl PrepareRun<'_> {
             Ok(())
         };
         let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
-        let built = lanes::build(
+        let built = pipelines::build(
             &self.builder(&out, &pass, &Cancel::default()),
             threads,
             1,

@@ -9,10 +9,10 @@ use std::sync::atomic::AtomicU64;
 
 use serde::{Deserialize, Serialize};
 
-use super::lanes::{self, Todo};
 use super::options::PrepareOptions;
 use super::output_dir::OutputDir;
 use super::pass::Pass;
+use super::pipelines::{self, Todo};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::progress::Progress;
@@ -236,11 +236,11 @@ impl TaskSettings {
             read_input_group(files, part, &self.reading, bytes, cancel, to)
         };
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
-        let num_lanes = lanes::num_lanes(&self.pass, threads, todo.len());
-        lanes::build(
+        let num_pipelines = pipelines::num_pipelines(&self.pass, threads, todo.len());
+        pipelines::build(
             &run.builder(&out, &self.pass, cancel),
             threads,
-            num_lanes,
+            num_pipelines,
             &todo,
             &skips,
             &read,

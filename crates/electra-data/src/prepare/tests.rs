@@ -1,4 +1,4 @@
-//! Lanes, tasks and finalizing at the same time.
+//! Pipelines, tasks and finalizing at the same time.
 
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use super::changes::Comparer;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
-use super::lanes::{self, Todo};
 use super::options::shard_spec;
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
 use super::pass::Pass;
+use super::pipelines::{self, Todo};
 use super::plan::Plan;
 use super::repeats::Dropped;
 use super::run::{Claimed, PrepareRun, RemainingWork};
@@ -44,7 +44,7 @@ fn prepared(text: &Path, out: &Path, tokenizer: &Tokenizer, options: &PrepareOpt
 type Read<'a> = dyn Fn(usize, &mut Batcher<'_>) -> Result<()> + Sync + 'a;
 
 /// Builds input groups with a reader of the test's own; returns the outcome and which groups are finished.
-fn build(lanes: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<()>, Vec<usize>) {
+fn build(pipelines: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<()>, Vec<usize>) {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
     let Claim::Ours(out) = OutputDir::claim(&dir.path().join("out"), "job", ALL).unwrap() else {
@@ -61,21 +61,27 @@ fn build(lanes: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<(
     };
     let todo: Vec<Todo> = (0..groups).map(|number| Todo { number, bytes: 1 }).collect();
     let read = |number: usize, _: &AtomicU64, to: &mut Batcher<'_>| read(number, to);
-    let outcome = lanes::build(&builder, 8, lanes, &todo, skips, &read, &mut |_| true);
+    let outcome = pipelines::build(&builder, 8, pipelines, &todo, skips, &read, &mut |_| true);
     (outcome, (0..groups).filter(|&group| out.record(&Pass::Build(None), group).is_some()).collect())
 }
 
 #[test]
-fn a_lane_for_two_workers() {
-    assert_eq!([1, 2, 3, 8].map(|threads| lanes::num_lanes(&Pass::Build(None), threads, 100)), [1, 1, 2, 4]);
+fn a_pipeline_for_two_workers() {
     assert_eq!(
-        (lanes::num_lanes(&Pass::Build(None), 8, 1), lanes::num_lanes(&Pass::Build(None), 8, 3)),
+        [1, 2, 3, 8].map(|threads| pipelines::num_pipelines(&Pass::Build(None), threads, 100)),
+        [1, 1, 2, 4]
+    );
+    assert_eq!(
+        (
+            pipelines::num_pipelines(&Pass::Build(None), 8, 1),
+            pipelines::num_pipelines(&Pass::Build(None), 8, 3)
+        ),
         (1, 3)
     );
 }
 
 #[test]
-fn lanes_read_at_the_same_time() {
+fn pipelines_read_at_the_same_time() {
     let together = Barrier::new(4);
     let read = |_: usize, to: &mut Batcher<'_>| {
         together.wait(); // waits forever unless four groups are being read
@@ -91,7 +97,7 @@ fn lanes_read_at_the_same_time() {
 #[ignore = "prints a measurement"]
 fn slow_readers() {
     let document = format!("{}\n", "unknown".repeat(9)).repeat(16_000);
-    for lanes in [1, 2, 4, 8] {
+    for pipelines in [1, 2, 4, 8] {
         let read = |_: usize, to: &mut Batcher<'_>| {
             (0..4).try_for_each(|_| {
                 std::thread::sleep(Duration::from_millis(100));
@@ -99,14 +105,14 @@ fn slow_readers() {
             })
         };
         let start = Instant::now();
-        build(lanes, 32, &SkipLog::default(), &read).0.unwrap();
+        build(pipelines, 32, &SkipLog::default(), &read).0.unwrap();
         let megabytes = 32.0 * 4.0 * document.len() as f64 / 1e6;
-        println!("{lanes} lanes: {:.0} MB/s", megabytes / start.elapsed().as_secs_f64());
+        println!("{pipelines} pipelines: {:.0} MB/s", megabytes / start.elapsed().as_secs_f64());
     }
 }
 
 #[test]
-fn the_limit_of_skipped_records_is_one_for_all_lanes() {
+fn the_limit_of_skipped_records_is_one_for_all_pipelines() {
     let record = || crate::input::SkippedRecord { file: "f".into(), line: 1, reason: String::new() };
     let read = |_: usize, to: &mut Batcher<'_>| {
         to.push_document("a")?;

@@ -100,7 +100,7 @@ impl WordCounter<'_> {
             reported.inspect_err(|_| cancel.raise())
         };
         let worker = || |batch| words_of(&batch, &characters);
-        with_workers(self.threads, 1, worker, |workers| workers.run_lane(intake, read, consume))?;
+        with_workers(self.threads, 1, worker, |workers| workers.run_pipeline(intake, read, consume))?;
         Ok(levels.counted())
     }
 }

@@ -7,7 +7,7 @@ use super::sample::Sample;
 use crate::error::{Error, Result};
 
 /// Distinct documents, or lines, that are counted exactly in an input group …
-const GROUP_CAPACITY: usize = 1 << 15;
+const GROUP_CAPACITY: usize = 1 << 18;
 /// … and in a corpus. Of more, a sample of half to all of so many is counted.
 const CORPUS_CAPACITY: usize = 1 << 22;
 /// The number of lines that a report names.

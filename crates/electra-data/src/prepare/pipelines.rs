@@ -1,11 +1,11 @@
-//! Running input groups in lanes: several are read and written at once, each from beginning to end in one lane.
+//! Running input groups in pipelines: several are read and written at once, each from beginning to end in one pipeline.
 //!
 //! A reader delivers about 500 MB/s of plain text, or half as much of compressed text, a worker tokenizes 150 to 250
-//! MB/s, and a writer waits for the disk after each group. So there is a lane for every two workers. Workers are not
-//! tied to lanes: thousands of small groups keep all of them busy, and so does a single large one. Lanes and workers
+//! MB/s, and a writer waits for the disk after each group. So there is a pipeline for every two workers. Workers are not
+//! tied to pipelines: thousands of small groups keep all of them busy, and so does a single large one. Pipelines and workers
 //! live as long as the run, and with them the workers' caches.
 //!
-//! The bytes of a group do not depend on the lane or on what else is being read.
+//! The bytes of a group do not depend on the pipeline or on what else is being read.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, bounded};
 
-use super::input_group::{InputGroupBuilder, LaneWriter, Written, line_cut, tokenize};
+use super::input_group::{InputGroupBuilder, PipelineWriter, Written, line_cut, tokenize};
 use super::output_dir::InputGroupRecord;
 use super::pass::Pass;
 use super::progress::{Progress, ProgressReporter};
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::input::{Batcher, Intake, SkipLog, TextBatch, with_workers};
 use crate::store::Cancel;
 
-const WORKERS_PER_LANE: usize = 2;
+const WORKERS_PER_PIPELINE: usize = 2;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// An input group to build.
@@ -36,13 +36,13 @@ pub(super) struct Todo {
 /// Sends the documents of the input group with this number; counts the bytes that it reads.
 pub(super) type ReadGroup<'a> = dyn Fn(usize, &AtomicU64, &mut Batcher) -> Result<()> + Sync + 'a;
 
-/// State shared by the lanes of a run.
+/// State shared by the pipelines of a run.
 struct Shared<'a> {
     todo: &'a [Todo],
     /// Number of input groups that have been taken.
     taken: AtomicUsize,
     written: Written,
-    /// Bytes of groups that were read to their end, and of those that are being read, lane by lane.
+    /// Bytes of groups that were read to their end, and of those that are being read, pipeline by pipeline.
     bytes_finished: AtomicU64,
     bytes_read: Vec<AtomicU64>,
     is_stopped: AtomicBool,
@@ -51,19 +51,19 @@ struct Shared<'a> {
     failure: Mutex<Option<Error>>,
 }
 
-/// The number of lanes for so many workers and input groups. Hashing leaves nothing to the workers.
-pub(super) fn num_lanes(pass: &Pass, threads: usize, num_groups: usize) -> usize {
-    let workers_per_lane = if let Pass::Hash(_) = pass { 1 } else { WORKERS_PER_LANE };
-    threads.div_ceil(workers_per_lane).min(num_groups).max(1)
+/// The number of pipelines for so many workers and input groups. Hashing leaves nothing to the workers.
+pub(super) fn num_pipelines(pass: &Pass, threads: usize, num_groups: usize) -> usize {
+    let per_pipeline = if let Pass::Hash(_) = pass { 1 } else { WORKERS_PER_PIPELINE };
+    threads.div_ceil(per_pipeline).min(num_groups).max(1)
 }
 
-/// Builds input groups with so many workers. The first error stops all lanes; finished groups are kept.
+/// Builds input groups with so many workers. The first error stops all pipelines; finished groups are kept.
 ///
 /// `progress` is called on this thread.
 pub(super) fn build(
     builder: &InputGroupBuilder,
     threads: usize,
-    lanes: usize,
+    pipelines: usize,
     todo: &[Todo],
     skips: &SkipLog,
     read: &ReadGroup,
@@ -77,7 +77,7 @@ pub(super) fn build(
         taken: AtomicUsize::new(0),
         written: Written::default(),
         bytes_finished: AtomicU64::new(0),
-        bytes_read: (0..lanes).map(|_| AtomicU64::new(0)).collect(),
+        bytes_read: (0..pipelines).map(|_| AtomicU64::new(0)).collect(),
         is_stopped: AtomicBool::new(false),
         cancel: &builder.cancel,
         failure: Mutex::new(None),
@@ -87,35 +87,35 @@ pub(super) fn build(
         move |batch: TextBatch| tokenize(&mut encoder, &batch)
     };
     let mut reporter = ProgressReporter::new(progress);
-    with_workers(threads, lanes, worker, |workers| {
+    with_workers(threads, pipelines, worker, |workers| {
         std::thread::scope(|scope| {
             let (ending, ended) = bounded::<()>(0);
-            // Without room, so that a lane waits for an upload instead of filling the disk.
+            // Without room, so that a pipeline waits for an upload instead of filling the disk.
             let (finished, uploads) = bounded::<InputGroupRecord>(0);
             for _ in 0..builder.out.num_uploads() {
                 let (shared, ending, uploads) = (&shared, ending.clone(), uploads.clone());
                 scope.spawn(move || {
                     let save =
                         |record| builder.cancel.carry(|| builder.out.save_record(&builder.pass, &record));
-                    // The first failure ends it, so that no lane waits for a store that is away.
+                    // The first failure ends it, so that no pipeline waits for a store that is away.
                     shared.note(uploads.iter().try_for_each(save));
                     drop((ending, uploads));
                 });
             }
             drop(uploads);
-            for lane in 0..lanes {
+            for pipeline in 0..pipelines {
                 let (shared, ending, skips) = (&shared, ending.clone(), skips.clone());
                 let finished = finished.clone();
                 scope.spawn(move || {
                     let watch = Some(watch(builder.out, &builder.pass));
                     let intake = Intake { skips, watch, ..Intake::everything(line_cut(builder.tokenizer)) };
-                    let mut writer = LaneWriter::new(builder, &shared.written, finished);
-                    let read = |to: &mut Batcher| shared.read_all(lane, read, to);
+                    let mut writer = PipelineWriter::new(builder, &shared.written, finished);
+                    let read = |to: &mut Batcher| shared.read_all(pipeline, read, to);
                     let consume = |batch: Option<_>| {
                         shared.check_stopped()?;
                         batch.map_or(Ok(()), |batch| builder.cancel.carry(|| writer.write(batch)))
                     };
-                    let outcome = workers.run_lane(intake, read, consume);
+                    let outcome = workers.run_pipeline(intake, read, consume);
                     shared.note(outcome.and_then(|()| writer.end()));
                     drop(ending);
                 });
@@ -142,13 +142,13 @@ pub(super) fn build(
 
 impl Shared<'_> {
     /// Takes input groups and reads them until none is left.
-    fn read_all(&self, lane: usize, read: &ReadGroup, to: &mut Batcher) -> Result<()> {
+    fn read_all(&self, pipeline: usize, read: &ReadGroup, to: &mut Batcher) -> Result<()> {
         while let Some(group) = self.todo.get(self.taken.fetch_add(1, Ordering::Relaxed)) {
             self.check_stopped()?;
             to.begin_input_group(group.number)?;
-            read(group.number, &self.bytes_read[lane], to)?;
+            read(group.number, &self.bytes_read[pipeline], to)?;
             to.end_input_group()?;
-            let read = self.bytes_read[lane].swap(0, Ordering::Relaxed);
+            let read = self.bytes_read[pipeline].swap(0, Ordering::Relaxed);
             // A part of a file may have more or fewer bytes than it counts for; the sum over all is right.
             let counted = if group.bytes > 0 { group.bytes } else { read };
             self.bytes_finished.fetch_add(counted, Ordering::Relaxed);
@@ -160,7 +160,7 @@ impl Shared<'_> {
         if self.is_stopped.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// Keeps the first error and stops all lanes.
+    /// Keeps the first error and stops all pipelines.
     fn note(&self, outcome: Result<()>) {
         if let Err(error) = outcome {
             let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
