@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):  # noqa: D101
             server.bytes[node] += end - first
             server.requests[node] += 1
             self.wfile.flush()
-            with path.open("rb") as file:
+            with path.open("rb") as file, contextlib.suppress(ConnectionError):  # a loader that ended
                 while first < end:
                     first += os.sendfile(self.connection.fileno(), file.fileno(), first, end - first)
 

@@ -125,7 +125,10 @@ def test_a_killed_run_is_resumed(vocab: Path, text: Path, local: Path, tmp_path:
     url = "s3://bucket/killed"
     for finished in (3, 9):  # twice, so that the second one resumes, too
         process = started(vocab, text, url)
-        while sum(name.startswith("parts/input-group-") and name.endswith(".json") for name, _ in list_objects(url)) < finished:
+        while (
+            sum(name.startswith("parts/input-group-") and name.endswith(".json") for name, _ in list_objects(url))
+            < finished
+        ):
             assert process.poll() is None, process.communicate()
         process.kill()
         process.communicate()
