@@ -112,19 +112,23 @@ def corpus(tokens: int, copies: int) -> Iterator[Path]:
 def count_bytes(options: argparse.Namespace) -> None:
     """Bytes that nodes fetch per epoch, after a quarter of the first, when what is fetched ahead has evened out."""
     with corpus(options.shards << 27, 1) as folder:
-        size = sum(path.stat().st_size for path in folder.glob("*.tokens"))
-        for lanes, worlds in ((LANES, (1, 2, 4, 8, 16, 3, 5)), (1, (1, 4))):
+        sizes = {name: sum(path.stat().st_size for path in folder.glob(f"*.{name}")) for name in ("tokens", "lines")}
+        cases = [("best-fit", LANES, (1, 2, 4, 8, 16, 3, 5)), ("best-fit", 1, (1, 4)), ("google", LANES, (1, 4))]
+        for packing, lanes, worlds in cases:
             for world in worlds:
                 server = Server(folder)
                 found: list[dict[str, Any]] = [
-                    measured_by_child(__file__, ["--node", server.url(rank), *map(str, (rank, world, lanes))], "node")
+                    measured_by_child(
+                        __file__, ["--node", server.url(rank), packing, *map(str, (rank, world, lanes))], "node"
+                    )
                     for rank in range(world)
                 ]
                 server.shutdown()
+                size = sizes["tokens"] + (sizes["lines"] if packing == "google" else 0)
                 shares = [each["bytes"] / size for each in found]
                 batches = [sum(parts) % 2**64 for parts in zip(*(each["batches"] for each in found), strict=True)]
                 print(
-                    f"{lanes} lanes, {world} nodes: per node at most {max(shares) * world:.3f} / {world} of it, "
+                    f"{packing}, {lanes} lanes, {world} nodes: each at most {max(shares) * world:.3f} / {world} of it, "
                     f"{sum(shares):.3f} in all; {sum(each['requests'] for each in found):,} requests; per node "
                     f"{statistics.median(each['rows_per_second'] for each in found) * 512 / 1e6:.0f} M tokens/s; "
                     f"batches {hash(tuple(batches)) % 2**32:08x}",
@@ -132,11 +136,11 @@ def count_bytes(options: argparse.Namespace) -> None:
                 )
 
 
-def run_node(url: str, rank: int, world: int, lanes: int) -> dict[str, Any]:
+def run_node(url: str, packing: str, rank: int, world: int, lanes: int) -> dict[str, Any]:
     """Reads from 0.25 to 1.25 epochs as a node, with the smallest cache."""
     with tempfile.TemporaryDirectory() as cache:
         shape = {"sequence_length": 512, "batch_size": 1_024, "rank": rank, "world_size": world, "lanes": lanes}
-        loader, batches = open_smallest(url, cache, **shape), []
+        loader, batches = open_smallest(url, cache, packing=packing, **shape), []
         while loader.passes()[0] < 0.25:
             batch = next(loader)
             if len(batches) < 20:
@@ -306,12 +310,12 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; by default shuffle")
     parser.add_argument("--shards", type=int, default=4, help="shards of 2^27 tokens for `bytes`")
     parser.add_argument("--texts", nargs="+", help="texts for `loss`")
-    parser.add_argument("--node", nargs=4, help="measure as URL RANK WORLD LANES, print JSON")
+    parser.add_argument("--node", nargs=5, help="measure as URL PACKING RANK WORLD LANES, print JSON")
     parser.add_argument("--rank-of-many", help="measure with this corpus, print JSON")
     parser.add_argument("--open", help="measure opening this corpus, print JSON")
     options = parser.parse_args()
     if options.node:
-        print(json.dumps(run_node(options.node[0], *map(int, options.node[1:]))))
+        print(json.dumps(run_node(*options.node[:2], *map(int, options.node[2:]))))
     elif options.rank_of_many:
         print(json.dumps(run_rank(options.rank_of_many)))
     elif options.open:
