@@ -1,14 +1,16 @@
-"""Files of object stores, as `export` and mirrors of runs use them; the extension repeats failed requests."""
+"""Files of object stores, for exports, mirrors of runs and labeled examples; the extension repeats failed requests."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PosixPath
 
 from electra_fast._data import delete_objects, download, list_objects, upload, url_of
 
-__all__ = ["delete_objects", "download", "list_objects", "read", "upload", "upload_folder", "url_of"]
+__all__ = ["delete_objects", "download", "list_objects", "local_file", "read", "upload", "upload_folder", "url_of"]
 
 
 def read(url: str) -> bytes | None:
@@ -27,3 +29,32 @@ def upload_folder(folder: Path, url: str, last: str) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path.name == last, path)):
         upload(str(path), f"{url}/{path.relative_to(folder).as_posix()}")
+
+
+class StoredFile(PosixPath):
+    """A copy of an object on disk. Messages and records show its URL."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return getattr(self, "url", None) or super().__str__()
+
+    def __fspath__(self) -> str:
+        return super().__str__()
+
+
+@contextlib.contextmanager
+def local_file(path: Path) -> Iterator[Path]:
+    """Yields the path itself, or that of a temporary copy if it is a URL.
+
+    Raises FileNotFoundError, ValueError or OSError naming the URL.
+    """
+    url = url_of(str(path))
+    if url is None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = StoredFile(folder, os.path.basename(url))
+        copy.url = url
+        download(url, os.fspath(copy))
+        yield copy

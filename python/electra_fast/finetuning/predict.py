@@ -18,7 +18,7 @@ import torch
 
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
-from electra_fast.data.stored_file import local_file
+from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import remove
 from electra_fast.files.json_files import json_text
