@@ -159,6 +159,15 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, validation_corpus: Path)
     return out
 
 
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    """An S3 server on the loopback (`object_store.use` makes `s3://` mean it)."""
+    import object_store
+
+    with object_store.running() as store:
+        yield store
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Any]:
     """Forks processes that run `tiny_run`, so that they need not import torch."""

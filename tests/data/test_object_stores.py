@@ -8,7 +8,6 @@ import pickle
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,6 @@ from electra_fast.errors import InputError
 
 WORDS = ["the", "of", "and", "cat", "dog", "sees", "a", "blue", "house", "runs", "##s", "##ing"]
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    with object_store.running() as store:
-        yield store
 
 
 @pytest.fixture(autouse=True)

@@ -32,12 +32,6 @@ print(json.dumps(_data.prepare(_data.Tokenizer(vocab), out, **options)))
 """
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    with object_store.running() as store:
-        yield store
-
-
 @pytest.fixture(autouse=True)
 def credentials(s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     object_store.use(s3, monkeypatch)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import object_store
@@ -16,12 +15,6 @@ from object_store import S3
 
 from electra_fast._data import delete_objects, download, list_objects, upload
 from electra_fast.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    with object_store.running() as store:
-        yield store
 
 
 @pytest.fixture(autouse=True)

@@ -22,12 +22,6 @@ from electra_fast.training import mirror
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with object_store.running() as store:
-        yield store
-
-
 @pytest.fixture
 def url(s3, monkeypatch, tmp_path):
     """The mirror of a test."""

@@ -216,7 +216,7 @@ struct Planner<'a> {
 struct LanePlan {
     lane: u32,
     next: RowPosition,
-    /// Rows of planned windows that the caller has still to take, were it at the start.
+    /// Rows planned so far, less those that the caller had taken before it began.
     rows: i64,
     /// What the next windows have in the cache.
     fetched: VecDeque<Option<Arc<Vec<Pins>>>>,
