@@ -49,6 +49,7 @@ import electra_fast as ef
 from electra_fast.data.mixture import Mixture
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.model.model import Electra
+from electra_fast.objectives import objective_of
 from electra_fast.optimizers.muon import stacks
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.corruptor import corrupted_rows
@@ -141,7 +142,11 @@ class Study:
         if setting.tokens_per_second:
             steps = round(3600 * job.hours * setting.tokens_per_second / tokens)
         else:
-            steps = round(job.budget / (tokens * flops_per_token(config).total + update_flops(config)))
+            first = config.objective.generator_first  # whose steps are cheaper
+            before = first * tokens * flops_per_token(config, objective_of(config).stages()[:1]).total if first else 0
+            flops = flops_per_token(config, objective_of(config).stages()[-1:])
+            per_token = flops.total + (setting.corruptions - 1) * flops.discriminator
+            steps = first + round((job.budget - before) / (tokens * per_token + update_flops(config)))
         every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
         config = config.replace({"train": every})
         rates = config.resolved().optimizer
@@ -225,7 +230,7 @@ class Study:
             "judged_on": self.judged_on,
             "budget": job.budget,
             "keys": dict(sorted(keys.items())),
-            "patches": ["rotary-positions"] if job.setting.is_rotary else [],
+            "patches": [*job.setting.patches],
         }
         if job.setting.trainer:
             identity["trainer"] = job.setting.trainer
@@ -260,7 +265,7 @@ class Study:
             "corpus": str(self.part(job.setting.parts)),
             "validation": str(self.corpus),
             "trainer": job.setting.trainer,
-            "is_rotary": job.setting.is_rotary,
+            "patches": job.setting.patches,
             "corruptors": self.corruptors,
             "num_steps": num_steps,
             "sequence_length": self.sequence_length,

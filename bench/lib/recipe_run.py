@@ -29,7 +29,7 @@ from electra_fast.reproduction.row_run import main
 from electra_fast.training import evaluate as evaluation
 from electra_fast.training.corruptor import UNIGRAM_LENGTH, Corruptor
 from lib import recipe_trainer
-from lib.rotary_bert import use_rotary_positions
+from lib.recipe_patches import PATCHES
 
 RUN, CONFIG, RESULT, SECONDS = "run.json", "config.toml", "result.json", "seconds.txt"
 EVAL_ROWS = 64
@@ -63,8 +63,8 @@ def do(folder: Path) -> dict[str, Any]:
     config, num_steps, run = ef.Config.load(folder / CONFIG), job["num_steps"], folder / "run"
     loaded = {source: load_corruptor(source, job["validation"]) for source in job["corruptors"].values()}
     evaluation._corruptor = lambda source, *_: loaded[str(source)]  # a corruptor keeps its own encoder
-    if job["is_rotary"]:
-        use_rotary_positions()
+    for name in job["patches"]:
+        PATCHES[name]()
     before = sum(os.times()[:4])
     try:
         if job["trainer"]:

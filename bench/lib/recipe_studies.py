@@ -45,8 +45,9 @@ class Setting:
     Args:
         name: Name in tables, for `--only` and in the results.
         keys: Configuration laid over that of the scale.
-        is_rotary: Rotary positions in the published encoder (`rotary_bert.py`).
+        patches: Changes that the package does not have, from `recipe_patches.PATCHES`.
         batch_factor: Factor of the scale's rows per step.
+        corruptions: Texts per row that the discriminator reads.
         parts: 1 / parts of the text is read.
         trainer: Class of `transformers` that its Trainer trains instead.
         tokens_per_second: Speed that turns hours into a number of steps.
@@ -54,8 +55,9 @@ class Setting:
 
     name: str
     keys: Keys
-    is_rotary: bool = False
+    patches: tuple[str, ...] = ()
     batch_factor: float = 1.0
+    corruptions: int = 1
     parts: int = 1
     trainer: str = ""
     tokens_per_second: float = 0.0
@@ -130,7 +132,7 @@ GOOGLE_ROTARY = Setting(
         "objective.disc_weight": "50",
         "optimizer.learning_rate": "2.5e-4",
     },
-    is_rotary=True,
+    patches=("rotary-positions",),
     batch_factor=0.25,
 )
 
@@ -155,6 +157,13 @@ def _shape(layers: int, width: int, heads: int, fraction: str) -> Setting:
     return MODERN.changed(f"{layers} layers of {width}", keys)
 
 
+_HALF = {"generator.fraction": "0.5"}
+
+
+def _patched(name: str) -> Setting:
+    return replace(MODERN, name=name.replace("-", " "), patches=(name,))
+
+
 STUDIES: dict[str, tuple[Setting, ...]] = {
     "curves": (MODERN, GOOGLE_ROTARY, MLM),
     # A generator has whole heads, so the narrowest is half as wide as its model.
@@ -171,8 +180,27 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
     # Other ingredients have been measured; see LOG.md.
     "ingredients": (
         MODERN,
+        _patched("equal-queries-and-keys"),
+        _patched("half-masked-at-first"),
+        _patched("masked-at-first"),
+        replace(MODERN.changed("generator first", {"objective.generator_first": "200"}), patches=("generator-first",)),
+        _patched("row-norms"),
+        _patched("momentum-warmup"),
+        replace(MODERN, name="two corruptions", patches=("two-corruptions",), corruptions=2, batch_factor=0.5),
+        MODERN.changed("the other rate up to 0.008", {"optimizer.learning_rate": "8e-3"}),
+        MODERN.changed("generator of half the width", _HALF),
+        MODERN.changed("whole words", {"data.masking": "whole-word"}),
+        MODERN.changed("spans", {"data.masking": "span"}),
+        _patched("constant-then-decay"),
+        _patched("decay-to-a-tenth"),
+        MODERN.changed("generator of twice the depth", {"generator.num_layers": "8"}),
+        MODERN.changed("mask_prob 0.35", {"data.mask_prob": "0.35"}),
+        MODERN.changed("generator of half the width, 2 layers", {**_HALF, "generator.num_layers": "2"}),
         MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
-        MODERN.changed("generator of half the width", {"generator.fraction": "0.5"}),
+    ),
+    "averages": tuple(
+        replace(MODERN.changed(f"averaged {last}", {"train.keep_checkpoints": last}), patches=(f"averaged-{last}",))
+        for last in ("3", "5")
     ),
 }
 
