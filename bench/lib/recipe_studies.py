@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 Keys = Mapping[str, str]
@@ -145,19 +145,31 @@ MLM = Setting(
 )
 
 
-def _shape(layers: int, width: int, heads: int, fraction: str) -> Setting:
+def _shape(layers: int, width: int) -> Setting:
     keys = {
         "model.num_layers": str(layers),
         "model.hidden_size": str(width),
-        "model.num_heads": str(heads),
+        "model.num_heads": str({64: 2, 512: 8}.get(width, 4)),
         "model.intermediate_size": str(11 * width // 4),
         "model.embedding_size": str(min(width, 128)),
-        "generator.fraction": fraction,
+        "generator.fraction": "0.5" if width == 64 else "0.25",
     }
     return MODERN.changed(f"{layers} layers of {width}", keys)
 
 
+def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
+    """Yields the rates of Muon and of the rest by the rule, and others."""
+    for muon, rest in zip(rates[::2], rates[1::2], strict=True):
+        keys = {"optimizer.muon_learning_rate": muon, "optimizer.learning_rate": rest}
+        yield f"Muon {muon}, the rest {rest}", keys
+
+
 _HALF = {"generator.fraction": "0.5"}
+
+
+def _local(window: int, every: int) -> Setting:
+    keys = {"model.local_attention": str(window), "model.global_attention_every": str(every)}
+    return MODERN.changed(f"local attention of {window}, every {every}th layer global", keys)
 
 
 def _patched(name: str) -> Setting:
@@ -166,22 +178,32 @@ def _patched(name: str) -> Setting:
 
 STUDIES: dict[str, tuple[Setting, ...]] = {
     "curves": (MODERN, GOOGLE_ROTARY, MLM),
-    # A generator has whole heads, so the narrowest is half as wide as its model.
+    # A generator has whole heads, so the narrowest is half as wide as its model. Among them are the presets' shapes.
     "sizes": (
-        _shape(2, 64, 2, "0.5"),
-        _shape(2, 128, 4, "0.25"),
-        _shape(4, 128, 4, "0.25"),
-        _shape(4, 256, 4, "0.25"),
-        _shape(6, 256, 4, "0.25"),
-        _shape(8, 384, 8, "0.25"),
+        *(_shape(layers, width) for layers, width in ((2, 64), (2, 128), (4, 128), (4, 256), (12, 256), (2, 512))),
+        replace(_shape(4, 256), name="4 layers of 256, twice the batch", batch_factor=2),
+        replace(_shape(4, 256), name="4 layers of 256, four times the batch", batch_factor=4),
     ),
-    # So little text that 90 TFLOP read it once, twice, four and eight times.
-    "epochs": tuple(replace(MODERN, name=f"a {parts}th of the text", parts=parts) for parts in (34, 68, 136, 272)),
+    # The rule of rates, and around it: 40,000 cheap steps with 64 TFLOP, and 500 of a wide model with 97.
+    "rates": tuple(
+        replace(shape.changed(f"{shape.name}, {name}", keys), batch_factor=batch_factor)
+        for shape, batch_factor, rates in (
+            (_shape(2, 64), 0.25, ("2.5e-3", "1e-3", "6e-3", "1e-3", "1e-3", "1e-3", "2.5e-3", "2.5e-3")),
+            (_shape(2, 512), 1, ("2e-2", "4e-3", "4e-2", "4e-3", "1e-2", "4e-3", "2e-2", "8e-3")),
+        )
+        for name, keys in _around(rates)
+    ),
+    # So little text that 90 TFLOP, 2.4 M tokens, read it twice, 8 and 32 times.
+    "epochs": tuple(replace(MODERN, name=f"a {parts}th of the text", parts=parts) for parts in (72, 288, 1152)),
     # Other ingredients have been measured; see LOG.md.
     "ingredients": (
         MODERN,
         _patched("equal-queries-and-keys"),
+        _local(16, 4),
+        MODERN.changed("rotary base of 100", {"model.rope_theta": "100"}),
         _patched("half-masked-at-first"),
+        _local(8, 4),
+        _local(32, 2),
         _patched("masked-at-first"),
         replace(MODERN.changed("generator first", {"objective.generator_first": "200"}), patches=("generator-first",)),
         _patched("row-norms"),
