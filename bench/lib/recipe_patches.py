@@ -16,6 +16,7 @@ import electra_fast as ef
 from electra_fast import checkpoint
 from electra_fast.files import checkpoint_folder
 from electra_fast.model import model as networks
+from electra_fast.model.attention import AttentionMask
 from electra_fast.model.initialization import initialize
 from electra_fast.model.model import Electra
 from electra_fast.objectives import electra
@@ -185,6 +186,31 @@ def _masks_at_first(share: float) -> Callable[[], None]:
     return patch
 
 
+def _narrow_at_first(window: int, share: float) -> Callable[[], None]:
+    """Lets tokens attend to a window in all layers during a share of the steps, and to all tokens afterwards."""
+
+    def patch() -> None:
+        forward, packed = ElectraObjective.forward, AttentionMask.packed
+        now = {"window": 0}
+
+        def windowed(ids: Tensor, offsets: Tensor | None, backend: str, _: int) -> AttentionMask:
+            return packed(ids, offsets, backend, now["window"])
+
+        def narrow(self: ElectraObjective, model: Electra, batch: MicroBatch) -> Output:
+            number = int(batch.rng_key.seed_and_step[1])
+            is_early = model.training and number < share * self.config.train.steps
+            now["window"] = window if is_early else 0
+            for module in model.modules():
+                if isinstance(module, networks.Encoder):
+                    module.is_local = [is_early] * len(module.layers)
+            return forward(self, model, batch)
+
+        AttentionMask.packed = staticmethod(windowed)  # type: ignore[method-assign,assignment]
+        ElectraObjective.forward = narrow  # type: ignore[method-assign]
+
+    return patch
+
+
 def _averaged(num_checkpoints: int) -> Callable[[], None]:
     """Replaces the weights of a finished run by the mean of those of its last checkpoints, a twentieth apart."""
     pretrain = ef.pretrain
@@ -216,6 +242,8 @@ PATCHES: dict[str, Callable[[], None]] = {
     "two-corruptions": _two_corruptions,
     "half-masked-at-first": _masks_at_first(0.5),
     "masked-at-first": _masks_at_first(1.0),
+    "narrow-at-first": _narrow_at_first(16, 1 / 3),
+    "narrow-half-the-time": _narrow_at_first(16, 1 / 2),
     "averaged-3": _averaged(3),
     "averaged-5": _averaged(5),
 }
