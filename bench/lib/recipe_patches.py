@@ -244,6 +244,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "masked-at-first": _masks_at_first(1.0),
     "narrow-at-first": _narrow_at_first(16, 1 / 3),
     "narrow-half-the-time": _narrow_at_first(16, 1 / 2),
+    "narrower-at-first": _narrow_at_first(8, 1 / 3),
     "averaged-3": _averaged(3),
     "averaged-5": _averaged(5),
 }

@@ -176,6 +176,8 @@ def _patched(name: str) -> Setting:
     return replace(MODERN, name=name.replace("-", " "), patches=(name,))
 
 
+NARROW = _patched("narrow-at-first")
+
 STUDIES: dict[str, tuple[Setting, ...]] = {
     "curves": (MODERN, GOOGLE_ROTARY, MLM),
     # A generator has whole heads, so the narrowest is half as wide as its model. Among them are the presets' shapes.
@@ -220,6 +222,25 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         _patched("decay-to-a-tenth"),
         MODERN.changed("generator of half the width, 2 layers", {**_HALF, "generator.num_layers": "2"}),
         MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
+    ),
+    # Beside the one that won at 30 TFLOP.
+    "narrow": (
+        NARROW,
+        _patched("narrower-at-first"),
+        _patched("narrow-half-the-time"),
+        NARROW.changed("narrow, rotary base of 100", {"model.rope_theta": "100"}),
+        NARROW.changed("narrow, the other rate up to 0.008", {"optimizer.learning_rate": "8e-3"}),
+        replace(NARROW, name="narrow, row norms", patches=("narrow-at-first", "row-norms")),
+        replace(NARROW, name="narrow, momentum warmup", patches=("narrow-at-first", "momentum-warmup")),
+        replace(NARROW, name="narrow, constant then decay", patches=("narrow-at-first", "constant-then-decay")),
+        NARROW.changed("narrow, mask_prob 0.35", {"data.mask_prob": "0.35"}),
+        NARROW.changed("narrow, generator of half the width", _HALF),
+        replace(NARROW, name="narrow, half the batch", batch_factor=0.5),
+        NARROW.changed("narrow, spans", {"data.masking": "span"}),
+        replace(
+            NARROW.changed("narrow, generator first", {"objective.generator_first": "200"}),
+            patches=("generator-first", "narrow-at-first"),
+        ),
     ),
     "averages": tuple(
         replace(MODERN.changed(f"averaged {last}", {"train.keep_checkpoints": last}), patches=(f"averaged-{last}",))
