@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import electra_fast as ef
 from electra_fast import checkpoint
+from electra_fast.data.mixture import Mixture
 from electra_fast.files import checkpoint_folder
 from electra_fast.model import model as networks
 from electra_fast.model.attention import AttentionMask
@@ -211,6 +212,23 @@ def _narrow_at_first(window: int, share: float) -> Callable[[], None]:
     return patch
 
 
+def _unigram_bias() -> None:
+    """Starts the biases of the vocabulary's logits at the logarithm of the corpus's token frequencies."""
+    limit = Electra.limit_vocabulary
+
+    def with_bias(self: Electra, num_entries: int) -> None:
+        limit(self, num_entries)
+        if self.generator_head.bias.any():  # of a trained model
+            return
+        counts = torch.from_numpy(Mixture(self.config.data.corpus).token_counts()).double()
+        frequencies = (counts.clamp(min=1) / counts.sum()).log().float()
+        with torch.no_grad():
+            for head in (self.generator_head, self.corrective_head):
+                head.bias[: len(frequencies)] = frequencies
+
+    Electra.limit_vocabulary = with_bias  # type: ignore[method-assign]
+
+
 def _averaged(num_checkpoints: int) -> Callable[[], None]:
     """Replaces the weights of a finished run by the mean of those of its last checkpoints, a twentieth apart."""
     pretrain = ef.pretrain
@@ -245,6 +263,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "narrow-at-first": _narrow_at_first(16, 1 / 3),
     "narrow-half-the-time": _narrow_at_first(16, 1 / 2),
     "narrower-at-first": _narrow_at_first(8, 1 / 3),
+    "unigram-bias": _unigram_bias,
     "averaged-3": _averaged(3),
     "averaged-5": _averaged(5),
 }

@@ -235,6 +235,7 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         replace(NARROW, name="narrow, constant then decay", patches=("narrow-at-first", "constant-then-decay")),
         NARROW.changed("narrow, mask_prob 0.35", {"data.mask_prob": "0.35"}),
         NARROW.changed("narrow, generator of half the width", _HALF),
+        replace(NARROW, name="narrow, unigram bias", patches=("narrow-at-first", "unigram-bias")),
         replace(NARROW, name="narrow, half the batch", batch_factor=0.5),
         NARROW.changed("narrow, spans", {"data.masking": "span"}),
         replace(
