@@ -96,7 +96,7 @@ def random_value(rng: random.Random, configuration: type[Configuration], name: s
         return rng.choice([names[0], names, {each: rng.choice([3, 1e-7, 1e22, 0.1]) for each in names}])
     if isinstance(default, bool):
         return rng.random() < 0.5
-    if isinstance(default, int):
+    if isinstance(default, int) or bounds["or_auto"]:
         return rng.randint(int(low), int(high))
     if isinstance(default, float):
         return float(rng.choice([rng.uniform(low, high), high, min(high, low + 1e-7)]))

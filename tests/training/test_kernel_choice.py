@@ -151,7 +151,7 @@ class TestChoice:
         assert kernel.endswith("wrong; reference is used instead")
 
     def test_attention_is_right_in_all_networks_and_fastest_over_all_layers(self):
-        keys = ("self_attention:64", "self_attention:256", "self_attention:256:local")
+        keys = ("self_attention:64", "self_attention:256", "self_attention:256:128")
         calls = [Record(key, CALLS, calls=number) for key, number in zip(keys, (12, 4, 8), strict=True)]
         times = {"short": (1.0, None, 1.0), "varlen": (1.0, 9.0, 1.0), "sdpa": (2.0, 2.0, 2.0)}
         check = checked(*calls, *(Record(keys[i], name, each[i]) for name, each in times.items() for i in range(3)))
