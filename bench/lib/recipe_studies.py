@@ -48,6 +48,7 @@ class Setting:
         patches: Changes that the package does not have, from `recipe_patches.PATCHES`.
         batch_factor: Factor of the scale's rows per step.
         corruptions: Texts per row that the discriminator reads.
+        update_factor: FLOPs of Muon's update relative to five iterations.
         parts: 1 / parts of the text is read.
         trainer: Class of `transformers` that its Trainer trains instead.
         tokens_per_second: Speed that turns hours into a number of steps.
@@ -58,6 +59,7 @@ class Setting:
     patches: tuple[str, ...] = ()
     batch_factor: float = 1.0
     corruptions: int = 1
+    update_factor: float = 1.0
     parts: int = 1
     trainer: str = ""
     tokens_per_second: float = 0.0
@@ -230,6 +232,12 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         _patched("narrow-half-the-time"),
         NARROW.changed("narrow, rotary base of 100", {"model.rope_theta": "100"}),
         replace(NARROW, name="narrow, unigram bias", patches=("narrow-at-first", "unigram-bias")),
+        replace(
+            NARROW,
+            name="narrow, three iterations",
+            patches=("narrow-at-first", "three-iterations"),
+            update_factor=0.6,
+        ),
         NARROW.changed("narrow, the other rate up to 0.008", {"optimizer.learning_rate": "8e-3"}),
         replace(NARROW, name="narrow, row norms", patches=("narrow-at-first", "row-norms")),
         replace(NARROW, name="narrow, momentum warmup", patches=("narrow-at-first", "momentum-warmup")),
