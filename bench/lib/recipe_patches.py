@@ -204,8 +204,8 @@ def _masks_at_first(share: float) -> Callable[[], None]:
     return patch
 
 
-def _narrow_at_first(window: int, share: float) -> Callable[[], None]:
-    """Lets tokens attend to a window in all layers during a share of the steps, and to all tokens afterwards."""
+def _narrow_at_first(*windows: int, until: float) -> Callable[[], None]:
+    """Lets tokens attend to windows in all layers, one after the other, and to all tokens after a share of the steps."""
 
     def patch() -> None:
         forward, packed = ElectraObjective.forward, AttentionMask.packed
@@ -215,9 +215,9 @@ def _narrow_at_first(window: int, share: float) -> Callable[[], None]:
             return packed(ids, offsets, backend, now["window"])
 
         def narrow(self: ElectraObjective, model: Electra, batch: MicroBatch) -> Output:
-            number = int(batch.rng_key.seed_and_step[1])
-            is_early = model.training and number < share * self.config.train.steps
-            now["window"] = window if is_early else 0
+            part = int(int(batch.rng_key.seed_and_step[1]) / (until * self.config.train.steps) * len(windows))
+            is_early = model.training and part < len(windows)
+            now["window"] = windows[part] if is_early else 0
             for module in model.modules():
                 if isinstance(module, networks.Encoder):
                     module.is_local = [is_early] * len(module.layers)
@@ -278,9 +278,11 @@ PATCHES: dict[str, Callable[[], None]] = {
     "two-corruptions": _two_corruptions,
     "half-masked-at-first": _masks_at_first(0.5),
     "masked-at-first": _masks_at_first(1.0),
-    "narrow-at-first": _narrow_at_first(16, 1 / 3),
-    "narrow-half-the-time": _narrow_at_first(16, 1 / 2),
-    "narrower-at-first": _narrow_at_first(8, 1 / 3),
+    "narrow-at-first": _narrow_at_first(16, until=1 / 3),
+    "narrow-half-the-time": _narrow_at_first(16, until=1 / 2),
+    "narrower-at-first": _narrow_at_first(8, until=1 / 3),
+    "narrowest-at-first": _narrow_at_first(4, until=1 / 3),
+    "widening": _narrow_at_first(4, 8, 16, until=1 / 2),
     "unigram-bias": _unigram_bias,
     "averaged-3": _averaged(3),
     "averaged-5": _averaged(5),

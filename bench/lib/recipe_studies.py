@@ -230,6 +230,8 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         NARROW,
         _patched("narrower-at-first"),
         _patched("narrow-half-the-time"),
+        _patched("narrowest-at-first"),
+        _patched("widening"),
         NARROW.changed("narrow, rotary base of 100", {"model.rope_theta": "100"}),
         replace(NARROW, name="narrow, unigram bias", patches=("narrow-at-first", "unigram-bias")),
         replace(
