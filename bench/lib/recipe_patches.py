@@ -205,7 +205,7 @@ def _masks_at_first(share: float) -> Callable[[], None]:
 
 
 def _narrow_at_first(*windows: int, until: float) -> Callable[[], None]:
-    """Lets tokens attend to windows in all layers, one after the other, and to all tokens after a share of the steps."""
+    """Lets tokens attend to windows, one after the other, in all layers during a share of the steps."""
 
     def patch() -> None:
         forward, packed = ElectraObjective.forward, AttentionMask.packed
