@@ -253,6 +253,10 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
             patches=("generator-first", "narrow-at-first"),
         ),
     ),
+    "candidates": (
+        replace(MODERN, name="narrower, unigram bias", patches=("narrower-at-first", "unigram-bias")),
+        _patched("narrower-at-first"),
+    ),
     "averages": tuple(
         replace(MODERN.changed(f"averaged {last}", {"train.keep_checkpoints": last}), patches=(f"averaged-{last}",))
         for last in ("3", "5")
