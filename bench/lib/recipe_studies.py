@@ -254,7 +254,8 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         ),
     ),
     "candidates": (
-        replace(MODERN, name="narrower, unigram bias", patches=("narrower-at-first", "unigram-bias")),
+        replace(MODERN, name="all three", patches=("narrower-at-first", "unigram-bias", "momentum-warmup")),
+        replace(MODERN, name="narrower, momentum", patches=("narrower-at-first", "momentum-warmup")),
         _patched("narrower-at-first"),
     ),
     "averages": tuple(
