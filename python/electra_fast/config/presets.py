@@ -102,6 +102,7 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.beta2": 0.98,
         "optimizer.learning_rate": 0.0,
         "optimizer.muon_learning_rate": 0.0,
+        "optimizer.muon_momentum_warmup": 300,
         "objective.disc_weight": 10.0,
         "objective.corrective_weight": 1.0,
     },
