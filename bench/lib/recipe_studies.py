@@ -48,7 +48,6 @@ class Setting:
         patches: Changes that the package does not have, from `recipe_patches.PATCHES`.
         batch_factor: Factor of the scale's rows per step.
         corruptions: Texts per row that the discriminator reads.
-        update_factor: FLOPs of Muon's update relative to five iterations.
         parts: 1 / parts of the text is read.
         trainer: Class of `transformers` that its Trainer trains instead.
         tokens_per_second: Speed that turns hours into a number of steps.
@@ -59,7 +58,6 @@ class Setting:
     patches: tuple[str, ...] = ()
     batch_factor: float = 1.0
     corruptions: int = 1
-    update_factor: float = 1.0
     parts: int = 1
     trainer: str = ""
     tokens_per_second: float = 0.0
@@ -85,6 +83,7 @@ CORRECTED: Keys = {
     "optimizer.bias_correction": "true",
     "optimizer.beta2": "0.98",
 }
+WARMUPS = ("optimizer.muon_momentum_warmup", "train.window_warmup_steps")
 MODERN = Setting(
     "modern",
     {
@@ -94,10 +93,15 @@ MODERN = Setting(
         "optimizer.name": "muon",
         "optimizer.learning_rate": "0",
         "optimizer.muon_learning_rate": "0",
+        "optimizer.muon_momentum_warmup": "300",
+        "train.window_warmup_steps": "-1",
         "objective.disc_weight": "10",
         "objective.corrective_weight": "1",
     },
 )
+
+# The recipe until 2026-11-27.
+BEFORE = Setting("modern before warmups", {k: v for k, v in MODERN.keys.items() if k not in WARMUPS})
 
 _MINI = Scale(
     name="mini",
@@ -169,19 +173,12 @@ def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
 _HALF = {"generator.fraction": "0.5"}
 
 
-def _local(window: int, every: int) -> Setting:
-    keys = {"model.local_attention": str(window), "model.global_attention_every": str(every)}
-    return MODERN.changed(f"local attention of {window}, every {every}th layer global", keys)
-
-
 def _patched(name: str) -> Setting:
     return replace(MODERN, name=name.replace("-", " "), patches=(name,))
 
 
-NARROW = _patched("narrow-at-first")
-
 STUDIES: dict[str, tuple[Setting, ...]] = {
-    "curves": (MODERN, GOOGLE_ROTARY, MLM),
+    "curves": (MODERN, GOOGLE_ROTARY, MLM, BEFORE),
     # A generator has whole heads, so the narrowest is half as wide as its model. Among them are the presets' shapes.
     "sizes": (
         *(_shape(layers, width) for layers, width in ((2, 64), (2, 128), (4, 128), (4, 256), (12, 256), (2, 512))),
@@ -202,61 +199,20 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
     # Other ingredients have been measured; see LOG.md.
     "ingredients": (
         MODERN,
-        MODERN.changed("rotary base of 100", {"model.rope_theta": "100"}),
-        _local(16, 3),
-        _patched("narrow-at-first"),
-        _patched("half-masked-at-first"),
-        _local(8, 4),
-        _patched("masked-at-first"),
         replace(MODERN.changed("generator first", {"objective.generator_first": "200"}), patches=("generator-first",)),
+        _patched("unigram-bias"),
         _patched("row-norms"),
-        _patched("momentum-warmup"),
         _patched("constant-then-decay"),
+        _patched("decay-to-a-tenth"),
         replace(MODERN, name="two corruptions", patches=("two-corruptions",), corruptions=2, batch_factor=0.5),
-        MODERN.changed("the other rate up to 0.008", {"optimizer.learning_rate": "8e-3"}),
-        MODERN.changed("generator of half the width", _HALF),
+        replace(MODERN, name="half the batch", batch_factor=0.5),
+        MODERN.changed("mask_prob 0.35", {"data.mask_prob": "0.35"}),
         MODERN.changed("spans", {"data.masking": "span"}),
         MODERN.changed("whole words", {"data.masking": "whole-word"}),
-        MODERN.changed("generator of twice the depth", {"generator.num_layers": "8"}),
-        MODERN.changed("mask_prob 0.35", {"data.mask_prob": "0.35"}),
-        _local(16, 4),
-        _patched("equal-queries-and-keys"),
-        _patched("decay-to-a-tenth"),
+        MODERN.changed("generator of half the width", _HALF),
         MODERN.changed("generator of half the width, 2 layers", {**_HALF, "generator.num_layers": "2"}),
+        MODERN.changed("generator of twice the depth", {"generator.num_layers": "8"}),
         MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
-    ),
-    # Beside the one that won at 30 TFLOP.
-    "narrow": (
-        NARROW,
-        _patched("narrower-at-first"),
-        _patched("narrow-half-the-time"),
-        _patched("narrowest-at-first"),
-        _patched("widening"),
-        NARROW.changed("narrow, rotary base of 100", {"model.rope_theta": "100"}),
-        replace(NARROW, name="narrow, unigram bias", patches=("narrow-at-first", "unigram-bias")),
-        replace(
-            NARROW,
-            name="narrow, three iterations",
-            patches=("narrow-at-first", "three-iterations"),
-            update_factor=0.6,
-        ),
-        NARROW.changed("narrow, the other rate up to 0.008", {"optimizer.learning_rate": "8e-3"}),
-        replace(NARROW, name="narrow, row norms", patches=("narrow-at-first", "row-norms")),
-        replace(NARROW, name="narrow, momentum warmup", patches=("narrow-at-first", "momentum-warmup")),
-        replace(NARROW, name="narrow, constant then decay", patches=("narrow-at-first", "constant-then-decay")),
-        NARROW.changed("narrow, mask_prob 0.35", {"data.mask_prob": "0.35"}),
-        NARROW.changed("narrow, generator of half the width", _HALF),
-        replace(NARROW, name="narrow, half the batch", batch_factor=0.5),
-        NARROW.changed("narrow, spans", {"data.masking": "span"}),
-        replace(
-            NARROW.changed("narrow, generator first", {"objective.generator_first": "200"}),
-            patches=("generator-first", "narrow-at-first"),
-        ),
-    ),
-    "candidates": (
-        replace(MODERN, name="all three", patches=("narrower-at-first", "unigram-bias", "momentum-warmup")),
-        replace(MODERN, name="narrower, momentum", patches=("narrower-at-first", "momentum-warmup")),
-        _patched("narrower-at-first"),
     ),
     "averages": tuple(
         replace(MODERN.changed(f"averaged {last}", {"train.keep_checkpoints": last}), patches=(f"averaged-{last}",))
