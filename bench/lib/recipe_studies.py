@@ -143,10 +143,10 @@ GOOGLE_ROTARY = Setting(
 )
 
 
-# A masked language model with the encoder, optimizer and learning rates of `modern`, the best of seven (LOG.md).
+# A masked language model with the encoder, optimizer and learning rates of `BEFORE`, the best of seven (LOG.md).
 MLM = Setting(
     "mlm",
-    {key: value for key, value in MODERN.keys.items() if not key.startswith("objective.")}
+    {key: value for key, value in BEFORE.keys.items() if not key.startswith("objective.")}
     | {"objective.name": "mlm", "data.masking": "bert", "data.mask_prob": "0.35"},
 )
 
@@ -178,7 +178,7 @@ def _patched(name: str) -> Setting:
 
 
 STUDIES: dict[str, tuple[Setting, ...]] = {
-    "curves": (MODERN, GOOGLE_ROTARY, MLM, BEFORE),
+    "curves": (MODERN, BEFORE, GOOGLE_ROTARY, MLM),
     # A generator has whole heads, so the narrowest is half as wide as its model. Among them are the presets' shapes.
     "sizes": (
         *(_shape(layers, width) for layers, width in ((2, 64), (2, 128), (4, 128), (4, 256), (12, 256), (2, 512))),
@@ -199,6 +199,7 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
     # Other ingredients have been measured; see LOG.md.
     "ingredients": (
         MODERN,
+        MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
         replace(MODERN.changed("generator first", {"objective.generator_first": "200"}), patches=("generator-first",)),
         _patched("unigram-bias"),
         _patched("row-norms"),
@@ -212,7 +213,6 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         MODERN.changed("generator of half the width", _HALF),
         MODERN.changed("generator of half the width, 2 layers", {**_HALF, "generator.num_layers": "2"}),
         MODERN.changed("generator of twice the depth", {"generator.num_layers": "8"}),
-        MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
     ),
     "averages": tuple(
         replace(MODERN.changed(f"averaged {last}", {"train.keep_checkpoints": last}), patches=(f"averaged-{last}",))
