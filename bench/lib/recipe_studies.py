@@ -83,7 +83,6 @@ CORRECTED: Keys = {
     "optimizer.bias_correction": "true",
     "optimizer.beta2": "0.98",
 }
-WARMUPS = ("optimizer.muon_momentum_warmup", "train.window_warmup_steps")
 MODERN = Setting(
     "modern",
     {
@@ -93,15 +92,10 @@ MODERN = Setting(
         "optimizer.name": "muon",
         "optimizer.learning_rate": "0",
         "optimizer.muon_learning_rate": "0",
-        "optimizer.muon_momentum_warmup": "300",
-        "train.window_warmup_steps": "-1",
         "objective.disc_weight": "10",
         "objective.corrective_weight": "1",
     },
 )
-
-# The recipe until 2026-11-27.
-BEFORE = Setting("modern before warmups", {k: v for k, v in MODERN.keys.items() if k not in WARMUPS})
 
 _MINI = Scale(
     name="mini",
@@ -143,10 +137,10 @@ GOOGLE_ROTARY = Setting(
 )
 
 
-# A masked language model with the encoder, optimizer and learning rates of `BEFORE`, the best of seven (LOG.md).
+# A masked language model with the encoder, optimizer and learning rates of `modern`, the best of seven (LOG.md).
 MLM = Setting(
     "mlm",
-    {key: value for key, value in BEFORE.keys.items() if not key.startswith("objective.")}
+    {key: value for key, value in MODERN.keys.items() if not key.startswith("objective.")}
     | {"objective.name": "mlm", "data.masking": "bert", "data.mask_prob": "0.35"},
 )
 
@@ -170,6 +164,7 @@ def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
         yield f"Muon {muon}, the rest {rest}", keys
 
 
+_MOMENTUM = {"optimizer.muon_momentum_warmup": "300"}
 _HALF = {"generator.fraction": "0.5"}
 
 
@@ -178,7 +173,7 @@ def _patched(name: str) -> Setting:
 
 
 STUDIES: dict[str, tuple[Setting, ...]] = {
-    "curves": (MODERN, BEFORE, GOOGLE_ROTARY, MLM),
+    "curves": (MODERN, GOOGLE_ROTARY, MLM),
     # A generator has whole heads, so the narrowest is half as wide as its model. Among them are the presets' shapes.
     "sizes": (
         *(_shape(layers, width) for layers, width in ((2, 64), (2, 128), (4, 128), (4, 256), (12, 256), (2, 512))),
@@ -196,6 +191,11 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
     ),
     # So little text that 90 TFLOP, 2.4 M tokens, read it twice, 8 and 32 times.
     "epochs": tuple(replace(MODERN, name=f"a {parts}th of the text", parts=parts) for parts in (72, 288, 1152)),
+    "warmups": (
+        MODERN.changed("both warmups", {**_MOMENTUM, "train.window_warmup_steps": "-1"}),
+        MODERN.changed("momentum warmup", _MOMENTUM),
+        MODERN.changed("momentum, window of 130 steps", {**_MOMENTUM, "train.window_warmup_steps": "130"}),
+    ),
     # Other ingredients have been measured; see LOG.md.
     "ingredients": (
         MODERN,
