@@ -100,7 +100,11 @@ SHAPES = [
     ("modern", {"model": {"embedding_size": 96}}),  # the table is wider than both
     (
         "modern",
-        {"model": {"norm_eps": 1e-3, "local_attention": 2, "local_rope_theta": 500.0}, "generator": {"num_layers": 4}},
+        {
+            "model": {"norm_eps": 1e-3, "local_attention": 2, "local_rope_theta": 500.0},
+            "train": {"window_warmup_steps": 3},
+            "generator": {"num_layers": 4},
+        },
     ),
 ]
 

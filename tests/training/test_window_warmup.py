@@ -10,6 +10,7 @@ from tiny_run import STEPS, assert_same_run, tiny_config, truncate
 
 from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
+from electra_fast.model.compute import choose_compute
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.training.pretrain import pretrain
@@ -73,5 +74,8 @@ def test_a_third_of_the_steps_stays_that_of_the_start(validation_corpus, tmp_pat
 
 
 def test_what_it_needs():
+    narrow = tiny_config("modern", **CHANGES, **{"model.attention": "xformers"})
+    with pytest.raises(ValueError, match='"xformers" has no windows and needs train.window_warmup_steps = 0'):
+        choose_compute(narrow, torch.device("cpu"))
     with pytest.raises(ValueError, match="window_warmup_steps = 24 leaves none of train.steps = 24"):
         tiny_config(**{"train.window_warmup_steps": "24"})

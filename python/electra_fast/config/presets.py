@@ -95,14 +95,12 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "model.attention_dropout": 0.0,
         "data.masking": "paper",
         "data.mask_prob": 0.25,
-        "train.window_warmup_steps": -1,
         "optimizer.name": "muon",
         "optimizer.schedule": "linear",
         "optimizer.bias_correction": True,
         "optimizer.beta2": 0.98,
         "optimizer.learning_rate": 0.0,
         "optimizer.muon_learning_rate": 0.0,
-        "optimizer.muon_momentum_warmup": 300,
         "objective.disc_weight": 10.0,
         "objective.corrective_weight": 1.0,
     },
@@ -139,6 +137,5 @@ ADAPTATION: tuple[tuple[dict[str, Scalar], str], ...] = (
         {"train.log_every": 50, "train.eval_every": 500, "train.checkpoint_every": 500},
         "four times in 2,000 steps",
     ),
-    ({"train.window_warmup_steps": 0}, "it helps weights that are new"),
 )
 """Settings for continuing a pre-trained encoder on text of a domain, and why: `import --generator` sets them."""
