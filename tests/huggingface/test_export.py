@@ -102,7 +102,7 @@ SHAPES = [
         "modern",
         {
             "model": {"norm_eps": 1e-3, "local_attention": 2, "local_rope_theta": 500.0},
-            "train": {"window_warmup_steps": 3},
+            "train": {"window_warmup_steps": 2},
             "generator": {"num_layers": 4},
         },
     ),
