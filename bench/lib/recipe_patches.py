@@ -14,7 +14,6 @@ from torch import Tensor
 
 import electra_fast as ef
 from electra_fast import checkpoint
-from electra_fast.data.mixture import Mixture
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective as parts
@@ -25,9 +24,8 @@ from electra_fast.optimizers.optimizer import Schedule
 from electra_fast.training import step
 from lib.rotary_bert import use_rotary_positions
 
-# Share of the steps in which the rate falls, and in which the discriminator's text keeps masks.
-_DECAY, _MASKED = 0.4, 1 / 3
-_STREAM = 16
+# Share of the steps in which the rate falls.
+_DECAY = 0.4
 
 
 def _row_norms() -> None:
@@ -121,23 +119,6 @@ def _two_corruptions() -> None:
     ElectraObjective.forward = forward  # type: ignore[method-assign]
 
 
-def _unigram_bias() -> None:
-    """Starts the biases of the vocabulary's logits at the logarithm of the corpus's token frequencies."""
-    limit = Electra.limit_vocabulary
-
-    def with_bias(self: Electra, num_entries: int) -> None:
-        limit(self, num_entries)
-        if self.generator_head.bias.any():  # of a trained model
-            return
-        counts = torch.from_numpy(Mixture(self.config.data.corpus).token_counts()).double()
-        frequencies = (counts.clamp(min=1) / counts.sum()).log().float()
-        with torch.no_grad():
-            for head in (self.generator_head, self.corrective_head):
-                head.bias[: len(frequencies)] = frequencies
-
-    Electra.limit_vocabulary = with_bias  # type: ignore[method-assign]
-
-
 def _averaged(num_checkpoints: int) -> Callable[[], None]:
     """Replaces the weights of a finished run by the mean of those of its last checkpoints, a twentieth apart."""
     pretrain = ef.pretrain
@@ -165,7 +146,6 @@ PATCHES: dict[str, Callable[[], None]] = {
     "decay-to-a-tenth": _decay_to_a_tenth,
     "generator-first": _generator_first,
     "two-corruptions": _two_corruptions,
-    "unigram-bias": _unigram_bias,
     "averaged-3": _averaged(3),
     "averaged-5": _averaged(5),
 }

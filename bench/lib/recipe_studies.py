@@ -201,7 +201,6 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         MODERN,
         MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
         replace(MODERN.changed("generator first", {"objective.generator_first": "200"}), patches=("generator-first",)),
-        _patched("unigram-bias"),
         _patched("row-norms"),
         _patched("constant-then-decay"),
         _patched("decay-to-a-tenth"),
