@@ -1,7 +1,7 @@
 """Compares recipes at equal FLOPs: `modern` with tuned baselines, by size, by amount of text and by ingredient.
 
     python bench/recipes.py TEXTS... --out FOLDER --study NAME --tflop N... [--scale mini] [--only NAME...]
-                            [--seeds N] [--glue FOLDER]
+                            [--seeds N] [--glue FOLDER] [--precision fp32]
     python bench/recipes.py TEXTS... --out FOLDER --glue FOLDER --hour
 
 The texts become a corpus with the scale's own vocabulary. Each run is a process of its own with one thread, and one
@@ -29,11 +29,11 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from io import BytesIO
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -342,9 +342,9 @@ def compare(study: Study, name: str, only: Sequence[str], budgets: Sequence[floa
     if only and not named:
         sys.exit(f"--only {' '.join(only)}: no setting has such a name; they are in lib/recipe_studies.py")
     settings = named if only else STUDIES[name]
-    for budget in budgets:
-        finetune = int(study.glue is not None and budget >= study.scale.finetuned_from)
-        study.run([Job(each, budget, seed, finetune) for seed in range(seeds) for each in settings], workers)
+    finetune = {each: int(study.glue is not None and each >= study.scale.finetuned_from) for each in budgets}
+    runs = product(budgets, range(seeds), settings)
+    study.run([Job(each, budget, seed, finetune[budget]) for budget, seed, each in runs], workers)
     path = study.results.parent / f"{name}-{study.scale.name}.png"
     levels = sorted({*budgets, *LEVELS})
     curves = {each.name: [study.point(each, budget, NUM_SEEDS) for budget in levels] for each in settings}
@@ -364,14 +364,18 @@ def main() -> None:
     parser.add_argument("--tflop", type=float, nargs="*", default=[], help="of each run of the study")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--glue", type=Path, help="folder of the tasks to fine-tune on")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="fp32 for a CPU without instructions for bf16")
     options = parser.parse_args()
     if options.study and not options.tflop:
         parser.error("--study needs --tflop")
     out = options.out.absolute() / options.scale
     out.mkdir(parents=True, exist_ok=True)
+    scale = SCALES[options.scale]
+    if options.precision:
+        scale = replace(scale, keys={**scale.keys, "train.precision": options.precision})
     with exclusive(out):
         glue = options.glue and options.glue.absolute()
-        study = Study(SCALES[options.scale], out, BENCH / "recipes.jsonl", glue)
+        study = Study(scale, out, BENCH / "recipes.jsonl", glue)
         study.prepare(options.texts)
         if options.hour:
             print(hour(study, options.seeds))

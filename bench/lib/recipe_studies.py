@@ -189,8 +189,11 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         )
         for name, keys in _around(rates)
     ),
-    # So little text that 90 TFLOP, 2.4 M tokens, read it twice, 8 and 32 times.
-    "epochs": tuple(replace(MODERN, name=f"a {parts}th of the text", parts=parts) for parts in (72, 288, 1152)),
+    # So little text that 30 TFLOP, 2.8 M tokens, read it 8, 32 and 128 times.
+    "epochs": tuple(
+        replace(_shape(4, 128), name=f"4 layers of 128, a {parts}th of the text", parts=parts)
+        for parts in (249, 995, 3980)
+    ),
     "warmups": (
         MODERN.changed("both warmups", {**_MOMENTUM, "train.window_warmup_steps": "-1"}),
         MODERN.changed("momentum warmup", _MOMENTUM),
