@@ -103,7 +103,7 @@ _MINI = Scale(
     keys={"train.batch_size": "16", "train.precision": "bf16"},
     modern_keys={"model.intermediate_size": "704"},
     vocab_size=8192,
-    finetuned_from=90 * TFLOP,
+    finetuned_from=30 * TFLOP,
     corruptor={
         **CORRECTED,
         "model.architecture": "modern",
@@ -179,6 +179,19 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         *(_shape(layers, width) for layers, width in ((2, 64), (2, 128), (4, 128), (4, 256), (12, 256), (2, 512))),
         replace(_shape(4, 256), name="4 layers of 256, twice the batch", batch_factor=2),
         replace(_shape(4, 256), name="4 layers of 256, four times the batch", batch_factor=4),
+    ),
+    # The baseline at the smallest size, which has its own best rate.
+    "small-baseline": tuple(
+        GOOGLE_ROTARY.changed(
+            f"google-rotary, 2 layers of 64, {rate}",
+            {
+                **{key: value for key, value in _shape(2, 64).keys.items() if key.startswith(("model.", "generator."))},
+                "model.architecture": "bert",
+                "model.intermediate_size": "256",
+                "optimizer.learning_rate": rate,
+            },
+        )
+        for rate in ("5e-4", "1e-3", "2e-3")
     ),
     # The rule of rates, and around it: 40,000 cheap steps with 64 TFLOP, and 500 of a wide model with 97.
     "rates": tuple(

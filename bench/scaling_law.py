@@ -1,0 +1,229 @@
+"""Fits the law of size, tokens and repeated text to the runs of recipes.jsonl.
+
+    python bench/scaling_law.py [--draws 200]
+
+The measure is 1 - AUC on validation text that a fixed masked language model corrupted. The runs are those of recipe
+`modern` at scale `mini`, of any shape, batch and amount of text, that left the plateau where a discriminator knows
+token frequencies only. Prints the constants of `electra_fast.training.scaling_law` with 90 % intervals by draws of the
+points, each point beside its prediction by a fit without it, and the best shape by FLOPs. Draws docs/scaling.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lib.groups import BENCH
+from lib.recipe_report import auc, score
+from lib.recipe_studies import HOUR, SCALES, STUDIES, TFLOP, Setting
+from lib.results import markdown
+from recipes import update_flops
+from scipy.optimize import least_squares, minimize_scalar
+
+import electra_fast as ef
+from electra_fast.training.flops import flops_per_token as network_flops
+from electra_fast.training.scaling_law import ScalingLaw, layer_weights
+
+LOWEST_AUC = 0.6
+"""Below, on the plateau and at its end, no law of sizes and tokens holds."""
+SCALE, CORPUS_TOKENS = "mini", 86_443_783
+MASK_PROB = {"modern": 0.25, "mlm": 0.35, "google-rotary": None}
+"""The recipes whose tasks are drawn, as they are now."""
+SHAPES = [each for each in STUDIES["sizes"] if each.batch_factor == 1]
+BUDGETS = (10, 30, 90, 270, 800, 2_400, 7_200)
+"""TFLOP of the table of shapes."""
+PICTURE = BENCH.parent / "docs" / "scaling.png"
+SETTINGS = {each.name: each for each in (STUDIES["curves"][0], *STUDIES["sizes"], *STUDIES["epochs"], *HOUR[0])}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Runs that differ in the seed only: weights of the layers, tokens read, tokens of the text, mean of 1 - AUC."""
+
+    shape: str
+    weights: int
+    tokens: int
+    text: float
+    error: float
+    seeds: int
+
+    @property
+    def epochs(self) -> float:
+        """How often the text is read."""
+        return self.tokens / self.text
+
+
+def lines(path: Path = BENCH / "recipes.jsonl") -> list[dict[str, Any]]:
+    """Reads the results on the text that the last run was evaluated on; of two with equal settings, the later one."""
+    found = [line for line in map(json.loads, path.read_text().splitlines()) if line["run"]["scale"] == SCALE]
+    last = found[-1]["run"]["judged_on"]
+    return [*{str(line["run"]): line for line in found if line["run"]["judged_on"] == last}.values()]
+
+
+def points(path: Path = BENCH / "recipes.jsonl") -> list[Point]:
+    """The runs of the fit."""
+    found: dict[tuple[str, int, int, float], list[float]] = {}
+    for line in lines(path):
+        keys, result, setting = line["run"]["keys"], line["result"], SETTINGS.get(line["name"])
+        if setting is None or keys.get("data.mask_prob") != 0.25 or not result["tokens"]:
+            continue
+        model = _config({key: str(value) for key, value in keys.items()}).model
+        tokens = float(f"{result['tokens']:.3g}")  # seeds may differ by the rest of a batch
+        name = f"{model.num_layers} x {model.hidden_size}"
+        key = (name, layer_weights(model), round(tokens), CORPUS_TOKENS / setting.parts)
+        found.setdefault(key, []).append(1 - auc(result))
+    means = [Point(*key, statistics.mean(errors), len(errors)) for key, errors in found.items()]
+    return sorted((each for each in means if each.error <= 1 - LOWEST_AUC), key=lambda each: astuple(each)[1:4])
+
+
+def fit(known: Sequence[Point]) -> ScalingLaw:
+    """Returns the law of least squares in the logarithm of the error: of fresh text, then the worth of repeats."""
+    fresh = [each for each in known if each.epochs <= 1]
+    weights, tokens, errors = np.array([(each.weights / 1e6, each.tokens / 1e6, each.error) for each in fresh]).T
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        floor, size, alpha, data, beta = np.exp(logarithms)
+        return np.asarray(np.log((floor + size * weights**-alpha + data * tokens**-beta) / errors))
+
+    starts = [np.log([floor, 0.02, alpha, 0.3, 0.7]) for floor in (0.01, 0.08) for alpha in (0.2, 0.8)]
+    solved = (least_squares(residuals, start, bounds=(math.log(1e-4), math.log(10))) for start in starts)
+    constants = np.exp(min(solved, key=lambda each: float(each.cost)).x).tolist()
+    repeated = [each for each in known if each.epochs > 1]
+
+    def worth(logarithm: float) -> float:
+        law = ScalingLaw(*constants, math.exp(logarithm))
+        return sum(_residual(law, each) ** 2 for each in repeated)
+
+    bounds = (math.log(0.1), math.log(1000))
+    epochs = math.exp(minimize_scalar(worth, bounds=bounds, method="bounded").x) if repeated else math.nan
+    return ScalingLaw(*constants, epochs)
+
+
+def _residual(law: ScalingLaw, point: Point) -> float:
+    return math.log(point.error / law.error(point.weights, point.tokens, point.text))
+
+
+def intervals(known: Sequence[Point], draws: int, measure: Callable[[ScalingLaw], Sequence[float]]) -> np.ndarray:
+    """The 5th and 95th percentiles of what follows from the law, by draws of the points with replacement."""
+    random_ = random.Random(0)
+    found = [measure(fit(random_.choices(known, k=len(known)))) for _ in range(draws)]
+    return np.percentile(found, (5, 95), axis=0)
+
+
+def report(known: Sequence[Point], draws: int) -> Iterator[str]:
+    """Yields the tables."""
+    law = fit(known)
+    low, high = intervals(known, draws, astuple)
+    rows = [
+        [field.name, f"{value:.3g}", f"{lowest:.3g} to {highest:.3g}"]
+        for field, value, lowest, highest in zip(fields(law), astuple(law), low, high, strict=True)
+    ]
+    yield markdown(["constant", "value", "90 % of the draws"], rows)
+    rows, missed = [], []
+    for each in known:
+        others = fit([other for other in known if other != each])
+        expected, held_out = (law_.error(each.weights, each.tokens, each.text) for law_ in (law, others))
+        missed.append(each.error / held_out - 1)
+        cells = [f"{each.tokens / 1e6:.3g} M", f"{each.epochs:.2g}", f"{each.error:.3f}", f"{expected:.3f}"]
+        rows.append([each.shape, *cells, f"{held_out:.3f}", str(each.seeds)])
+    yield markdown(["layers x width", "tokens", "epochs", "1 - AUC", "law", "law without it", "seeds"], rows)
+    spread = math.sqrt(statistics.mean(each**2 for each in missed))
+    yield markdown(["TFLOP", *(each.name for each in SHAPES)], list(shapes_by_budget(law)))
+    yield f"Points are missed by {spread:.1%} (root of the mean square) by fits without them."
+
+
+def flops_per_token(setting: Setting) -> float:
+    """True FLOPs per token of pre-training, the optimizer's included."""
+    config = _config(setting.keys)
+    rows = setting.batch_factor * int(SCALES[SCALE].keys["train.batch_size"])
+    return network_flops(config).total + update_flops(config) / (rows * config.data.sequence_length)
+
+
+def _config(keys: Mapping[str, str]) -> ef.Config:
+    sizes = {key: value for key, value in keys.items() if key.startswith(("model.", "generator."))}
+    config = ef.Config.preset("mini", "modern").override({**sizes, "model.vocab_size": str(SCALES[SCALE].vocab_size)})
+    return config.resolved()
+
+
+def tasks() -> dict[str, dict[float, list[float]]]:
+    """The mean scores of fine-tuned models, by setting and minutes of two cores.
+
+    The runs of an hour took that long. Those with a budget of FLOPs count as long as our run of an hour takes for them.
+    """
+    found: dict[str, dict[float, list[float]]] = {}
+    a_minute = 60 * HOUR[0][0].tokens_per_second * flops_per_token(HOUR[0][0])
+    for line in lines():
+        name, result, budget = line["name"].partition(",")[0], line["result"], line["run"]["budget"]
+        name = {"electra-fast": "modern"}.get(name, name)
+        is_current = line["run"]["keys"].get("data.mask_prob") == MASK_PROB.get(name)
+        if (name in MASK_PROB or "trainer" in line["run"]) and is_current and "tasks" in result and result["tokens"]:
+            minutes = budget / a_minute if budget else 60.0
+            found.setdefault(name, {}).setdefault(round(minutes, 2), []).append(score(result))
+    return {name: dict(sorted(curve.items())) for name, curve in found.items()}
+
+
+def shapes_by_budget(law: ScalingLaw) -> Iterator[list[str]]:
+    """Yields what the law expects of each shape with a budget, and the tokens that it reads."""
+    for budget in BUDGETS:
+        read = [budget * TFLOP / flops_per_token(each) for each in SHAPES]
+        errors = [
+            law.error(layer_weights(_config(each.keys).model), tokens)
+            for each, tokens in zip(SHAPES, read, strict=True)
+        ]
+        cells = [f"{error:.3f} ({tokens / 1e6:.3g} M)" for error, tokens in zip(errors, read, strict=True)]
+        yield [
+            f"{budget:,}",
+            *(f"**{cell}**" if error == min(errors) else cell for cell, error in zip(cells, errors, strict=True)),
+        ]
+
+
+def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
+    """Draws the law, and the tasks' scores of our recipe and others with intervals over the seeds."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for color, shape in enumerate(dict.fromkeys(each.shape for each in known)):
+        own = [each for each in known if each.shape == shape and each.epochs <= 1]
+        line = np.geomspace(own[0].tokens, own[-1].tokens)
+        left.loglog(line / 1e6, [law.error(own[0].weights, tokens) for tokens in line], color=f"C{color}")
+        left.plot(
+            [each.tokens / 1e6 for each in own], [each.error for each in own], "o", color=f"C{color}", label=shape
+        )
+    left.set(title="layers x width: runs, and the law", xlabel="million tokens", ylabel="1 - AUC")
+    for place, (name, curve) in enumerate(sorted(tasks().items())):
+        means = [statistics.mean(scores) for scores in curve.values()]
+        margins = [[m - min(each), max(each) - m] for m, each in zip(means, curve.values(), strict=True)]
+        right.errorbar([x * 1.02**place for x in curve], means, [*zip(*margins, strict=True)], marker="o", label=name)
+    right.set(title="mean of five tasks, range over seeds", xscale="log", ylabel="percent")
+    right.set(xlabel="minutes of two cores")
+    for axis in (left, right):
+        axis.legend(fontsize="small")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=200)
+    known = points()
+    for text in report(known, parser.parse_args().draws):
+        print(text, end="\n\n")
+    draw(known, fit(known))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
