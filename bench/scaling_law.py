@@ -1,11 +1,11 @@
 """Fits the law of size, tokens and repeated text to the runs of recipes.jsonl.
 
-    python bench/scaling_law.py [--draws 200]
+    python bench/scaling_law.py [--draws 200] [--picture]
 
 The measure is 1 - AUC on validation text that a fixed masked language model corrupted. The runs are those of recipe
 `modern` at scale `mini`, of any shape, batch and amount of text, that left the plateau where a discriminator knows
 token frequencies only. Prints the constants of `electra_fast.training.scaling_law` with 90 % intervals by draws of the
-points, each point beside its prediction by a fit without it, and the best shape by FLOPs. Draws docs/scaling.png.
+points, each point beside its prediction by a fit without it, and what to expect of shapes by FLOPs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from electra_fast.training.flops import flops_per_token as network_flops
 from electra_fast.training.scaling_law import ScalingLaw, layer_weights
 
 LOWEST_AUC = 0.6
-"""Below, on the plateau and at its end, no law of sizes and tokens holds."""
+"""Below, on the plateau and at its end, no law of sizes and tokens holds. Runs on repeated text are beyond it."""
 SCALE, CORPUS_TOKENS = "mini", 86_443_783
-MASK_PROB = {"modern": 0.25, "mlm": 0.35, "google-rotary": None}
+MASK_PROB = {"modern": 0.25, "2 layers of 64": 0.25, "mlm": 0.35, "google-rotary": None}
 """The recipes whose tasks are drawn, as they are now."""
 SHAPES = [each for each in STUDIES["sizes"] if each.batch_factor == 1]
 BUDGETS = (10, 30, 90, 270, 800, 2_400, 7_200)
@@ -74,7 +74,7 @@ def points(path: Path = BENCH / "recipes.jsonl") -> list[Point]:
     found: dict[tuple[str, int, int, float], list[float]] = {}
     for line in lines(path):
         keys, result, setting = line["run"]["keys"], line["result"], SETTINGS.get(line["name"])
-        if setting is None or keys.get("data.mask_prob") != 0.25 or not result["tokens"]:
+        if setting is None or keys.get("data.mask_prob") != 0.25 or not result.get("tokens"):
             continue
         model = _config({key: str(value) for key, value in keys.items()}).model
         tokens = float(f"{result['tokens']:.3g}")  # seeds may differ by the rest of a batch
@@ -82,7 +82,8 @@ def points(path: Path = BENCH / "recipes.jsonl") -> list[Point]:
         key = (name, layer_weights(model), round(tokens), CORPUS_TOKENS / setting.parts)
         found.setdefault(key, []).append(1 - auc(result))
     means = [Point(*key, statistics.mean(errors), len(errors)) for key, errors in found.items()]
-    return sorted((each for each in means if each.error <= 1 - LOWEST_AUC), key=lambda each: astuple(each)[1:4])
+    past = [each for each in means if each.error <= 1 - LOWEST_AUC or each.epochs > 1]
+    return sorted(past, key=lambda each: (each.weights, each.tokens, each.epochs))
 
 
 def fit(known: Sequence[Point]) -> ScalingLaw:
@@ -113,9 +114,10 @@ def _residual(law: ScalingLaw, point: Point) -> float:
 
 
 def intervals(known: Sequence[Point], draws: int, measure: Callable[[ScalingLaw], Sequence[float]]) -> np.ndarray:
-    """The 5th and 95th percentiles of what follows from the law, by draws of the points with replacement."""
+    """The 5th and 95th percentiles of what follows from the law, by draws of the points of fresh text."""
     random_ = random.Random(0)
-    found = [measure(fit(random_.choices(known, k=len(known)))) for _ in range(draws)]
+    fresh, repeated = ([each for each in known if (each.epochs > 1) == is_repeated] for is_repeated in (False, True))
+    found = [measure(fit(random_.choices(fresh, k=len(fresh)) + repeated)) for _ in range(draws)]
     return np.percentile(found, (5, 95), axis=0)
 
 
@@ -163,7 +165,7 @@ def tasks() -> dict[str, dict[float, list[float]]]:
     a_minute = 60 * HOUR[0][0].tokens_per_second * flops_per_token(HOUR[0][0])
     for line in lines():
         name, result, budget = line["name"].partition(",")[0], line["result"], line["run"]["budget"]
-        name = {"electra-fast": "modern"}.get(name, name)
+        name = "modern" if name == "electra-fast" else name
         is_current = line["run"]["keys"].get("data.mask_prob") == MASK_PROB.get(name)
         if (name in MASK_PROB or "trainer" in line["run"]) and is_current and "tasks" in result and result["tokens"]:
             minutes = budget / a_minute if budget else 60.0
@@ -175,15 +177,16 @@ def shapes_by_budget(law: ScalingLaw) -> Iterator[list[str]]:
     """Yields what the law expects of each shape with a budget, and the tokens that it reads."""
     for budget in BUDGETS:
         read = [budget * TFLOP / flops_per_token(each) for each in SHAPES]
-        errors = [
-            law.error(layer_weights(_config(each.keys).model), tokens)
-            for each, tokens in zip(SHAPES, read, strict=True)
+        weights = [layer_weights(_config(each.keys).model) for each in SHAPES]
+        errors = [law.error(*each) for each in zip(weights, read, strict=True)]
+        cells = [
+            f"{error:.3f} ({tokens / 1e6:.{0 if tokens > 1e7 else 1}f} M)"
+            if error <= 1 - LOWEST_AUC
+            else "on the plateau"
+            for error, tokens in zip(errors, read, strict=True)
         ]
-        cells = [f"{error:.3f} ({tokens / 1e6:.3g} M)" for error, tokens in zip(errors, read, strict=True)]
-        yield [
-            f"{budget:,}",
-            *(f"**{cell}**" if error == min(errors) else cell for cell, error in zip(cells, errors, strict=True)),
-        ]
+        best = errors.index(min(errors))
+        yield [f"{budget:,}", *(f"**{cell}**" if i == best else cell for i, cell in enumerate(cells))]
 
 
 def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
@@ -202,13 +205,17 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
             [each.tokens / 1e6 for each in own], [each.error for each in own], "o", color=f"C{color}", label=shape
         )
     left.set(title="layers x width: runs, and the law", xlabel="million tokens", ylabel="1 - AUC")
-    for place, (name, curve) in enumerate(sorted(tasks().items())):
+    for place, (name, curve) in enumerate(tasks().items()):
         means = [statistics.mean(scores) for scores in curve.values()]
         margins = [[m - min(each), max(each) - m] for m, each in zip(means, curve.values(), strict=True)]
         right.errorbar([x * 1.02**place for x in curve], means, [*zip(*margins, strict=True)], marker="o", label=name)
-    right.set(title="mean of five tasks, range over seeds", xscale="log", ylabel="percent")
-    right.set(xlabel="minutes of two cores")
-    for axis in (left, right):
+    right.set(
+        title="mean of five tasks, range over seeds", xscale="log", ylabel="percent", xlabel="minutes of two cores"
+    )
+    left.set_yticks(errors := [0.1, 0.15, 0.2, 0.3, 0.4], map(str, errors))
+    for axis, ticks in ((left, [1, 2, 5, 10, 20, 50]), (right, [2, 5, 10, 20, 60])):
+        axis.set_xticks(ticks, map(str, ticks))
+        axis.minorticks_off()
         axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -218,11 +225,13 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=200)
-    known = points()
-    for text in report(known, parser.parse_args().draws):
+    parser.add_argument("--draws", type=int, default=200, help="of the points, for the intervals")
+    parser.add_argument("--picture", action="store_true", help="draw docs/scaling.png")
+    options, known = parser.parse_args(), points()
+    for text in report(known, options.draws):
         print(text, end="\n\n")
-    draw(known, fit(known))
+    if options.picture:
+        draw(known, fit(known))
 
 
 if __name__ == "__main__":

@@ -165,11 +165,12 @@ def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
 
 
 _MOMENTUM = {"optimizer.muon_momentum_warmup": "300"}
-_HALF = {"generator.fraction": "0.5"}
+_WINDOW = {"train.window_warmup_steps": "-1"}
+_SMALL = _shape(2, 64)
 
 
-def _patched(name: str) -> Setting:
-    return replace(MODERN, name=name.replace("-", " "), patches=(name,))
+def _small(name: str, keys: Keys, *patches: str) -> Setting:
+    return replace(_SMALL.changed(f"{_SMALL.name}, {name}", keys), patches=patches)
 
 
 STUDIES: dict[str, tuple[Setting, ...]] = {
@@ -208,30 +209,29 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         for parts in (249, 995, 3980)
     ),
     "warmups": (
-        MODERN.changed("both warmups", {**_MOMENTUM, "train.window_warmup_steps": "-1"}),
+        MODERN.changed("both warmups", {**_MOMENTUM, **_WINDOW}),
         MODERN.changed("momentum warmup", _MOMENTUM),
         MODERN.changed("momentum, window of 130 steps", {**_MOMENTUM, "train.window_warmup_steps": "130"}),
     ),
-    # Other ingredients have been measured; see LOG.md.
+    # At the smallest size, which learns within 10 TFLOP what larger ones do. Others have been measured; see LOG.md.
     "ingredients": (
-        MODERN,
-        MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
-        replace(MODERN.changed("generator first", {"objective.generator_first": "200"}), patches=("generator-first",)),
-        _patched("row-norms"),
-        _patched("constant-then-decay"),
-        _patched("decay-to-a-tenth"),
-        replace(MODERN, name="two corruptions", patches=("two-corruptions",), corruptions=2, batch_factor=0.5),
-        replace(MODERN, name="half the batch", batch_factor=0.5),
-        MODERN.changed("mask_prob 0.35", {"data.mask_prob": "0.35"}),
-        MODERN.changed("spans", {"data.masking": "span"}),
-        MODERN.changed("whole words", {"data.masking": "whole-word"}),
-        MODERN.changed("generator of half the width", _HALF),
-        MODERN.changed("generator of half the width, 2 layers", {**_HALF, "generator.num_layers": "2"}),
-        MODERN.changed("generator of twice the depth", {"generator.num_layers": "8"}),
-    ),
-    "averages": tuple(
-        replace(MODERN.changed(f"averaged {last}", {"train.keep_checkpoints": last}), patches=(f"averaged-{last}",))
-        for last in ("3", "5")
+        _SMALL,
+        _small("one generator layer", {"generator.num_layers": "1"}),
+        _small("four generator layers", {"generator.num_layers": "4"}),
+        _small("generator first", {"objective.generator_first": "200"}, "generator-first"),
+        _small("momentum warmup", _MOMENTUM),
+        _small("window warmup", _WINDOW),
+        _small("both warmups", {**_MOMENTUM, **_WINDOW}),
+        _small("row norms", {}, "row-norms"),
+        _small("constant, then decay", {}, "constant-then-decay"),
+        _small("decay to a tenth", {}, "decay-to-a-tenth"),
+        replace(_small("two corruptions", {}, "two-corruptions"), corruptions=2, batch_factor=0.5),
+        replace(_small("half the batch", {}), batch_factor=0.5),
+        _small("mask_prob 0.35", {"data.mask_prob": "0.35"}),
+        _small("spans", {"data.masking": "span"}),
+        _small("whole words", {"data.masking": "whole-word"}),
+        _small("averaged 3", {"train.keep_checkpoints": "3"}, "averaged-3"),
+        _small("averaged 5", {"train.keep_checkpoints": "5"}, "averaged-5"),
     ),
 }
 

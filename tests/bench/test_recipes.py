@@ -156,11 +156,11 @@ def test_a_run_is_never_done_twice(study, monkeypatch):
         found.corpus = study.corpus
         return found
 
-    arguments = ("ingredients", ["generator of one layer"], [2e9], 1, 1)
+    arguments = ("ingredients", ["*, one generator layer"], [2e9], 1, 1)
     for _ in range(2):
         again = opened()
         table = recipes.compare(again, *arguments)
-    assert table.splitlines()[2].startswith("| generator of one layer | 0.002 | 0.")
+    assert table.splitlines()[2].startswith("| 2 layers of 64, one generator layer | 0.002 | 0.")
     lines = study.results.read_text().splitlines()
     assert len(lines) == 1 and json.loads(lines[0])["run"]["keys"]["generator.num_layers"] == 1
     found = json.loads(lines[0])["result"]["corrupted_by"]

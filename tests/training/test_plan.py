@@ -1,6 +1,7 @@
 """What `plan` says before a run, beside the run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from electra_fast import cli
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import plan as planning
+from electra_fast.training.flops import flops_per_token
 from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
 from electra_fast.training.memory import StepMemory
 from electra_fast.training.trial import Trial, _on_line
@@ -95,15 +97,19 @@ def test_rates_beyond_the_measured_steps_are_an_extrapolation(tiny_corpus):
     assert "extrapolation" not in told(others, tiny_corpus)
 
 
-@pytest.mark.parametrize(("seconds", "preset"), [(0.5, "mini"), (10.0, "tiny"), (0.01, "base")])
-def test_hours_choose_the_largest_preset_that_gets_its_steps(tiny_corpus, monkeypatch, seconds, preset):
-    monkeypatch.setattr(planning, "measure", lambda config: trial_of(config, seconds * config.train.batch_size / 32))
-    monkeypatch.setattr(planning, "MAX_EPOCHS", 10**9)
-    found = ef.plan(data=tiny_corpus, hours=1)
+@pytest.mark.parametrize(("flops", "preset"), [(1e10, "tiny"), (5e11, "mini"), (1e13, "small"), (1e15, "base")])
+def test_hours_choose_by_the_scaling_law(tiny_corpus, monkeypatch, flops, preset):
+    def measure(config):
+        per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
+        return trial_of(config, per_step / flops)
+
+    monkeypatch.setattr(planning, "measure", measure)
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "MAX_EPOCHS", 10**9)
+        patch.setattr(planning, "LAW", replace(planning.LAW, epochs=1e9))
+        found = ef.plan(data=tiny_corpus, hours=1)
     assert found["proposal"]["preset"] == preset
     assert found["seconds"] <= 3600
-    monkeypatch.undo()
-    monkeypatch.setattr(planning, "measure", lambda config: trial_of(config, seconds * config.train.batch_size / 32))
     found = ef.plan(data=tiny_corpus, hours=1)
     assert found["proposal"]["preset"] == "tiny" and found["epochs"] <= MAX_EPOCHS  # for want of text
 

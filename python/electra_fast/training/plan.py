@@ -23,10 +23,12 @@ from electra_fast.training.flops import PUBLISHED_VOCABULARY
 from electra_fast.training.forecast import MAX_EPOCHS, corpus_warnings, rows_of_evaluation, size, warnings
 from electra_fast.training.memory import StepMemory
 from electra_fast.training.run import resolved
+from electra_fast.training.scaling_law import LAW, layer_weights
 from electra_fast.training.trial import Trial, measure
 
-# Steps with which a proposed preset learns something: of tiny and mini, its own (measured); of others, those of mini.
-FEWEST_STEPS = {"tiny": 2_000, "mini": 5_000, "small": 5_000, "base": 5_000}
+# Steps that a proposed run has at least. Shorter runs of tiny and mini may end on the plateau, of which the scaling law
+# knows nothing (measured); for small and base, whose steps have more tokens, the number is an assumption.
+FEWEST_STEPS = {"tiny": 1_000, "mini": 1_000, "small": 5_000, "base": 5_000}
 # Of the free memory, the part that a step may take; of the given hours, the part that steps are planned for.
 _SHARE = 0.9
 # A proposed run evaluates and saves this often.
@@ -149,26 +151,30 @@ def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed:
 
 
 def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
-    """Returns the plan of the largest preset that gets its fewest steps in the time."""
+    """Returns the plan of the preset that the scaling law expects most of in the time."""
     mixture = Mixture(absolute(data))
 
-    def tried(preset: str) -> tuple[str, Config, Trial, int]:
-        first = Config.preset(preset).replace({"data": {"corpus": absolute(data)}})
-        trial = measure(resolved(first, mixture))
-        as_often = first.override({"train.steps": str(_TENTH), "train.eval_every": "1"})
+    def tried(preset: str) -> tuple[float, str, Config, Trial, int, bool]:
+        config = Config.preset(preset).replace({"data": {"corpus": absolute(data)}})
+        trial = measure(resolved(config, mixture))
+        as_often = config.override({"train.steps": str(_TENTH), "train.eval_every": "1"})
         training = _SHARE * 3600 * hours - _evaluations(as_often, mixture, trial, 1.0)
-        return preset, first, trial, int(training / trial.seconds_per_step)
+        affordable = int(training / trial.seconds_per_step)
+        tokens_per_step = config.train.batch_size * config.data.sequence_length
+        most = MAX_EPOCHS * mixture.num_tokens // tokens_per_step
+        steps = max(1, min(affordable, most))
+        error = LAW.error(layer_weights(trial.config.model), steps * tokens_per_step, mixture.num_tokens)
+        return error, preset, config, trial, steps, most < affordable
 
-    chosen = None
+    chosen = tried("tiny")
     for preset in ("mini", "small", "base"):
-        has_text = mixture.num_tokens * MAX_EPOCHS >= _fewest_tokens(preset)
-        if not has_text or (found := tried(preset))[3] < FEWEST_STEPS[preset]:
+        if _fewest_tokens(preset) > MAX_EPOCHS * mixture.num_tokens:
+            break
+        found = tried(preset)
+        if found[0] >= chosen[0] or found[4] < FEWEST_STEPS[preset]:
             break
         chosen = found
-    preset, first, trial, affordable = chosen or tried("tiny")
-    tokens_per_step = first.train.batch_size * first.data.sequence_length
-    most = max(1, MAX_EPOCHS * mixture.num_tokens // tokens_per_step)
-    steps = max(1, min(affordable, most))
+    _, preset, first, trial, steps, lacks_text = chosen
     steps -= steps % 10 ** (len(str(steps)) - 2) if steps >= 100 else 0  # two digits are enough
     every = max(1, steps // _TENTH)
     changes = {"train.steps": steps, "train.eval_every": every, "train.checkpoint_every": every}
@@ -178,7 +184,7 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     if steps < FEWEST_STEPS[preset]:
         report["warnings"].append(
             f"{steps:,} steps are fewer than the {FEWEST_STEPS[preset]:,} in which {preset} learns something; "
-            f"give it more {'text' if most < affordable else 'time'}"
+            f"give it more {'text' if lacks_text else 'time'}"
         )
     folders = [data] if isinstance(data, (str, os.PathLike)) else list(data)
     if isinstance(data, Mapping):
@@ -193,9 +199,10 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
             "batch_size": config.train.batch_size,
             "overrides": changes,
             "command": shlex.join([*words, "--out", "RUN"]),
-            "measured": f"the speed; that {DEFAULT_RECIPE} learns most at tiny and mini; that mini learns something in "
-            f"{FEWEST_STEPS['mini']:,} steps",
-            "assumed": f"that small and base need as many steps; that text repays {MAX_EPOCHS} epochs at most",
+            "measured": f"the speed; what {DEFAULT_RECIPE} learns by size, tokens and epochs, up to 4 layers of 256 "
+            "and 58 M tokens of English",
+            "assumed": f"that it goes on like that; that small and base need {FEWEST_STEPS['base']:,} steps; that text "
+            f"repays {MAX_EPOCHS} epochs at most",
         }
     }
 

@@ -1,0 +1,45 @@
+"""`bench/scaling_law.py` finds a known law again, and the package's constants are those of the committed runs."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import scaling_law
+from lib.groups import BENCH
+
+from electra_fast.training.scaling_law import LAW, ScalingLaw
+
+KNOWN = ScalingLaw(floor=0.07, size=0.03, alpha=0.4, data=0.3, beta=0.7, epochs=12.0)
+
+
+def known_points():
+    runs = [(n, d, math.inf) for n in (1e5, 8e5, 3e6, 1e7) for d in (1e6, 4e6, 16e6, 64e6)]
+    runs += [(8e5, 4e6, 4e6 / epochs) for epochs in (8, 32, 128)]
+    return [scaling_law.Point("", *run, KNOWN.error(*run), 1) for run in runs]
+
+
+def test_the_fit_finds_a_known_law():
+    found = scaling_law.fit(known_points())
+    assert found == ScalingLaw(*(pytest.approx(each, rel=1e-3) for each in scaling_law.astuple(KNOWN)))
+
+
+def test_an_interval_covers_the_draws_and_is_wider_with_noise():
+    noisy = [replace(each, error=each.error * (1.03 if i % 2 else 0.97)) for i, each in enumerate(known_points())]
+    for points, width in ((known_points(), 0.0), (noisy, 0.02)):
+        low, high = scaling_law.intervals(points, 20, lambda law: [law.error(3e6, 2e7)])
+        assert (low <= KNOWN.error(3e6, 2e7) * 1.03) and high >= KNOWN.error(3e6, 2e7) * 0.97
+        assert high - low >= width * low
+
+
+def test_the_constants_are_those_of_the_runs():
+    points = scaling_law.points()
+    fitted = scaling_law.fit(points)
+    assert len(points) >= 8
+    for each in points:
+        run = each.weights, each.tokens, each.text
+        assert LAW.error(*run) == pytest.approx(fitted.error(*run), rel=0.005), each
+
+
+def test_the_page_has_the_table_of_shapes():
+    page = (BENCH.parent / "docs/scale.md").read_text(encoding="utf-8")
+    assert all(f"| {' | '.join(row)} |" in page for row in scaling_law.shapes_by_budget(LAW))
