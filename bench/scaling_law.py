@@ -175,9 +175,10 @@ def tasks() -> dict[str, dict[float, list[float]]]:
 
 def shapes_by_budget(law: ScalingLaw) -> Iterator[list[str]]:
     """Yields what the law expects of each shape with a budget, and the tokens that it reads."""
+    costs = [flops_per_token(each) for each in SHAPES]
+    weights = [layer_weights(_config(each.keys).model) for each in SHAPES]
     for budget in BUDGETS:
-        read = [budget * TFLOP / flops_per_token(each) for each in SHAPES]
-        weights = [layer_weights(_config(each.keys).model) for each in SHAPES]
+        read = [budget * TFLOP / cost for cost in costs]
         errors = [law.error(*each) for each in zip(weights, read, strict=True)]
         cells = [
             f"{error:.3f} ({tokens / 1e6:.{0 if tokens > 1e7 else 1}f} M)"

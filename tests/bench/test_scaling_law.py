@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import scaling_law
 from lib.groups import BENCH
+from lib.recipe_report import score
+from lib.recipe_studies import TFLOP
 
 from electra_fast.training.scaling_law import LAW, ScalingLaw
 
@@ -23,12 +25,13 @@ def test_the_fit_finds_a_known_law():
     assert found == ScalingLaw(*(pytest.approx(each, rel=1e-3) for each in scaling_law.astuple(KNOWN)))
 
 
-def test_an_interval_covers_the_draws_and_is_wider_with_noise():
+def test_an_interval_has_no_width_without_noise_and_covers_the_law_with_noise():
     noisy = [replace(each, error=each.error * (1.03 if i % 2 else 0.97)) for i, each in enumerate(known_points())]
-    for points, width in ((known_points(), 0.0), (noisy, 0.02)):
-        low, high = scaling_law.intervals(points, 20, lambda law: [law.error(3e6, 2e7)])
-        assert (low <= KNOWN.error(3e6, 2e7) * 1.03) and high >= KNOWN.error(3e6, 2e7) * 0.97
-        assert high - low >= width * low
+    expected = KNOWN.error(3e6, 2e7)
+    for points, least, most in ((known_points(), 0.0, 1e-3), (noisy, 0.01, 0.1)):
+        (low,), (high,) = scaling_law.intervals(points, 20, lambda law: [law.error(3e6, 2e7)])
+        assert low <= expected * 1.001 and high >= expected * 0.999
+        assert least <= (high - low) / expected <= most
 
 
 def test_the_constants_are_those_of_the_runs():
@@ -43,3 +46,10 @@ def test_the_constants_are_those_of_the_runs():
 def test_the_page_has_the_table_of_shapes():
     page = (BENCH.parent / "docs/scale.md").read_text(encoding="utf-8")
     assert all(f"| {' | '.join(row)} |" in page for row in scaling_law.shapes_by_budget(LAW))
+
+
+def test_the_page_has_the_tasks_of_the_runs():
+    page = " ".join((BENCH.parent / "docs/scale.md").read_text(encoding="utf-8").split())
+    found = {line["name"]: score(line["result"]) for line in scaling_law.lines() if line["run"]["budget"] == 30 * TFLOP}
+    small, wider = (f"{found[name]:.1f}" for name in ("2 layers of 64", "2 layers of 128"))
+    assert f"2 layers of 64 with 30 TFLOP have a mean of {small}, and 2 of 128 have {wider}" in page

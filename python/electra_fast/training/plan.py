@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from electra_fast.training.run import resolved
 from electra_fast.training.scaling_law import LAW, layer_weights
 from electra_fast.training.trial import Trial, measure
 
-# Steps that a proposed run has at least. Shorter runs of tiny and mini may end on the plateau, of which the scaling law
-# knows nothing (measured); for small and base, whose steps have more tokens, the number is an assumption.
-FEWEST_STEPS = {"tiny": 1_000, "mini": 1_000, "small": 5_000, "base": 5_000}
+# Steps with which a preset learns something. Shorter runs may end on the plateau, of which the scaling law knows
+# nothing: mini leaves it between 391 and 586 steps (bench/LOG.md). For small and base, the number is an assumption.
+FEWEST_STEPS = {"tiny": 2_000, "mini": 1_000, "small": 5_000, "base": 5_000}
 # Of the free memory, the part that a step may take; of the given hours, the part that steps are planned for.
 _SHARE = 0.9
 # A proposed run evaluates and saves this often.
@@ -150,11 +151,23 @@ def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed:
     }
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A preset that could be proposed: the steps that it takes, what limits them, and the error to expect."""
+
+    preset: str
+    config: Config
+    trial: Trial
+    steps: int
+    limit: str
+    error: float
+
+
 def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     """Returns the plan of the preset that the scaling law expects most of in the time."""
     mixture = Mixture(absolute(data))
 
-    def tried(preset: str) -> tuple[float, str, Config, Trial, int, bool]:
+    def tried(preset: str) -> _Candidate:
         config = Config.preset(preset).replace({"data": {"corpus": absolute(data)}})
         trial = measure(resolved(config, mixture))
         as_often = config.override({"train.steps": str(_TENTH), "train.eval_every": "1"})
@@ -164,17 +177,17 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
         most = MAX_EPOCHS * mixture.num_tokens // tokens_per_step
         steps = max(1, min(affordable, most))
         error = LAW.error(layer_weights(trial.config.model), steps * tokens_per_step, mixture.num_tokens)
-        return error, preset, config, trial, steps, most < affordable
+        return _Candidate(preset, config, trial, steps, "text" if most < affordable else "time", error)
 
     chosen = tried("tiny")
     for preset in ("mini", "small", "base"):
         if _fewest_tokens(preset) > MAX_EPOCHS * mixture.num_tokens:
             break
         found = tried(preset)
-        if found[0] >= chosen[0] or found[4] < FEWEST_STEPS[preset]:
+        if found.error >= chosen.error or found.steps < FEWEST_STEPS[preset]:
             break
         chosen = found
-    _, preset, first, trial, steps, lacks_text = chosen
+    preset, first, trial, steps = chosen.preset, chosen.config, chosen.trial, chosen.steps
     steps -= steps % 10 ** (len(str(steps)) - 2) if steps >= 100 else 0  # two digits are enough
     every = max(1, steps // _TENTH)
     changes = {"train.steps": steps, "train.eval_every": every, "train.checkpoint_every": every}
@@ -184,7 +197,7 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     if steps < FEWEST_STEPS[preset]:
         report["warnings"].append(
             f"{steps:,} steps are fewer than the {FEWEST_STEPS[preset]:,} in which {preset} learns something; "
-            f"give it more {'text' if lacks_text else 'time'}"
+            f"give it more {chosen.limit}"
         )
     folders = [data] if isinstance(data, (str, os.PathLike)) else list(data)
     if isinstance(data, Mapping):
@@ -201,8 +214,8 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
             "command": shlex.join([*words, "--out", "RUN"]),
             "measured": f"the speed; what {DEFAULT_RECIPE} learns by size, tokens and epochs, up to 4 layers of 256 "
             "and 58 M tokens of English",
-            "assumed": f"that it goes on like that; that small and base need {FEWEST_STEPS['base']:,} steps; that text "
-            f"repays {MAX_EPOCHS} epochs at most",
+            "assumed": "that it goes on like that, also in rows of other lengths; that small and base need "
+            f"{FEWEST_STEPS['base']:,} steps; that text repays {MAX_EPOCHS} epochs at most",
         }
     }
 
