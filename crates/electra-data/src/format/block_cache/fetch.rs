@@ -37,7 +37,7 @@ impl BlockCache {
             absent.retain(|run| self.can_be_verified(run));
             let (mut ours, mut bytes) = (Vec::new(), 0);
             for run in absent {
-                if self.state.try_lock_fetch(run.start, turn)? {
+                if self.state.try_lock_fetch(&run, turn)? {
                     bytes += (run.end - run.start) * BLOCK_BYTES as u64;
                     ours.push(run);
                 }
@@ -45,7 +45,7 @@ impl BlockCache {
             // Another reader may have fetched some before they were locked.
             let todo = self.absent_runs(&ours);
             let outcome = self.make_room(bytes).and_then(|()| self.fetch_runs(&todo, cancel));
-            ours.iter().try_for_each(|run| self.state.unlock_fetch(run.start, turn))?;
+            ours.iter().try_for_each(|run| self.state.unlock_fetch(run, turn))?;
             outcome?;
             if cancel.is_raised() {
                 return Err(Error::Interrupted);

@@ -1,4 +1,4 @@
-//! System calls of the cache on Linux: locks of single bytes, which end with their process, and holes in files.
+//! System calls of the cache on Linux: locks of bytes, which end with their process, and holes in files.
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Result};
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 /// How long a reader waits for another one that makes no progress before it counts that one as suspended: as long as a
 /// request may take without a byte.
-pub(super) const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
+pub(super) const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
 
-/// Locks a byte of a file for this open file; `false` if another one has it.
-pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
-    match control(file, libc::F_OFD_SETLK, libc::F_WRLCK, byte) {
+/// Locks bytes of a file for this open file; `false` if another one has any of them.
+pub(super) fn try_lock(file: &File, bytes: Range<u64>) -> Result<bool> {
+    match control(file, libc::F_OFD_SETLK, libc::F_WRLCK, bytes) {
         Ok(_) => Ok(true),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::PermissionDenied) => {
             Ok(false)
@@ -24,7 +24,7 @@ pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
 /// Waits for the lock of a byte, which others hold only briefly. If it takes longer, the error is `TimedOut`.
 pub(super) fn lock(file: &File, byte: u64) -> Result<()> {
     let start = Instant::now();
-    while !try_lock(file, byte)? {
+    while !try_lock(file, byte..byte + 1)? {
         if start.elapsed() > PATIENCE {
             let seconds = PATIENCE.as_secs();
             let reason = format!(
@@ -37,23 +37,24 @@ pub(super) fn lock(file: &File, byte: u64) -> Result<()> {
     Ok(())
 }
 
-/// Releases the lock of a byte.
-pub(super) fn unlock(file: &File, byte: u64) -> Result<()> {
-    control(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte).map(drop)
+/// Releases the locks of bytes.
+pub(super) fn unlock(file: &File, bytes: Range<u64>) -> Result<()> {
+    control(file, libc::F_OFD_SETLK, libc::F_UNLCK, bytes).map(drop)
 }
 
 /// Whether another open file has the lock of a byte.
 pub(super) fn is_locked(file: &File, byte: u64) -> Result<bool> {
-    Ok(control(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte)?.l_type != libc::F_UNLCK as libc::c_short)
+    Ok(control(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte..byte + 1)?.l_type
+        != libc::F_UNLCK as libc::c_short)
 }
 
-fn control(file: &File, command: libc::c_int, kind: libc::c_int, byte: u64) -> Result<libc::flock> {
+fn control(file: &File, command: libc::c_int, kind: libc::c_int, bytes: Range<u64>) -> Result<libc::flock> {
     // SAFETY: all bytes 0 are a valid `flock`, and open file descriptions need its process id to be 0.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = kind as libc::c_short;
     lock.l_whence = libc::SEEK_SET as libc::c_short;
-    lock.l_start = byte as libc::off_t;
-    lock.l_len = 1;
+    lock.l_start = bytes.start as libc::off_t;
+    lock.l_len = (bytes.end - bytes.start) as libc::off_t;
     // SAFETY: the descriptor is open, and the kernel reads and writes only `lock`, which outlives the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), command, &mut lock) } {
         -1 => Err(Error::last_os_error()),
@@ -96,17 +97,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_is_of_one_byte_and_of_one_open_file() {
+    fn a_lock_is_of_its_bytes_and_of_one_open_file() {
         let dir = tempfile::tempdir().unwrap();
         let open = || File::options().create(true).append(true).open(dir.path().join("lock")).unwrap();
         let (ours, theirs) = (open(), open());
-        assert!(try_lock(&ours, 5).unwrap() && try_lock(&ours, 5).unwrap());
-        assert!(!try_lock(&theirs, 5).unwrap() && try_lock(&theirs, 6).unwrap());
+        assert!(try_lock(&ours, 5..8).unwrap() && try_lock(&ours, 5..8).unwrap());
+        assert!(!try_lock(&theirs, 4..6).unwrap() && !try_lock(&theirs, 7..9).unwrap());
+        assert!(try_lock(&theirs, 8..9).unwrap());
         assert!(is_locked(&theirs, 5).unwrap() && !is_locked(&ours, 5).unwrap());
-        unlock(&ours, 5).unwrap();
+        unlock(&ours, 5..8).unwrap();
         lock(&theirs, 5).unwrap();
         drop(theirs);
-        assert!(try_lock(&ours, 6).unwrap());
+        assert!(try_lock(&ours, 8..9).unwrap());
     }
 
     #[test]

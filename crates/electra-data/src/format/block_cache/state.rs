@@ -107,7 +107,7 @@ impl SharedState {
         let words = Words::shared(&file, &path, count)?;
         let (mut slot, mut alone) = (None, true);
         for candidate in 0..SLOTS {
-            if slot.is_none() && try_lock(&locks, SLOT_BYTE + candidate as u64).map_err(lock_failed)? {
+            if slot.is_none() && try_lock(&locks, one(SLOT_BYTE + candidate as u64)).map_err(lock_failed)? {
                 slot = Some(candidate);
             } else {
                 alone &= !is_locked(&locks, SLOT_BYTE + candidate as u64).map_err(lock_failed)?;
@@ -133,7 +133,7 @@ impl SharedState {
         if alone {
             state.initialize(is_new, &bytes_of);
         }
-        unlock(&state.lock, STATE_BYTE).map_err(lock_failed)?;
+        unlock(&state.lock, one(STATE_BYTE)).map_err(lock_failed)?;
         Ok(state)
     }
 
@@ -186,14 +186,14 @@ impl SharedState {
         self.words.at(USED).load(Ordering::Relaxed)
     }
 
-    /// Takes the fetching lock of a block for a turn; `false` if another reader fetches it in this turn.
-    pub fn try_lock_fetch(&self, block: u64, turn: u64) -> Result<bool> {
-        try_lock(&self.lock, FETCH_BYTE + turn * TURN_BYTES + block).map_err(lock_failed)
+    /// Takes the fetching locks of blocks for a turn; `false` if another reader fetches any of them in this turn.
+    pub fn try_lock_fetch(&self, blocks: &Range<u64>, turn: u64) -> Result<bool> {
+        try_lock(&self.lock, fetch_bytes(blocks, turn)).map_err(lock_failed)
     }
 
-    /// Releases the fetching lock of a block.
-    pub fn unlock_fetch(&self, block: u64, turn: u64) -> Result<()> {
-        unlock(&self.lock, FETCH_BYTE + turn * TURN_BYTES + block).map_err(lock_failed)
+    /// Releases the fetching locks of blocks.
+    pub fn unlock_fetch(&self, blocks: &Range<u64>, turn: u64) -> Result<()> {
+        unlock(&self.lock, fetch_bytes(blocks, turn)).map_err(lock_failed)
     }
 
     /// Takes the lock of the state.
@@ -279,8 +279,17 @@ impl Held<'_> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        let _ = unlock(&self.state.lock, STATE_BYTE); // cannot fail for a lock that is held
+        let _ = unlock(&self.state.lock, one(STATE_BYTE)); // cannot fail for a lock that is held
     }
+}
+
+fn one(byte: u64) -> Range<u64> {
+    byte..byte + 1
+}
+
+fn fetch_bytes(blocks: &Range<u64>, turn: u64) -> Range<u64> {
+    let offset = FETCH_BYTE + turn * TURN_BYTES;
+    offset + blocks.start..offset + blocks.end
 }
 
 fn lock_failed(error: std::io::Error) -> Error {

@@ -2,7 +2,9 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
+use super::locks::PATIENCE;
 use super::{BlockCache, CacheOptions};
 use crate::format::Manifest;
 use crate::format::header::BLOCK_BYTES;
@@ -136,13 +138,16 @@ fn a_suspended_reader_holds_up_nobody_for_ever() {
     let dir = tempfile::tempdir().unwrap();
     let (reader, suspended) = (open(&server, dir.path(), 1 << 40), open(&server, dir.path(), 1 << 40));
     let geometry = reader.geometry(0);
+    // It fetches blocks that begin elsewhere, of which it has listed one as present.
     for turn in 0..2 {
-        assert!(suspended.state.try_lock_fetch(geometry.first, turn).unwrap());
+        assert!(suspended.state.try_lock_fetch(&(geometry.first..geometry.first + 4), turn).unwrap());
     }
-    reader.require(geometry.first..geometry.first + 2).unwrap();
-    assert!(reader.state.is_present(geometry.first));
+    let start = Instant::now();
+    reader.require(geometry.first + 1..geometry.first + 3).unwrap();
+    assert!(start.elapsed() >= 2 * PATIENCE);
+    assert!(reader.state.is_present(geometry.first + 1));
     // It is resumed after the block was evicted, and again where it had written it.
-    let run = geometry.first..geometry.first + 1;
+    let run = geometry.first + 1..geometry.first + 2;
     let range = geometry.bytes_of(&run);
     let bytes = std::fs::read(corpus.path().join(&reader.files.entry(0).file)).unwrap();
     let bytes = &bytes[range.start as usize..range.end as usize];
@@ -156,7 +161,7 @@ fn a_suspended_reader_holds_up_nobody_for_ever() {
     }
     let held = suspended.state.hold().unwrap();
     let error = reader.pin(vec![run.clone()]).unwrap_err().to_string();
-    assert!(error.contains("another process has held it for 1 s; if it is suspended, resume it"), "{error}");
+    assert!(error.contains("another process has held it for 2 s; if it is suspended, resume it"), "{error}");
     drop(held);
     reader.pin(vec![run]).unwrap();
 }
