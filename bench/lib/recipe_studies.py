@@ -166,6 +166,7 @@ def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
 
 _MOMENTUM = {"optimizer.muon_momentum_warmup": "300"}
 _WINDOW = {"train.window_warmup_steps": "-1"}
+_FIRST = {"objective.generator_first": "200"}
 _SMALL = _shape(2, 64)
 
 
@@ -218,7 +219,10 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         _SMALL,
         _small("one generator layer", {"generator.num_layers": "1"}),
         _small("four generator layers", {"generator.num_layers": "4"}),
-        _small("generator first", {"objective.generator_first": "200"}, "generator-first"),
+        _small("generator first", _FIRST, "generator-first"),
+        _small("generator first, momentum warmup", {**_FIRST, **_MOMENTUM}, "generator-first"),
+        _small("generator first, both warmups", {**_FIRST, **_MOMENTUM, **_WINDOW}, "generator-first"),
+        _small("generator first, 400 steps", {"objective.generator_first": "400"}, "generator-first"),
         _small("momentum warmup", _MOMENTUM),
         _small("window warmup", _WINDOW),
         _small("both warmups", {**_MOMENTUM, **_WINDOW}),
