@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import electra_fast as ef
 from electra_fast import checkpoint
@@ -19,39 +18,12 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives import objective as parts
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.objective import MicroBatch, Output, RngKey, Stage
-from electra_fast.optimizers.muon import Muon
 from electra_fast.optimizers.optimizer import Schedule
 from electra_fast.training import step
 from lib.rotary_bert import use_rotary_positions
 
 # Share of the steps in which the rate falls.
 _DECAY = 0.4
-
-
-def _row_norms() -> None:
-    """Divides each row of an orthogonalized update by its running root mean square, at equal norm (NorMuon, 2025).
-
-    The running means start again when a run is resumed.
-    """
-    finish, decay = Muon.finish, 0.95
-
-    def normalized(self: Muon) -> None:
-        means: dict[int, Tensor] = self.__dict__.setdefault("row_means", {})
-        results = self._orthogonalization.result
-
-        def result(number: int) -> Tensor:
-            update_Kmn = results(number).float()
-            squares = update_Kmn.square().mean(2, keepdim=True)
-            means[number] = means.get(number, torch.zeros_like(squares)).lerp(squares, 1 - decay)
-            rows = update_Kmn / means[number].sqrt().clamp(min=1e-8)
-            norms = [each.norm(dim=(1, 2), keepdim=True) for each in (update_Kmn, rows)]
-            return rows * (norms[0] / norms[1].clamp(min=1e-8))
-
-        self._orthogonalization.result = result  # type: ignore[method-assign]
-        finish(self)
-        self._orthogonalization.result = results  # type: ignore[method-assign]
-
-    Muon.finish = normalized  # type: ignore[method-assign]
 
 
 def _constant_then_decay() -> None:
@@ -141,7 +113,6 @@ def _averaged(num_checkpoints: int) -> Callable[[], None]:
 
 PATCHES: dict[str, Callable[[], None]] = {
     "rotary-positions": use_rotary_positions,
-    "row-norms": _row_norms,
     "constant-then-decay": _constant_then_decay,
     "decay-to-a-tenth": _decay_to_a_tenth,
     "generator-first": _generator_first,

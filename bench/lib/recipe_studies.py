@@ -164,9 +164,6 @@ def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
         yield f"Muon {muon}, the rest {rest}", keys
 
 
-_MOMENTUM = {"optimizer.muon_momentum_warmup": "300"}
-_WINDOW = {"train.window_warmup_steps": "-1"}
-_FIRST = {"objective.generator_first": "200"}
 _SMALL = _shape(2, 64)
 
 
@@ -209,24 +206,12 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         replace(_shape(4, 128), name=f"4 layers of 128, a {parts}th of the text", parts=parts)
         for parts in (249, 995, 3980)
     ),
-    "warmups": (
-        MODERN.changed("both warmups", {**_MOMENTUM, **_WINDOW}),
-        MODERN.changed("momentum warmup", _MOMENTUM),
-        MODERN.changed("momentum, window of 130 steps", {**_MOMENTUM, "train.window_warmup_steps": "130"}),
-    ),
     # At the smallest size, which learns within 10 TFLOP what larger ones do. Others have been measured; see LOG.md.
     "ingredients": (
         _SMALL,
-        _small("one generator layer", {"generator.num_layers": "1"}),
-        _small("four generator layers", {"generator.num_layers": "4"}),
-        _small("generator first", _FIRST, "generator-first"),
-        _small("generator first, momentum warmup", {**_FIRST, **_MOMENTUM}, "generator-first"),
-        _small("generator first, both warmups", {**_FIRST, **_MOMENTUM, **_WINDOW}, "generator-first"),
+        _small("generator first", {"objective.generator_first": "200"}, "generator-first"),
         _small("generator first, 400 steps", {"objective.generator_first": "400"}, "generator-first"),
-        _small("momentum warmup", _MOMENTUM),
-        _small("window warmup", _WINDOW),
-        _small("both warmups", {**_MOMENTUM, **_WINDOW}),
-        _small("row norms", {}, "row-norms"),
+        _small("momentum warmup", {"optimizer.muon_momentum_warmup": "300"}),
         _small("constant, then decay", {}, "constant-then-decay"),
         _small("decay to a tenth", {}, "decay-to-a-tenth"),
         replace(_small("two corruptions", {}, "two-corruptions"), corruptions=2, batch_factor=0.5),

@@ -31,8 +31,6 @@ NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
 # A longer repr has one key per line.
 MAX_REPR_LINE = 100
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
-# Tokens of the window to which attention is limited in the first steps: 4 to each side (bench/LOG.md).
-WARMUP_WINDOW = 8
 # Muon's momentum at the first update, if it has a warmup.
 FIRST_MUON_MOMENTUM = 0.85
 # Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
@@ -277,12 +275,6 @@ class TrainConfig(Section):
         "(unchecked) or reference; and by operation, as in auto,generator_head=reference",
     )
     log_every: int = config_key(100, "steps between lines of metrics.jsonl", low=1)
-    window_warmup_steps: int = config_key(
-        0,
-        f"steps at the start in which tokens attend only to those up to {WARMUP_WINDOW // 2} before and after them, "
-        "which a network learns from sooner; -1: a third of the steps",
-        low=-1,
-    )
     eval_every: int = config_key(5_000, "steps between evaluations on validation data; 0: none", low=0)
     eval_batches: int = config_key(50, "batches per evaluation during training; 0: all", low=0)
     checkpoint_every: int = config_key(5_000, "steps between checkpoints", low=1)
@@ -316,10 +308,6 @@ class TrainConfig(Section):
     timeout_seconds: int = config_key(600, "longest wait for another rank before the run ends", low=1, high=10**7)
     capture_collectives: bool = config_key(False, "capture collectives inside the CUDA graph")
 
-    def attention_window(self, step: int) -> int:
-        """Returns the window of attention at a step (0-based) in tokens; 0: the whole row."""
-        return WARMUP_WINDOW if step < self.window_warmup_steps else 0
-
     @property
     def num_micro_batches(self) -> int:
         """`accumulate`; 1 while it is `auto`."""
@@ -339,11 +327,6 @@ class Config(Configuration):
 
     def __post_init__(self) -> None:
         model, train = self.model, self.train
-        if 0 < train.steps <= train.window_warmup_steps:
-            raise InputError(
-                f"train.window_warmup_steps = {train.window_warmup_steps} leaves none of train.steps = {train.steps} "
-                "to attention over whole rows; lower it"
-            )
         if self.data.sequence_length > model.max_positions:
             raise InputError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than "
@@ -431,16 +414,8 @@ class Config(Configuration):
         return max(first, steps - first) if first else -(-steps // OBJECTIVE_SPECS[self.objective.name].num_stages)
 
     def resolved(self) -> Config:
-        """Returns a copy with `unresolved_keys` filled in."""
-        steps = self.train.steps // 3 if self.train.window_warmup_steps < 0 else self.train.window_warmup_steps
-        train = dataclasses.replace(self.train, window_warmup_steps=steps)
-        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.schedule_steps), train=train)
-
-    @property
-    def unresolved_keys(self) -> list[str]:
-        """The keys whose values still have to be derived from the number of steps."""
-        names = [f"optimizer.{key}" for key in self.optimizer.unresolved_keys]
-        return names + ["train.window_warmup_steps"] * (self.train.window_warmup_steps < 0)
+        """Returns a copy with the warmup and learning rates that depend on `schedule_steps` filled in."""
+        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.schedule_steps))
 
     def with_objective(self, name: str) -> Config:
         """Returns a copy with another objective and the settings that it needs."""

@@ -178,7 +178,7 @@ def _read_to_continue(source: Path) -> Electra:
     _say_own_heads(model, "not in the folder, so it starts untrained")
     # Chosen when training starts, since its length and hardware may differ from the exported run's.
     rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
-    fresh = {"optimizer.warmup_steps": "-1", "train.window_warmup_steps": "0"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
+    fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
     if model.config.model.architecture == "modern":
         left = model.config.override(dict.fromkeys(rates, "0")).resolved()
         fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}

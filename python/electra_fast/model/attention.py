@@ -69,25 +69,18 @@ class AttentionMask:
 
     @classmethod
     def packed(
-        cls,
-        segment_ids_BL: Tensor,
-        cu_seqlens: Tensor | None,
-        backend: str,
-        local_attention: int = 0,
-        window: int = 0,
+        cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, local_attention: int = 0
     ) -> AttentionMask:
         """The mask of packed rows: equal ids within a row attend to each other, padding (0) to padding.
 
         `cu_seqlens` (int32 [S+1]) are the offsets of the same segments in the flat buffer, each padding
         tail being one segment. T may be repeated at its end to keep its shape constant. They may be None for a backend
-        that does not read them (`reads_offsets`). `local_attention` is the model's; a `window` above 0 limits all its
-        layers.
+        that does not read them (`reads_offsets`). `local_attention` is the model's.
         """
-        mask = cls._packed(segment_ids_BL, cu_seqlens, backend, window // 2 if window else None)
+        mask = cls._packed(segment_ids_BL, cu_seqlens, backend, None)
         if not local_attention:
             return mask
-        narrower = min(local_attention, window or local_attention)
-        return replace(mask, local=cls._packed(segment_ids_BL, cu_seqlens, backend, narrower // 2))
+        return replace(mask, local=cls._packed(segment_ids_BL, cu_seqlens, backend, local_attention // 2))
 
     @classmethod
     def _packed(

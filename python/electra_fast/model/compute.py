@@ -69,11 +69,6 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     attention backend or the library cannot run.
     """
     train, row_length = config.train, config.data.sequence_length
-    if config.model.attention == "xformers" and train.window_warmup_steps:
-        raise InputError(
-            'model.attention = "xformers" has no windows and needs train.window_warmup_steps = 0; '
-            'or set model.attention = "auto"'
-        )
     return resolve_compute(config.model, device, train.precision, train.matmul, config.model.attention, row_length)
 
 
@@ -143,8 +138,7 @@ def choose_attention(
 def available_attention(config: Config, device: torch.device) -> list[str]:
     """Returns the attention backends that can run a configuration."""
     run = (config.model, device, _dtype(config.train.precision, device), config.data.sequence_length)
-    found = [name for name in _BY_PREFERENCE if not _missing_for(name, *run)]
-    return [name for name in found if name != "xformers" or not config.train.window_warmup_steps]
+    return [name for name in _BY_PREFERENCE if not _missing_for(name, *run)]
 
 
 def _missing_for(

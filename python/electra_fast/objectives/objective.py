@@ -86,14 +86,12 @@ class MicroBatch:
         rng_key: Key of the generator's samples and, on CUDA, of dropout.
         denominators: `Objective.loss_denominators` summed over all micro-batches of the step, so that their losses add
             up to the loss of the undivided batch. Only losses read them.
-        window: Tokens of the window to which attention is limited in all layers; 0: the model's own attention.
     """
 
     tensors: Mapping[str, Tensor]
     compute: ComputeConfig
     rng_key: RngKey
     denominators: Mapping[str, Tensor] = field(default_factory=dict)
-    window: int = 0
 
     def mean(self, loss_sum: Tensor, denominator: str) -> Tensor:
         """Divides a sum of losses by a denominator, in fp32; by 1 if the step has no such tokens."""
@@ -259,8 +257,7 @@ def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
     # Compiled code must not depend on the varying number of offsets if nothing reads them.
     cu_seqlens = tensors["cu_seqlens"] if reads_offsets(batch.compute.attention) else None
     shape = model.config.model
-    windows = (shape.local_attention, batch.window)
-    mask = AttentionMask.packed(tensors["segment_ids"], cu_seqlens, batch.compute.attention, *windows)
+    mask = AttentionMask.packed(tensors["segment_ids"], cu_seqlens, batch.compute.attention, shape.local_attention)
     has_dropout = model.training and (shape.dropout or shape.attention_dropout)
     dropout_key = batch.rng_key.dropout_key(mask.length) if has_dropout else None
     positions_T, types_T = tensors["position_ids"].flatten(), tensors["token_type_ids"].flatten()

@@ -42,8 +42,7 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
     """Returns the true FLOPs per token of training the objective's networks.
 
     A multiply-add counts as two operations, the backward pass as two forward passes, attention over the row length or
-    the local window (steps of `train.window_warmup_steps` like the others), lookups as nothing, and each head for its
-    fraction of the tokens. Shared embeddings count as
+    the local window, lookups as nothing, and each head for its fraction of the tokens. Shared embeddings count as
     trained also in steps of `objective.generator_first`: the head computes their gradient.
 
     Args:

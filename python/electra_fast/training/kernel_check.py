@@ -160,11 +160,8 @@ class Checker:
         observer = self._observe_attention if request.what == "attention" else self._observe
         for stage in objective_of(request.config).stages():
             denominators = stage.objective.loss_denominators(self.batch)
-            # The window of the first steps is one more variant of attention, and of nothing else.
-            for window in {0, request.config.train.attention_window(0)} if request.what == "attention" else {0}:
-                micro_batch = MicroBatch(self.batch, request.compute, key, denominators, window)
-                with observe(observer), use_impl("reference"):
-                    stage.objective.forward(model, micro_batch)
+            with observe(observer), use_impl("reference"):
+                stage.objective.forward(model, MicroBatch(self.batch, request.compute, key, denominators))
 
     def _observe(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks an operation at its first call with this width, and runs its reference."""
@@ -179,7 +176,7 @@ class Checker:
     ) -> Any:
         if name == "self_attention":
             x_TD, mask = args[0], args[3]
-            key = choice_key(name, x_TD) + ("" if mask.window is None else f":{2 * mask.window}")
+            key = choice_key(name, x_TD) + (":local" if mask.window is not None else "")
             if self._is_first(key):
                 # Without dropout, whose masks are drawn by each backend in its own way.
                 args = (*args[:5], Dropout(), *args[6:])
@@ -195,8 +192,11 @@ class Checker:
         return self._reference(function, args, kwargs)
 
     def _mask(self, backend: str, like: AttentionMask) -> AttentionMask:
-        window = 0 if like.window is None else 2 * like.window
-        return AttentionMask.packed(self.batch["segment_ids"], self.batch["cu_seqlens"], backend, window=window)
+        local_attention = self.request.config.model.local_attention
+        whole = AttentionMask.packed(self.batch["segment_ids"], self.batch["cu_seqlens"], backend, local_attention)
+        mask = whole.local if like.window is not None else whole
+        assert mask is not None
+        return mask
 
     def _is_first(self, key: str) -> bool:
         self.calls[key] = self.calls.get(key, 0) + 1

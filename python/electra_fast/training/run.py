@@ -178,7 +178,8 @@ def _resumed_run(
         if config.data.lanes == AUTO:
             config = config.override({"data.lanes": _last_value("data.lanes", saved, recorded)})
         # Values derived from the steps stay those of the run's start.
-        config = config.override({name: _last_value(name, saved, recorded) for name in config.unresolved_keys})
+        names = [f"optimizer.{key}" for key in config.optimizer.unresolved_keys]
+        config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
     size = config.model.vocab_size or saved.model.vocab_size
     config = resolved(_with(config.override(kept), "model", vocab_size=size), mixture)

@@ -103,7 +103,6 @@ class Backward(GradientComputation):
         self._first_rows_on_device = torch.tensor(self._first_rows, device=self._device)
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.loss = torch.zeros((), device=self._device)
-        self.window = config.train.attention_window(0)
         # Compiled code casts by itself, and sharded weights have no fixed addresses.
         self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and wrap is None)
         self.set_stage(objective_of(config).stage(0))
@@ -152,7 +151,7 @@ class Backward(GradientComputation):
         self._copy(torch.tensor([self._seed, step]), self._seed_and_step)
         if self._device.type == "cuda":
             seed_generator(self._device, self._seed, self.division.rows.start, step)
-        self._step, self.window = step, self._config.train.attention_window(step)
+        self._step = step
 
     def run(self, group: int = 0) -> list[dict[str, Tensor]]:
         """Adds the gradients of one of the rank's groups to the parameters' gradients.
@@ -169,8 +168,7 @@ class Backward(GradientComputation):
         with self._casts.current():
             for part in self._own_parts[group]:
                 key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
-                batch = MicroBatch(batches[part], self.compute, key, denominators, self.window)
-                output = self._forward(self.model, batch)
+                output = self._forward(self.model, MicroBatch(batches[part], self.compute, key, denominators))
                 output.loss.backward(self.loss_scale)  # type: ignore[no-untyped-call]  # torch's own
                 self.loss += output.loss.detach()
                 totals.append(output.totals)
@@ -223,7 +221,6 @@ class TrainStep(ABC):
         Returns the maximum over the ranks of each of the `flags`.
         """
         self._enter_stage(step)
-        self._widen(step)
         batch, lr_scale = HostBatch.of(rows), self.lr_scale(step)
         self._start_processes(batch, step, lr_scale)
         denominators, flags = self._gather_denominators(batch, flags)
@@ -287,13 +284,6 @@ class TrainStep(ABC):
             self.synchronize()
             stage.objective.begin_stage(self.model)
             self._set_stage(stage)
-
-    def _widen(self, step: int) -> None:
-        """Prepares for the end of the attention's warmup, after which a captured or compiled step is another."""
-        if self.config.train.attention_window(step) != self.backward.window:
-            self.synchronize()
-            self._is_first_of_stage = True
-            self.graphs.drop("the window warmup of attention ended")
 
     def _set_stage(self, stage: Stage) -> None:
         self.backward.set_stage(stage)

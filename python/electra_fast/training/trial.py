@@ -104,7 +104,7 @@ def _measured(folder: Path, config: Config) -> dict[str, object]:
         one_lane = {"data.lanes": "1"}  # lanes must divide the batch
         trainer = Trainer(Run(folder, config.override(part | one_lane)), mixture, World(), Callbacks())
         settled = trainer.config.override({"data.lanes": config.value("data.lanes")})
-        points.append(_steps(trainer, max(stage.first_step, trainer.config.train.window_warmup_steps)))
+        points.append(_steps(trainer, stage.first_step))
         # The next size need not measure them again.
         config = config.override({name: settled.value(name) for name in ("train.precision", "train.matmul")})
     if is_extrapolated:
