@@ -73,9 +73,9 @@ def check_step(tiny_corpus, config, attention, monkeypatch):
         batch = {name: on_cuda(tensor) for name, tensor in batch.items()}
         seed_and_step, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
         objective, compute = objective_of(config), ComputeConfig(attention, torch.bfloat16)
-        key, window = RngKey(seed_and_step, first_row), 8 if config.model.architecture == "modern" else 0
+        key = RngKey(seed_and_step, first_row)
         denominators = objective.loss_denominators(batch)
-        output = objective.forward(network, MicroBatch(batch, compute, key, denominators, window))
+        output = objective.forward(network, MicroBatch(batch, compute, key, denominators))
         found = output.predictions
         assert output.loss.dtype == torch.float32 and denominators["tokens"].dtype == torch.float64
         assert found is None or found.logits_T.shape == found.replaced_T.shape == (4 * 32,)
