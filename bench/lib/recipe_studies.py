@@ -211,7 +211,6 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         _SMALL,
         _small("generator first", {"objective.generator_first": "200"}, "generator-first"),
         _small("generator first, 400 steps", {"objective.generator_first": "400"}, "generator-first"),
-        _small("momentum warmup", {"optimizer.muon_momentum_warmup": "300"}),
         _small("constant, then decay", {}, "constant-then-decay"),
         _small("decay to a tenth", {}, "decay-to-a-tenth"),
         replace(_small("two corruptions", {}, "two-corruptions"), corruptions=2, batch_factor=0.5),

@@ -103,10 +103,9 @@ def test_without_bias_correction_written_out():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("warmup", [0, 4])
-def test_muon_equals_torch_within_its_bf16(dtype, warmup):
+def test_muon_equals_torch_within_its_bf16(dtype):
     """torch.optim.Muon iterates in bf16, so matrices agree to its precision; everything else is AdamW."""
-    ours = train(plain(name="muon", muon_learning_rate=0.02, muon_momentum_warmup=warmup), dtype=dtype)
+    ours = train(plain(name="muon", muon_learning_rate=0.02), dtype=dtype)
     adamw = train(plain())
     named = parameters()
     matrices = [named["x.weight"], named["wide.weight"]]
@@ -114,8 +113,6 @@ def test_muon_equals_torch_within_its_bf16(dtype, warmup):
     for step in range(STEPS):
         for name, gradient in gradients(named, step).items():
             named[name].grad = gradient
-        if warmup:
-            theirs.param_groups[0]["momentum"] = 0.85 + 0.1 * min(1, (step + 1) / warmup)
         theirs.step()
     for name in ("x.weight", "wide.weight"):
         moved = (parameters()[name] - named[name]).norm()

@@ -31,8 +31,6 @@ NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
 # A longer repr has one key per line.
 MAX_REPR_LINE = 100
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
-# Muon's momentum at the first update, if it has a warmup.
-FIRST_MUON_MOMENTUM = 0.85
 # Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
 HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution", "train.accumulate")
 
@@ -209,19 +207,10 @@ class OptimizerConfig(Section):
         0.02, "peak learning rate of Muon's matrices; 0: 0.5 / sqrt(steps), at most 0.02", low=0
     )
     muon_momentum: float = config_key(0.95, "momentum of Muon's matrices", low=0, high=0.999999)
-    muon_momentum_warmup: int = config_key(
-        0, f"updates over which Muon's momentum rises from {FIRST_MUON_MOMENTUM} to muon_momentum; 0: none", low=0
-    )
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Returns the steps of warmup in a run of `num_steps`."""
         return self.warmup_steps if self.warmup_steps >= 0 else min(10_000, num_steps // 20)
-
-    def momentum(self, num_updates: int) -> float:
-        """Returns Muon's momentum in an update, counted from 1."""
-        warmup = self.muon_momentum_warmup
-        done = min(1.0, num_updates / warmup) if warmup else 1.0
-        return (1 - done) * FIRST_MUON_MOMENTUM + done * self.muon_momentum
 
     def for_steps(self, num_steps: int) -> Self:
         """Returns a copy for a run of `num_steps` with `unresolved_keys` filled in."""

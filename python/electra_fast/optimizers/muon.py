@@ -216,12 +216,10 @@ class Muon(UpdateRule):
 
     def _nesterov(self, names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Updates the momentum; returns the matrices to orthogonalize, by name."""
-        config = self.state.config
-        momentum = self.state.scalars[5] if config.muon_momentum_warmup else config.muon_momentum
+        momentum = self.state.config.muon_momentum
         self.state.update_exp_avg({name: gradients[name] for name in names}, momentum)
         grads, exp_avgs = [gradients[name] for name in names], [self.state.exp_avg[name] for name in names]
-        weight = [momentum] * len(grads) if isinstance(momentum, Tensor) else momentum
-        return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, weight), strict=True))
+        return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
 
     def _scale(self, stack: Stack) -> Tensor:
         """Returns minus the learning rate, scaled so that updates of all shapes have equal size (Jordan et al.)."""

@@ -88,7 +88,7 @@ class Optimizer:
         self.exp_avg_sq = {
             name: torch.zeros_like(x) for name, x in self.exp_avg.items() if rule.has_second_moment(name, x)
         }
-        scalars = torch.zeros(6, device=next(iter(parameters.values())).device)
+        scalars = torch.zeros(5, device=next(iter(parameters.values())).device)
         self._state = OptimizerState(
             config, parameters, self.exp_avg, self.exp_avg_sq, scalars, dict(lr_factors or {}), shards, matrix_dtype
         )
@@ -154,7 +154,7 @@ class Optimizer:
         num_updates = self.num_updates if config.bias_correction else math.inf
         corrections = (1 / (1 - config.beta1**num_updates), 1 / math.sqrt(1 - config.beta2**num_updates))
         learning_rates = (-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate)
-        scalars = [*learning_rates, *corrections, num_updates, config.momentum(self.num_updates)]
+        scalars = [*learning_rates, *corrections, num_updates]
         host = torch.tensor(scalars, pin_memory=self._state.scalars.is_cuda)
         self._state.scalars.copy_(host, non_blocking=True)
 

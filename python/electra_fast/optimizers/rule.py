@@ -26,7 +26,7 @@ class OptimizerState:
         exp_avg: First moments, fp32.
         exp_avg_sq: Second moments, fp32, of parameters that have one under the rule.
         scalars: Set on the device before each update: -learning rate, -Muon's learning rate, Adam's two bias
-            corrections, the number of updates that they correct for, and Muon's momentum; fp32 [6].
+            corrections, and the number of updates that they correct for; fp32 [5].
         lr_factors: Learning-rate factors other than 1, by parameter name.
         shards: The shards of a sharded model, whose rows on this rank are the parameters.
         matrix_dtype: Dtype of Muon's iterations.
@@ -56,13 +56,12 @@ class OptimizerState:
         rate = self.scalars[number]
         return rate if self.skipped is None else rate * (1 - self.skipped)
 
-    def update_exp_avg(self, gradients: Mapping[str, Tensor], beta: float | Tensor) -> None:
-        """Moves first moments toward the gradients, unless the step is skipped; `beta` may be an fp32 scalar."""
+    def update_exp_avg(self, gradients: Mapping[str, Tensor], beta: float) -> None:
+        """Moves first moments toward the gradients, unless the step is skipped."""
         exp_avgs, used = [self.exp_avg[name] for name in gradients], list(gradients.values())
         if self.skipped is not None:
             used = list(torch._foreach_add(used, torch._foreach_mul(exp_avgs, self.skipped)))
-        weight = 1 - beta
-        torch._foreach_lerp_(exp_avgs, used, [weight] * len(used) if isinstance(weight, Tensor) else weight)
+        torch._foreach_lerp_(exp_avgs, used, 1 - beta)
 
 
 class UpdateRule(ABC):
