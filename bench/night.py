@@ -74,9 +74,10 @@ def main() -> None:
     parser.add_argument("--beside", nargs="*", default=[], metavar="NAME=FOLDER")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    encoders = dict(each.split("=", 1) for each in options.beside)
+    encoders = dict[str, str]()
     if options.texts:
         encoders[f"electra-fast, {options.hours:g} h"] = str(trained(options.texts, options.hours, options.out))
+    encoders |= dict(each.split("=", 1) for each in options.beside)
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     for name, model in encoders.items():
         for task in TASKS:
