@@ -29,8 +29,9 @@ ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=2
 endif
 
-# One worker per core, but at most 8: each needs one or two gigabytes of memory. A file's tests share fixtures.
-WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# One worker more than cores, since some tests wait, but at most 8: each needs one or two gigabytes of memory. A file's
+# tests share fixtures.
+WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))') --dist loadfile --no-loadscope-reorder
 # The tests start many Python processes that import torch, which takes twice as long without bytecode. The bytecode
 # goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode

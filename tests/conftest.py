@@ -36,10 +36,10 @@ if not torch.cuda.is_available():
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 600
 NUM_TOPICS = 40
-# Files of more than half a minute, longest first: begun last, one of them would leave the other workers idle.
+# Files of more than a minute, longest first: begun last, one of them would leave the other workers idle.
 LONG_FILES = (
-    *("test_documents.py", "test_ranks.py", "test_demo.py", "test_reproduction.py", "test_step_processes.py"),
-    *("test_step.py", "test_sharding.py"),
+    *("test_documents.py", "test_ranks.py", "test_prepare_to_store.py", "test_reproduction.py", "test_mirror.py"),
+    *("test_demo.py", "test_step_processes.py", "test_examples.py", "test_kernel_choice.py", "test_loggers.py"),
 )
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comparison import DEVICE
-from variants import DIFFERENT, VARIANTS
+from variants import DIFFERENT
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
@@ -38,7 +38,7 @@ MORE = {"electra": {"objective.temperature": "1.5", "objective.disallow_correct"
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "two-stage"])  # which has those of the others
 def test_equals_the_references(tiny_corpus, config, name):
-    check(tiny_corpus, config.override(VARIANTS[name] | MORE.get(name, {})))
+    check(tiny_corpus, config.override(DIFFERENT[name] | MORE.get(name, {})))
 
 
 def check(corpus, config, attention="sdpa"):

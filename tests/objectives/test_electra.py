@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from variants import DIFFERENT, VARIANTS
+from variants import DIFFERENT
 
 from electra_fast.config.config import Config
 from electra_fast.model.compute import ComputeConfig
@@ -85,7 +85,7 @@ def halves(batch):
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_micro_batches_add_up(name):
     """Halves of a batch give the whole's loss, samples and gradients: accumulation changes nothing."""
-    model, batch = make_model(make_config(**VARIANTS[name])), make_batch()
+    model, batch = make_model(make_config(**DIFFERENT[name])), make_batch()
     whole = run(model, batch)
     whole.loss.backward()
     trained = [p for p in model.parameters() if p.grad is not None]

@@ -75,7 +75,7 @@ def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpu
 
 @pytest.mark.parametrize("name", [*DIFFERENT, "local attention"])
 def test_a_row_of_padding_counts_for_nothing_and_has_all_gradients(name):
-    config = make_config(**VARIANTS.get(name, LOCAL))
+    config = make_config(**DIFFERENT.get(name, LOCAL))
     model, objective, batch = make_model(config).train(), objective_of(config), make_batch()
     row = padding_row({name: each[:0] for name, each in batch.items() if name != "cu_seqlens"} | {"cu_seqlens": None})
     assert all(value == 0 for value in objective.loss_denominators(row).values())
