@@ -178,6 +178,7 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         *(_shape(layers, width) for layers, width in ((2, 64), (2, 128), (4, 128), (4, 256), (12, 256), (2, 512))),
         replace(_shape(4, 256), name="4 layers of 256, twice the batch", batch_factor=2),
         replace(_shape(4, 256), name="4 layers of 256, four times the batch", batch_factor=4),
+        replace(_shape(2, 64).changed("2 layers of 64, rows of 32", {"data.sequence_length": "32"}), batch_factor=4),
     ),
     # The baseline at the smallest size, which has its own best rate.
     "small-baseline": tuple(

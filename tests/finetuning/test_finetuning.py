@@ -364,12 +364,16 @@ def test_a_labeled_test_is_scored_and_submissions_are_named_as_the_server_takes_
     assert submitted == (tmp_path / "out" / "mrpc" / f"seed-{chosen}" / "predictions.test.tsv").read_text()
 
 
-@pytest.mark.parametrize("recipe, role", [("google", None), ("paper", "generator")])
-def test_a_run_of_ours_starts_a_fine_tuning(whole_run, glue_folder, tmp_path, recipe, role):
+@pytest.mark.parametrize(("recipe", "role", "length"), [("google", None, "24"), ("paper", "generator", "16")])
+def test_a_run_of_ours_starts_a_fine_tuning(whole_run, glue_folder, tmp_path, capfd, recipe, role, length):
+    """It was trained on rows of 16."""
+    overrides = QUICK | {"finetune.sequence_length": length}
     found = ef.finetune(
-        "mrpc", model=whole_run, data=glue_folder, out=tmp_path, recipe=recipe, role=role, overrides=QUICK
+        "mrpc", model=whole_run, data=glue_folder, out=tmp_path, recipe=recipe, role=role, overrides=overrides
     )
     assert 0 <= found["mrpc"]["median"] <= 1
+    said = "training examples are longer than the 16 tokens of the rows that the encoder was trained on"
+    assert (said in capfd.readouterr().err) == (length == "24")
 
 
 def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):

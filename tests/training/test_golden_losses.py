@@ -53,6 +53,7 @@ def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, An
     rates = {"learning_rate": 4e-3, "muon_learning_rate": 0.01} if recipe == "modern" else {}
     config = config.replace(
         {
+            "data": {"sequence_length": 32},
             "optimizer": {"warmup_steps": 5, **rates},
             "train": {"steps": STEPS, "batch_size": 16, "accumulate": 2, "log_every": 1}
             | {"precision": "fp32", "matmul": "default"},  # as recorded

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast import checkpoint
-from electra_fast.config.config import AUTO, ModelConfig
+from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import (
@@ -45,6 +45,8 @@ class PretrainedEncoder:
     """The path of its tokenizer, for `Tokenizer`."""
     content_hash: str
     """SHA-256 of the parameters' names and bytes."""
+    trained_length: int | None = None
+    """Tokens of the rows that it was trained on; None if its source does not record them."""
 
 
 def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncoder:
@@ -58,7 +60,7 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
-    source = Path(source)
+    source, trained_length = Path(source), None
     stored = checkpoint_of(source)
     if stored is None and is_folder(source):
         shape, state = _read_folder(source, role)
@@ -74,10 +76,13 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
                 f"{copy}: no longer the encoder of {folder}, so one was trained since the export; name the one you mean"
             )
     else:
-        shape, state = _read_checkpoint(stored, role)
-        if shape.architecture == "bert" and not origin(source).token_type_1_trained:
+        (shape, state), about = _read_checkpoint(stored, role), origin(source)
+        if shape.architecture == "bert" and not about.token_type_1_trained:
             state["embeddings.token_type"] = state["embeddings.token_type"][:1].repeat(2, 1)
-    return PretrainedEncoder(shape, state, tokenizer_folder(source, shape.vocab_size), _content_hash(state))
+        if about.steps and not about.imported:
+            trained_length = Config.load(stored / "config.toml").data.sequence_length
+    tokenizer = tokenizer_folder(source, shape.vocab_size)
+    return PretrainedEncoder(shape, state, tokenizer, _content_hash(state), trained_length)
 
 
 def untrained(encoder: PretrainedEncoder) -> PretrainedEncoder:
@@ -86,7 +91,7 @@ def untrained(encoder: PretrainedEncoder) -> PretrainedEncoder:
     modules = nn.ModuleDict({"embeddings": Embeddings(shape), "encoder": Encoder(shape)})
     initialize(modules, shape.architecture, 0)
     state = _parameters(modules)
-    return dataclasses.replace(encoder, state=state, content_hash=_content_hash(state))
+    return dataclasses.replace(encoder, state=state, content_hash=_content_hash(state), trained_length=None)
 
 
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:

@@ -214,7 +214,7 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
             "command": shlex.join([*words, "--out", "RUN"]),
             "measured": f"the speed; what {DEFAULT_RECIPE} learns by size, tokens and epochs, up to 4 layers of 256 "
             "and 58 M tokens of English",
-            "assumed": "that it goes on like that, also in rows of other lengths; that small and base need "
+            "assumed": "that it goes on like that, also in longer rows; that small and base need "
             f"{FEWEST_STEPS['base']:,} steps; that text repays {MAX_EPOCHS} epochs at most",
         }
     }

@@ -186,6 +186,13 @@ class Job:
         for split in (self.data.train, *self.data.dev, *self.data.test):
             if sizes := self.task_type.class_sizes(self.task, split):
                 yield f"{self.name}: examples per class, {split.name}: {_sizes_text(sizes)}"
+        trained = self.encoder.trained_length or self.encoder.shape.max_positions
+        if num_longer := int((self.examples.lengths > trained).sum()):
+            yield (
+                f"{self.name}: warning: {num_longer:,} of {len(self.examples.lengths):,} training examples are longer "
+                f"than the {trained} tokens of the rows that the encoder was trained on; lower finetune.sequence_length, "
+                "or continue its training on longer rows"
+            )
         lines = self.task_type.describe(self.data.train, self.training_set, self.config)
         for line in (*lines, *self.training_set.notes):
             yield f"{self.name}: {line}"
