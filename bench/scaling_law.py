@@ -76,6 +76,8 @@ def points(path: Path = BENCH / "recipes.jsonl") -> list[Point]:
         keys, result, setting = line["run"]["keys"], line["result"], SETTINGS.get(line["name"])
         if setting is None or keys.get("data.mask_prob") != 0.25 or not result.get("tokens"):
             continue
+        if "data.sequence_length" in keys:  # other rows than the default's
+            continue
         model = _config({key: str(value) for key, value in keys.items()}).model
         tokens = float(f"{result['tokens']:.3g}")  # seeds may differ by the rest of a batch
         name = f"{model.num_layers} x {model.hidden_size}"

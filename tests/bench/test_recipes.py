@@ -27,7 +27,7 @@ TINY = replace(
     studies.SCALES["mini"],
     name="tiny",
     preset="tiny",
-    keys={"train.batch_size": "32"},
+    keys={"train.batch_size": "8"},
     modern_keys={"model.intermediate_size": "176"},
     vocab_size=2048,
     finetuned_from=2e10,
