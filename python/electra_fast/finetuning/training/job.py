@@ -190,8 +190,8 @@ class Job:
         if num_longer := int((self.examples.lengths > trained).sum()):
             yield (
                 f"{self.name}: warning: {num_longer:,} of {len(self.examples.lengths):,} training examples are longer "
-                f"than the {trained} tokens of the rows that the encoder was trained on; lower finetune.sequence_length, "
-                "or continue its training on longer rows"
+                f"than the {trained} tokens of the rows that the encoder was trained on; lower "
+                "finetune.sequence_length, or continue its training on longer rows"
             )
         lines = self.task_type.describe(self.data.train, self.training_set, self.config)
         for line in (*lines, *self.training_set.notes):
