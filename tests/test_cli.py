@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
         ("vocab", folder / "text.txt", "--out", folder / "vocab.txt", "--size", 200),
         ("prepare", folder / "text.txt", "--vocab", folder / "vocab.txt", "--out", folder / "shards", "--holdout", 0.1),
         ("pretrain", "--preset", "tiny", "--data", folder / "shards", "--out", folder / "run", "--train.steps", 3,
-         "--train.log_every=1", "--train.batch_size", 4),
+         "--train.log_every=1", "--train.batch_size", 4, "--data.sequence_length", 32),
         ("export", folder / "run", "--out", folder / "export"),
         ("import", folder / "export", "--out", folder / "imported"),
     ]  # fmt: skip

@@ -23,7 +23,9 @@ REMARK = "Token type 1 never occurred in training."
 
 
 def trained(folder: Path, corpus: Path, recipe: str, packing: str, **sections: dict[str, object]) -> Config:
-    config = Config.preset("tiny", recipe).replace({"data": {"packing": packing}, "train": TRAIN, **sections})
+    config = Config.preset("tiny", recipe).replace(
+        {"data": {"packing": packing, "sequence_length": 32}, "train": TRAIN, **sections}
+    )
     pretrain(config, data=corpus, out=folder)
     return config
 
@@ -42,7 +44,8 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
         assert front["library_name"] == "transformers"
         assert ("modernbert" if recipe == "modern" else "electra") in front["tags"]
         assert front.get("pipeline_tag") == pipeline
-        assert f"objective `electra`, 3 of 3 steps of 4 rows of {config.data.sequence_length} tokens" in card.text
+        length = config.data.sequence_length
+        assert f"objective `electra`, 3 of 3 steps of 4 rows of {length} tokens" in card.text
         assert f"{tokens:,} tokens seen" in card.text
         assert f"content hash `{Corpus(tiny_corpus).content_hash}`" in card.text
         assert f"packing `{packing}`" in card.text and f"optimizer `{config.optimizer.name}`" in card.text
@@ -56,7 +59,7 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
             counts += f" in `AutoModel`, {whole.num_parameters():,} with the head"
         assert f"- {counts}\n" in card.text and f"Class in `transformers`: `{name}`." in card.text
         assert f"vocabulary of {encoder.config.vocab_size}" in card.text
-        assert "trained on rows of 32 tokens: positions from 32 on were not trained at all" in card.text
+        assert f"trained on rows of {length} tokens: positions from {length} on were not trained at all" in card.text
         assert "unigram_auc" not in card.text and not {"language", "license"} & front.keys()
 
 

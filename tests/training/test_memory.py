@@ -104,7 +104,7 @@ class TestAccumulate:
         return set_free
 
     def test_the_largest_micro_batch_that_fits_is_chosen(self, fits):
-        config = of_preset("tiny", "google")
+        config = of_preset("tiny", "google", **{"train.batch_size": "64"})
         fits(config, 16)
         accumulate, line = choose_accumulate(config, SHORT, CUDA)
         assert accumulate == 4
@@ -115,9 +115,9 @@ class TestAccumulate:
         assert choose_accumulate(config, SHORT, CPU) == (1, "")
 
     def test_what_fits_not_even_by_rows_is_refused(self, fits):
-        config = of_preset("tiny", "google")
+        config = of_preset("tiny", "google", **{"train.batch_size": "64"})
         fits(config, 1)
         assert choose_accumulate(config, SHORT, CUDA)[0] == 64
         fits(config, 0)
-        with pytest.raises(ef.InputError, match=r"1 row of 32 tokens needs about 1.* GiB .*; choose a smaller model"):
+        with pytest.raises(ef.InputError, match=r"1 row of 128 tokens needs about 1.* GiB .*; choose a smaller model"):
             choose_accumulate(config, SHORT, CUDA)

@@ -138,7 +138,9 @@ def test_large_steps_continue_on_a_line():
 
 
 def test_memory_of_gpus_elsewhere_is_that_of_a_run_there(monkeypatch):
-    config = ef.Config.preset("tiny").override({"model.vocab_size": "30522", "train.precision": "bf16"})
+    config = ef.Config.preset("tiny").override(
+        {"model.vocab_size": "30522", "train.batch_size": "64", "train.precision": "bf16"}
+    )
     compute = ComputeConfig("varlen", torch.bfloat16, kernels=(("*", "kernel"),))
     needed = StepMemory(config, compute, torch.device("cpu"), 4).step(4)
     found = ef.plan(config, gpu_memory=needed / 0.9 / 2**30 + 1e-6, gpus=4)
@@ -146,4 +148,4 @@ def test_memory_of_gpus_elsewhere_is_that_of_a_run_there(monkeypatch):
     assert found["micro_batch_rows"] == 4  # 4 micro-batches on each of 4 GPUs
     assert "accumulate = 4" in found["config"] and "micro-batch" not in " ".join(found["warnings"])
     warning = ef.plan(config, gpu_memory=0.5)["warnings"][-1]
-    assert "a micro-batch of 1 row of 32 tokens needs about 1." in warning and "choose a smaller model" in warning
+    assert "a micro-batch of 1 row of 128 tokens needs about 1." in warning and "choose a smaller model" in warning
