@@ -47,7 +47,7 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test lint lint-python lint-rust test-rust docs wheel bench experiments clean env
+.PHONY: help demo test bytecode lint lint-python lint-rust test-rust docs wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
@@ -63,8 +63,12 @@ demo: wheel
 	$(call environment,$(DEMO),)
 	$(DEMO)/bin/electra-fast demo --out demo
 
-test: lint test-rust
+test: lint bytecode test-rust
 	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
+
+# Beside Rust's tests: workers that began without bytecode would all compile the same modules at the same time.
+bytecode: lint-python
+	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml --quiet --quiet --collect-only $(CURDIR)/tests
 
 lint: lint-python lint-rust
 
