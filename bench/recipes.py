@@ -144,8 +144,7 @@ class Study:
         else:
             first = config.objective.generator_first  # whose steps are cheaper
             before = first * tokens * flops_per_token(config, objective_of(config).stages()[:1]).total if first else 0
-            flops = flops_per_token(config, objective_of(config).stages()[-1:])
-            per_token = flops.total + (setting.corruptions - 1) * flops.discriminator
+            per_token = flops_per_token(config, objective_of(config).stages()[-1:]).total
             steps = first + round((job.budget - before) / (tokens * per_token + update_flops(config)))
         every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
         config = config.replace({"train": every})

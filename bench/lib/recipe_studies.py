@@ -47,7 +47,6 @@ class Setting:
         keys: Configuration laid over that of the scale.
         patches: Changes that the package does not have, from `recipe_patches.PATCHES`.
         batch_factor: Factor of the scale's rows per step.
-        corruptions: Texts per row that the discriminator reads.
         parts: 1 / parts of the text is read.
         trainer: Class of `transformers` that its Trainer trains instead.
         tokens_per_second: Speed that turns hours into a number of steps.
@@ -57,7 +56,6 @@ class Setting:
     keys: Keys
     patches: tuple[str, ...] = ()
     batch_factor: float = 1.0
-    corruptions: int = 1
     parts: int = 1
     trainer: str = ""
     tokens_per_second: float = 0.0
@@ -211,12 +209,7 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
     "ingredients": (
         _SMALL,
         _small("generator first", {"objective.generator_first": "200"}, "generator-first"),
-        _small("generator first, 400 steps", {"objective.generator_first": "400"}, "generator-first"),
-        _small("constant, then decay", {}, "constant-then-decay"),
-        _small("decay to a tenth", {}, "decay-to-a-tenth"),
-        replace(_small("two corruptions", {}, "two-corruptions"), corruptions=2, batch_factor=0.5),
         replace(_small("half the batch", {}), batch_factor=0.5),
-        _small("mask_prob 0.35", {"data.mask_prob": "0.35"}),
         _small("spans", {"data.masking": "span"}),
         _small("whole words", {"data.masking": "whole-word"}),
         _small("averaged 3", {"train.keep_checkpoints": "3"}, "averaged-3"),
