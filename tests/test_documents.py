@@ -306,7 +306,7 @@ def environment(programs, tmp_path_factory):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "TRITON_", "AWS_"))}
     path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     home = str(tmp_path_factory.mktemp("home"))
-    fonts = {"MPLCONFIGDIR": matplotlib.get_cachedir()}  # to list them takes ten seconds
+    fonts = {"MPLCONFIGDIR": matplotlib.get_cachedir()}  # else every new home lists them anew
     return kept | fonts | {"PATH": path, "HOME": home, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 
 

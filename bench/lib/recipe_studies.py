@@ -210,10 +210,6 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         _SMALL,
         _small("generator first", {"objective.generator_first": "200"}, "generator-first"),
         replace(_small("half the batch", {}), batch_factor=0.5),
-        _small("spans", {"data.masking": "span"}),
-        _small("whole words", {"data.masking": "whole-word"}),
-        _small("averaged 3", {"train.keep_checkpoints": "3"}, "averaged-3"),
-        _small("averaged 5", {"train.keep_checkpoints": "5"}, "averaged-5"),
     ),
 }
 
