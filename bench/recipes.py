@@ -49,7 +49,6 @@ import electra_fast as ef
 from electra_fast.data.mixture import Mixture
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.model.model import Electra
-from electra_fast.objectives import objective_of
 from electra_fast.optimizers.muon import stacks
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.corruptor import corrupted_rows
@@ -142,10 +141,7 @@ class Study:
         if setting.tokens_per_second:
             steps = round(3600 * job.hours * setting.tokens_per_second / tokens)
         else:
-            first = config.objective.generator_first  # whose steps are cheaper
-            before = first * tokens * flops_per_token(config, objective_of(config).stages()[:1]).total if first else 0
-            per_token = flops_per_token(config, objective_of(config).stages()[-1:]).total
-            steps = first + round((job.budget - before) / (tokens * per_token + update_flops(config)))
+            steps = round(job.budget / (tokens * flops_per_token(config).total + update_flops(config)))
         every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
         config = config.replace({"train": every})
         rates = config.resolved().optimizer

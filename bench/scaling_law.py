@@ -166,10 +166,10 @@ def tasks() -> dict[str, dict[float, list[float]]]:
     found: dict[str, dict[float, list[float]]] = {}
     a_minute = 60 * HOUR[0][0].tokens_per_second * flops_per_token(HOUR[0][0])
     for line in lines():
-        name, result, budget = line["name"].partition(",")[0], line["result"], line["run"]["budget"]
-        name = "modern" if name == "electra-fast" else name
+        result, budget, trainer = line["result"], line["run"]["budget"], line["run"].get("trainer")
+        name = "modern" if line["name"] == "electra-fast" else trainer or line["name"]
         is_current = line["run"]["keys"].get("data.mask_prob") == MASK_PROB.get(name)
-        if (name in MASK_PROB or "trainer" in line["run"]) and is_current and "tasks" in result and result["tokens"]:
+        if (name in MASK_PROB or trainer) and is_current and "tasks" in result and result["tokens"]:
             minutes = budget / a_minute if budget else 60.0
             found.setdefault(name, {}).setdefault(round(minutes, 2), []).append(score(result))
     return {name: dict(sorted(curve.items())) for name, curve in found.items()}

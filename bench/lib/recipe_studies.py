@@ -45,7 +45,7 @@ class Setting:
     Args:
         name: Name in tables, for `--only` and in the results.
         keys: Configuration laid over that of the scale.
-        patches: Changes that the package does not have, from `recipe_patches.PATCHES`.
+        patches: Changes that the package does not have, from `recipe_run.PATCHES`.
         batch_factor: Factor of the scale's rows per step.
         parts: 1 / parts of the text is read.
         trainer: Class of `transformers` that its Trainer trains instead.
@@ -165,10 +165,6 @@ def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
 _SMALL = _shape(2, 64)
 
 
-def _small(name: str, keys: Keys, *patches: str) -> Setting:
-    return replace(_SMALL.changed(f"{_SMALL.name}, {name}", keys), patches=patches)
-
-
 STUDIES: dict[str, tuple[Setting, ...]] = {
     "curves": (MODERN, GOOGLE_ROTARY, MLM),
     # A generator has whole heads, so the narrowest is half as wide as its model. Among them are the presets' shapes.
@@ -176,14 +172,14 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         *(_shape(layers, width) for layers, width in ((2, 64), (2, 128), (4, 128), (4, 256), (12, 256), (2, 512))),
         replace(_shape(4, 256), name="4 layers of 256, twice the batch", batch_factor=2),
         replace(_shape(4, 256), name="4 layers of 256, four times the batch", batch_factor=4),
-        replace(_shape(2, 64).changed("2 layers of 64, rows of 32", {"data.sequence_length": "32"}), batch_factor=4),
+        replace(_SMALL.changed("2 layers of 64, rows of 32", {"data.sequence_length": "32"}), batch_factor=4),
     ),
     # The baseline at the smallest size, which has its own best rate.
     "small-baseline": tuple(
         GOOGLE_ROTARY.changed(
             f"google-rotary, 2 layers of 64, {rate}",
             {
-                **{key: value for key, value in _shape(2, 64).keys.items() if key.startswith(("model.", "generator."))},
+                **{key: value for key, value in _SMALL.keys.items() if key.startswith(("model.", "generator."))},
                 "model.architecture": "bert",
                 "model.intermediate_size": "256",
                 "optimizer.learning_rate": rate,
@@ -191,12 +187,18 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         )
         for rate in ("5e-4", "1e-3", "2e-3")
     ),
-    # The rule of rates, and around it: 40,000 cheap steps with 64 TFLOP, and 500 of a wide model with 97.
+    # Around the rule of rates: 1,763 narrow steps with 10 TFLOP, 21,156 small ones with 30, 500 wide ones with 97.
     "rates": tuple(
-        replace(shape.changed(f"{shape.name}, {name}", keys), batch_factor=batch_factor)
-        for shape, batch_factor, rates in (
-            (_shape(2, 64), 0.25, ("2.5e-3", "1e-3", "6e-3", "1e-3", "1e-3", "1e-3", "2.5e-3", "2.5e-3")),
-            (_shape(2, 512), 1, ("2e-2", "4e-3", "4e-2", "4e-3", "1e-2", "4e-3", "2e-2", "8e-3")),
+        replace(shape.changed(f"{shape.name}{batch}, {name}", keys), batch_factor=batch_factor)
+        for shape, batch, batch_factor, rates in (
+            (_SMALL, "", 1, ("2.8e-2", "4.8e-3", "5e-3", "4.8e-3", "1.2e-2", "1.1e-2", "1.2e-2", "2e-3")),
+            (
+                _SMALL,
+                ", batches of 4",
+                0.25,
+                ("3.4e-3", "1.4e-3", "8e-3", "1.4e-3", "1.4e-3", "1.4e-3", "3.4e-3", "3.3e-3"),
+            ),
+            (_shape(2, 512), "", 1, ("2e-2", "4e-3", "4e-2", "4e-3", "1e-2", "4e-3", "2e-2", "8e-3")),
         )
         for name, keys in _around(rates)
     ),
@@ -204,12 +206,6 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
     "epochs": tuple(
         replace(_shape(4, 128), name=f"4 layers of 128, a {parts}th of the text", parts=parts)
         for parts in (249, 995, 3980)
-    ),
-    # At the smallest size, which learns within 10 TFLOP what larger ones do. Others have been measured; see LOG.md.
-    "ingredients": (
-        _SMALL,
-        _small("generator first", {"objective.generator_first": "200"}, "generator-first"),
-        replace(_small("half the batch", {}), batch_factor=0.5),
     ),
 }
 

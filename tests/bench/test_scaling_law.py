@@ -53,3 +53,9 @@ def test_the_page_has_the_tasks_of_the_runs():
     found = {line["name"]: score(line["result"]) for line in scaling_law.lines() if line["run"]["budget"] == 30 * TFLOP}
     small, wider = (f"{found[name]:.1f}" for name in ("2 layers of 64", "2 layers of 128"))
     assert f"2 layers of 64 with 30 TFLOP have a mean of {small}, and 2 of 128 have {wider}" in page
+
+
+def test_variants_of_a_setting_are_not_its_seeds():
+    drawn = scaling_law.tasks()
+    assert [len(scores) for scores in drawn["2 layers of 64"].values()] == [1]
+    assert len(drawn["modern"][60.0]) == len(drawn["BertForMaskedLM"][60.0]) == 2
