@@ -58,8 +58,8 @@ def table(lines: Iterable[Mapping[str, Any]]) -> str:
         if tasks.keys() >= TASKS.keys():
             medians = [100 * statistics.median(tasks[task]) for task in TASKS]
             means = [100 * statistics.mean(seed) for seed in zip(*(tasks[task] for task in TASKS), strict=True)]
-            mean = f"{statistics.mean(medians):.1f} ({min(means):.1f} to {max(means):.1f})"
-            rows.append([encoder, *(f"{each:.1f}" for each in medians), mean])
+            spread = f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
+            rows.append([encoder, *(f"{each:.1f}" for each in medians), f"{statistics.mean(medians):.1f}{spread}"])
     return markdown(["", *TASKS.values(), "mean"], rows)
 
 

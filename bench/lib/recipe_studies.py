@@ -187,7 +187,7 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         )
         for rate in ("5e-4", "1e-3", "2e-3")
     ),
-    # Around the rule of rates: 1,763 narrow steps with 10 TFLOP, 21,156 small ones with 30, 500 wide ones with 97.
+    # Around the rule of rates: 1,763 narrow steps with 10 TFLOP, 19,084 small ones with 30, 500 wide ones with 97.
     "rates": tuple(
         replace(shape.changed(f"{shape.name}{batch}, {name}", keys), batch_factor=batch_factor)
         for shape, batch, batch_factor, rates in (
