@@ -85,10 +85,10 @@ def read_wandb(run):
             record = Record.FromString(data)
             ids |= {record.run.run_id} - {""}
             items = {"".join([item.key, *item.nested_key]): json.loads(item.value_json) for item in record.history.item}
-            for name, value in items.items():
-                found.setdefault(name, []).append((items["_step"], value))
+            for name, value in items.items():  # a line that reached the disk before the kill is sent again
+                assert found.setdefault(name, {}).setdefault(items["_step"], value) == value or name.startswith("_")
     assert len(ids) == 1
-    return found
+    return {name: [*values.items()] for name, values in found.items()}
 
 
 def read_trackio(run):
