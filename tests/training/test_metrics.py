@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
 from electra_fast.config.config import Config
 from electra_fast.files.json_files import JsonLines, read_records
@@ -50,8 +51,11 @@ def test_area_under_curve_is_the_share_of_ordered_pairs():
     labels = random.random(300) < 0.2
     positive, negative = logits[labels][:, None], logits[~labels][None]
     expected = ((positive > negative) + 0.5 * (positive == negative)).mean()
-    assert area_under_curve(logits, labels) == pytest.approx(expected)
+    assert area_under_curve(logits, labels) == pytest.approx(expected, abs=1e-12)
+    assert area_under_curve(logits, labels) == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
     assert area_under_curve(logits, np.zeros(300, bool)) is None
+    with pytest.raises(ValueError, match="not finite"):
+        area_under_curve(np.where(logits == 3, np.nan, logits), labels)
 
 
 def test_warnings():

@@ -341,12 +341,20 @@ def _judge(
 
 
 def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> float | None:
-    """Returns the area under the ROC curve of the discriminator's logits; None if only one class occurs."""
-    from sklearn.metrics import roc_auc_score  # takes a second, which only evaluation needs
+    """Returns the area under the ROC curve of the discriminator's logits, with ties counted half.
 
+    None if only one class occurs. It is the Mann-Whitney U of the replaced tokens; to import scikit-learn for it takes
+    as long as to import torch. Raises ValueError if logits are not finite.
+    """
     if labels.all() or not labels.any():
         return None
-    return float(roc_auc_score(labels, logits))
+    if not np.isfinite(logits).all():
+        raise InputError("the discriminator's logits are not finite, so its training diverged; use an earlier checkpoint")
+    _, places, counts = np.unique(logits, return_inverse=True, return_counts=True)
+    mean_ranks = np.cumsum(counts) - (counts - 1) / 2
+    num_positive, num_negative = int(labels.sum()), int((~labels).sum())
+    u = mean_ranks[places[labels]].sum() - num_positive * (num_positive + 1) / 2
+    return float(u / (num_positive * num_negative))
 
 
 def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:
