@@ -90,10 +90,10 @@ def test_each_warning_comes_with_its_cause_alone(tiny_corpus, changes, words):
 def test_rates_beyond_the_measured_steps_are_an_extrapolation(tiny_corpus):
     config = ef.Config.preset("tiny", "modern")
     assert "extrapolation" not in told(config, tiny_corpus)
-    assert "extrapolation" in told(config.override({"train.steps": "6571"}), tiny_corpus)
-    by_hand = config.override({"train.steps": "6571", "optimizer.muon_learning_rate": "0.001"})
+    assert "extrapolation" in told(config.override({"train.steps": "19001"}), tiny_corpus)
+    by_hand = config.override({"train.steps": "19001", "optimizer.muon_learning_rate": "0.001"})
     assert "extrapolation" not in told(by_hand, tiny_corpus)
-    others = ef.Config.preset("tiny", "google").override({"train.steps": "6571", "optimizer.name": "muon"})
+    others = ef.Config.preset("tiny", "google").override({"train.steps": "19001", "optimizer.name": "muon"})
     assert "extrapolation" not in told(others, tiny_corpus)
 
 
