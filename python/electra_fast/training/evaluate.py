@@ -349,9 +349,7 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
     if labels.all() or not labels.any():
         return None
     if not np.isfinite(logits).all():
-        raise InputError(
-            "the discriminator's logits are not finite, so its training diverged; use an earlier checkpoint"
-        )
+        raise InputError("the discriminator's logits are not finite: its training diverged; use an earlier checkpoint")
     _, places, counts = np.unique(logits, return_inverse=True, return_counts=True)
     mean_ranks = np.cumsum(counts) - (counts - 1) / 2
     num_positive, num_negative = int(labels.sum()), int((~labels).sum())
