@@ -153,7 +153,7 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     had_bar, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(None):
@@ -162,4 +162,4 @@ def _quiet() -> Iterator[None]:
     finally:
         logging.disable(disabled)
         if had_bar:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
