@@ -44,7 +44,7 @@ class ScalingLaw:
         return min(tokens, text) + (text * self.epochs * -math.expm1(-repeats / self.epochs) if repeats else 0.0)
 
 
-LAW = ScalingLaw(floor=0.0001, size=0.1021, alpha=0.1947, data=0.3194, beta=0.6996, epochs=44.89)
+LAW = ScalingLaw(floor=0.0001, size=0.1008, alpha=0.1918, data=0.3229, beta=0.7063, epochs=45.44)
 
 
 def layer_weights(shape: ModelConfig) -> int:
