@@ -50,9 +50,11 @@ def test_the_page_has_the_table_of_shapes():
 
 def test_the_page_has_the_tasks_of_the_runs():
     page = " ".join((BENCH.parent / "docs/scale.md").read_text(encoding="utf-8").split())
-    found = {line["name"]: score(line["result"]) for line in scaling_law.lines() if line["run"]["budget"] == 30 * TFLOP}
-    small, wider = (f"{found[name]:.1f}" for name in ("2 layers of 64", "2 layers of 128"))
+    found = {(line["name"], line["run"]["budget"]): line["result"] for line in scaling_law.lines()}
+    runs = [("2 layers of 64", 30), ("2 layers of 128", 30), ("2 layers of 128", 90), ("4 layers of 128", 90)]
+    small, wider, longer, deeper = (f"{score(found[name, tflop * TFLOP]):.1f}" for name, tflop in runs)
     assert f"2 layers of 64 with 30 TFLOP have a mean of {small}, and 2 of 128 have {wider}" in page
+    assert f"With 90, 2 of 128 have {longer}, 4 of 128 have {deeper}" in page
 
 
 def test_variants_of_a_setting_are_not_its_seeds():
