@@ -36,8 +36,8 @@ from electra_fast.training.scaling_law import ScalingLaw, layer_weights
 LOWEST_AUC = 0.6
 """Below, on the plateau and at its end, no law of sizes and tokens holds. Runs on repeated text are beyond it."""
 SCALE, CORPUS_TOKENS = "mini", 86_443_783
-SMALL = ("2 layers of 64", "2 layers of 128", "4 layers of 128")
-MASK_PROB = {**dict.fromkeys(("modern", *SMALL), 0.25), "mlm": 0.35, "google-rotary": None}
+OURS = ("modern", "2 layers of 64", "2 layers of 128", "4 layers of 128")
+MASK_PROB = {**dict.fromkeys(OURS, 0.25), "mlm": 0.35, "google-rotary": None}
 """The recipes whose tasks are drawn, as they are now."""
 SHAPES = [each for each in STUDIES["sizes"] if each.batch_factor == 1]
 BUDGETS = (10, 30, 90, 270, 800, 2_400, 7_200)

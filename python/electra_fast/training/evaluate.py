@@ -346,10 +346,10 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
     None if only one class occurs. It is the Mann-Whitney U of the replaced tokens; to import scikit-learn for it takes
     as long as to import torch. Raises ValueError if logits are not finite.
     """
-    if labels.all() or not labels.any():
-        return None
     if not np.isfinite(logits).all():
         raise InputError("the discriminator's logits are not finite: its training diverged; use an earlier checkpoint")
+    if labels.all() or not labels.any():
+        return None
     _, places, counts = np.unique(logits, return_inverse=True, return_counts=True)
     mean_ranks = np.cumsum(counts) - (counts - 1) / 2
     num_positive, num_negative = int(labels.sum()), int((~labels).sum())
