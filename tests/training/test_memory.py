@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
 from electra_fast.card import Card
@@ -10,6 +11,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops.choice import use_impl
+from electra_fast.optimizers.optimizer import RULES, Optimizer
 from electra_fast.training import memory
 from electra_fast.training.memory import StepMemory, _LiveBytes, choose_accumulate
 
@@ -82,6 +84,21 @@ def test_the_estimate_covers_the_backward_pass(recipe):
                 objective.forward(step._model, MicroBatch(batch, SHORT, key, denominators)).loss.backward()
         estimate = step.parts(64)["activations"] - working
     assert saved < live.peak < estimate < 1.1 * live.peak
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_update_of_each_rule_takes_what_it_says(rule):
+    config = of_preset("small", "modern", **{"optimizer.name": rule, "model.vocab_size": "8192"}).resolved()
+    with FakeTensorMode():
+        model = ef.Electra(config)
+        optimizer = Optimizer(model.named_parameters(), config.optimizer)
+        optimizer.set_step_scalars(1.0)
+        for each in model.parameters():
+            each.grad = torch.empty_like(each)
+        moments = (*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values())
+        with _LiveBytes((*model.parameters(), *(each.grad for each in model.parameters()), *moments)) as live:
+            optimizer.step()
+    assert live.peak / sum(each.numel() for each in model.parameters()) < RULES[rule].update_bytes + 0.01
 
 
 def test_sharding_divides_what_is_constant(hopper):

@@ -38,7 +38,7 @@ class Task:
     labels: tuple[str, ...] = ()
     """Names by class id; of tagging, the tags; empty for regression and question answering."""
     metric: str
-    """The score that is reported, a key of `metrics.scores()`."""
+    """The score that is reported, a key of what `TaskType.scores` returns."""
     shift: float = 0.0
     """Regression: the model is trained on (value - shift) / scale."""
     scale: float = 1.0

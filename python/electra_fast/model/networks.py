@@ -22,7 +22,7 @@ class Head:
     """A head on an encoder.
 
     Args:
-        kind: A name in `layers.HEADS`.
+        kind: A key of a table in `model.HEADS`.
         token_fraction: Fraction of the tokens that it computes for, which sets its cost.
         num_forward: Forward passes per step.
     """

@@ -17,6 +17,8 @@ from electra_fast.optimizers.rule import UpdateRule
 class Lamb(UpdateRule):
     """Adam's update, scaled to each matrix's norm."""
 
+    update_bytes = 8  # denominators and updates
+
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Updates all parameters; norms and biases without weight decay or trust ratio."""
         state, config = self.state, self.state.config

@@ -156,6 +156,8 @@ def _views(row_N: Tensor, counts: Sequence[int], stacks: Sequence[Stack]) -> lis
 class Muon(UpdateRule):
     """Orthogonalized momentum for the matrices of encoders and heads; AdamW for everything else."""
 
+    update_bytes = 8  # 7.1 at most with the presets, whose largest stack of matrices decides
+
     def __init__(self, state: OptimizerState) -> None:
         super().__init__(state)
         self._adamw = AdamW(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,9 @@ class OptimizerState:
 
 class UpdateRule(ABC):
     """Updates parameters in place. Never synchronizes with the host, so a CUDA graph can contain it."""
+
+    update_bytes: ClassVar[int]
+    """Temporary memory of an update, in bytes per parameter, which memory estimates count."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.state = state

@@ -61,11 +61,18 @@ def lost_learning(history: LossHistory, objective: Objective, metrics: Mapping[s
 
 
 def uniform_metrics(objective: Objective) -> dict[str, Number]:
-    """Returns the metrics of uniform predictions over the vocabulary and over both labels."""
+    """Returns the metrics of uniform predictions over the vocabulary and over both labels.
+
+    Raises ValueError for a loss whose value is not known here.
+    """
     vocabulary, answer = math.log(objective.config.model.vocab_size), math.log(2)
     losses = {"encoder_loss": vocabulary, "corrective_loss": vocabulary}
     losses["generator_loss"] = vocabulary if "generator" in objective.networks() else 0.0
     losses |= {"discriminator_loss": answer, "contrastive_loss": answer, "baseline_loss": answer}
+    losses["policy_loss"] = 0.0  # the baseline is exactly the reward, so there is no advantage
+    named = {name for name in (*objective.metric_totals, *objective.lowered_losses) if name.endswith("loss")}
+    if unknown := sorted(named - losses.keys()):
+        raise ValueError(f"objective {objective.name}: {unknown[0]} has no value for uniform predictions")
     return objective.metrics(dict.fromkeys(objective.metric_totals, 1.0) | losses)
 
 

@@ -27,14 +27,13 @@ from electra_fast.model.model import BertLayer, Electra, ModernLayer
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
 from electra_fast.ops.operations import WeightCasts
+from electra_fast.optimizers.optimizer import RULES
 from electra_fast.training.division import num_groups, smaller_micro_batches
 
 # Backends that run on fake tensors only after compiling, or not at all, and one that saves the same tensors.
 _ALIKE = {"flex": "varlen", "xformers": "varlen"}
 # Bytes per parameter. Both moments of AdamW and LAMB; Muon keeps the matrices' updates in place of second moments.
 _OPTIMIZER_STATE = 8
-# While the optimizer updates, after the activations are gone.
-_UPDATE = {"adamw": 0, "lamb": 8, "muon": 4}
 # Gradients in flight during the backward pass, relative to the activations of a forward pass that saves none: 1.4 at
 # most, with `short` at three sizes in both architectures.
 _BACKWARD = 1.5
@@ -158,7 +157,7 @@ class StepMemory:
         # and groups, or as the last eager step left them, beside the pool of a graph.
         gathered = self._num_gathered() if train.sharding == "full" else 0
         twice = 0 if train.sharding == "full" else own * max(1, num_groups(train, self._world_size) // self._world_size)
-        updated = round(own * _UPDATE[self._config.optimizer.name])
+        updated = round(own * RULES[self._config.optimizer.name].update_bytes)
         return {
             "parameters": round(4 * (own + gathered)),
             "gradients": round(4 * (own + gathered + twice)),
