@@ -29,7 +29,7 @@ def completion_script(parser: Parser, shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise InputError("--print-completion needs shtab: pip install 'electra-fast[completion]'") from None
+        raise InputError("--print-completion needs shtab: pip install shtab") from None
     for name, sub in parser.commands.items():
         for action in sub._actions:
             action.choices = _VALUES.get(action.dest, action.choices)

@@ -48,7 +48,7 @@ def test_an_unknown_or_missing_logger_is_refused(validation_corpus, tmp_path, mo
     monkeypatch.setattr("electra_fast.training.loggers.find_spec", lambda name: None)
     assert tiny_config().replace({"train": {"loggers": []}}).train.loggers == []
     config = tiny_config(**{"train.loggers": "wandb"})
-    with pytest.raises(ef.InputError, match="train.loggers: wandb is not installed; pip install"):
+    with pytest.raises(ef.InputError, match="train.loggers: wandb is not installed; pip install wandb"):
         ef.pretrain(config, data=validation_corpus, out=tmp_path / "run")
     assert not (tmp_path / "run" / "config.toml").exists()
 

@@ -35,7 +35,7 @@ def require_packages() -> None:
     """Raises ValueError naming the packages that are not installed."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        raise InputError(f'--onnx (onnx=True) needs {", ".join(missing)}: pip install "electra-fast[onnx]"')
+        raise InputError(f"--onnx (onnx=True) needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The interface of an update rule, and the state that it reads and changes.
 
-A new rule is a subclass in a file of its own, an entry in `optimizer.RULES`, and a name in `[optimizer]`.
+A new rule is a subclass in a separate file, an entry in `optimizer.RULES`, and a name in `[optimizer]`.
 """
 
 from __future__ import annotations

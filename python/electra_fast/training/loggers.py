@@ -36,7 +36,7 @@ def require_loggers(key: str, value: str | list[str]) -> None:
     """Raises InputError if a logger's package is not installed."""
     for name in logger_names(value):
         if find_spec(name) is None:
-            raise InputError(f'{key}: {name} is not installed; pip install "electra-fast[{name}]"')
+            raise InputError(f"{key}: {name} is not installed; pip install {name}")
 
 
 def forget_loggers(folder: Path, step: int) -> None:
