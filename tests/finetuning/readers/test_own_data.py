@@ -24,7 +24,8 @@ def set_aside(train, kind="classification", **options):
 
 
 def notes_of(*args, **options):
-    return list(read(*args, **options).notes)
+    """The notes after the one on the columns."""
+    return list(read(*args, **options).notes)[1:]
 
 
 def message_of(train, dev=None, test=None, kind="classification", **options):
@@ -40,7 +41,8 @@ def test_a_classification(write):
     dev = write([{"text": "other", "label": "pos"}], "dev.parquet")
     data = read(train, dev, test)
     assert (data.task.name, data.task.kind, data.task.labels) == ("classification", "classification", ("neg", "pos"))
-    assert (data.task.metric, data.notes) == ("accuracy", ())
+    columns = "text in 'text', label in 'label': one class per example; choose columns with --text and --label"
+    assert (data.task.metric, data.notes) == ("accuracy", (f"{train}: {columns}",))
     assert data.train.texts == [("text 0",), ("text 1",), ("text 2",)]
     assert (data.train.targets.dtype, data.train.targets.tolist()) == (np.int64, [1, 0, 1])
     assert (data.train.name, data.train.path, data.train.ids) == ("train", train, ["0", "1", "2"])
@@ -107,7 +109,6 @@ NUMBERS = "a regression has one label column of numbers"
         ([1, {"a": 2}], {}, "line 2: the label is {'a': 2}; it must be text or an integer"),
         ([1, 2.5], {}, "line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
         ([f"id {n}" for n in range(1001)], {}, "1,001 different labels in 1,001 examples; predict numbers with --task"),
-        ([["a"], "b"], {}, "line 2: the label is 'b', elsewhere it is a list"),
         ("ab", {}, "2 examples are too few to set a dev split aside; give one with --dev"),
         ("12", {"kind": "regression", "labels": ("1", "2")}, NUMBERS),
         ("12", {"kind": "regression", "label": ("a", "b")}, NUMBERS),
@@ -181,7 +182,7 @@ def test_what_says_that_there_is_no_label_is_no_class(write, sign):
     data = read(train, dev)
     assert (data.task.labels, data.train.targets.tolist(), data.train.ids) == (("0", "1"), [1, 0, 1], ["1", "2", "4"])
     assert (data.dev[0].targets.tolist(), data.dev[0].ids) == ([1], ["0"])
-    first, second = data.notes
+    _, first, second = data.notes
     assert first.startswith(f"{train}: 2 of 5 examples have no label (") and "): left out" in first
     assert second.startswith(f"{dev}: 1 of 2 examples have no label (")
     assert ("--labels=-1,0,1" in first) == ("-1" in str(sign))
@@ -231,25 +232,86 @@ def test_several_labels_without_a_label(write):
     assert (data.train.ids, data.train.targets.tolist()) == (["0", "3"], [[1, 0], [0, 1]])
 
 
-@pytest.mark.parametrize("form", [list, str])
-def test_lists_of_zeros_and_ones_are_not_lists_of_classes(write, form):
-    train = write(labeled(*map(form, ([0, 1, 0], [1, 1, 0], [0, 0, 0]))))
-    data = read(train)
-    assert (data.task.kind, data.task.labels) == ("multi-label", ("0", "1", "2"))
-    assert data.train.targets.tolist() == [[0, 1, 0], [1, 1, 0], [0, 0, 0]]
-    assert read(train, labels=("x", "y", "z")).task.labels == ("x", "y", "z")
-    assert "--labels names 2" in message_of(train, labels=("x", "y"))
-    message = message_of(train, write(labeled([1]), "dev.jsonl"))
-    assert message.endswith("line 1: the label is [1], elsewhere it is a list of 3 times 0 or 1")
+FORMS = [list, str, json.dumps, lambda cell: str(np.array(cell)), lambda cell: repr(np.array(cell, dtype=object))]
 
 
-@pytest.mark.parametrize("form", [list, str, json.dumps])
-def test_lists_are_several_labels(write, form):
-    data = read(write(labeled(*map(form, (["b", "a"], [], ["c"])))))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "train.parquet"])
+def test_lists_of_names_are_several_labels(write, form, name):
+    data = read(write(labeled(*map(form, (["b", "a"], [], ["c"]))), name))
     assert (data.task.kind, data.task.metric, data.task.labels) == ("multi-label", "f1_micro", ("a", "b", "c"))
     assert data.train.targets.dtype == np.float32
     assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
-    assert read(write(labeled("[NEG]", "[POS]"))).task.labels == ("[NEG]", "[POS]")
+    assert "label in 'label': lists of labels; " in data.notes[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0, 1, 0], [1, 1, 0], [0, 0, 0]],
+        [[0.0, 1.0], [1.0, 0.0]],
+        [[True, False], [False, True]],
+        [["0", "1"], ["1", "0"]],
+    ],
+)
+def test_lists_of_zeros_and_ones_are_a_value_for_each_label(write, form, rows):
+    train, names = write(labeled(*map(form, rows))), ("x", "y", "z")[: len(rows[0])]
+    data = read(train)
+    assert (data.task.kind, data.task.labels) == ("multi-label", ("0", "1", "2")[: len(names)])
+    assert data.train.targets.tolist() == [list(map(float, row)) for row in rows]
+    assert f"0 or 1 for each of {len(names)} labels; name them with --labels; " in data.notes[0]
+    assert read(train, labels=names).task.labels == names
+    assert "--labels names 1" in message_of(train, labels=("x",))
+    message = message_of(train, write(labeled([1]), "dev.jsonl"))
+    assert message.endswith(f"line 1: the label is [1], elsewhere it is a list of {len(names)} times 0 or 1")
+
+
+def test_lists_with_two_readings_are_asked_about(write):
+    train = write(labeled([1], [0], [0, 1]))
+    both = "may name labels or have a 0 or 1 for each; choose with --labels 0,1 or with --labels and the names of all"
+    assert f"line 1: the label [1] {both}" in message_of(train)
+    assert read(train, labels=("0", "1")).train.targets.tolist() == [[0, 1], [1, 0], [1, 1]]
+    data = read(write(labeled("[1]", "[0]")), labels=("spam",))
+    assert (data.task.labels, data.train.targets.tolist()) == (("spam",), [[1], [0]])
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        ([["a"], "b"], {}, "line 2: the label is 'b', elsewhere it is a list"),
+        (["a", "b", "['a']"], {}, "line 3: the label is \"['a']\", a list; elsewhere it is not"),
+        ([[0, 1, 0]] * 3 + [[0, 1]], {}, "line 4: the label is [0, 1], elsewhere it is a list of 3 times 0 or 1"),
+        (["['a' ... 'b']", "['a']"], {}, "line 1: the label \"['a' ... 'b']\" cannot be read as a list (its middle is"),
+        (
+            ["['a' 'b', 'c']", "['a']"],
+            {},
+            "line 1: the label \"['a' 'b', 'c']\" cannot be read as a list (commas separate",
+        ),
+        (
+            ["[a, b]", "['a']"],
+            {},
+            "line 1: the label '[a, b]' cannot be read as a list (a is not in quotes); write it as",
+        ),
+        ([[0.3, 0.7], [1.0, 0.0]], {}, "line 1: the label [0.3, 0.7] has numbers with decimals; soft labels"),
+        (["[1. 0.]", "[0.3 0.7]"], {"labels": ("x", "y")}, "line 2: the label [0.3, 0.7] has numbers with decimals"),
+        (
+            ["0.3;0.7", "0.6;0.4"],
+            {"label_separator": ";"},
+            "line 1: the label ['0.3', '0.7'] has numbers with decimals",
+        ),
+        (["0 1 0", "1 1 0"], {}, "line 1: the label '0 1 0' may be several; choose with --label-separator ' '"),
+        ([[4, 5, 4], [3, 5, 4]], {}, "line 1: the label [4, 5, 4] has a number twice, so it does not name labels"),
+    ],
+)
+def test_label_cells_that_do_not_fit_their_column(write, labels, options, message):
+    train = write(labeled(*labels))
+    assert message_of(train, **options).removeprefix(f"{train}: ").startswith(message)
+
+
+@pytest.mark.parametrize("labels", [("[NEG]", "[POS]"), ("(a)", "{b}"), ("0-1", "1,5"), ("a, b", "c d")])
+def test_brackets_alone_are_part_of_a_name(write, labels):
+    assert read(write(labeled(*labels))).task.labels == labels
 
 
 def pairs_of(first, second, label, names):
@@ -297,7 +359,7 @@ def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
     assert message_of(train, dev, skip_bad_rows=2) == message
     data = read(train, dev, skip_bad_rows=3)
     assert (data.train.ids, data.dev[0].ids) == (["0", "1"], ["0", "2"])
-    assert data.notes[0].startswith("3 bad rows are left out: ")
+    assert data.notes[1].startswith("3 bad rows are left out: ")
     message = message_of(write(labeled(*[{}] * 25), "all.jsonl"))
     assert message.startswith("25 bad rows: ") and message.endswith("; and 5 more (--skip-bad-rows leaves rows out)")
     unknown = write(labeled("c"), "unknown.jsonl")
@@ -341,7 +403,7 @@ def test_a_regression_is_standardized_by_its_training_values(write, name):
     assert (data.task.name, data.task.kind, data.task.metric) == ("regression", "regression", "spearman")
     assert (data.train.targets.dtype, data.train.targets.tolist()) == (np.float64, [-1, 2.5, 4])
     assert (data.task.shift, data.task.scale) == (pytest.approx(5.5 / 3), pytest.approx(np.std([-1, 2.5, 4])))
-    assert "2 of 5 examples have no label (empty or null 1, 'nan' 1;" in data.notes[0]
+    assert "2 of 5 examples have no label (empty or null 1, 'nan' 1;" in data.notes[1]
     aside = set_aside(train, "regression")
     assert aside.task.shift == aside.train.targets.mean()
 
@@ -351,7 +413,7 @@ def test_a_dev_split_is_set_aside_by_class(write):
     train = write(labeled(*labels))
     data = set_aside(train, seed=3)
     (dev,) = data.dev
-    assert data.notes == (
+    assert data.notes[1:] == (
         f"{train}: 20 of 200 examples are set aside as the dev split (seed 3); give your own with --dev",
     )
     assert np.bincount(dev.targets, minlength=3).tolist() == [15, 1, 4]
@@ -371,7 +433,7 @@ def test_every_class_of_two_is_in_both_splits(write, fraction):
 def test_texts_in_both_splits_are_counted(write):
     train, dev = write(labeled("a", "b")), write(labeled("a", "b", "a"), "dev.jsonl")
     (data,) = read_tasks("classification", None, {"train": train, "dev": dev}, {})
-    assert data.notes == (f"{dev}: 2 of 3 dev examples have a text that is in the training split",)
+    assert data.notes[1:] == (f"{dev}: 2 of 3 dev examples have a text that is in the training split",)
     with pytest.raises(InputError, match="all 2 dev examples have a text that is in the training split, so a score"):
         read_tasks("classification", None, {"train": dev, "dev": train}, {})
 
@@ -383,7 +445,7 @@ def test_empty_texts_are_kept_with_a_note(write):
     ]
     train = write(rows)
     data = read(train)
-    assert data.notes[0] == f"{train}: line 2: the first of 2 examples with empty text"
+    assert data.notes[1] == f"{train}: line 2: the first of 2 examples with empty text"
     assert len(data.train.texts) == 3
     empty = write(rows[1:], "empty.jsonl")
     assert message_of(empty) == f"{empty}: every text is empty in 'sentence1' and 'sentence2'; choose with --text"

@@ -182,12 +182,39 @@ def test_other_notations_are_converted_and_said(write):
     assert "although some are 'O'" in read(write("a DET\nb X\n" * 9 + "c O\n")).notes[0]
 
 
-def test_tags_of_a_sentence_in_a_cell(write):
-    content = "text,labels\n\"Ann met\",\"B-X O\"\n\"['so', 'it']\",\"['O', 'O']\"\n"
-    train = write(content, "train.csv")
-    data = read(train)
+@pytest.mark.parametrize(
+    ("words", "tags"),
+    [
+        ("Ann met|so it", "B-X O|O O"),
+        ("['Ann', 'met']|['so', 'it']", "['B-X', 'O']|['O', 'O']"),
+        ("['Ann' 'met']|['so'\n 'it']", "['B-X' 'O']|array(['O', 'O'], dtype=object)"),
+        ("Ann met|so it", '["B-X", "O"]|["O", "O"]'),
+        ("Ann met|so it", '[[0, 3, "X"]]|[]'),
+        ("Ann met|so it", "[{'start': 0, 'end': 3, 'label': 'X'}]|[]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["train.csv", "train.parquet", "train.jsonl"])
+def test_tags_of_a_sentence_in_a_cell(write, words, tags, name):
+    rows = [{"text": text, "labels": own} for text, own in zip(words.split("|"), tags.split("|"), strict=True)]
+    data = read(write(rows, name))
     assert words_in(data.train) == [["Ann", "met"], ["so", "it"]]
     assert named(data, data.train) == [["B-X", "O"], ["O", "O"]]
+
+
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [
+        ("['O' 'B-X']|O O", "line 3: 'tags' is 'O O', which cannot be read as a list (it has no brackets)"),
+        (
+            "['O' ... 'B-X']|['O' 'O']",
+            "line 2: 'tags' is \"['O' ... 'B-X']\", which cannot be read as a list (its middle",
+        ),
+        ("[O, B-X]|[O, O]", "line 2: 'tags' is '[O, B-X]', which cannot be read as a list (O is not in quotes)"),
+    ],
+)
+def test_tags_in_a_cell_that_are_not_read_whole(write, tags, message):
+    rows = [{"tokens": "['a' 'b']", "tags": own} for own in tags.split("|")]
+    assert message in message_of(write(rows, "train.csv"))
 
 
 def test_types_without_tags_of_their_own_and_tags_without_types(write):

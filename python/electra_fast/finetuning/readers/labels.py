@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import unicodedata
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.rows import BadRows, abbreviated, literal
+from electra_fast.finetuning.readers.rows import BadRows, abbreviated
 from electra_fast.finetuning.readers.tables import Table
+from electra_fast.finetuning.readers.written_lists import are_lists, has_brackets, parse_list, spells_list
 
 MAX_NAMED_LABELS = 20
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -23,6 +25,9 @@ _NO_LABEL = ("", "-", "-1")
 _MISSING = {"nan", "na", "n/a", "#n/a", "<na>", "null", "none"}
 _DOUBTFUL = _MISSING | {"?", "--", "–", "—", "unlabeled", "undefined"}
 _SEPARATORS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
+_FLAGS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
+# `0 1 0` or `0.3, 0.7` without brackets.
+_BARE_LIST = re.compile(r"[01](?:\.[0-9]*)?(?:[\s,;|]+[01](?:\.[0-9]*)?)+")
 
 
 class NoLabel(Exception):
@@ -32,52 +37,81 @@ class NoLabel(Exception):
 class LabelReader:
     """Reads the label cells of a row as names of classes.
 
-    A classification is multi-label if its cells are lists (in text files, as JSON or Python writes them), if there is
-    a separator, or if there are several columns of 0/1 or true/false, or one with a list of those per row.
+    What the cells are is decided once, over all rows of the training file, by the first of these that holds:
+
+    1. There are several columns: each has a 0 or 1, or false or true.
+    2. There is a separator, or most cells are lists, as such or written as text: several labels. Lists of nothing but 0
+       and 1 have one for each label if one of them repeats a value, or all are pairs (as names, every example would
+       have both labels). Other lists have the labels' names.
+    3. A cell is the name of one class.
+
+    Cells of another form are bad rows.
 
     Args:
-        train: The training file, whose cells decide how all files are read.
+        train: The training file.
         columns: Its label columns.
         given: The user's classes, if any; `-1`, `-` and the empty string can be among them.
         separator: Separator of the labels in a cell; empty for one label per cell.
         mapping: Labels of the files and their new names; empty names leave them out.
+
+    Raises InputError if the labels are probabilities, or lists with two readings.
     """
 
     def __init__(
         self, train: Table, columns: Sequence[str], given: Sequence[str], separator: str, mapping: Mapping[str, str]
     ) -> None:
         values = [row[columns[0]] for row in train.rows]
-        self._separator, self._are_texts = separator, not separator and _are_written_lists(values)
-        self.are_lists = self._are_texts or any(isinstance(value, list) for value in values)
-        lists = [cell for cell in map(self._parsed, values) if isinstance(cell, list)]
-        self.is_multi_hot = len(columns) == 1 and _are_multi_hot(lists)
-        self.flags = tuple(columns) if len(columns) > 1 else ()
-        if self.is_multi_hot:
-            self.flags = _flag_names(train, len(lists[0]), given)
-        self.is_multi_label = self.are_lists or bool(separator) or bool(self.flags)
-        self._form = _form(self._items(values))
+        self._separator, self._columns, self._given = separator, columns, given
+        self.has_lists = bool(separator) or are_lists(values)
+        lists = [self._items_of(value) for value in values] if self.has_lists else []
+        self.flags = tuple(columns) if len(columns) > 1 else _flag_names(train, lists, given)
+        if self.has_lists:
+            _reject_shares(train, lists, given)
+        elif not given:
+            _reject_bare_lists(train, values)
+        self._form = _form(item for items in lists for item in items) if lists else _form(values)
         self._mapping = {self.canonical(old): self.canonical(new) for old, new in mapping.items()}
         self._kept = set(map(self.canonical, given))
         self._unused = set(self._mapping)
         if self.flags and mapping:
             raise InputError("--label-map is not for columns or lists of 0 and 1, whose names are the labels")
 
+    @property
+    def is_multi_label(self) -> bool:
+        """Returns whether an example has any number of labels."""
+        return self.has_lists or bool(self.flags)
+
+    @property
+    def described(self) -> str:
+        """Returns what a cell is, for notes."""
+        if not self.is_multi_label:
+            return "one class per example"
+        if len(self._columns) > 1:
+            return "0 or 1 in a column per label"
+        if not self.flags:
+            return f"labels separated by {self._separator!r}" if self._separator else "lists of labels"
+        names = "" if self._given else "; name them with --labels"
+        return f"0 or 1 for each of {len(self.flags)} labels{names}"
+
     def __call__(self, cells: Sequence[Any], place: str) -> list[str]:
         """Returns the label names in the cells of a row: one, or in a multi-label task any number.
 
         Raises NoLabel, or InputError, which begins with the row's place.
         """
-        if self.flags:
+        if len(self._columns) > 1:
             return self._flagged(cells, place)
-        cell = self._parsed(cells[0])
-        if isinstance(cell, str) and self._separator:
-            cell = [part for part in cell.split(self._separator) if part.strip()]
-        elif self.are_lists and not isinstance(cell, list):
+        cell = self._parsed(cells[0], place)
+        if not self.has_lists:
+            return [self._name(cell, place)]
+        if not isinstance(cell, list):
             self._name(cell, place)  # null has no label
             raise InputError(f"{place}: the label is {abbreviated(cell)}, elsewhere it is a list")
-        if isinstance(cell, list) and self.is_multi_label:
-            return [self._name(item, place) for item in cell if item != ""]
-        return [self._name(cell, place)]
+        if self.flags:
+            return self._flagged(cell, place)
+        labels = [self._name(item, place) for item in cell if item != ""]
+        if self._form == "number" and len({*labels}) < len(labels):
+            raise InputError(f"{place}: the label {abbreviated(cell)} has a number twice, so it does not name labels")
+        return labels
 
     def canonical(self, value: Any) -> str:
         """Returns a label as text: `3` for 3.0, `true` for True, and for null and NaN the empty string."""
@@ -109,27 +143,33 @@ class LabelReader:
             raise NoLabel(found or (value.strip() if isinstance(value, str) else ""))
         return name
 
-    def _flagged(self, cells: Sequence[Any], place: str) -> list[str]:
-        if self.is_multi_hot:
-            cells = self._parsed(cells[0])
-            if cells is None or cells == "":
-                raise NoLabel("")
-            if not isinstance(cells, list) or len(cells) != len(self.flags):
-                what = f"elsewhere it is a list of {len(self.flags)} times 0 or 1"
-                raise InputError(f"{place}: the label is {abbreviated(cells)}, {what}")
-        return [name for name, value in zip(self.flags, cells, strict=True) if _is_set(value, name, place)]
+    def _flagged(self, values: Sequence[Any], place: str) -> list[str]:
+        if len(values) != len(self.flags):
+            what = f"elsewhere it is a list of {len(self.flags)} times 0 or 1"
+            raise InputError(f"{place}: the label is {abbreviated(values)}, {what}")
+        return [name for name, value in zip(self.flags, values, strict=True) if _is_set(value, name, place)]
 
-    def _parsed(self, cell: Any) -> Any:
-        return literal(cell) if self._are_texts and isinstance(cell, str) and cell.strip() else cell
+    def _parsed(self, cell: Any, place: str) -> Any:
+        """Returns the list that a text spells or that the separator makes; other cells as they are."""
+        if isinstance(cell, str) and self._separator:
+            return [part for part in cell.split(self._separator) if part.strip()]
+        if not isinstance(cell, str) or not has_brackets(cell):
+            return cell
+        if not self.has_lists:
+            if spells_list(cell):
+                raise InputError(f"{place}: the label is {abbreviated(cell)}, a list; elsewhere it is not")
+            return cell
+        try:
+            return parse_list(cell)
+        except ValueError as error:
+            what = f"the label {abbreviated(cell)} cannot be read as a list ({error})"
+            raise InputError(f'{place}: {what}; write it as JSON, such as ["a", "b"]') from None
 
-    def _items(self, cells: Iterable[Any]) -> Iterator[Any]:
-        for cell in map(self._parsed, cells):
-            if isinstance(cell, list):
-                yield from cell
-            elif isinstance(cell, str) and self._separator:
-                yield from cell.split(self._separator)
-            else:
-                yield cell
+    def _items_of(self, cell: Any) -> list[Any]:
+        """Returns the items of a list; none of another cell, or of one that will be a bad row."""
+        with contextlib.suppress(InputError):
+            cell = self._parsed(cell, "")
+        return cell if isinstance(cell, list) else []
 
 
 def is_missing(value: Any) -> bool:
@@ -238,33 +278,56 @@ def _form_of(value: Any) -> Literal["number", "boolean", "text"]:
 
 def _is_set(value: Any, column: str, place: str) -> bool:
     text = _sign(str(value))
-    if text in ("1", "true", "1.0"):
-        return True
-    if text in ("0", "false", "0.0"):
-        return False
+    if text in _FLAGS:
+        return _FLAGS[text]
     if is_missing(value) or text in ("-1", "-1.0"):
         raise NoLabel("" if is_missing(value) else "-1")
     raise InputError(f"{place}: {column!r} is {abbreviated(value)}; it must be 0, 1, true or false")
 
 
-def _are_multi_hot(lists: Sequence[list[Any]]) -> bool:
-    """Returns whether lists have a 0 or 1 for each label, rather than the labels: then values repeat."""
-    return (
-        len({len(cell) for cell in lists}) == 1
-        and all(isinstance(item, int | float) and item in (0, 1) for cell in lists for item in cell)
-        and any(len(set(cell)) < len(cell) for cell in lists)
-    )
+def _flag_names(train: Table, lists: Sequence[list[Any]], given: Sequence[str]) -> tuple[str, ...]:
+    """Returns the labels for which lists have a 0 or 1 each; none for lists of names.
+
+    Raises InputError if both are possible and `given` does not decide.
+    """
+    items = [str(item).strip().lower() for cell in lists for item in cell if not is_missing(item)]
+    values = {*items} - {"-1", "-1.0"}
+    if not values or not values <= _FLAGS.keys():
+        return ()
+    sizes = Counter(len(cell) for cell in lists if cell)
+    size = sizes.most_common(1)[0][0]
+    if sizes.keys() == {2} or any(len({*map(str, cell)}) < len(cell) for cell in lists):
+        if given and len(given) != size:
+            what = f"the label is a list of {size} times 0 or 1; --labels names {len(given)}"
+            raise InputError(f"{train.place(0)}: {what}")
+        return tuple(given) or tuple(map(str, range(size)))
+    if not given:
+        first = next(row for row, cell in enumerate(lists) if cell)
+        raise InputError(
+            f"{train.place(first)}: the label {abbreviated(lists[first])} may name labels or have a 0 or 1 for each; "
+            f"choose with --labels {','.join(sorted(values))} or with --labels and the names of all labels"
+        )
+    return () if values <= {*map(str.lower, given)} else tuple(given)
 
 
-def _flag_names(train: Table, number: int, given: Sequence[str]) -> tuple[str, ...]:
-    if given and len(given) != number:
-        raise InputError(f"{train.place(0)}: the label is a list of {number} times 0 or 1; --labels names {len(given)}")
-    return tuple(given) or tuple(map(str, range(number)))
+def _reject_shares(train: Table, lists: Sequence[list[Any]], given: Sequence[str]) -> None:
+    """Raises InputError if lists hold numbers with decimals, such as the share of each class."""
+    items = {str(item).strip() for cell in lists for item in cell if not is_missing(item)} - {*given}
+    if all(map(is_number, items)) and (shares := {item for item in items if not float(item).is_integer()}):
+        row = next(row for row, cell in enumerate(lists) if not shares.isdisjoint(map(str, cell)))
+        raise InputError(
+            f"{train.place(row)}: the label {abbreviated(lists[row])} has numbers with decimals; soft labels (a "
+            "probability "
+            "per class) are not supported, so write the most probable class"
+        )
 
 
-def _are_written_lists(values: Sequence[Any]) -> bool:
-    """Returns whether the cells are lists as text, as in a table that pandas wrote."""
-    texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
-    if not texts or not all(text[0] == "[" and text[-1] == "]" for text in texts):
-        return False
-    return all(isinstance(literal(text), list) for text in texts)
+def _reject_bare_lists(train: Table, values: Sequence[Any]) -> None:
+    """Raises InputError if single labels look like lists of 0 and 1 or of shares without brackets."""
+    cells = {row: value for row, value in enumerate(values) if not is_missing(value)}
+    if cells and all(isinstance(cell, str) and _BARE_LIST.fullmatch(cell.strip()) for cell in cells.values()):
+        row, cell = next(iter(cells.items()))
+        raise InputError(
+            f"{train.place(row)}: the label {cell!r} may be several; choose with --label-separator ' ' (or what "
+            "separates them), or name the classes with --labels"
+        )

@@ -165,7 +165,10 @@ def read(
         reader = LabelReader(files["train"].table, files["train"].label, labels, label_separator, mapping)
     for file in files.values():
         _read_rows(file, reader or _number, bad)
-    notes, hint = [note for file in files.values() for note in file.notes], ""
+    what = reader.described if reader else "one number per example"
+    notes = [_columns_note(files["train"], what, text, label)]
+    notes += [note for file in files.values() for note in file.notes]
+    hint = ""
     try:
         _check_labeled(files)
         if reader:
@@ -358,6 +361,13 @@ def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad
         file.label, unlabeled = (), []
     file.notes += rejected_note(file.path, len(rejected), len(table.rows))
     file.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
+
+
+def _columns_note(file: _File, what: str, text: Columns, label: Columns) -> str:
+    """Returns a line on which columns are read and what a label is, with the options for what the user left open."""
+    chosen = " and ".join(flag for flag, given in (("--text", text), ("--label", label)) if not given)
+    columns = f"text in {' and '.join(map(repr, file.text))}, label in {', '.join(map(repr, file.label))}: {what}"
+    return f"{file.path}: {columns}{chosen and f'; choose columns with {chosen}'}"
 
 
 def _named(cell: Any, names: Columns) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,13 +20,13 @@ from electra_fast.finetuning.readers.rows import (
     checked_text,
     extension,
     first_of,
-    literal,
     others_of,
     place,
     there_are,
 )
 from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows, json_rows, parse_text
 from electra_fast.finetuning.readers.text_files import TextFile
+from electra_fast.finetuning.readers.written_lists import parse_value
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
@@ -234,11 +235,12 @@ def _structure(value: Any) -> Any:
     """Parses a cell that is JSON, or printed by Python or NumPy; returns other values as they are."""
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
-    plain = re.sub(r"\barray\((\[[^\]]*\])(?:,\s*dtype=\w+)?\)", r"\1", value.strip())
-    found = literal(plain)
-    items = found if isinstance(found, list) else [found]
-    is_text = [isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items]
-    return found if all(is_text) and not isinstance(found, str) else value
+    with contextlib.suppress(ValueError):
+        found = parse_value(value)
+        items = found if isinstance(found, list) else [found]
+        if all(isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items):
+            return found
+    return value
 
 
 def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import base64
 import contextlib
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -167,14 +165,6 @@ def checked_text(where: str, row: Mapping[str, Any], column: str, value: Any) ->
 def first_of(fields: Mapping[str, Any], names: Iterable[str], default: Any = None) -> Any:
     """Returns the value of the first name that is not null."""
     return next((fields[name] for name in names if fields.get(name) is not None), default)
-
-
-def literal(text: str) -> Any:
-    """Returns what a text spells in JSON or Python, else the text."""
-    for parse in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return parse(text)
-    return text
 
 
 def abbreviated(value: object) -> str:

@@ -19,7 +19,6 @@ from electra_fast.finetuning.readers.rows import (
     Row,
     abbreviated,
     check_columns,
-    literal,
     others_of,
     place,
     text_of,
@@ -35,6 +34,7 @@ from electra_fast.finetuning.readers.tag_spans import (
     tags_of_spans,
 )
 from electra_fast.finetuning.readers.words import Words, places_of, words_of_text
+from electra_fast.finetuning.readers.written_lists import are_lists, parse_list, spells_list
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
 TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label", "ents", "annotations")
@@ -109,8 +109,9 @@ def row_sentences(
     chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
     if not labels:
         labels = class_names(path).get(chosen[1], ())
+    rows = _with_lists(path, rows, chosen, bad)
     _check_numbers(path, rows, chosen, labels)
-    has_spans = any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(chosen[1])))
+    has_spans = _have_spans(rows, chosen[1])
     rejected = rejected_rows([row for _, row in rows], chosen, is_test=is_test)
     notes += rejected_note(path, len(rejected), len(rows))
     found: list[Sentence] = []
@@ -133,8 +134,6 @@ def _read_row(
     where, target = place(path, line), row.get(chosen[1])
     if target is None and row.get("answer") == "accept":
         target = []  # Prodigy leaves it out
-    if isinstance(target, str):  # in a table
-        target, row = _listed(target), row | {chosen[0]: _listed(row.get(chosen[0]))}
     content, text, words = row_text(path, line, row, chosen[0])
     is_text = isinstance(content, str)
     tags = None if is_text or has_spans else _tags(where, len(words), target, labels)
@@ -154,19 +153,54 @@ def _read_row(
     return dataclasses.replace(sentence, spanned=SpannedText(content, words, read_spans(where, target), tokens))
 
 
-def _listed(value: Any) -> Any:
-    """Returns the words of a text, or the list that it spells."""
-    if not isinstance(value, str):
-        return value
-    found = literal(value) if value.startswith("[") else None
-    return found if isinstance(found, list) else value.split()
+def _with_lists(
+    path: Path, rows: list[tuple[int, Row]], chosen: tuple[str, str], bad: BadRows
+) -> list[tuple[int, Row]]:
+    """Returns the rows with lists in place of texts.
+
+    What the texts of a column are is decided over all rows: lists as JSON, Python or NumPy writes them, or else words
+    or tags between spaces. The text beside spans stays a text.
+    """
+    text, label = chosen
+    are_texts = any(isinstance(row.get(label), str) for _, row in rows)
+    for name in (label, text):
+        parse = _parse_list if are_lists([row.get(name) for _, row in rows]) else None
+        if parse is None and are_texts and not _have_spans(rows, label):
+            parse = _split
+        if parse is None:
+            continue
+        listed: list[tuple[int, Row]] = []
+        for line, row in rows:
+            with bad.collect():
+                cell = row.get(name)
+                parsed = parse(place(path, line), name, cell) if isinstance(cell, str) else cell
+                listed.append((line, row | {name: parsed}))
+        rows = listed
+    return rows
+
+
+def _have_spans(rows: Sequence[tuple[int, Row]], column: str) -> bool:
+    return any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(column)))
+
+
+def _split(where: str, name: str, text: str) -> list[str]:
+    return text.split()
+
+
+def _parse_list(where: str, name: str, text: str) -> list[Any] | None:
+    try:
+        return parse_list(text) if text.strip() else None
+    except ValueError as error:
+        raise InputError(
+            f"{where}: {name!r} is {abbreviated(text)}, which cannot be read as a list ({error})"
+        ) from None
 
 
 def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[str], str, Words]:
     """Returns a row's text or words, the text that these make, and the places of the words in it."""
     value = row.get(column)
-    if isinstance(value, str) and value.startswith(("['", '["')):
-        value = _listed(value)
+    if isinstance(value, str) and value.startswith(("['", '["')) and spells_list(value):  # in a file to predict
+        value = parse_list(value)
     if isinstance(value, list):
         given = _token_texts(value)
         return given, *joined_words(path, [line], given)
