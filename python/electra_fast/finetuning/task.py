@@ -92,6 +92,22 @@ def check_dev_fraction(fraction: float) -> None:
         raise InputError(f"dev_fraction is {fraction}; it must be above 0 and below 1")
 
 
+def num_trained_on(train: Split, split: Split) -> int:
+    """Returns the number of examples whose texts are in the training split."""
+    known = set(train.texts)
+    return sum(texts in known for texts in split.texts)
+
+
+def overlap_warning(train: Split, dev: Split) -> str | None:
+    """Returns a line for the user if every validation example has a text of the training split, else None."""
+    if num_trained_on(train, dev) < len(dev.texts):
+        return None
+    return (
+        f"{dev.path}: all {len(dev.texts):,} dev examples have a text that is in the training split, so a score says "
+        "nothing about other texts; give others with --dev"
+    )
+
+
 def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> Split:
     """Returns a new split of the examples at the positions `rows`."""
     return dataclasses.replace(

@@ -111,10 +111,11 @@ def test_tables_in_memory_are_read_as_a_file_of_their_rows(task, datasets, panda
 
 def test_a_frame_is_trained_on_resumed_and_predicted(datasets, pandas, encoder_folder, tmp_path):
     frame = pandas.DataFrame(sentences(40), columns=["body", "label"])
-    out, options = tmp_path / "out", {"text": "body", "model": encoder_folder, "overrides": QUICK}
+    out, options = tmp_path / "out", {"text": "body", "model": encoder_folder, "overrides": QUICK, "dev": frame[:8]}
     first = ef.finetune("classification", train=frame, out=out, **options)
     again = ef.finetune("classification", train=frame.to_dict("records"), test=frame[:3], out=out, **options)
     assert again["classification"]["runs"][0]["accuracy"] == first["classification"]["runs"][0]["accuracy"]
+    assert first["classification"]["runs"][0]["warning"].startswith("dev: all 8 dev examples have a text that is in")
     model = ef.load_finetuned(out / "classification/seed-0/model", precision="fp32")
     expected = model.predict(frame["body"])
     for examples in (frame, pa.table(frame[["body"]]), datasets.Dataset.from_pandas(frame), frame.to_dict("records")):
@@ -139,6 +140,8 @@ def test_a_frame_is_trained_on_resumed_and_predicted(datasets, pandas, encoder_f
         (lambda datasets, _: rows(datasets).to_iterable_dataset(), "IterableDataset is not a table in memory"),
         (lambda datasets, _: rows(datasets).with_transform(dict), "a Dataset with a transform.*apply it with map"),
         (lambda _, pandas: pandas.DataFrame({"text": ["a", 1]}), "train: cannot be read through Arrow .*of one type"),
+        (lambda _, pandas: pandas.DataFrame([["a", 1, 2]], columns=["text", "n", "n"]), "two columns are named 'n'"),
+        (lambda _, pandas: pandas.DataFrame([["a", 1, 2]], columns=["text", 3, "3"]), "two columns are named '3'"),
         (lambda *_: [], "train: no rows"),
         (lambda *_: [{"text": "a", "label": 1}, 3], "train: row 2: not a JSON object: 3"),
         (lambda *_: [{"text": "a"}], "train: no label column; there are: text; choose with --label"),

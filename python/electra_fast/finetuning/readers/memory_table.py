@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 import pyarrow
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.delimited import reject_duplicates
 
 
 class MemoryTable(PosixPath):
@@ -29,6 +30,8 @@ class MemoryTable(PosixPath):
             return table
         if isinstance(data, Mapping) or not is_table(data):
             raise _not_a_table(name, data)
+        names = getattr(data, "columns", ()) if not hasattr(data, "column_names") else ()  # of a frame
+        reject_duplicates(table, [*map(str, names)])
         try:
             found = pyarrow.table(_selected(name, data))
         except pyarrow.ArrowException as error:

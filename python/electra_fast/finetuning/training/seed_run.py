@@ -29,7 +29,7 @@ from electra_fast.files.json_files import JsonLines, read_object, read_records, 
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
-from electra_fast.finetuning.task import Split
+from electra_fast.finetuning.task import Split, overlap_warning
 from electra_fast.finetuning.training.job import Job
 from electra_fast.finetuning.training.model_card import write_card
 from electra_fast.finetuning.training.results import (
@@ -81,7 +81,7 @@ def predict_splits(
     """Writes predictions, and adds each split's identity and scores to `scored`.
 
     `known` has the model's outputs for some splits. Returns a warning if the model has learned nothing, judged on the
-    first validation split.
+    first validation split, or if that repeats the training split.
     """
     dev, warning = job.data.dev[0], None
     for split in splits:
@@ -96,7 +96,7 @@ def predict_splits(
         answers = list(job.task_type.answers(job.task, split, features, outputs, settings))
         job.task_type.write_predictions(folder / f"predictions.{split.name}", job.task, split, outputs, answers)
         if split.name == dev.name:
-            warning = job.task_type.warning(job.task, outputs)
+            warning = job.task_type.warning(job.task, outputs) or overlap_warning(job.data.train, dev)
     return warning
 
 
