@@ -198,6 +198,8 @@ class TestInputs:
                 detector.predict(texts)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"example 1 is \('a', 'b'\); it must be a text"):
             detector.predict(["a", ("a", "b")])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="example 1: half of a surrogate pair, which is not text"):
+            detector.predict(["a", "\udc00"])
 
     def test_a_threshold_that_is_no_probability(self, run: Path) -> None:
         for threshold in (-0.1, 1.5, float("nan")):

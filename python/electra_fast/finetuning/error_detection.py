@@ -22,7 +22,7 @@ from electra_fast.finetuning.encoding import text_chunks
 from electra_fast.finetuning.inference import choose_inference, inference_text, rounded, token_predictions
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.finetuning.prediction_input import ExampleReader
-from electra_fast.finetuning.readers.rows import Row, text_of
+from electra_fast.finetuning.readers.rows import Row, check_unicode, text_of
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.config import own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
@@ -157,6 +157,7 @@ def _checked(texts: Iterable[str]) -> list[str]:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise InputError(f"example {number} is {text!r}; it must be a text")
+        check_unicode(f"example {number}: ", text)
     return texts
 
 

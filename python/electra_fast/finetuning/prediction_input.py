@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.rows import BadRows, Row, check_columns, extension, is_stream, place, there_are
+from electra_fast.finetuning.readers.rows import (
+    BadRows,
+    Row,
+    check_columns,
+    columns_note,
+    extension,
+    is_stream,
+    place,
+    there_are,
+)
 from electra_fast.finetuning.readers.tables import FORMATS, OpenTable, Quoting, open_table
 
 
@@ -114,6 +123,8 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
         reads = "one text" if source.num_texts == 1 else "a pair of texts"
         names = " and ".join(columns)
         raise InputError(f"{source.path}: {names}: this model reads {reads}; choose the columns with --text")
+    if not source.text and not source.trained_text and table.format != ".txt":
+        table.notes.append(columns_note(source.path, f"text in {' and '.join(map(repr, columns))}", (), "label"))
     number, empty = 0, list[int]()
     for line, row in itertools.chain([first], rows):
         example = None

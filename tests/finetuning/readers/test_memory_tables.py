@@ -126,6 +126,8 @@ def test_a_frame_is_trained_on_resumed_and_predicted(datasets, pandas, encoder_f
     for examples, message in (
         (renamed, "examples: no text column 'body', as in training; there are: other, label; choose with --text"),
         ([{"body": "a"}, {"body": 3}], "examples: row 2: 'body' is 3, not text"),
+        ([{"body": "a"}, {"body": "\ud83d"}], "examples: row 2: half of a surrogate pair, which is not text"),
+        (["a", "b \ud83d"], "example 1: half of a surrogate pair, which is not text"),
     ):
         with pytest.raises(InputError, match=message):
             model.predict(examples)

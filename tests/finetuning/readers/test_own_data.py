@@ -2,12 +2,13 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers import own_data
+from electra_fast.finetuning.readers import own_data, question_entries, tag_columns, tag_sentences
 from electra_fast.finetuning.task_data import read_tasks
 
 
@@ -65,6 +66,26 @@ def test_default_columns(write, columns, texts, labels):
     data = read(write([{name: f"{name} {row}" for name in columns.split()} for row in range(2)]))
     assert data.train.texts == [tuple(f"{name} {row}" for name in texts) for row in range(2)]
     assert data.task.labels == (f"{labels} 0", f"{labels} 1")
+
+
+def test_the_page_lists_the_names_of_columns():
+    page = (Path(__file__).parents[3] / "docs/fine-tuning.md").read_text(encoding="utf-8")
+    for what, names in {
+        "texts": own_data.TEXT_COLUMNS,
+        "label": own_data.LABEL_COLUMNS,
+        "lists of words": tag_sentences.WORD_COLUMNS,
+        "tags of such a list": tag_sentences.TAG_COLUMNS,
+        "text with spans": tag_sentences.TEXT_COLUMNS,
+        "spans": tag_sentences.SPAN_COLUMNS,
+        "a word per row": tag_columns.WORD_NAMES,
+        "tag of a word": tag_columns.TAG_NAMES,
+        "number of a word's sentence": tag_columns.SENTENCE_NAMES,
+        "question": question_entries.QUESTION_COLUMNS,
+        "context": question_entries.CONTEXT_COLUMNS,
+        "answers": question_entries.ANSWER_COLUMNS,
+    }.items():
+        listed = [f"`{'` and `'.join([name] if isinstance(name, str) else name)}`" for name in names]
+        assert f"\n| {what} | {', '.join(listed)} |\n" in page
 
 
 def test_named_columns(write):

@@ -273,7 +273,7 @@ def test_a_file_whose_answers_are_not_in_its_contexts_is_refused(write):
         ({"data": [{"paragraphs": [{"qas": 5}]}]}, f"data[0].paragraphs[0].qas {NO_LIST}"),
         ({"data": []}, "no questions"),
         (b'{"data": "\xff"}', "line 1: not UTF-8 at byte 10; convert the file to UTF-8"),
-        (b'{"data": "\\uD83D"}', "not JSON: 'utf-8' codec can't encode character"),
+        (b'{"data": "\\uD83D"}', "not JSON: half of a surrogate pair"),
         (squad(asked("a"), context=" \n\u00a0"), "data[0].paragraphs[0].qas[0], id 'a': the context is empty"),
         (squad({"id": 1}), "data[0].paragraphs[0].qas[0], id 1: no 'question'; there are: id; choose with --text"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.rows import BadRows
-from electra_fast.finetuning.readers.tag_columns import column_sentences
+from electra_fast.finetuning.readers.tag_columns import SENTENCE_NAMES, column_sentences
 from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
 
 WORDS = [["Frau", "Kim", "in", "Köln"], ["Kim", "#ai", "."]]
@@ -202,6 +202,17 @@ def test_tables_without_usual_names(write):
     assert read(path, ("w",), ("t",)) == ([["a", "b"], ["c"]], [["O", "B-X"], ["O"]])
     assert [text for text, _ in iterate_tagging(path, text=("w",))] == ["a b", "c"]
     assert message_of(path) == "no text column; there are: sent_id, w, t; choose with --text"
+
+
+@pytest.mark.parametrize("name", ["sentiment", "sentences_total", "sent_at", "Sentence #", "SENT", "sentence_id"])
+def test_sentences_are_numbered_by_exact_names(write, name):
+    path, notes = write(f"word,tag,{name}\na,O,1\nb,B-X,2\n\nc,O,2\n", "a.csv"), []
+    numbers = name.lower() in SENTENCE_NAMES
+    words = [["a"], ["b"], ["c"]] if numbers else [["a", "b"], ["c"]]
+    assert read(path, notes=notes)[0] == words
+    assert [text.split() for text, _ in iterate_tagging(path)] == words
+    by = f", sentences by {name!r}" if numbers else ""
+    assert notes == [f"{path}: words in 'word', tags in 'tag'{by}; choose columns with --text and --label"]
 
 
 @pytest.mark.parametrize(

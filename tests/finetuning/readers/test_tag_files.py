@@ -81,7 +81,7 @@ def test_spans(write):
     assert named(data, data.train) == [["O"], ["B-PER", "O", "O"], ["B-PER", "I-PER"]]
     assert (words_in(data.test[0]), data.test[0].targets) == ([["Hi", "👍🏽", "."]], None)
     note = "the first of 3 ends of spans inside a word; a word belongs to the first entity that has a part of it"
-    assert data.notes[0] == f"{train}: line 2: {note}"
+    assert f"{train}: line 2: {note}" in data.notes
     assert message_of(train, scheme="none") == "has spans, which become tags of IOB2; leave --scheme none out"
     dev = write(columns([["a"]], [["I-PER"]]), "dev.conll")
     assert read(train, dev, scheme="BIO").dev[0].targets[0].tolist() == [1]

@@ -32,6 +32,7 @@ from electra_fast.finetuning.readers.rows import (
     BadRows,
     abbreviated,
     check_columns,
+    columns_note,
     named_rows,
     others_of,
     text_of,
@@ -166,7 +167,8 @@ def read(
     for file in files.values():
         _read_rows(file, reader or _number, bad)
     what = reader.described if reader else "one number per example"
-    notes = [_columns_note(files["train"], what, text, label)]
+    texts, targets = (" and ".join(map(repr, names)) for names in (files["train"].text, files["train"].label))
+    notes = [columns_note(train, f"text in {texts}, label in {targets}: {what}", text, label)]
     notes += [note for file in files.values() for note in file.notes]
     hint = ""
     try:
@@ -361,13 +363,6 @@ def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad
         file.label, unlabeled = (), []
     file.notes += rejected_note(file.path, len(rejected), len(table.rows))
     file.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
-
-
-def _columns_note(file: _File, what: str, text: Columns, label: Columns) -> str:
-    """Returns a line on which columns are read and what a label is, with the options for what the user left open."""
-    chosen = " and ".join(flag for flag, given in (("--text", text), ("--label", label)) if not given)
-    columns = f"text in {' and '.join(map(repr, file.text))}, label in {', '.join(map(repr, file.label))}: {what}"
-    return f"{file.path}: {columns}{chosen and f'; choose columns with {chosen}'}"
 
 
 def _named(cell: Any, names: Columns) -> Any:

@@ -136,6 +136,12 @@ def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], f
             raise InputError(f"{path}: no column {name!r}; {there_are(available)}; choose with {flag}")
 
 
+def columns_note(path: Path, what: str, text: Collection[str], label: Collection[str]) -> str:
+    """Returns a line on what is read from which columns, with the options for those that were not given."""
+    flags = " and ".join(flag for flag, given in (("--text", text), ("--label", label)) if not given)
+    return f"{path}: {what}{flags and f'; choose columns with {flags}'}"
+
+
 def there_are(names: Iterable[str]) -> str:
     """Lists the columns, for an error about a missing one, and hints why they may differ from what the user expects."""
     names = tuple(names)
@@ -160,6 +166,14 @@ def checked_text(where: str, row: Mapping[str, Any], column: str, value: Any) ->
     if value is None and column not in row:
         raise InputError(f"{where}: no {column!r}; {there_are(row)}; choose with --text")
     raise InputError(f"{where}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
+
+
+def check_unicode(where: str, text: str) -> None:
+    """Raises InputError for half of a surrogate pair, which no encoding of text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}half of a surrogate pair, which is not text") from None
 
 
 def first_of(fields: Mapping[str, Any], names: Iterable[str], default: Any = None) -> Any:

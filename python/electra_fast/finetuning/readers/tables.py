@@ -27,7 +27,16 @@ from electra_fast.finetuning.readers.delimited import (
     without_blank_end,
 )
 from electra_fast.finetuning.readers.memory_table import MemoryTable
-from electra_fast.finetuning.readers.rows import BadRows, Row, abbreviated, check_columns, extension, is_stream, place
+from electra_fast.finetuning.readers.rows import (
+    BadRows,
+    Row,
+    abbreviated,
+    check_columns,
+    check_unicode,
+    extension,
+    is_stream,
+    place,
+)
 from electra_fast.finetuning.readers.text_files import TextFile
 
 FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
@@ -267,7 +276,7 @@ def parse_text(text: str) -> Any:
     """Parses JSON; raises ValueError also for half of a surrogate pair, which is not text."""
     content = json.loads(text)
     if "\\u" in text:
-        json.dumps(content, ensure_ascii=False).encode()
+        check_unicode("", json.dumps(content, ensure_ascii=False))
     return content
 
 
@@ -357,9 +366,19 @@ def _arrow_reader(file: TextFile) -> tuple[Any, Iterator[Any]]:
 def _memory(table: MemoryTable) -> Loaded:
     content = table.content
     if isinstance(content, list):
-        return _loaded(_records(table, content))
+        return _loaded([_text_row(place(table, row), each) for row, each in enumerate(_records(table, content), 1)])
     names = content.column_names
     return _batches(table, "Arrow", names, lambda columns: content.select(columns or names).to_batches(BATCH_ROWS))
+
+
+def _text_row(where: str, row: Row | InputError) -> Row | InputError:
+    try:
+        check_unicode(
+            f"{where}: ", "" if isinstance(row, InputError) else json.dumps(row, ensure_ascii=False, default=str)
+        )
+    except InputError as error:
+        return error
+    return row
 
 
 def _batches(path: Path, format: str, names: list[str], batches: Callable[[list[str]], Iterable[Any]]) -> Loaded:

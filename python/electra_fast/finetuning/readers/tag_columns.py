@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.rows import BadRows, check_columns, place, there_are
+from electra_fast.finetuning.readers.rows import BadRows, check_columns, columns_note, place, there_are
 from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_cells, iterate_rows
 from electra_fast.finetuning.readers.tag_schemes import is_bare, split_tag
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
@@ -25,6 +25,16 @@ COLUMN_FORMATS = (".conll", ".conllu", ".conllup", ".bio", ".iob", ".iob2", ".bi
 TEXT_FORMATS = (".txt", ".tsv")
 WORD_NAMES = ("word", "words", "token", "tokens", "form")
 TAG_NAMES = ("tag", "tags", "label", "labels", "ner", "ner_tag", "ner_tags", "ne", "bio", "iob", "entity", "pos")
+SENTENCE_NAMES = (
+    "sentence",
+    "sentence #",
+    "sentence_id",
+    "sentence_number",
+    "sentence_idx",
+    "sent",
+    "sent_id",
+    "sent_no",
+)
 _CONLLU = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
 _GLOBAL_COLUMNS = re.compile(r"#\s*global\.columns\s*=\s*(.*)")
 # Lines that are not words: multiword tokens such as 1-2, and empty nodes such as 1.1.
@@ -88,7 +98,7 @@ def column_sentences(
 ) -> Iterator[Sentence]:
     """Yields the sentences of a file with a word per line, its columns separated by tabs or spaces, or a .csv file.
 
-    Blank lines separate sentences, or the values of a column whose name begins with `sent`. Columns have names in
+    Blank lines separate sentences, or the values of one of the columns `SENTENCE_NAMES`. Columns have names in
     .conllu files, and where a comment `# global.columns = ...` or the first line says so.
 
     Args:
@@ -151,7 +161,7 @@ def _is_word_table(names: Sequence[str], text: Sequence[str]) -> bool:
 
 
 def _sentence_column(names: Sequence[str]) -> int | None:
-    return next((column for column, name in enumerate(names) if name.lower().startswith("sent")), None)
+    return next((column for column, name in enumerate(names) if name.lower() in SENTENCE_NAMES), None)
 
 
 def _named_blocks(
@@ -236,6 +246,10 @@ def _layout(
         )
     types = frozenset(split_tag(cell)[1] for cell in columns[-1 if tag is None else tag]) - {""}
     sentence = _sentence_column(names)
+    if names:
+        numbers = {"words in": word, "tags in": tag, "sentences by": sentence}
+        read = [f"{what} {names[column]!r}" for what, column in numbers.items() if column is not None]
+        notes.append(columns_note(path, ", ".join(read), text, label or ()))
     return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, types=types)
 
 
@@ -291,8 +305,8 @@ def _column(
             kind = flag.removeprefix("--")
             raise InputError(f"{path}: no {kind} column; {there_are(names)}; choose with {flag}")
         return number if found is None else found
-    if chosen[0].lower() in lower:
-        return lower.index(chosen[0].lower())
+    if chosen[0] in names or chosen[0].lower() in lower:
+        return names.index(chosen[0]) if chosen[0] in names else lower.index(chosen[0].lower())
     if not _is_number(chosen[0]):
         if names:
             check_columns(path, names, chosen, flag)

@@ -19,6 +19,7 @@ from electra_fast.finetuning.readers.rows import (
     Row,
     abbreviated,
     check_columns,
+    columns_note,
     others_of,
     place,
     text_of,
@@ -112,6 +113,8 @@ def row_sentences(
     rows = _with_lists(path, rows, chosen, bad)
     _check_numbers(path, rows, chosen, labels)
     has_spans = _have_spans(rows, chosen[1])
+    target = f", {'spans' if has_spans else 'tags'} in {chosen[1]!r}" if chosen[1] else ""
+    notes.append(columns_note(path, f"text or words in {chosen[0]!r}{target}", text, label))
     rejected = rejected_rows([row for _, row in rows], chosen, is_test=is_test)
     notes += rejected_note(path, len(rejected), len(rows))
     found: list[Sentence] = []

@@ -25,6 +25,7 @@ EXPECTED_SPAN = '{"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'
 _STARTS = ("start", "start_offset", "startOffset", "start_char", "begin", "offset")
 _ENDS = ("end", "end_offset", "endOffset", "end_char")
 _LABELS = ("label", "labels", "type", "tag", "entity_type", "entity_group", "entity", "category", "class")
+_LABELS += ("hypertextlabels", "paragraphlabels")  # of Label Studio
 _TEXTS = ("text", "surface", "surface_form", "mention", "value", "word", "string")
 # Spans without a text of their own are read in another convention only if at least this many do not fit words.
 _MIN_MISFITS = 3
@@ -172,8 +173,7 @@ def _whole(value: Any) -> int | None:
 
 def _label(where: str, item: Any, fields: dict[str, Any]) -> str:
     """Returns the type of a span; empty if it has none."""
-    names = (*_LABELS, *(name for name in fields if name.endswith("labels")))
-    found = next((fields[name] for name in names if fields.get(name)), "")
+    found = next((fields[name] for name in _LABELS if fields.get(name)), "")
     found = found if isinstance(found, list) else [found]
     if len(found) > 1:
         raise InputError(f"{where}: the span {abbreviated(item)} has {len(found)} labels; keep one")

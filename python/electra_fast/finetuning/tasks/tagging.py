@@ -27,7 +27,7 @@ from electra_fast.finetuning.inference import rounded, token_predictions
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers.rows import Row, abbreviated, extension, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
-from electra_fast.finetuning.readers.tag_columns import are_columns
+from electra_fast.finetuning.readers.tag_columns import SENTENCE_NAMES, WORD_NAMES, are_columns
 from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagged, read_tagging
 from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
@@ -224,8 +224,8 @@ class Tagging(TaskType):
         values = [row.get(name) for name in columns]
         if len(values) == 1 and isinstance(values[0], list):
             return all(isinstance(word, str) for word in values[0])
-        has_word = any(re.match("words?$|tokens?$|form$", name, re.IGNORECASE) for name in row)
-        has_number = any(name.lower().startswith("sent") for name in row if name not in columns)
+        has_word = any(name.lower() in WORD_NAMES for name in row)
+        has_number = any(name.lower() in SENTENCE_NAMES for name in row if name not in columns)
         is_line = row.keys() == {"text"} and _COLUMNS.search(str(row["text"])) is not None  # maybe of columns
         return len(values) == 1 and not has_word and not has_number and not is_line
 

@@ -27,7 +27,7 @@ from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
-from electra_fast.finetuning.readers.rows import with_columns
+from electra_fast.finetuning.readers.rows import check_unicode, with_columns
 from electra_fast.finetuning.report.findings import Findings
 from electra_fast.finetuning.task import Prediction, Split, Task, TaskData
 from electra_fast.model.compute import ComputeConfig
@@ -266,6 +266,8 @@ def softmax(rows: NDArray[Any]) -> NDArray[Any]:
 def named_split(
     texts: list[tuple[str, ...]], ids: list[str] | None = None, words: list[NDArray[np.int64]] | None = None
 ) -> Split:
-    """Returns examples to predict as a split; ids are their numbers by default."""
+    """Returns examples to predict as a split; ids are their numbers by default. Raises InputError for no text."""
+    for number, text in enumerate(map("".join, texts)):
+        check_unicode(f"example {number}: ", text)
     ids = [str(number) for number in range(len(texts))] if ids is None else ids
     return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids, words=words)
