@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
+from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagged, read_tagging
 
 LABELS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
@@ -215,6 +215,31 @@ def test_tags_of_a_sentence_in_a_cell(write, words, tags, name):
 def test_tags_in_a_cell_that_are_not_read_whole(write, tags, message):
     rows = [{"tokens": "['a' 'b']", "tags": own} for own in tags.split("|")]
     assert message in message_of(write(rows, "train.csv"))
+
+
+@pytest.mark.parametrize(
+    ("tags", "scheme", "types"),
+    [
+        ("O NAME PHONE E-MAIL", "auto", ("E-MAIL", "NAME", "PHONE")),
+        ("O NAME PHONE CITY E-MAIL S-CODE", "auto", ("CITY", "E-MAIL", "NAME", "PHONE", "S-CODE")),
+        ("O NAME E-MAIL", "auto", ("E-MAIL", "NAME")),
+        ("O NAME PHONE B-DAY", "auto", ("B-DAY", "NAME", "PHONE")),
+        ("O NAME E-MAIL", "IO", ("E-MAIL", "NAME")),
+        ("O NAME B-DAY", "IO", ("B-DAY", "NAME")),
+        ("O B-NAME I-NAME B-E-MAIL", "auto", ("E-MAIL", "NAME")),
+    ],
+)
+def test_types_that_look_like_a_place_and_a_type(write, tags, scheme, types):
+    path = write("".join(f"w {tag}\n" for tag in tags.split()))
+    data = read(path, scheme=scheme)
+    assert tuple(label[2:] for label in data.task.labels[1::2]) == types
+    split, _ = read_tagged(data.task, path, ((), ()), scheme=scheme)
+    assert split.targets[0].tolist() == data.train.targets[0].tolist()
+
+
+@pytest.mark.parametrize("tags", ["O NAME B-DAY", "O NAME PHONE CITY S-A S-B", "O MAIL NAME E-MAIL"])
+def test_types_that_may_be_a_slip_are_asked_about(write, tags):
+    assert "--scheme" in message_of(write("".join(f"w {tag}\n" for tag in tags.split())))
 
 
 def test_types_without_tags_of_their_own_and_tags_without_types(write):

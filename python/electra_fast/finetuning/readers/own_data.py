@@ -166,9 +166,9 @@ def read(
         reader = LabelReader(files["train"].table, files["train"].label, labels, label_separator, mapping)
     for file in files.values():
         _read_rows(file, reader or _number, bad)
+    columns = [" and ".join(map(repr, names)) for names in (files["train"].text, files["train"].label)]
     what = reader.described if reader else "one number per example"
-    texts, targets = (" and ".join(map(repr, names)) for names in (files["train"].text, files["train"].label))
-    notes = [columns_note(train, f"text in {texts}, label in {targets}: {what}", text, label)]
+    notes = [columns_note(train, f"text in {columns[0]}, label in {columns[1]}: {what}", text, label)]
     notes += [note for file in files.values() for note in file.notes]
     hint = ""
     try:

@@ -23,6 +23,7 @@ from electra_fast.finetuning.readers.rows import BadRows, named_rows, place
 from electra_fast.finetuning.readers.tag_columns import COLUMN_FORMATS, TEXT_FORMATS, are_columns, column_sentences
 from electra_fast.finetuning.readers.tag_schemes import (
     Notation,
+    are_types,
     detect_notation,
     detect_scheme,
     from_entities,
@@ -151,7 +152,7 @@ def read_tagged(
     text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
     sentences = _sentences("data", path, text, label, labels, quoting, bad, notes)
     if task.scheme != "none":
-        scheme, notation = _scheme(sentences, scheme, notes)
+        scheme, notation = _scheme(sentences, scheme, notes, [split_tag(label)[1] for label in task.labels])
         if scheme == "none":
             raise InputError(f"{path}: tags are labels, but the model's delimit entities; choose --label or --scheme")
         sentences = _as_iob2(sentences, scheme, notation, bad, notes)
@@ -281,8 +282,11 @@ def _notes(sentences: Sequence[Sentence], num_empty: int) -> Iterator[str]:
         )
 
 
-def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str, Notation]:
-    """Returns the requested scheme, or that of the training file's tags; and their notation."""
+def _scheme(train: Sequence[Sentence], name: str, notes: list[str], known: Sequence[str] = ()) -> tuple[str, Notation]:
+    """Returns the requested scheme, or that of the training file's tags, and their notation.
+
+    `known` are the entity types of a trained model.
+    """
     path, has_spans = train[0].path, train[0].has_spans
     scheme = "IOB2" if has_spans else "none"
     if name != "auto":
@@ -293,6 +297,9 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
         return scheme, Notation()
     tags = Counter(tag for sentence in train for tag in sentence.tags or ())
     notation = detect_notation(tags)
+    has_bare = any(map(is_bare, tags)) and not any(tag.startswith("I-") for tag in tags)
+    if notation == Notation() and (are_types(tags, known) or (scheme == "IO" and has_bare)):
+        notation = Notation(has_places=False)
     usual = {tag: notation.usual(tag) for tag in tags}
     if name == "auto":
         converted = [[usual[tag] for tag in sentence.tags or ()] for sentence in train]
@@ -301,9 +308,11 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
     how = "labels, not entities" if scheme == "none" else scheme
     if scheme == "none" and "O" in tags:
         how += ", although some are 'O'"
-    if scheme == "IO" and any(map(is_bare, usual.values())):
+    if scheme == "IO" and (any(map(is_bare, usual.values())) or not notation.has_places):
         how += " without prefixes, so words of one type in a row are one entity"
-    if scheme != "none" and notation != Notation():
+    if not notation.has_places:
+        how += "".join(f"; {tag!r} is a type" for tag in tags if tag != "O" and not is_bare(tag))
+    elif scheme != "none" and notation != Notation():
         others = (tag for tag in tags if tag != notation.outside and usual[tag] != tag)
         examples = [tag for tag in (next(others, "O"), notation.outside) if tag != "O"]
         written = [f"{tag!r} for {usual[tag]!r}" for tag in examples]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -182,11 +182,15 @@ class Notation:
     """The place follows the type."""
     ignores_case: bool = False
     outside: str = "O"
+    has_places: bool = True
+    """False: every tag is a type, also one such as `E-MAIL`."""
 
     def usual(self, tag: str) -> str:
         """Returns the tag in the default notation; a tag that is not in this notation is a type, and unchanged."""
         if tag == self.outside:
             return "O"
+        if not self.has_places:
+            return f"I-{tag}"
         if self == Notation():
             return tag
         place, type_ = self.parts(tag) or ("", tag)
@@ -225,6 +229,22 @@ def detect_notation(tags: Counter[str]) -> Notation:
         if outside.isdecimal() or outside != tags.most_common(1)[0][0]:
             outside = "O"
     return Notation(best.separator, best.is_suffix, best.ignores_case, outside or "O")
+
+
+def are_types(tags: Counter[str], known: Collection[str] = ()) -> bool:
+    """Returns whether all tags other than `O` are types, although some look as if they had a prefix.
+
+    One such as `E-MAIL` does, beside `NAME` and `PHONE`: as many tags have no prefix, more if it is `B-`, which begins
+    single words too, and the prefix and the type of the others are in no other tag. Or it is one of the types `known`.
+    """
+    bare = set(filter(is_bare, tags))
+    prefixed = [tag for tag in tags if tag != "O" and tag not in bare]
+    if not bare.isdisjoint(known) and not {*prefixed}.isdisjoint(known):
+        return True
+    prefixes, types = {tag[0] for tag in prefixed}, {tag[2:] for tag in prefixed}
+    are_single = "I" not in prefixes and len(prefixes) == len(prefixed) == len(types - bare - {""}) > 0
+    are_few = len(prefixed) + ("B" in prefixes) <= len(bare)
+    return are_single and are_few and tags["O"] >= MIN_OUTSIDE * tags.total()
 
 
 def _candidates(tags: Iterable[str]) -> Iterator[Notation]:

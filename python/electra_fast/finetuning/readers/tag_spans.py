@@ -24,8 +24,10 @@ Unit = Literal["code points", "UTF-16 units", "UTF-8 bytes"]
 EXPECTED_SPAN = '{"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'
 _STARTS = ("start", "start_offset", "startOffset", "start_char", "begin", "offset")
 _ENDS = ("end", "end_offset", "endOffset", "end_char")
-_LABELS = ("label", "labels", "type", "tag", "entity_type", "entity_group", "entity", "category", "class")
-_LABELS += ("hypertextlabels", "paragraphlabels")  # of Label Studio
+_LABELS = (
+    *("label", "labels", "type", "tag", "entity_type", "entity_group", "entity", "category", "class"),
+    *("hypertextlabels", "paragraphlabels"),  # of Label Studio
+)
 _TEXTS = ("text", "surface", "surface_form", "mention", "value", "word", "string")
 # Spans without a text of their own are read in another convention only if at least this many do not fit words.
 _MIN_MISFITS = 3
