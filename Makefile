@@ -50,7 +50,7 @@ endef
 .PHONY: help demo test bytecode lint lint-python lint-rust test-rust docs wheel bench experiments clean env
 
 help:
-	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
+	@echo "make demo   text to a trained, exported encoder: 1 to 3 minutes of training on two CPU cores: ./demo"
 	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make docs   the documentation's site, with its reference pages written anew: ./site"

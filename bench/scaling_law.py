@@ -39,6 +39,11 @@ SCALE, CORPUS_TOKENS = "mini", 86_443_783
 OURS = ("modern", "2 layers of 64", "2 layers of 128", "4 layers of 128")
 MASK_PROB = {**dict.fromkeys(OURS, 0.25), "mlm": 0.35, "google-rotary": None}
 """The recipes whose tasks are drawn, as they are now."""
+LEGEND = {
+    "modern": "recipe modern",
+    "google-rotary": "published recipe + rotary positions",
+    "mlm": "MLM, same encoder as modern",
+}
 SHAPES = [each for each in STUDIES["sizes"] if each.batch_factor == 1]
 BUDGETS = (10, 30, 90, 270, 800, 2_400, 7_200)
 """TFLOP of the table of shapes."""
@@ -212,7 +217,8 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
     for place, (name, curve) in enumerate(tasks().items()):
         means = [statistics.mean(scores) for scores in curve.values()]
         margins = [[m - min(each), max(each) - m] for m, each in zip(means, curve.values(), strict=True)]
-        right.errorbar([x * 1.02**place for x in curve], means, [*zip(*margins, strict=True)], marker="o", label=name)
+        label, bars = LEGEND.get(name, name), [*zip(*margins, strict=True)]
+        right.errorbar([x * 1.02**place for x in curve], means, bars, marker="o", label=label)
     right.set(
         title="mean of five tasks, range over seeds",
         xscale="log",
@@ -226,7 +232,7 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     left.legend(fontsize="small")
-    right.legend(fontsize="small", loc="upper left", ncols=2)
+    right.legend(fontsize="x-small", loc="upper left", ncols=2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -3,8 +3,8 @@
 #
 #   examples/own_domain.sh MODEL TEXTS LABELED OUT [options of `electra-fast pretrain`]
 #
-# MODEL is a folder of transformers, such as a downloaded bert-base-uncased: ELECTRA, BERT, RoBERTa, DistilBERT or
-# ModernBERT, of any class. TEXTS is a file or folder of unlabeled text (.txt, .jsonl, .parquet, plain or compressed),
+# MODEL is a folder of transformers, such as a downloaded bert-base-uncased (docs/fine-tuning.md lists the supported
+# models). TEXTS is a file or folder of unlabeled text (.txt, .jsonl, .parquet, plain or compressed),
 # LABELED a file with the columns `text` and `label`. After a kill, the same command continues.
 
 set -eu
@@ -15,8 +15,8 @@ out=$4
 shift 4
 
 # The encoder becomes the discriminator. Its generator is new, shares its embeddings, and adds a tenth to the cost of a
-# step of bert-base. A few million tokens are too few for a new one, and adapting can then hurt: with `same-layers:4` it
-# is a copy of the first 4 layers; or give a smaller model of the family.
+# step of bert-base. A few million tokens are too few to train one: our only experiment lost 4 points. `same-layers:4`
+# copies the first 4 layers instead; or give a smaller model of the family.
 if [ ! -e "$out/run" ]; then
     electra-fast import "$model" --generator small --out "$out/run"
 fi

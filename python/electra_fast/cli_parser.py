@@ -87,7 +87,7 @@ def build_parser() -> Parser:
         parser.commands[name] = sub
         return sub
 
-    sub = command("demo", "train and export a model in a minute or two, without downloads")
+    sub = command("demo", "train and export a model in 1 to 3 minutes, without downloads")
     sub.add_argument("--out", type=Path, required=True, help="output folder")
 
     sub = command("vocab", "train a WordPiece vocabulary")

@@ -1,4 +1,4 @@
-"""The whole pipeline in a minute or two on a CPU, without downloads.
+"""The whole pipeline in 1 to 3 minutes on a CPU, without downloads.
 
 The text is the English that ships with Python: the language documentation and the docstrings of the
 standard library, about two megabytes.
