@@ -54,7 +54,7 @@ SMALLER = {
     "--train.steps 2000": "--train.steps 12",
     "--train.batch_size 1024": "--train.batch_size 2",
     "--train.batch_size 8192": "--train.batch_size 4",
-    'ef.Config.preset("small")': 'ef.Config.preset("tiny").replace({"train": {"steps": 12, "batch_size": 2}})',
+    '"mini").replace({"train": {"steps": 5000}})': '"tiny").replace({"train": {"steps": 12, "batch_size": 2}})',
     "electra-fast finetune ": "electra-fast finetune --finetune.epochs 1 ",
     "ef.finetune(": 'ef.finetune(overrides={"finetune.epochs": "1"}, task=',
     "--hours 8": "--hours 0.01",
@@ -156,6 +156,11 @@ def make_run(path, get, seed=0):
     ef.pretrain(ef.Config.preset("tiny").override(changes), data=get("shards"), out=path)
 
 
+def make_wheel(path, get):
+    path.mkdir()
+    (path / "electra_fast-0-py3-none-any.whl").touch()
+
+
 def make_bert(path, get):
     from transformers import AutoConfig, AutoModel
 
@@ -192,6 +197,7 @@ def make_tasks(path, get):
 
 # How files and folders are made that pages speak of: by functions of their path and of `Things`.
 THINGS = {
+    "dist": make_wheel,
     "texts": make_texts,
     "vocab.txt": lambda path, get: shutil.copy(get.vocab, path),
     "shards": make_shards,
@@ -244,7 +250,7 @@ class Things:
 PROGRAMS = {
     # whether what it would install is installed
     "pip": """#!{python}
-import importlib.metadata, sys
+import importlib.metadata, re, sys
 from packaging.requirements import Requirement
 def check(requirement):
     found = importlib.metadata.distribution(requirement.name)
@@ -256,8 +262,7 @@ def check(requirement):
                 check(each)
 assert sys.argv[1] == "install"
 for word in sys.argv[2:]:
-    if not word.endswith(".whl"):
-        check(Requirement(word))
+    check(Requirement(re.sub(r".*\\.whl", "electra-fast", word)))
 """,
     # what it would download is there
     "hf": "#!/bin/sh\n",
