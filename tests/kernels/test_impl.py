@@ -85,13 +85,13 @@ def test_dropout_without_a_key_has_no_kernel(monkeypatch):
 
 def test_nests_and_is_restored_after_an_error():
     x = zeros(1)
-    default = uses_kernels(x)
+    default = uses_kernels(x, "dropout")
     with use_impl("kernel"):
         with pytest.raises(Called), use_impl("reference"):
-            assert not uses_kernels(x)
+            assert not uses_kernels(x, "dropout")
             raise Called
-        assert uses_kernels(x)
-    assert uses_kernels(x) == default == (DEVICE == "cuda")
+        assert uses_kernels(x, "dropout")
+    assert uses_kernels(x, "dropout") == default == (DEVICE == "cuda")
 
 
 def test_compiled_code_follows_the_switch(monkeypatch):

@@ -4,18 +4,34 @@ Fake tensors claim to be on a GPU, so kernels and the flash backend are chosen a
 are used. Autograd's engine needs a real device; the backward passes are tested in the interpreter.
 """
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from variants import DIFFERENT
 
 import electra_fast as ef
 from electra_fast.card import Card
-from electra_fast.kernels import launch
-from electra_fast.model.compute import ComputeConfig
+from electra_fast.config.presets import RECIPES
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.model import Inputs
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.kernels import launch, launchers
+from electra_fast.model import compute as compute_module
+from electra_fast.model.compute import ComputeConfig, available_attention, choose_compute, choose_precision
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
+from electra_fast.ops.choice import choice_key, observe, use_choices
+from electra_fast.ops.operations import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.kernel_check import REFERENCE, Checker, Record, Request, _matrices
+from electra_fast.training.kernel_choice import KernelCheck, _of_encoder
+from electra_fast.training.memory import StepMemory
+
+CUDA = torch.device("cuda:0")
 
 
 def on_cuda(x):
@@ -56,6 +72,16 @@ def fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, s
     assert lr.dim() == 0 and all(step.dim() == 0 for step in steps)
 
 
+def move(network):
+    """Replaces a network's parameters and buffers by tensors without data."""
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(on_cuda(parameter))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = on_cuda(buffer)
+
+
 def check_step(tiny_corpus, config, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
     monkeypatch.setattr(launch, "card", lambda _: Card("H200", (9, 0)))
@@ -64,12 +90,7 @@ def check_step(tiny_corpus, config, attention, monkeypatch):
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
     network = ef.Electra(config).train()
     with FakeTensorMode():
-        for module in network.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = torch.nn.Parameter(on_cuda(parameter))
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = on_cuda(buffer)
+        move(network)
         batch = {name: on_cuda(tensor) for name, tensor in batch.items()}
         seed_and_step, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
         objective, compute = objective_of(config), ComputeConfig(attention, torch.bfloat16)
@@ -85,3 +106,139 @@ def check_step(tiny_corpus, config, attention, monkeypatch):
         for parameter in network.parameters():
             parameter.grad = torch.empty_like(parameter)
         assert Optimizer(network.named_parameters(), config.optimizer).step().is_cuda
+
+
+CARDS = {"H100": (9, 0), "A100": (8, 0), "L4": (8, 9), "T4": (7, 5)}
+GRID = [(recipe, card, {}) for recipe in RECIPES for card in CARDS]
+GRID += [("modern", "H100", {"model.attention": name}) for name in ("varlen", "sdpa")]
+GRID += [(recipe, "H100", {"data.sequence_length": "512", "model.max_positions": "512"}) for recipe in RECIPES]
+GRID += [("modern", "H100", {"model.local_attention": "16"})]
+GRID += [("modern", "H100", {"model.dropout": "0.1", "model.attention_dropout": "0.1"})]
+GRID += [("google", "H100", changes) for changes in DIFFERENT.values()]
+
+
+class FinishedCheck(Checker):
+    """Finds every kernel right, and faster than its reference; `expected` has the calls outside of fused sublayers."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.expected, self.depth = Counter(), 0
+
+    def _observe(self, name, function, args, kwargs):
+        is_fused = name == "feed_forward" or (name == "attention" and args[3].backend == "short")
+        is_fused |= name == "gated_feed_forward" and launchers.matmul_gelu_is_profitable(args[0])
+        if not self.depth and name != "linear":
+            self.expected[key_of(name, args)] += 1
+        self.depth += is_fused
+        try:
+            return super()._observe(name, function, args, kwargs)
+        finally:
+            self.depth -= is_fused
+
+    def _compare(self, key, reference, works):
+        times = {REFERENCE: 2.0, "sdpa": 1.9, "fused": 1.9, "apart": 1.9}
+        for name in (REFERENCE, *works):
+            self.tell(Record(key, name, times.get(name, 1.0)))
+
+
+def key_of(name, args):
+    return choice_key(name, next(_matrices(args), None))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the launches of our kernels."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.namespace == "electra_fast"
+        return func(*args, **(kwargs or {}))
+
+
+def pretend(monkeypatch, card):
+    gpu = Card(card, CARDS[card])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: gpu.capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(launch, "card", lambda _: gpu)
+    monkeypatch.setattr(compute_module, "card_of", lambda _: gpu)
+
+
+def checked(check, step, config, compute, backends=()):
+    """Adds the records of a check of attention backends, or of operations, and returns the calls that it expects."""
+    told, what = [], "attention" if backends else "operations"
+    checker = FinishedCheck(Request(what, config, None, "cuda:0", compute, 2, tuple(backends)), told.append)
+    checker.batch = step._batch(2)
+    checker.observe(step._model.train(), on_cuda(torch.zeros(2, dtype=torch.int64)))
+    check.records |= {(each.operation, each.implementation): each for each in told}
+    return checker.expected
+
+
+@pytest.mark.parametrize(("recipe", "card", "changes"), GRID)
+def test_a_step_calls_what_its_check_said(recipe, card, changes, monkeypatch):
+    """Operations by number, and for each that was found faster by a kernel, the kernel.
+
+    Each recipe on each card, by the attention that is the fastest there; other backends and every operation of the
+    objectives on one. (`flex` and `xformers` take no such tensors; they call the operations that `varlen` calls.)
+    """
+    pretend(monkeypatch, card)
+    keys = {"model.num_layers": "2" if "model.local_attention" in changes else "1", "model.vocab_size": "300"}
+    config = ef.Config.preset("tiny", recipe).override(keys | {"data.corpus": "shards"} | changes)
+    config = config.override({"train.precision": choose_precision("auto", CUDA)})
+    requested = [config.model.attention] if "model.attention" in changes else available_attention(config, CUDA)
+    requested = [name for name in requested if name in ("short", "varlen", "sdpa")]
+    check, step = KernelCheck({}), StepMemory(config, choose_compute(config, CUDA), CUDA)
+    with step._mode:
+        checked(check, step, config, replace(choose_compute(config, CUDA), attention="sdpa"), requested)
+        compute = choose_compute(config.override({"model.attention": check.attention(requested)}), CUDA)
+        expected, calls, launched = checked(check, step, config, compute), Counter(), Counter()
+        chosen = check.kernels
+
+        def count(name, function, args, kwargs):
+            before, found = launches.number, function(*args, **kwargs)
+            if name != "linear":  # whose kernel is torch's
+                calls[key_of(name, args)] += 1
+                launched[key_of(name, args)] += launches.number > before
+            return found
+
+        with use_choices(chosen), Launches() as launches, observe(count):
+            casts = WeightCasts(step._model, compute.dtype)
+            for stage in objective_of(config).stages():
+                batch, key = step._batch(2), RngKey(on_cuda(torch.zeros(2, dtype=torch.int64)))
+                denominators = stage.objective.loss_denominators(batch)
+                stage.objective.forward(step._model, MicroBatch(batch, compute, key, denominators))
+    assert len(casts.copies) == sum(isinstance(module, torch.nn.Linear) for module in step._model.modules())
+    assert calls == expected and REFERENCE not in chosen.values()
+    assert {key: launched[key] for key in calls if key in chosen} == {key: calls[key] for key in calls if key in chosen}
+
+
+TASKS = [
+    ("google", "classification", "google"),
+    ("google", "classification", "hf"),
+    ("google", "question-answering", "google"),
+]
+TASKS += [("modern", "classification", "hf"), ("google", "tagging", "hf"), ("modern", "tagging", "google")]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+@pytest.mark.parametrize(("recipe", "kind", "head"), TASKS)
+def test_fine_tuning_calls_what_the_check_of_its_encoder_knows(recipe, kind, head, attention, monkeypatch):
+    """Strictly: another operation would be an error."""
+    pretend(monkeypatch, "H100")
+    shape = ef.Config.preset("tiny", recipe).override({"model.num_layers": "2", "model.vocab_size": "300"}).model
+    compute, check = ComputeConfig(attention, torch.bfloat16), KernelCheck({})
+    config = _of_encoder(shape, compute, 64, 2)
+    step = StepMemory(config, compute, CUDA)
+    model = TASK_TYPES[kind].model(shape, FinetuneSection(head=head, head_dropout=0.1), 3).train()
+    with step._mode:
+        checked(check, step, config, compute)
+        move(model)
+        integers = on_cuda(torch.zeros(5, 2, 64, dtype=torch.int32))
+        inputs = Inputs(integers, integers[0, 0, :3], on_cuda(torch.zeros(4, dtype=torch.int64)), 64)
+        key = RngKey(on_cuda(torch.zeros(2, dtype=torch.int64))).dropout_key(0)
+        with use_choices(check.kernels), Launches() as launches:
+            WeightCasts(model.encoder, compute.dtype)
+            if kind == "question-answering":
+                model.losses(inputs, on_cuda(torch.zeros(4, 3, dtype=torch.int64)), compute, key)
+            else:
+                model.outputs(inputs, compute, key)
+    assert launches.number > 5

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -224,6 +225,24 @@ def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, ke
     settled, _, messages = hardware._settle_gpu(config, cuda, tmp_path, 1, is_divisible=True)
     assert seen == expected and messages == ["checked", f"{expected[-1]} fit"]
     assert settled.train.accumulate == expected[-1] and settled.train.execution == "eager"
+
+
+def test_ranks_wait_patiently_while_the_first_checks_kernels(monkeypatch):
+    """On the first one's own GPU, whatever thread works."""
+    done = []
+
+    class World:
+        size = 1
+
+        def from_first_patiently(self, work):
+            with ThreadPoolExecutor(1) as executor:
+                return executor.submit(work).result()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(hardware, "settle_hardware", lambda *arguments: arguments[:2])
+    assert hardware.settle_for_all("run", torch.device("cuda"), World()) == ("run", torch.device("cuda"))
+    assert done == [3]
 
 
 class TestAnotherDevice:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,12 +63,9 @@ class TestJudgment:
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         weights = torch.linspace(0.5, 1.5, 8).requires_grad_(), torch.linspace(-1, 1, 8).requires_grad_()
         Checker(request, told.append)._observe("layer_norm", ops.layer_norm.__wrapped__, (x, *weights, 1e-6), {})
-        reference, attempt, found = told
-        assert (reference.implementation, attempt, found.operation) == (
-            REFERENCE,
-            ("layer_norm:8", "kernel"),
-            attempt[0],
-        )
+        first, reference, attempt, found = told
+        assert (first, attempt) == (("layer_norm:8", REFERENCE), ("layer_norm:8", "kernel"))
+        assert (reference.implementation, found.operation) == (REFERENCE, "layer_norm:8")
         assert reference.is_right
         return found
 
@@ -108,6 +106,31 @@ class TestJudgment:
             self.layer_norm_record(tiny_corpus, monkeypatch, "none")
         assert capsys.readouterr().err.endswith("RuntimeError: CUDA error: an illegal memory access was encountered\n")
 
+    def test_a_reference_that_fails_costs_one_operation(self, tiny_corpus, monkeypatch):
+        def fail(*_):
+            raise RuntimeError("no algorithm for these sizes\nmore")
+
+        monkeypatch.setattr(ops, "layer_norm_reference", fail)
+        config, told = small_config(tiny_corpus), []
+        arguments = (type(objective_of(config)), "cpu", ComputeConfig("sdpa", torch.float32), 2)
+        x = torch.ones(6, 8, requires_grad=True)
+        work = kernel_check._Work(ops.layer_norm, (x, x[0], x[0], 1e-6), {}, torch.float32)
+        for broken in ((), ("layer_norm:8",)):
+            checker = Checker(Request("operations", config, *arguments, broken=frozenset(broken)), told.append)
+            checker._compare("layer_norm:8", work, {"kernel": (work, {"*": "kernel"})})
+        problem = "RuntimeError: no algorithm for these sizes"
+        assert told == [("layer_norm:8", REFERENCE), Record("layer_norm:8", REFERENCE, problem=problem)]
+        assert checked(told[1]).kernels == {"layer_norm:8": REFERENCE}
+        assert list(checked(told[1]).lines(""))[1].endswith(f"{problem}; no kernel is used instead")
+
+    def test_the_gpu_is_the_current_one_of_the_process(self, tiny_corpus, monkeypatch):
+        """For Triton, which launches there."""
+        config, done = small_config(tiny_corpus), []
+        monkeypatch.setattr(torch.cuda, "set_device", done.append)
+        monkeypatch.setattr(Checker, "_pass_rows", lambda checker: done.append("pass"))
+        Checker(Request("attention", config, type(objective_of(config)), "cuda:3", SHORT, 2), print).answer()
+        assert done == [torch.device("cuda:3"), "pass"]
+
     def test_references_that_run_out_of_memory_get_fewer_rows(self, tiny_corpus, monkeypatch):
         config, tried = small_config(tiny_corpus), []
 
@@ -140,7 +163,7 @@ class TestChoice:
         )
         expected = {"a:8": "kernel", "b:8": REFERENCE, "c:8": "fused", "d:8": REFERENCE}
         expected |= {"linear:8": "kernel", "linear:16": REFERENCE}
-        assert check.kernels == {"*": REFERENCE} | expected
+        assert check.kernels == expected
         assert check.execution == "graph"
         summary, narrow, kernel, _ = check.lines("in 9 s")
         assert summary == (
@@ -157,6 +180,19 @@ class TestChoice:
         check = checked(*calls, *(Record(keys[i], name, each[i]) for name, each in times.items() for i in range(3)))
         assert check.attention(["short", "varlen", "sdpa"]) == "sdpa"  # 48 ms, and 56
         assert check.attention(["short"]) is None
+        others = checked(Record("self_attention:64:local", "short", 1.0), Record("self_attention:128", "varlen", 1.0))
+        check.records |= others.records
+        expected = {"self_attention:64": "kernel", "self_attention:256": REFERENCE, "self_attention:256:128": "kernel"}
+        assert check.kernels == {"*": REFERENCE} | expected
+
+    def test_what_failed_is_not_tried_again_unless_memory_ran_out(self):
+        others = Record("a:8", "kernel", problem="wrong"), Record("self_attention:8", "flex", problem="wrong")
+        full = Record("step", "graph", problem="out of memory, RuntimeError: "), Record("step", "eager", 1.0)
+        check = checked(*others, *full)
+        check.answered = ["attention: flex", "operations: sdpa", "steps: graph", "steps: eager"]
+        lasting = check.lasting()
+        assert list(lasting.records.values()) == [*others, full[1]]
+        assert lasting.answered == ["attention: flex", "operations: sdpa"]
 
     def test_on_other_cards_what_is_right_on_all_is_taken(self):
         first = checked(Record("a:8", REFERENCE, 2.0), Record("a:8", "kernel", 1.0), Record("b:8", "kernel", 1.0))
@@ -164,11 +200,15 @@ class TestChoice:
             Record("a:8", REFERENCE, 2.0), Record("a:8", "kernel", 9.0), Record("b:8", "kernel", problem="no")
         )
         first.merge(other)
-        assert first.kernels == {"*": REFERENCE, "a:8": REFERENCE, "b:8": REFERENCE}
+        assert first.kernels == {"a:8": REFERENCE, "b:8": REFERENCE}
         assert first.records["b:8", "kernel"].problem == "on NVIDIA Test: no"
 
     def test_kernels_can_be_given_by_operation(self):
-        assert parse_kernels("auto,generator_head=reference") == ("auto", {"generator_head": REFERENCE})
+        mode, given = parse_kernels("auto,generator_head=reference,corrupt=kernel")
+        assert (mode, given) == ("auto", {"generator_head": REFERENCE, "corrupt": "kernel"})
+        others = {"linear:8": "kernel"}
+        found = kernel_choice._with(given, others | {"generator_head:8": "kernel", "generator_head:16": "kernel"})
+        assert found == others | given
         with pytest.raises(ValueError, match="generator_heat is none of the operations attention, bias_gelu, "):
             parse_kernels("triton,generator_heat=reference")
         with pytest.raises(ValueError, match="layer_norm:256=narrow is none of reference, kernel"):
@@ -193,7 +233,7 @@ def faults(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_path, cache, faults, monkeypatch):
-    """In processes of their own; what they found is kept for the run, but not for others."""
+    """In processes of their own; what they found is kept, for other runs too."""
     faults(embedding_norm="kill", layer_norm="hang", narrow_feed_forward="compile", generator_head="output")
     monkeypatch.setattr(kernel_choice, "PATIENCE_SECONDS", 12.0)
     config, run = small_config(tiny_corpus), tmp_path / "run"
@@ -211,9 +251,10 @@ def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_pa
         assert kernels[what.partition(" ")[0]] == REFERENCE
     assert len(lines) == 1 + len(problems)
     assert {"bias_gelu:64", "linear:64"} <= kernels.keys()
-    assert not list(cache.glob("*"))
+    assert [each.read_text() for each in cache.glob("*")] == [(run / FILE).read_text()]
     monkeypatch.setattr(kernel_choice, "_Process", lambda: pytest.fail("asked again"))
-    assert settle_kernels(config, CPU, run)[1] == kernels  # on resume
+    for folder in (run, tmp_path / "other"):
+        assert settle_kernels(config, CPU, folder)[1] == kernels
 
 
 def test_a_check_is_kept_for_other_runs_of_the_same_card_and_shapes(tiny_corpus, tmp_path, cache, monkeypatch):
@@ -240,12 +281,56 @@ def test_an_attention_backend_that_was_asked_for_and_is_wrong_is_refused(tiny_co
         settle_kernels(config, CPU, tmp_path)
 
 
-def test_without_any_check_references_are_used(tiny_corpus, tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(kernel_choice.sys, "executable", shutil.which("false"))
+BUSY = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("", "its process ended (without a word)"),
+        (
+            "x: 1\nImportError: no library\nCompile with `TORCH_USE_CUDA_DSA`\n\n",
+            "its process ended (ImportError: no l",
+        ),
+        (f"{BUSY}\nSearch for `cudaErrorDevicesUnavailable`\n", "the GPU admits one process at a time, which is this"),
+    ],
+)
+def test_without_any_check_references_are_used(words, reason, tiny_corpus, tmp_path, cache, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{words}END\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(kernel_choice.sys, "executable", str(program))
     config = small_config(tiny_corpus)
     settled, kernels, (line,) = settle_kernels(config, CPU, tmp_path / "run")
-    assert settled == config and kernels == {"*": REFERENCE} and not (tmp_path / "run").exists()
-    assert line.startswith("warning: kernels could not be checked (its process ended (without a word)): references")
+    assert settled == config and kernels == {"*": REFERENCE} and not (tmp_path / "run").exists() and not cache.exists()
+    assert line.startswith(f"warning: kernels could not be checked ({reason}") and "): references are used" in line
+
+
+@pytest.mark.parametrize("lost", ["before a try", "out of time"])
+def test_what_is_known_is_kept_when_the_check_ends_early(lost, tiny_corpus, tmp_path, cache, monkeypatch):
+    config, known = small_config(tiny_corpus), Record("layer_norm:32", "kernel", 1.0)
+
+    class Process:
+        has_answered = True
+        kill = send = lambda *_: None
+
+        def __init__(self):
+            attempts = [["corrupt", "kernel"]] if lost == "out of time" else []
+            self.answers = [Record("self_attention:64", "sdpa", 1.0), None, known, *attempts, "lost"]
+
+        def receive(self, _):
+            if self.answers == ["lost"] and lost == "out of time":
+                time.sleep(0.3)
+            return self.answers.pop(0)
+
+    monkeypatch.setattr(kernel_choice, "_Process", Process)
+    monkeypatch.setattr(kernel_choice, "MAX_SECONDS", 0.2)
+    _, kernels, lines = settle_kernels(config, CPU, tmp_path / "run")
+    assert kernels == {"layer_norm:32": "kernel"}
+    assert lines[0].startswith("warning: the check of kernels ended early (lost): what it did not reach runs by ref")
+    assert lines[1].startswith("kernels checked in 0 s on cpu") and len(lines) == 2
+    check = KernelCheck(kernel_choice.identity_of(config, CPU))
+    assert check.read(next(cache.glob("*"))) and check.answered == ["attention: sdpa"]
 
 
 def test_a_stop_ends_the_check_and_records_nothing(tiny_corpus, tmp_path, cache, faults):

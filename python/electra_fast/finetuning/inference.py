@@ -114,7 +114,7 @@ def _batches(
     model.eval()
     order = np.argsort(encoded.lengths, kind="stable")
     pending = np.split(order, _cuts(encoded.lengths[order], BATCH_TOKENS[device.type]))[::-1]
-    casts = WeightCasts(model, compute.dtype, device.type == "cpu", without_gradient=True)
+    casts = WeightCasts(model.encoder, compute.dtype, device.type == "cpu", without_gradient=True)
     with casts.current():
         while pending:
             before_batch()

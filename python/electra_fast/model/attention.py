@@ -178,7 +178,7 @@ def self_attention(
         qkv_TX, ids_BL = linear(x_TD, qkv_weight_XD), mask.segment_ids_BL
         assert ids_BL is not None
         arguments = (qkv_TX, qkv_bias_X, ids_BL, cos_TH, sin_TH, num_heads, mask.window)
-        if uses_kernels(x_TD) and dropout.has_kernel:
+        if dropout.has_kernel and uses_kernels(x_TD, "self_attention"):
             out_TD: Tensor = kernels().short_attention(*arguments, *dropout.arguments)[0]
             return out_TD
         return short_attention_reference(*arguments, dropout)

@@ -26,7 +26,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra, MaskedLMHead
 from electra_fast.model.networks import Network, networks_of
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import uses_kernels
+from electra_fast.ops.choice import may_use_kernels
 from electra_fast.ops.sampling import philox
 
 Number = float | int | None
@@ -57,7 +57,7 @@ class RngKey:
 
     def dropout_key(self, length: int) -> Tensor | None:
         """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
-        if not (self.seed_and_step.is_cuda or uses_kernels(self.seed_and_step)):
+        if not may_use_kernels(self.seed_and_step.device):
             return None
         first_token = self.seed_and_step[:1] * 0 + self.first_row * length
         return torch.cat((self.seed_and_step, first_token))

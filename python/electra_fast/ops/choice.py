@@ -17,6 +17,8 @@ _impl: Impl | None = None
 _choices: dict[str, str] = {}
 # Takes the place of every operation while kernels are checked (`observe`).
 _observer: Observer | None = None
+# Set by the tests: to ask for an operation that the choices do not name is an error.
+is_strict = False
 
 # Names of all operations.
 OPERATIONS: set[str] = set()
@@ -55,7 +57,8 @@ def observe(observer: Observer | None) -> Iterator[None]:
 def use_choices(choices: Mapping[str, str]) -> Iterator[None]:
     """Runs operations as chosen within the context: values are "reference", "kernel", or one of several kernels.
 
-    Keys are those of `choice_key`, an operation's name for all widths, and "*" for all others, which otherwise run by
+    Keys are those of `choice_key`, an operation's name for all widths, and "*" for all others. Without "*", choices
+    name every operation that is called, and any other runs as its reference. Without any choices, operations run as
     their kernels on CUDA. As with `use_impl`, which takes precedence, the choice is read when an operation is called or
     traced.
     """
@@ -77,10 +80,14 @@ def choice(name: str, x: Tensor) -> str:
     """Returns the implementation of an operation on this tensor: "reference", "kernel", or one of several kernels."""
     if _impl is not None:
         return _impl
-    for key in (choice_key(name, x), name, "*") if _choices else ():
+    if not _choices:
+        return "kernel" if x.is_cuda else "reference"
+    for key in (choice_key(name, x), name, "*"):
         if key in _choices:
             return _choices[key]
-    return "kernel" if x.is_cuda else "reference"
+    if is_strict:
+        raise LookupError(f"{choice_key(name, x)} is not among the operations that were checked: {', '.join(_choices)}")
+    return "reference"
 
 
 @contextmanager
@@ -103,9 +110,14 @@ def use_impl(impl: Impl | None) -> Iterator[None]:
         _impl = previous
 
 
-def uses_kernels(x: Tensor, name: str = "*") -> bool:
-    """Returns True if an operation on this tensor runs as a Triton kernel."""
+def uses_kernels(x: Tensor, name: str) -> bool:
+    """Returns True if the operation of this name runs as a Triton kernel on this tensor."""
     return choice(name, x) != "reference"
+
+
+def may_use_kernels(device: torch.device) -> bool:
+    """Returns True if any operation on this device may run as a Triton kernel."""
+    return device.type == "cuda" or _impl == "kernel"
 
 
 def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:

@@ -45,7 +45,7 @@ def kernels() -> Any:
 @operation
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in x's dtype; [..., I] → [..., O]."""
-    if uses_kernels(x, "linear") and weight.dtype != x.dtype and not torch.compiler.is_compiling():
+    if weight.dtype != x.dtype and uses_kernels(x, "linear") and not torch.compiler.is_compiling():
         out: Tensor = _MixedLinear.apply(x, weight, bias)
         return out
     weight = weight.to(x.dtype) if torch.is_grad_enabled() else cast(weight, x.dtype)
@@ -92,7 +92,7 @@ class WeightCasts:
         self._casts: dict[Tensor, Tensor] = {
             weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
             for weight in weights
-            if enabled and (without_gradient or uses_kernels(weight, "linear")) and weight.dtype != dtype
+            if enabled and weight.dtype != dtype and (without_gradient or uses_kernels(weight, "linear"))
         }
 
     @property
@@ -216,7 +216,7 @@ def residual_norm(
 
     The kernel adds the bias, so its backward pass yields the bias gradient at no extra cost.
     """
-    if uses_kernels(x_TF, "residual_norm") and dropout.has_kernel:
+    if dropout.has_kernel and uses_kernels(x_TF, "residual_norm"):
         norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout.arguments)
         return kernels().residual_norm(linear(x_TF, weight_DF), bias_D, *norm)[0]
     return residual_norm_reference(x_TF, weight_DF, bias_D, residual_TD, norm_weight_D, norm_bias_D, eps, dropout)
@@ -255,7 +255,7 @@ def embedding_norm(
     `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse`
     applies to the token table, as in `gather_rows`.
     """
-    if uses_kernels(tables[0], "embedding_norm") and dropout.has_kernel:
+    if dropout.has_kernel and uses_kernels(tables[0], "embedding_norm"):
         return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
     return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout, sparse=sparse)
 

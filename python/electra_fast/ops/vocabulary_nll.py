@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.ops.choice import uses_kernels
+from electra_fast.ops.choice import operation, uses_kernels
 from electra_fast.ops.cpu_ops import define_operator
 from electra_fast.ops.operations import kernels
 from electra_fast.ops.sampling import take_along_rows
@@ -33,6 +33,7 @@ BLOCK_SHAPE = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 TILE = 128
 
 
+@operation
 def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     """-log softmax(x @ table.T + bias)[target] of each token.
 
@@ -46,7 +47,7 @@ def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Ten
         nll_T (fp32, or fp64 where x is fp64; differentiable once in x, table and bias), and is_argmax_T (bool), True
         where the target has the largest logit (the first one among equal logits).
     """
-    if uses_kernels(x_TE, "generator_head"):
+    if uses_kernels(x_TE, "vocabulary_nll"):
         # Without a seed nothing is sampled, and the slots, here the targets, are not read.
         nll_T, _, is_argmax_T = kernels().generator_head(x_TE, table_VE, bias_V, target_T, target_T, None, 1.0, False)
     else:

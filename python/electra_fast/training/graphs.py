@@ -133,12 +133,12 @@ class GraphRunner(Generic[T]):
         assert self._replays is not None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        self._replays.append(self._open_graph.enter_context(_captured(self.stream, self._pool)).replay)
+        self._replays.append(self._open_graph.enter_context(captured(self.stream, self._pool)).replay)
 
 
 @contextlib.contextmanager
-def _captured(stream: torch.cuda.Stream | None, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures into a CUDA graph, with memory of a pool, what is launched inside.
+def captured(stream: torch.cuda.Stream | None, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Captures into a CUDA graph, with memory of a pool (None: its own), what is launched inside.
 
     To free a graph or an event meanwhile invalidates the capture: garbage, as of an earlier training in this process,
     is collected before. Other threads may use the device.

@@ -74,7 +74,16 @@ def settle_hardware(run: Run, device: torch.device, world_size: int = 1) -> tupl
 
 def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
     """Returns the first rank's `settle_hardware` on all ranks, with kernels that are right on the cards of all."""
-    run, lines = world.from_first(lambda: settle_hardware(run, device, world.size))
+    if device.type == "cuda":
+        index = torch.cuda.current_device()
+
+        def settle() -> tuple[Run, list[str]]:
+            torch.cuda.set_device(index)  # a thread begins with device 0
+            return settle_hardware(run, device, world.size)
+
+        run, lines = world.from_first_patiently(settle)  # a check of kernels takes minutes
+    else:
+        run, lines = world.from_first(lambda: settle_hardware(run, device, world.size))
     if world.size > 1 and device.type == "cuda" and run.config.train.kernels.startswith(AUTO):
         kernels = agree_on_kernels(run.config, device, dict(run.kernels), run.folder, world)
         run = replace(run, kernels=tuple(kernels.items()))

@@ -36,9 +36,11 @@ from electra_fast.model.model import Electra
 from electra_fast.model.sublayers import feed_forward_kernels
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import MicroBatch, Objective, RngKey
+from electra_fast.ops import operations as ops
 from electra_fast.ops.choice import choice_key, observe, use_choices, use_impl
 from electra_fast.ops.operations import Dropout
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.graphs import captured
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.step import GRAD_NORM
 
@@ -68,6 +70,7 @@ class Request:
         num_rows: Rows to read.
         candidates: Attention backends or executions; for operations, the attention backend.
         known: What is recorded already: (operation, implementation).
+        broken: Operations whose references do not run, so that nothing can be judged by them.
     """
 
     what: str
@@ -78,6 +81,7 @@ class Request:
     num_rows: int
     candidates: tuple[str, ...] = ()
     known: frozenset[tuple[str, str]] = frozenset()
+    broken: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ class Checker:
 
     def answer(self) -> None:
         """Tells all records."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # on which Triton launches, whatever the device of the tensors
         OBJECTIVES[self.request.config.objective.name] = self.request.objective
         if self.request.what == "steps":
             self._compare_steps()
@@ -155,13 +161,19 @@ class Checker:
             self.batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
         model = Electra(request.config).train()
         _spread(model)
-        model.to(self.device)
-        key = RngKey(torch.tensor([request.config.train.seed, 0], device=self.device))
-        observer = self._observe_attention if request.what == "attention" else self._observe
-        for stage in objective_of(request.config).stages():
-            denominators = stage.objective.loss_denominators(self.batch)
-            with observe(observer), use_impl("reference"):
+        self.observe(model.to(self.device), torch.tensor([request.config.train.seed, 0], device=self.device))
+
+    def observe(self, model: Electra, seed_and_step: Tensor) -> None:
+        """Passes the batch through the networks of all stages, by references, and checks what they call."""
+        request, key = self.request, RngKey(seed_and_step)
+        with observe(self._observe_attention if request.what == "attention" else self._observe), use_impl("reference"):
+            for stage in objective_of(request.config).stages():
+                denominators = stage.objective.loss_denominators(self.batch)
                 stage.objective.forward(model, MicroBatch(self.batch, request.compute, key, denominators))
+            if not request.config.data.corpus:
+                # An encoder outside of pre-training: the one operation that only the heads of its tasks may call.
+                x_TD = torch.ones(self.batch["input_ids"].numel(), request.config.model.hidden_size, device=self.device)
+                ops.dropout(x_TD.requires_grad_(), Dropout(0.1, key.dropout_key(request.config.data.sequence_length)))
 
     def _observe(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks an operation at its first call with this width, and runs its reference."""
@@ -212,14 +224,21 @@ class Checker:
     def _compare(self, key: str, reference: _Work, works: Mapping[str, tuple[_Work, Mapping[str, str]]]) -> None:
         """Tells the records of an operation's implementations."""
         left = {name: each for name, each in works.items() if (key, name) not in self.known}
-        if not left and (key, REFERENCE) in self.known:
+        if key in self.request.broken or (not left and (key, REFERENCE) in self.known):
             return
         with observe(None):
-            with use_impl("reference"):
-                truth = [x.float() if x.is_floating_point() else x for x in reference.outcome(torch.float32)]
-                eager = reference.outcome()
-                if (key, REFERENCE) not in self.known:
-                    self.tell(Record(key, REFERENCE, self._milliseconds(reference, must_capture=False)))
+            is_timed = (key, REFERENCE) in self.known
+            if not is_timed:
+                self.tell((key, REFERENCE))
+            try:
+                with use_impl("reference"):
+                    truth = [x.float() if x.is_floating_point() else x for x in reference.outcome(torch.float32)]
+                    eager = reference.outcome()
+                    if not is_timed:
+                        self.tell(Record(key, REFERENCE, self._milliseconds(reference, must_capture=False)))
+            except Exception as error:  # without what a kernel is judged by, this operation keeps to its reference
+                self.tell(Record(key, REFERENCE, problem=self._problem(error)))
+                return
             for name, (work, choices) in left.items():
                 self.tell((key, name))
                 with use_impl(None), use_choices(choices):
@@ -239,10 +258,14 @@ class Checker:
                 return replace(record, problem="two calls give different results")
             return replace(record, milliseconds=self._milliseconds(work, must_capture=True))
         except Exception as error:  # of any kind: a kernel that fails must only not be used
-            if is_out_of_memory(error):
-                raise
-            self._require_a_sound_device(error)
-            return replace(record, problem=_reason(error))
+            return replace(record, problem=self._problem(error))
+
+    def _problem(self, error: Exception) -> str:
+        """Returns what went wrong; raises the error again if fewer rows may help."""
+        if is_out_of_memory(error):
+            raise error
+        self._require_a_sound_device(error)
+        return _reason(error)
 
     def _require_a_sound_device(self, error: Exception) -> None:
         """Ends the process after an error that the CUDA context does not survive, such as an illegal access."""
@@ -262,9 +285,8 @@ class Checker:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 run()
-            graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, stream=stream):
+                with captured(stream) as graph:
                     work.run()
                 run = graph.replay
                 run()

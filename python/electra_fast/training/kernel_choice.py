@@ -13,6 +13,7 @@ import hashlib
 import json
 import pickle
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,11 @@ _POLL_SECONDS = 0.5
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 # A reference must be faster by more than the noise of a measurement.
 NOISE = 1.03
+# What to say instead of CUDA's words about a failure of the whole check.
+_CAUSES = {
+    "busy or unavailable": "the GPU admits one process at a time, which is this run, not its check; as root, "
+    "`nvidia-smi -c DEFAULT` admits several"
+}
 
 
 @dataclass
@@ -76,7 +82,7 @@ class KernelCheck:
     @property
     def operations(self) -> list[str]:
         """The operations, without attention backends and whole steps."""
-        return [key for key in self._keys if key != STEP and not key.startswith("self_attention")]
+        return [key for key in self._keys if key != STEP and not _is_attention(key)]
 
     @property
     def _keys(self) -> list[str]:
@@ -84,17 +90,22 @@ class KernelCheck:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """The fastest right implementation of each operation (`use_choices`); the reference of any other.
+        """The fastest right implementation of each operation (`use_choices`), or its reference.
 
-        Linear layers take theirs if it is right, since the reference rounds weight gradients to 16 bits.
+        Linear layers take theirs if it is right, since the reference rounds weight gradients to 16 bits. Attention by
+        `short` has one kernel, whose time was compared with those of other backends.
         """
-        found = {"*": REFERENCE} | {key: _fastest(self.of(key)) or REFERENCE for key in self.operations}
+        found = {key: _fastest(self.of(key)) or REFERENCE for key in self.operations} or {"*": REFERENCE}
         linear = {key: "kernel" for key, name in self.records if key.startswith("linear:") and name == "kernel"}
-        return found | {key: name for key, name in linear.items() if self.records[key, name].is_right}
+        found |= {key: name for key, name in linear.items() if self.records[key, name].is_right}
+        for key, each in ((key, each) for (key, name), each in self.records.items() if name == "short"):
+            operation = key.removesuffix(":local")
+            found[operation] = "kernel" if each.is_right and found.get(operation) != REFERENCE else REFERENCE
+        return found
 
     def attention(self, candidates: Sequence[str]) -> str | None:
         """Returns the backend with the shortest time over all layers, among those that are right in every network."""
-        keys = [key for key in self._keys if key.startswith("self_attention")]
+        keys = list(filter(_is_attention, self._keys))
         calls = {key: each.calls for (key, name), each in self.records.items() if name == CALLS}
         whole = {}
         for backend in candidates:
@@ -117,11 +128,14 @@ class KernelCheck:
     def lines(self, when: str) -> Iterator[str]:
         """Yields a summary, and a warning per problem."""
         if self.failure:
-            yield (
-                f"warning: kernels could not be checked ({self.failure}): references are used; "
-                "--train.kernels triton uses kernels unchecked"
-            )
-            return
+            reason = next((remedy for cause, remedy in _CAUSES.items() if cause in self.failure), self.failure)
+            if not self.records:
+                yield (
+                    f"warning: kernels could not be checked ({reason}): references are used; "
+                    "--train.kernels triton uses kernels unchecked"
+                )
+                return
+            yield f"warning: the check of kernels ended early ({reason}): what it did not reach runs by references"
         chosen, where = self.kernels, ", ".join(f"{self.identity[name]}" for name in ("card", "torch", "triton"))
         names = {key: [name for name in self.of(key) if name != REFERENCE] for key in self.operations}
         by_reference = [key for key in names if chosen[key] == REFERENCE]
@@ -132,7 +146,8 @@ class KernelCheck:
         )
         for (key, name), each in self.records.items():
             if each.problem:
-                instead = chosen.get(key, "another")
+                instead = "another" if key not in chosen or _is_attention(key) else chosen[key]
+                instead = "no kernel" if name == REFERENCE else instead
                 yield f"warning: {key} by {name} on {where}: {each.problem}; {instead} is used instead"
 
     def text(self) -> str:
@@ -152,6 +167,15 @@ class KernelCheck:
         self.records, self.answered = {(x.operation, x.implementation): x for x in records}, list(head["answered"])
         return True
 
+    def lasting(self) -> KernelCheck:
+        """Returns what other runs need not ask again: all but what failed for lack of memory, as it may at the moment.
+
+        Other failures are of these versions on this card, and last until either changes or `doctor` looks again.
+        """
+        records = {key: each for key, each in self.records.items() if "out of memory" not in each.problem}
+        again = {_question(key) for key, _ in self.records.keys() - records.keys()}
+        return KernelCheck(self.identity, records, [x for x in self.answered if x.partition(":")[0] not in again])
+
     def merge(self, other: KernelCheck) -> None:
         """Keeps what is right on another card too, at the longer time."""
         for key, each in self.records.items():
@@ -164,6 +188,14 @@ class KernelCheck:
             else:
                 longer = max(each.milliseconds, theirs.milliseconds)
                 self.records[key] = dataclasses.replace(each, milliseconds=longer)
+
+
+def _is_attention(key: str) -> bool:
+    return key.startswith("self_attention")
+
+
+def _question(key: str) -> str:
+    return "steps" if key == STEP else "attention" if _is_attention(key) else "operations"
 
 
 def _fastest(records: Mapping[str, Record]) -> str | None:
@@ -210,7 +242,9 @@ class Checking:
         left = tuple(name for name in candidates if f"{what}: {name}" not in self.check.answered)
         while left and not self.check.failure and time.monotonic() < self._end:
             subject = (what, self.config, type(objective_of(self.config)), self._device, compute, self._num_rows(what))
-            if self._answer(Request(*subject, left, frozenset(self.check.records))):
+            records = self.check.records
+            broken = frozenset(key for (key, name), each in records.items() if name == REFERENCE and each.problem)
+            if self._answer(Request(*subject, left, frozenset(records), broken)):
                 self.check.answered += [f"{what}: {name}" for name in left]
                 break
 
@@ -238,7 +272,7 @@ class Checking:
                 attempt = (str(answer[0]), str(answer[1]))
             else:
                 self.close()
-                if attempt is not None:
+                if attempt is not None and time.monotonic() < self._end:
                     self.check.records[attempt] = Record(*attempt, problem=answer)
                 else:
                     self.check.failure = answer
@@ -304,8 +338,10 @@ class _Process:
 
     def _last_words(self) -> str:
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "without a word")[:300]
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").split("\n") if line.strip()]
+        # The line of the exception: torch adds several about its own settings.
+        named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+        return ((named or lines)[-1:] or ["without a word"])[0][:300]
 
     def kill(self) -> None:
         self._process.kill()
@@ -331,6 +367,11 @@ def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
     return mode, given
 
 
+def _with(given: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, str]:
+    """Choices with those that were given, by an operation's name for all of its widths."""
+    return {key: name for key, name in chosen.items() if key.partition(":")[0] not in given} | dict(given)
+
+
 def settle_kernels(
     config: Config, device: torch.device, folder: Path | None, world_size: int = 1, *, is_fresh: bool = False
 ) -> tuple[Config, dict[str, str], list[str]]:
@@ -351,7 +392,7 @@ def settle_kernels(
     if missing and mode == "triton":
         raise InputError(f'train.kernels = "triton": {missing}; or set train.kernels = "auto"')
     if mode == "triton":
-        return config, given, []
+        return config, {"*": "kernel"} | given if given else {}, []
     if mode == "reference":
         if config.model.attention == AUTO:
             config = config.override({"model.attention": _without_kernels(available_attention(config, device))[0]})
@@ -366,18 +407,15 @@ def settle_kernels(
         compute = choose_compute(config, device)
         if not missing:
             checking.ask("operations", [compute.attention], compute)
-        kernels = check.kernels | given
+        kernels = _with(given, check.kernels)
         if config.train.execution == AUTO and config.train.sharding == "none":
             compute = dataclasses.replace(compute, kernels=tuple(kernels.items()))
             checking.ask("steps", ["eager", "graph"], compute)
             config = config.override({"train.execution": check.execution or "eager"})
-    if check.failure:
-        return config, {"*": REFERENCE}, list(check.lines(""))
-    if not any(
-        each.problem for each in check.records.values()
-    ):  # which may be of this moment: the next run looks again
-        with contextlib.suppress(OSError):  # costs the next run a minute; `doctor` tells why
-            _write(cache, check.text())
+    if not check.records:
+        return config, kernels, list(check.lines(""))
+    with contextlib.suppress(OSError):  # costs the next run a minute; `doctor` tells why
+        _write(cache, check.lasting().text())
     if folder:
         _write(folder / FILE, check.text())
     when = f"in {time.perf_counter() - start:.0f} s" if check.answered != known else "before"
@@ -405,23 +443,19 @@ def settle_encoder(
     """
     if device.type != "cuda":
         return compute, []
-    names = [each.name for each in dataclasses.fields(ModelConfig)]
-    keys = {name: getattr(shape, name) for name in names} | {"vocab_size": 1024, "attention": compute.attention}
-    config = (
-        Config()
-        .with_objective("mlm")
-        .replace(
-            {
-                "model": keys,
-                "data": {"sequence_length": min(length, shape.max_positions)},
-                "train": {"batch_size": num_rows, "accumulate": 1, "execution": "eager"},
-            }
-        )
-    )
-    config = config.override({"train.precision": PRECISIONS[compute.dtype]})
-    _, kernels, lines = settle_kernels(config, device, None)
+    _, kernels, lines = settle_kernels(_of_encoder(shape, compute, length, num_rows), device, None)
     new = [line for line in lines if not line.startswith("kernels checked before")]
     return dataclasses.replace(compute, kernels=tuple(kernels.items())), new
+
+
+def _of_encoder(shape: ModelConfig, compute: ComputeConfig, length: int, num_rows: int) -> Config:
+    """Returns a configuration without a corpus, whose check is that of an encoder outside of pre-training."""
+    names = [each.name for each in dataclasses.fields(ModelConfig)]
+    keys = {name: getattr(shape, name) for name in names} | {"vocab_size": 1024, "attention": compute.attention}
+    data = {"sequence_length": min(length, shape.max_positions)}
+    train = {"batch_size": num_rows, "accumulate": 1, "execution": "eager"}
+    config = Config().with_objective("mlm").replace({"model": keys, "data": data, "train": train})
+    return config.override({"train.precision": PRECISIONS[compute.dtype]})
 
 
 def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: bool) -> Config:
@@ -497,5 +531,4 @@ def agree_on_kernels(
         return dict(kernels)
     for other in filter(None, others):
         first.merge(other)
-    chosen: dict[str, str] = first.kernels
-    return chosen | parse_kernels(config.train.kernels)[1]
+    return _with(parse_kernels(config.train.kernels)[1], first.kernels)

@@ -67,7 +67,7 @@ class TaskBackward(GradientComputation):
     def __init__(self, model: TaskModel, compute: ComputeConfig, rank: int = 0) -> None:
         self.model, self._compute, self._rank = model, compute, rank
         self._device = next(model.parameters()).device
-        self._casts = WeightCasts(model, compute.dtype)
+        self._casts = WeightCasts(model.encoder, compute.dtype)  # heads compute in fp32
         self.batch: TrainingInputs | None = None
 
     def load(self, batch: StepBatch, step: int) -> None:
