@@ -288,7 +288,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     names = (
         *("sequence_length", "batch_size", "max_batches", "corrupted_by", "mlm_examples"),
         *("out", "precision", "text", "label", "labels", "label_map", "label_separator", "scheme", "quoting"),
-        *("delimiter", "skip_bad_rows"),
+        *("delimiter", "no_header", "skip_bad_rows"),
     )
     defaults = build_parser().commands["evaluate"]  # left out, since a kind of model refuses options of the other
     given = {name: value for name, value in _named(options, *names).items() if value != defaults.get_default(name)}
@@ -346,7 +346,7 @@ def _finetune(options: argparse.Namespace) -> None:
     names = (
         *("model", "out", "data", "train", "dev", "test", "seeds", "recipe", "overrides", "role"),
         *("text", "label", "dev_text", "dev_label", "test_text", "test_label", "labels", "label_map"),
-        *("label_separator", "quoting", "dev_fraction", "scheme", "delimiter", "skip_bad_rows"),
+        *("label_separator", "quoting", "dev_fraction", "scheme", "delimiter", "no_header", "skip_bad_rows"),
         *("folds", "untrained_twin"),
     )
     results = finetune(options.task, **_named(options, *names))
@@ -370,7 +370,7 @@ def _reproduce(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.predict import predict_file
 
-    names = ("text", "quoting", "delimiter", "format", "skip_bad_rows", "task", "precision")
+    names = ("text", "quoting", "delimiter", "no_header", "format", "skip_bad_rows", "task", "precision")
     optional = _named(options, "threshold", "top_k", "n_best", "null_threshold")
     given = {name: value for name, value in optional.items() if value is not None}
     predict_file(options.model, options.file, options.out, **_named(options, *names), **given)

@@ -573,9 +573,11 @@ def _add_text(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
         "--quoting",
         default="auto",
-        choices=("auto", "csv", "none"),
-        help="quotes around cells; auto: csv except in .tsv files with tabs",
+        choices=("auto", "csv", "backslash", "none"),
+        help="quotes around cells, those within doubled (csv) or after a backslash (Spark, MySQL); auto: csv except in "
+        ".tsv files with tabs",
     )
+    sub.add_argument("--no-header", action="store_true", help="the first line is data; columns are named 0, 1, 2, ...")
     sub.add_argument(
         "--delimiter",
         default="",

@@ -236,11 +236,14 @@ def test_predict_streams_in_the_order_of_the_input(classifier, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in SENTENCES))
     quoted = "".join(f'{i},"{text}"\n' for i, text in enumerate(SENTENCES))
     (tmp_path / "rows.csv").write_text("id,words\n" + quoted)
-    for name, flags in {"lines.txt": [], "rows.jsonl": [], "rows.csv": ["--text", "words"]}.items():
+    (tmp_path / "bare.csv").write_text(quoted)
+    bare = ["--no-header", "--text", "1"]
+    for name, flags in {"lines.txt": [], "rows.jsonl": [], "rows.csv": ["--text", "words"], "bare.csv": bare}.items():
         found = in_process.run("predict", classifier, tmp_path / name, *flags)
         assert found.returncode == 0, found.stderr
         answers = [json.loads(line) for line in found.stdout.splitlines()]
-        assert [answer.pop("id", None) for answer in answers] == (list("0123") if name == "rows.csv" else [None] * 4)
+        ids = [answer.pop({"rows.csv": "id", "bare.csv": "0"}.get(name), None) for answer in answers]
+        assert ids == (list("0123") if name.endswith(".csv") else [None] * 4)
         assert answers == expected
     (tmp_path / "link").symlink_to(tmp_path / "answers.jsonl")
     for out in (tmp_path / "link", "/dev/null"):

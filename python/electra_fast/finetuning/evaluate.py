@@ -12,7 +12,7 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.model_folder import is_finetuned
 from electra_fast.finetuning.predict import load_finetuned
-from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.delimited import DIALECT, Dialect
 from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.report.report import make_report, write_report
@@ -39,7 +39,7 @@ def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
         text, label: The columns; by default those of training, or the usual ones.
         skip_bad_rows: Number of unusable rows that may be left out, those with labels that the model lacks among them.
         labels: For tags: the names of those that are numbers.
-        label_map, label_separator, scheme, quoting, delimiter: As for `finetune`.
+        label_map, label_separator, scheme, quoting, delimiter, no_header: As for `finetune`.
 
     Returns:
         The report on the examples: `{"task", "kind", "examples", "scores": {name: {"model": x, "majority": x}}, ...}`,
@@ -49,7 +49,7 @@ def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
     Raises:
         FileNotFoundError, ValueError: The message names the file, line, value and remedy.
     """
-    own, others = _options(evaluate_file), _options(pretrained.evaluate)
+    own, others = _options(evaluate_file) | DIALECT, _options(pretrained.evaluate)
     for task_type in TASK_TYPES.values():
         own |= _options(task_type.read_labeled)
     unknown = next((name for name in options if name not in own | others), None)
@@ -77,15 +77,14 @@ def evaluate_file(
     *,
     out: str | Path | None = None,
     precision: Any = "auto",
-    delimiter: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Evaluates a fine-tuned model on a file, as `evaluate` says."""
     predictor = load_finetuned(model, precision=precision)
     task, task_type = predictor.task, predictor.task_type
+    dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
     _refuse(options, _options(task_type.read_labeled), f"not for {predictor.kind}")
     options = with_tuples(options, _TUPLES)
-    dialect = Dialect(options.pop("quoting", "auto"), delimiter)
     trained = (predictor.text_columns, predictor.label_columns)
     split, notes = task_type.read_labeled(task, file, trained, quoting=dialect, **options)
     num_texts = predictor.num_texts or len(split.texts[0])

@@ -104,7 +104,7 @@ def finetune(
             passes through, after a checkpoint.
         on_checkpoint: Called likewise when a checkpoint is complete: `{"step", "path"}`.
         columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
-            `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `skip_bad_rows`, `scheme`
+            `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `no_header`, `skip_bad_rows`, `scheme`
             (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed if the loss is not

@@ -191,6 +191,7 @@ def predict_file(
     text: Sequence[str] = (),
     quoting: Quoting = "auto",
     delimiter: str = "",
+    no_header: bool = False,
     format: str = "",
     skip_bad_rows: int = 0,
     task: str | None = None,
@@ -210,6 +211,7 @@ def predict_file(
         text: The text column, or both of a pair; by default those of training, or the usual ones.
         quoting: As for `delimited.Dialect`.
         delimiter: As for `delimited.Dialect`.
+        no_header: As for `delimited.Dialect`.
         format: Read the file as if it had this extension, such as `csv`; by default its own, or by its content.
         skip_bad_rows: Number of unusable rows that may be left out.
         task: `errors`: the model's replaced-token detector marks words that do not belong.
@@ -221,7 +223,7 @@ def predict_file(
     if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
         raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
     options: dict[str, Any] = {
-        "quoting": quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter),
+        "quoting": quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter, no_header),
         "format": f".{format}" if format else "",
         "skip_bad_rows": skip_bad_rows,
     }

@@ -150,7 +150,8 @@ def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row
         if table.columns is not None:
             check_columns(source.path, names, source.text, "--text")
         return source.text
-    trained = [] if table.format == ".txt" else [each for each in source.trained_text if not _are_numbers(each)]
+    trained = [] if table.format == ".txt" else source.trained_text
+    trained = [each for each in trained if not _are_numbers(each) or set(each) <= set(names)]
     return next((columns for columns in trained or reader.usual_columns if set(columns) <= set(names)), ())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import glue, question_files
-from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.delimited import DIALECT, Dialect
 from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.task import Split, TaskData, num_trained_on, overlap_warning
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -73,7 +73,7 @@ def _read_own(
     if refused is not None:
         raise InputError(f"{_flag(refused)} is not for --task {kind}")
     options = with_tuples(given, _TUPLES)
-    dialect = Dialect(options.pop("quoting", "auto"), options.pop("delimiter", ""))
+    dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
     if dialect != Dialect():
         options["quoting"] = dialect
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
@@ -108,10 +108,10 @@ def _overlap(train: Split, dev: Split) -> Iterator[str]:
 
 
 def _options(kind: str) -> dict[str, Any]:
-    """Returns names and defaults of a reader's keyword arguments, and the delimiter, which is part of its `quoting`."""
+    """Returns names and defaults of a reader's keyword arguments, of which `quoting` is a whole `Dialect`."""
     parameters = inspect.signature(_READERS[kind]).parameters.values()
     options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
-    return options | ({"delimiter": ""} if "quoting" in options else {})
+    return options | (DIALECT if "quoting" in options else {})
 
 
 def _given(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -429,6 +429,33 @@ def test_a_regression_is_standardized_by_its_training_values(write, name):
     assert aside.task.shift == aside.train.targets.mean()
 
 
+@pytest.mark.parametrize(
+    ("labels", "values"),
+    [
+        (["3,00", "4,5", "-1", ""], [3, 4.5, -1]),
+        (["1,234", "0,5", "12"], [1.234, 0.5, 12]),
+        (["1,234", "1234,5"], [1.234, 1234.5]),
+        (
+            ["1,234", "2,000"],
+            "line 1: the label is '1,234'; it must be a finite number with a decimal point and no marks",
+        ),
+        (["1,234", "2,5", "1.5"], "line 1: the label is '1,234'; it must be a finite number with a decimal point"),
+        (["1,234,567", "2,5"], "line 1: the label is '1,234,567'; it must be a finite number with a decimal point"),
+    ],
+)
+def test_decimal_commas_are_read_if_no_label_can_be_otherwise(write, labels, values):
+    train = write(labeled(*labels))
+    if isinstance(values, str):
+        assert values in message_of(train, kind="regression")
+        return
+    data = read(train, kind="regression")
+    assert data.train.targets.tolist() == values
+    assert "label in 'label': one number per example, with decimal commas; " in data.notes[0]
+    assert own_data.read_labeled(data.task, train, ((), ()))[0].targets.tolist() == values
+    wrong = write(labeled("2.5"), "dev.jsonl")
+    assert "dev.jsonl: line 1: the label is '2.5'" in message_of(train, wrong, kind="regression")
+
+
 def test_a_dev_split_is_set_aside_by_class(write):
     labels = ["common"] * 160 + ["rare"] * 38 + ["once"] * 2
     train = write(labeled(*labels))
@@ -479,3 +506,13 @@ def test_quoting_is_passed_on(write, tmp_path):
     train.write_text('text\tlabel\n"a\tb"\tx\nc\ty\n')
     assert "add --quoting csv" in message_of(train)
     assert read(train, quoting="csv").train.texts == [("a\tb",), ("c",)]
+    train.write_text("x\tso it is now\ny\tnot so\n")
+    assert "add --no-header if that is data, and choose columns by number); choose with --text" in message_of(train)
+    (data,) = read_tasks(
+        "classification", None, {"train": train, "dev": train}, {"text": "1", "label": "0", "no_header": True}
+    )
+    assert (data.task.labels, data.train.texts, data.text_columns[0]) == (
+        ("x", "y"),
+        [("so it is now",), ("not so",)],
+        ("1",),
+    )

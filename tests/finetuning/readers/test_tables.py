@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import random
+import re
 import struct
 import threading
 from pathlib import Path
@@ -83,6 +84,50 @@ def test_quoting_follows_the_extension_or_the_option(write, name, quoting, text)
     delimiter = "\t" if name.endswith("tsv") else ","
     path = write(f'text{delimiter}label\n"a b"{delimiter}1\n', name)
     assert rows_of(path, quoting=quoting) == [(2, {"text": text, "label": "1"})]
+
+
+def spark_cell(text):
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
+    return f'"{escaped}"' if re.search(r'["\\,\n]', text) else text
+
+
+def test_quotes_after_a_backslash(write):
+    rng = random.Random(0)
+    cells = [
+        ["".join(rng.choices('ab \\",n\n', k=rng.randrange(1, 9))).strip() or "a" for _ in "ab"] for _ in range(300)
+    ]
+    path = write("text,label\n" + "".join(",".join(map(spark_cell, row)) + "\n" for row in cells), "data.csv")
+    assert [list(row.values()) for _, row in rows_of(path, quoting="backslash")] == cells
+    path = write('text,label\n"a \\"b\\", c",1\n', "data.csv")
+    assert message_of(lambda: rows_of(path)).endswith("as Spark and MySQL write it, add --quoting backslash")
+
+
+@pytest.mark.parametrize(
+    ("cells", "number"),
+    [
+        (['"""a"" b"', "c"], 1),
+        (['"a"', '"b ""c"""'], 2),
+        (['"a"', 'b "c"'], 0),
+        (['"a" and "b"'], 0),
+        (['"'], 0),
+        (["a"], 0),
+    ],
+)
+def test_quotes_that_may_enclose_the_cells_of_a_tsv_file_are_noted(write, cells, number):
+    path = write("text\tlabel\n" + "".join(f"{cell}\t1\n" for cell in cells), "data.tsv")
+    note = f"{path}: quotes are part of {number:,} cells, all as if they enclosed them; add --quoting csv if so"
+    assert list(layout_notes(path)) == [note] * (number > 0)
+    assert layout_notes(path, "none") == layout_notes(path, "csv") == ()
+
+
+def test_a_table_without_a_header(write):
+    path = write('"1","a title","so it, is"\n2,b,c\n', "data.csv")
+    assert rows_of(path, ["2", "0"], quoting=Dialect(no_header=True)) == [
+        (1, {"0": "1", "1": "a title", "2": "so it, is"}),
+        (2, {"0": "2", "1": "b", "2": "c"}),
+    ]
+    hint = "(from the first line; add --no-header if that is data, and choose columns by number); choose with --text"
+    assert message_of(lambda: rows_of(path, ["text"])).endswith(hint)
 
 
 def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
@@ -237,6 +282,7 @@ def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter,
         ("a.csv", ",text,label", Dialect(), ["", "text", "label"]),
         ("a.csv", "text;label;;;", Dialect(), ["text", "label", ""]),
         ("a.csv", " text , label", Dialect(), ["text", "label"]),
+        ("a.csv", "1,so it is", Dialect(no_header=True), ["0", "1"]),
     ],
 )
 def test_names_of_columns(write, name, header, quoting, expected):

@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ Record = tuple[int, dict[str, Any] | InputError]
 # The names of a table's columns, if it has any, and a function that reads all or some columns of its rows.
 Loaded = tuple[tuple[str, ...] | None, Callable[[Sequence[str]], Iterator[Record]]]
 _Cells = list[str] | InputError
+QUOTINGS = ("auto", "csv", "backslash", "none")
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 
 
@@ -28,21 +29,28 @@ class Dialect:
 
     Args:
         quoting: Whether quotes enclose cells; `auto`: in .csv files, and in .tsv files that tabs do not separate.
+            `backslash`: they do, and a quote within follows a backslash, as Spark and MySQL write it.
         delimiter: A character or its name, such as `tab`; empty for that of the extension, or if the header then has a
             single column, the one that it shows.
+        no_header: The first line is a row, and the columns are named 0, 1, 2 and so on.
     """
 
-    quoting: Literal["auto", "csv", "none"] = "auto"
+    quoting: Literal["auto", "csv", "backslash", "none"] = "auto"
     delimiter: str = ""
+    no_header: bool = False
 
     def __post_init__(self) -> None:
-        if self.quoting not in ("auto", "csv", "none"):
-            raise InputError(f"quoting is {self.quoting!r}; it can be one of 'auto', 'csv', 'none'")
+        if self.quoting not in QUOTINGS:
+            raise InputError(f"quoting is {self.quoting!r}; it can be one of {', '.join(map(repr, QUOTINGS))}")
         delimiter = DELIMITERS.get(self.delimiter, self.delimiter.replace("\\t", "\t"))
         if len(delimiter) > 1 or (delimiter and delimiter in '"\r\n'):
             names = ", ".join(DELIMITERS)
             raise InputError(f"--delimiter is {self.delimiter!r}; it can be a character or one of {names}")
         object.__setattr__(self, "delimiter", delimiter)
+
+
+DIALECT: dict[str, Any] = {each.name: each.default for each in fields(Dialect)}
+"""The options that make a `Dialect`, with their defaults."""
 
 
 def reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:
@@ -70,20 +78,47 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
         name = next((name for name, each in DELIMITERS.items() if each == delimiter), repr(delimiter))
         hint = f"{name}s separate the cells, as the first line shows; choose with --delimiter"
         notes.append(f"{file.path}: {hint}")
-    is_quoted = dialect.quoting == "csv" or (dialect.quoting == "auto" and (format, delimiter) != (".tsv", "\t"))
-    numbered = itertools.chain([(line, first)], lines)
+    is_text = (format, delimiter) == (".tsv", "\t") if dialect.quoting == "auto" else dialect.quoting == "none"
+    numbered: Iterator[tuple[int, str]] = itertools.chain([(line, first)], lines)
+    if dialect.quoting == "backslash":
+        numbered = ((number, _doubled(text)) for number, text in numbered)
     records: Iterator[tuple[int, _Cells]]
-    records = _quoted_cells(file.path, numbered, delimiter) if is_quoted else plain_cells(numbered, delimiter)
-    _, header = next(records)
+    records = plain_cells(numbered, delimiter) if is_text else _quoted_cells(file.path, numbered, delimiter)
+    number, header = next(records)
     if isinstance(header, InputError):
         raise header
+    if dialect.no_header:
+        records = itertools.chain([(number, header)], records)
+        header = [*map(str, range(len(header)))]
     header = [name.strip() for name in header]
     while header.count("") > 1 and not header[-1]:  # appended by a spreadsheet; their cells must be empty
         header.pop()
     names = reject_duplicates(file.path, header)
     # In a single column, blank lines are empty texts unless they come last.
     records = without_blank_end(records) if len(names) == 1 else (record for record in records if record[1])
-    return names, lambda _: _delimited_rows(file.path, names, records, is_quoted, hint)
+    if is_text and dialect.quoting == "auto":
+        records = _noting_quotes(file.path, records, notes)
+    return names, lambda _: _delimited_rows(file.path, names, records, not is_text, hint)
+
+
+def _doubled(line: str) -> str:
+    """Returns a line with two quotes in place of each one after a backslash; a second backslash escapes that one."""
+    return re.sub(r'(\\+)"', lambda found: "\\" * (len(found[1]) // 2) + '"' * (1 + len(found[1]) % 2), line)
+
+
+def _noting_quotes(path: Path, records: Iterator[tuple[int, _Cells]], notes: list[str]) -> Iterator[tuple[int, _Cells]]:
+    """Yields the records; notes after the last one that all quotes in cells are those of a quoted cell."""
+    number = 0
+    for record in records:
+        for cell in () if isinstance(record[1], InputError) else record[1]:
+            if '"' in cell and number >= 0:
+                is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', "")
+                number = number + 1 if is_quoted else -1
+        yield record
+    if number > 0:
+        notes.append(
+            f"{path}: quotes are part of {number:,} cells, all as if they enclosed them; add --quoting csv if so"
+        )
 
 
 def _shown_delimiter(path: Path, header: str, own: str) -> str:
@@ -146,19 +181,23 @@ def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) 
     """
     numbers: list[int] = []
 
-    def texts() -> Iterator[str]:
+    texts: list[str] = []
+
+    def read() -> Iterator[str]:
         for number, line in lines:
             numbers.append(number)
+            texts.append(line)
             yield line
 
-    reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+    reader = csv.reader(read(), delimiter=delimiter, strict=True)
     while True:
         numbers.clear()
+        texts.clear()
         limit = csv.field_size_limit(sys.maxsize)  # global to the module
         try:
             cells: _Cells = next(reader)
         except csv.Error as error:
-            cells = _quote_error(path, numbers[0], error)
+            cells = _quote_error(path, numbers[0], error, texts)
             if len(numbers) > 1:
                 raise cells from None
         except StopIteration:
@@ -168,10 +207,10 @@ def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) 
         yield numbers[0], cells
 
 
-def _quote_error(path: Path, line: int, error: csv.Error) -> InputError:
+def _quote_error(path: Path, line: int, error: csv.Error, texts: Sequence[str]) -> InputError:
     if "new-line" in str(error):
         return InputError(f"{path}: line {line}: a carriage return within a cell; enclose the cell in quotes")
-    return InputError(
-        f"{path}: line {line}: bad quote in the record that begins here ({error}); double the quotes within a quoted "
-        "cell and close it, or add --quoting none if quotes are text"
-    )
+    remedy = "double the quotes within a quoted cell and close it, or add --quoting none if quotes are text"
+    if any('\\"' in text for text in texts):
+        remedy = 'if \\" is a quote within a cell, as Spark and MySQL write it, add --quoting backslash'
+    return InputError(f"{path}: line {line}: bad quote in the record that begins here ({error}); {remedy}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +56,8 @@ TEXT_COLUMNS = (
 LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
 # More classes than this, most of them of a single example, are not classes.
 MAX_SPARSE_CLASSES = 1000
+
+_DECIMAL_COMMA, _THOUSANDS = re.compile(r"[+-]?[0-9]+(,[0-9]+)?"), re.compile(r"[+-]?[1-9][0-9]{0,2},[0-9]{3}")
 
 Columns = tuple[str, ...]
 
@@ -164,10 +168,11 @@ def read(
     reader: LabelReader | None = None
     if kind == "classification":
         reader = LabelReader(files["train"].table, files["train"].label, labels, label_separator, mapping)
+    has_commas = reader is None and _has_decimal_commas(files["train"])
     for file in files.values():
-        _read_rows(file, reader or _number, bad)
+        _read_rows(file, reader or partial(_number, mark="," if has_commas else "."), bad)
     columns = [" and ".join(map(repr, names)) for names in (files["train"].text, files["train"].label)]
-    what = reader.described if reader else "one number per example"
+    what = reader.described if reader else f"one number per example{', with decimal commas' if has_commas else ''}"
     notes = [columns_note(train, f"text in {columns[0]}, label in {columns[1]}: {what}", text, label)]
     notes += [note for file in files.values() for note in file.notes]
     hint = ""
@@ -233,7 +238,7 @@ def read_labeled(
     if not {*names}.isdisjoint(task.labels):  # else the model was trained on the numbers
         file.name_classes(names)
     if not has_classes:
-        _read_rows(file, _number, bad)
+        _read_rows(file, partial(_number, mark="," if _has_decimal_commas(file) else "."), bad)
     else:
         reader = LabelReader(file.table, label, task.labels, label_separator, mapping)
         if reader.is_multi_label and task.kind != "multi-label":
@@ -512,13 +517,24 @@ def _values(file: _File) -> NDArray[np.float64] | None:
     return np.array([math.nan if label is None else label for label in file.labels], dtype=np.float64)
 
 
-def _number(cells: Sequence[Any], place: str) -> float:
+def _has_decimal_commas(file: _File) -> bool:
+    """Returns whether all labels of a file are numbers with decimal commas, and some cannot be thousands."""
+    texts = [str(row[name]).strip() for row in file.table.rows for name in file.label if not is_missing(row[name])]
+    return all(map(_DECIMAL_COMMA.fullmatch, texts)) and any(
+        "," in text and not _THOUSANDS.fullmatch(text) for text in texts
+    )
+
+
+def _number(cells: Sequence[Any], place: str, mark: str = ".") -> float:
     (value,) = cells
     if is_missing(value):
         raise NoLabel(value.strip() if isinstance(value, str) else "")
-    if not isinstance(value, bool) and is_number(value) and math.isfinite(float(value)):
-        return float(value)
-    raise InputError(f"{place}: the label is {abbreviated(value)}; it must be a finite number")
+    text = value if mark == "." else str(value).replace(".", " ").replace(",", ".")
+    if not isinstance(value, bool) and is_number(text) and math.isfinite(float(text)):
+        return float(text)
+    remedy = " with a decimal point and no marks of thousands" if "," in str(value) else ""
+    remedy = remedy if mark == "." else " with a decimal comma, as elsewhere"
+    raise InputError(f"{place}: the label is {abbreviated(value)}; it must be a finite number{remedy}")
 
 
 def _standardized(task: Task, train: Split) -> Task:

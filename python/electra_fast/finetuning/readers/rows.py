@@ -150,6 +150,9 @@ def there_are(names: Iterable[str]) -> str:
         return f"{listed} (a single column: --delimiter says what separates the cells)"
     if names and all(len(name) > 1 and name[0] == name[-1] == '"' for name in names):
         return f"{listed} (if quotes enclose cells, add --quoting csv)"
+    is_data = any(name.strip().isdecimal() or len(name.split()) > 3 for name in names)
+    if is_data and [*names] != [*map(str, range(len(names)))]:
+        return f"{listed} (from the first line; add --no-header if that is data, and choose columns by number)"
     return listed
 
 

@@ -191,6 +191,9 @@ def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
     if extension(path) not in (".tsv", ".csv", ".jsonl", ".txt") or is_stream(path):
         return ()
     with open_table(path, quoting=quoting) as table:
+        if table.format == ".tsv":
+            for _ in table.read(()):  # to its end, for a note on quotes
+                pass
         return tuple(table.notes)
 
 
