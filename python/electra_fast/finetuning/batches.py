@@ -89,6 +89,7 @@ class PackedBatch:
             `examples` of a token's example, or their number on padding.
         cu_seqlens: Cumulative lengths of the segments, a row's padding being one; int32 [S + 1].
         first_tokens: Index of each example's [CLS] in the flat buffer of R * L tokens; int64 [n].
+        second_starts: Position in each example at which its second text starts, 0 if not recorded; int64 [n].
         examples: Index of each example into the batch; -1 for none; int64 [n].
         sources: Index of each token in `EncodedExamples.ids`, -1 on padding; int64 [R, L].
         longest: Tokens of the longest example.
@@ -98,6 +99,7 @@ class PackedBatch:
     columns: Ints
     cu_seqlens: Ints
     first_tokens: Ints
+    second_starts: Ints
     examples: Ints
     sources: Ints
     longest: int
@@ -164,6 +166,7 @@ def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_e
         longest=row_length,
         cu_seqlens=ends,
         first_tokens=np.concatenate((packed.first_tokens, np.zeros(missing, np.int64))),
+        second_starts=np.concatenate((packed.second_starts, np.zeros(missing, np.int64))),
         examples=np.concatenate((packed.examples, np.full(missing, -1))),
     )
 
@@ -203,10 +206,12 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
         if at < width:
             positions[r, at:] = np.arange(width - at)
             ends.append((r + 1) * width)
+    second_starts = encoded.second_starts
     return PackedBatch(
         columns,
         np.array(ends, np.int32),
         np.array(first_tokens, np.int64),
+        np.zeros(len(items), np.int64) if second_starts is None else second_starts[examples[items]],
         np.array(items, np.int64),
         sources,
         int(lengths[items].max(initial=1)),
@@ -240,6 +245,7 @@ class TrainingSet:
         targets: Target of each example, [n, ...], or of each token of `encoded.ids`.
         weights: Weight of each example or token in the loss, float64; 0 if there is no target.
         per_token: Whether targets and weights are per token.
+        class_weights: Weight of each class in the loss, float64 [C]; None if all are 1.
         notes: Lines for the user.
     """
 
@@ -247,6 +253,7 @@ class TrainingSet:
     targets: NDArray[Any]
     weights: NDArray[Any]
     per_token: bool = False
+    class_weights: NDArray[Any] | None = None
     notes: tuple[str, ...] = ()
 
     def batch(self, parts: Sequence[PackedBatch], chosen: NDArray[Any], reduction: str, seed: int) -> StepBatch:

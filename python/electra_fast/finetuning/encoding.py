@@ -32,6 +32,7 @@ class EncodedExamples:
         offsets: Start of each example in them, and the end of the last; int64 [n + 1].
         num_truncated: Number of examples that were too long.
         empty: Indices of the examples without a token of text.
+        second_starts: Position in each example at which its second text starts, int64 [n]; None if no model needs it.
     """
 
     ids: Ints
@@ -39,6 +40,7 @@ class EncodedExamples:
     offsets: Ints
     num_truncated: int
     empty: tuple[int, ...]
+    second_starts: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

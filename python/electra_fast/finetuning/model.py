@@ -38,27 +38,29 @@ class Inputs:
         columns_5RL: Ids, token types, positions, segments and owners.
         cu_seqlens: Cumulative lengths of the segments, int32 [S + 1].
         first_n: Index of each example's [CLS], int64 [n].
+        second_n: Position in each example at which its second text starts, int64 [n]; 0 if not recorded.
         longest: Tokens of the longest example.
     """
 
     columns_5RL: Tensor
     cu_seqlens: Tensor
     first_n: Tensor
+    second_n: Tensor
     longest: int
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> Self:
         """Copies a batch to the device, asynchronously on CUDA."""
-        columns, cu_seqlens, first = (
+        columns, cu_seqlens, first, second = (
             to_device(torch.from_numpy(array), device)
-            for array in (batch.columns, batch.cu_seqlens, batch.first_tokens)
+            for array in (batch.columns, batch.cu_seqlens, batch.first_tokens, batch.second_starts)
         )
-        return cls(columns, cu_seqlens, first, batch.longest)
+        return cls(columns, cu_seqlens, first, second, batch.longest)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors."""
-        return self.columns_5RL, self.cu_seqlens, self.first_n
+        return self.columns_5RL, self.cu_seqlens, self.first_n, self.second_n
 
     def mask(self, backend: str, shape: ModelConfig) -> AttentionMask:
         """Returns the mask in which every example attends to itself."""

@@ -22,14 +22,16 @@ COMPUTE = ComputeConfig("sdpa", torch.float32)
 
 
 def examples():
+    """Pairs whose second text has type 1 (BERT) or 0 (RoBERTa)."""
     random = np.random.default_rng(0)
     ids, types = [], []
-    for question, context in LENGTHS:
+    for number, (question, context) in enumerate(LENGTHS):
         text = [random.integers(5, 60, length) for length in (question, context)]
         ids.append(np.concatenate(([2], text[0], [3], text[1], [3])))
-        types.append(np.array([0] * (question + 2) + [1] * (context + 1)))
+        types.append(np.array([0] * (question + 2) + [number % 2] * (context + 1)))
     offsets = np.concatenate(([0], np.cumsum([len(each) for each in ids])))
-    return EncodedExamples(np.concatenate(ids).astype(np.int32), np.concatenate(types).astype(np.int32), offsets, 0, ())
+    ids, types = (np.concatenate(each).astype(np.int32) for each in (ids, types))
+    return EncodedExamples(ids, types, offsets, 0, (), np.array([question + 2 for question, _ in LENGTHS]))
 
 
 def targets():
@@ -54,23 +56,24 @@ def reader(encoder, kind, **arguments):
 
 
 def their_hidden(encoder, encoded):
-    """Hidden states of each example by `transformers`, without padding."""
+    """Hidden states of each example by `transformers`, without padding, and where its context and its [SEP] are."""
     model = AutoModel.from_pretrained(encoder).eval()
     for i in range(len(encoded)):
         place = slice(encoded.offsets[i], encoded.offsets[i + 1])
         ids, types = (torch.tensor(each[place])[None].long() for each in (encoded.ids, encoded.token_types))
         inputs = {"input_ids": ids} | ({} if model.config.model_type == "modernbert" else {"token_type_ids": types})
         with torch.no_grad():
-            yield model(**inputs).last_hidden_state[0], types[0]
+            hidden = model(**inputs).last_hidden_state[0]
+        yield hidden, torch.arange(len(hidden)) >= int(encoded.second_starts[i])
 
 
 def head(model):
     return {name: p.detach() for name, p in model.head.named_parameters()}
 
 
-def joint_reference(p, hidden, types, beam=BEAM):
+def joint_reference(p, hidden, is_context, beam=BEAM):
     """The published code's head on one chunk: start logits, the function from a start to end logits, answerability."""
-    allowed = (types == 1).float()
+    allowed = is_context.float()
     allowed[0] = 1
     start = hidden @ p["start.weight"][0] + p["start.bias"] + 1000 * (allowed - 1)
 
@@ -90,8 +93,8 @@ def test_joint_losses_are_the_published_ones(encoder):
     part = pack(encoded, np.arange(5))[0]
     with torch.no_grad():
         found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
-    for i, (hidden, types) in enumerate(their_hidden(encoder, encoded)):
-        start, end, unanswerable = joint_reference(head(model), hidden, types)
+    for i, (hidden, is_context) in enumerate(their_hidden(encoder, encoded)):
+        start, end, unanswerable = joint_reference(head(model), hidden, is_context)
         at, to, impossible = wanted[i].tolist()
         loss = (F.cross_entropy(start, torch.tensor(at)) + F.cross_entropy(end(at), torch.tensor(to))) / 2
         loss += 0.7 * F.binary_cross_entropy_with_logits(unanswerable, torch.tensor(float(impossible)))
@@ -110,8 +113,8 @@ def assert_highest(places, scores, reference):
 def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
     encoded, model = examples(), reader(encoder, JointReader)
     starts, start_scores, ends, end_scores, null = example_predictions(model, encoded, COMPUTE)
-    for i, (hidden, types) in enumerate(their_hidden(encoder, encoded)):
-        start, end, unanswerable = joint_reference(head(model), hidden, types)
+    for i, (hidden, is_context) in enumerate(their_hidden(encoder, encoded)):
+        start, end, unanswerable = joint_reference(head(model), hidden, is_context)
         beam = min(BEAM, len(hidden))
         possible = start_scores[i, :beam] > -900
         assert_highest(starts[i, :beam][possible], start_scores[i, :beam][possible], start.log_softmax(0))
@@ -130,26 +133,24 @@ def test_two_logit_losses_are_those_of_transformers(encoder):
     with torch.no_grad():
         found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
         logits = two_logits(model, encoder, encoded)
-    for i, (start, end) in enumerate(logits):
+    for i, (start, end, _) in enumerate(logits):
         loss = (F.cross_entropy(start, wanted[i, 0]) + F.cross_entropy(end, wanted[i, 1])) / 2
         assert float(found[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
 
 
 def two_logits(model, encoder, encoded):
     p = head(model)
-    for hidden, _ in their_hidden(encoder, encoded):
+    for hidden, is_context in their_hidden(encoder, encoded):
         if "dense.weight" in p:  # ModernBertPredictionHead
             inner = F.gelu(hidden @ p["dense.weight"].T)
             hidden = F.layer_norm(inner, inner.shape[1:], p["norm.weight"], None, 1e-5)
-        yield (hidden @ p["classifier.weight"].T + p["classifier.bias"]).unbind(1)
+        yield *(hidden @ p["classifier.weight"].T + p["classifier.bias"]).unbind(1), is_context
 
 
 def test_two_logit_predictions_add_the_ends(encoder):
     encoded, model = examples(), reader(encoder, TwoLogitReader)
     starts, start_scores, ends, end_scores, null = example_predictions(model, encoded, COMPUTE)
-    for i, (start, end) in enumerate(two_logits(model, encoder, encoded)):
-        place = slice(encoded.offsets[i], encoded.offsets[i + 1])
-        allowed = torch.tensor(encoded.token_types[place] == 1)
+    for i, (start, end, allowed) in enumerate(two_logits(model, encoder, encoded)):
         allowed[0] = True
         count = min(BEAM, int(allowed.sum()))
         for places, scores, logits in ((starts, start_scores, start), (ends[:, 0], end_scores[:, 0], end)):

@@ -113,7 +113,7 @@ def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int, second_type: int) 
     """Returns examples of two segments with these lengths, special tokens included."""
     types = np.repeat(np.tile(np.array([0, second_type], np.int32), len(lengths_n2)), lengths_n2.flatten())
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths_n2.sum(axis=1))))
-    return EncodedExamples(ids, types, offsets, num_truncated, ())
+    return EncodedExamples(ids, types, offsets, num_truncated, (), lengths_n2[:, 0])
 
 
 def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Context]:

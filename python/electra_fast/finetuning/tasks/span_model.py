@@ -34,8 +34,9 @@ JOINT_HEAD = {
 
 def _allowed(inputs: Inputs) -> Tensor:
     """Returns 1 where an answer may begin or end: context, its [SEP] (as in the published code), [CLS]; fp32 [T]."""
-    _, types_T, positions_T, _, _ = (column.flatten() for column in inputs.columns_5RL)
-    is_allowed: Tensor = (types_T == 1) | (positions_T == 0)
+    positions_T, owners_T = inputs.columns_5RL[2].flatten(), inputs.columns_5RL[4].flatten()
+    context_n = F.pad(inputs.second_n, (0, 1))  # padding belongs to no example
+    is_allowed: Tensor = (positions_T >= context_n[owners_T]) | (positions_T == 0)
     return is_allowed.float()
 
 

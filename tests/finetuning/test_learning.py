@@ -1,0 +1,93 @@
+"""Every type of task is learned from every kind of encoder, however its tokenizer marks the second text."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from test_pair_templates import save_tokenizer
+
+import electra_fast as ef
+from electra_fast.files.json_files import read_records
+
+# Class of `transformers`, tokenizer and settings of each kind of encoder.
+ROBERTA = {"type_vocab_size": 1, "pad_token_id": 1}
+MODERN = {"global_attn_every_n_layers": 1, "pad_token_id": 1, "cls_token_id": 0, "sep_token_id": 2}
+ENCODERS = {
+    "ELECTRA": ("Electra", "BERT", {"embedding_size": 16}),
+    "BERT": ("Bert", "BERT", {}),
+    "RoBERTa": ("Roberta", "RoBERTa", ROBERTA),
+    "XLM-R": ("XLMRoberta", "XLM-R", ROBERTA),
+    "CamemBERT": ("Camembert", "CamemBERT", ROBERTA),
+    "DistilBERT": ("DistilBert", "DistilBERT", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}),
+    "ModernBERT": ("ModernBert", "in steps", MODERN),
+}
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.1}
+SETTINGS = {"learning_rate": 5e-3, "batch_size": 16, "epochs": 8, "sequence_length": 32, "max_query_length": 8}
+SETTINGS |= {"layer_decay": 1.0, "class_weights": "none", "precision": "fp32", "matmul": "default"}
+WORDS = ["the", "a", "new", "in", "and"]
+
+# Task types that read the rows of several tasks.
+NAMES = {"pairs": "classification", "multi-label": "classification", "questions": "question-answering"}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A function that gives the folder of a random encoder of a kind, with its tokenizer."""
+
+    def encoder(kind):
+        folder, (name, tokenizer, settings) = tmp_path_factory.mktemp("encoder"), ENCODERS[kind]
+        model_class = getattr(transformers, f"{name}Model")
+        torch.manual_seed(0)
+        model_class(model_class.config_class(**SIZES | settings)).save_pretrained(folder)
+        save_tokenizer(folder, tokenizer)
+        return folder
+
+    return encoder
+
+
+def rows(task, count, seed):
+    """Examples that a bag of words or a single word decides; "sit" and "cat" are the words that matter."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        words, has_sit, has_cat = rng.choices(WORDS, k=7), rng.random() < 0.5, rng.random() < 0.5
+        places = rng.sample(range(7), 2)
+        for place, word, is_there in zip(places, ("sit", "cat"), (has_sit, has_cat), strict=True):
+            words[place] = word if is_there else words[place]
+        text = " ".join(words)
+        yield {
+            "classification": {"text": text, "label": "yes" if has_sit else "no"},
+            "pairs": {"sentence1": " ".join(rng.choices(WORDS, k=3)), "sentence2": text, "label": str(has_sit)},
+            "multi-label": {"text": text, "label": ["s"] * has_sit + ["c"] * has_cat},
+            "regression": {"text": text, "label": 1.7e9 + 1e4 * (has_sit + 2 * has_cat)},
+            "tagging": {"tokens": words, "tags": [{"sit": "B-S", "cat": "B-C"}.get(word, "O") for word in words]},
+            # The question has the answer's word too, and must not be the answer.
+            "questions": {"question": "the cat in", "context": text, "answers": ["cat"] * has_cat},
+        }[task]
+
+
+CASES = [
+    *(("pairs", kind, "fast", "accuracy") for kind in ENCODERS),
+    *(("questions", kind, "google", "exact_match") for kind in ENCODERS),
+    *(("questions", kind, "fast", "exact_match") for kind in ("BERT", "RoBERTa")),
+    *(("classification", kind, "fast", "accuracy") for kind in ("CamemBERT", "RoBERTa")),
+    *(("multi-label", kind, "fast", "f1_micro") for kind in ("DistilBERT", "BERT")),
+    *(("regression", kind, "fast", "spearman") for kind in ("ELECTRA", "ModernBERT")),
+    *(("tagging", kind, "fast", "f1") for kind in ("XLM-R", "DistilBERT")),
+]
+
+
+@pytest.mark.parametrize("task, kind, recipe, metric", CASES)
+def test_a_task_is_learned_from_an_encoder(encoder, write_rows, tmp_path, task, kind, recipe, metric):
+    sizes = {"train": 256, "dev": 64}
+    files = {name: write_rows([*rows(task, size, size)], f"{name}.jsonl") for name, size in sizes.items()}
+    name = NAMES.get(task, task)
+    settings = {f"finetune.{key}": value for key, value in SETTINGS.items()}
+    out = tmp_path / "out"
+    found = ef.finetune(name, model=encoder(kind), out=out, **files, recipe=recipe, overrides=settings)
+    scores = found[name]["medians"]
+    assert scores[metric] > 0.95
+    *_, last = (each["loss"] for each in read_records(out / name / "seed-0/metrics.jsonl") if "loss" in each)
+    assert last < (SETTINGS["batch_size"] if recipe == "google" else 1)  # which sums over the batch
+    assert abs(scores.get("null_threshold", 0)) < 500  # odds, not the offset of tokens that are no answer
