@@ -3,13 +3,14 @@
 import contextlib
 import itertools
 import os
+import random
 import shutil
 import signal
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from tiny_task import QUICK, write_sst2
+from tiny_task import QUICK, WORDS, write_sst2
 
 import electra_fast as ef
 from electra_fast import progress
@@ -23,7 +24,7 @@ from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.training.plots import plot_finetuning
 
 # Five steps per epoch, at a rate at which the score goes up and down.
-SETTINGS = QUICK | {"finetune.epochs": "3", "finetune.learning_rate": "5e-4", "finetune.batch_size": "16"}
+SETTINGS = QUICK | {"finetune.epochs": "3", "finetune.learning_rate": "7e-4", "finetune.batch_size": "16"}
 SETTINGS |= {"finetune.select": "best", "finetune.evals_per_epoch": "2.5", "finetune.checkpoint_seconds": "0"}
 
 
@@ -93,8 +94,8 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
         found = reader.predict([text for text, _ in rows])
         scores[step] = np.mean([each["label"] == label for each, (_, label) in zip(found, rows, strict=True)])
     assert {each["step"]: each["accuracy"] for each in log if "accuracy" in each} == pytest.approx(scores)
-    best = max(scores, key=scores.__getitem__)  # the earliest
-    assert 2 < best < 14 and list(scores.values()).count(scores[best]) > 1  # neither the first, nor the last, nor alone
+    best = max(scores, key=scores.__getitem__)
+    assert 2 < best < 14  # neither the first nor the last
     assert result["best_step"] == best and result["accuracy"] == pytest.approx(scores[best])
     for name, tensor in ef.load_finetuned(folder / "model")._model.named_parameters():
         assert tensor.equal(steps[best - 1][name]), name
@@ -102,6 +103,46 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
     lines = (folder / "predictions.dev.tsv").read_text().splitlines()[1:]
     assert [line.split("\t")[1] for line in lines] == [each["label"] for each in reader.predict(t for t, _ in rows)]
     assert f"after step {best}, chosen by its accuracy on dev" in (folder / "model/README.md").read_text()
+
+
+def validation_losses(monkeypatch):
+    """A list that takes the losses of all evaluations."""
+    loss, losses = Classification.validation_loss, []
+    monkeypatch.setattr(Classification, "validation_loss", lambda *given: losses.append(loss(*given)) or losses[-1])
+    return losses
+
+
+def test_of_equal_scores_the_lowest_loss_decides(train, tmp_path, monkeypatch):
+    losses = validation_losses(monkeypatch)
+    result, log, *_ = train(tmp_path, settings=SETTINGS | {"finetune.learning_rate": "5e-4"})
+    scores = [(each["accuracy"], each["step"]) for each in log if "accuracy" in each]
+    ranks = {step: (score, -loss) for (score, step), loss in zip(scores, losses, strict=True)}
+    highest = [step for score, step in scores if score == max(scores)[0]]
+    assert result["best_step"] == max(ranks, key=ranks.__getitem__) > highest[0]
+
+
+def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path, monkeypatch):
+    """The accuracy of always "usual" is the highest, as at the first steps, whose model has learned nothing."""
+    rng, losses = random.Random(0), validation_losses(monkeypatch)
+
+    def rows(count):
+        for _ in range(count):
+            label, words = "rare" if rng.random() < 0.04 else "usual", rng.choices(WORDS, k=8)
+            if rng.random() < (0.7 if label == "rare" else 0.08):
+                words[rng.randrange(8)] = "urgent"
+            yield {"text": " ".join(words), "label": label}
+
+    settings = {"learning_rate": 3e-3, "layer_decay": 1, "epochs": 5, "evals_per_epoch": 2, "dropout": 0}
+    settings |= {"sequence_length": 16, "precision": "fp32", "matmul": "default", "attention_dropout": 0}
+    overrides = {f"finetune.{name}": value for name, value in settings.items()}
+    files = {"train": [*rows(500)], "dev": [*rows(200)]}
+    found = ef.finetune("classification", model=encoder_folder, **files, out=tmp_path, overrides=overrides)
+    (run,) = found["classification"]["runs"]
+    log = read_records(tmp_path / "classification/seed-0/metrics.jsonl")
+    scores = [each for each in log if "f1_macro" in each]
+    ranks = {each["step"]: (each["f1_macro"], -loss) for each, loss in zip(scores, losses, strict=True)}
+    assert run["selected_by"] == "f1_macro" and run["best_step"] == max(ranks, key=ranks.__getitem__)
+    assert run["accuracy"] < scores[0]["accuracy"] and scores[0]["matthews"] == 0 < 0.2 < run["matthews"]
 
 
 def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):

@@ -302,5 +302,6 @@ def _run_text(job: Job, run: Mapping[str, Any]) -> str:
     scores = "  ".join(score_texts(run, job.majority))
     absent = "".join(f"; {split} has no example of {listed(names)}" for split, names in job.absent.items())
     steps = f"step {run['best_step']}" if "best_step" in run else f"all {job.num_steps} steps"
+    steps += f" by {run['selected_by']}" if "selected_by" in run else ""
     steps += f", stopped at {run['stopped_step']}" if "stopped_step" in run else ""
     return f"{job.name} seed {run['seed']}: {scores}  ({steps}, {run['seconds']:.0f} s){absent}"

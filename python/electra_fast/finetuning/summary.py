@@ -96,7 +96,7 @@ def draw_curves(group: TaskRuns) -> None:
             logs[name] = records
             chosen[name] = read_object(folder / RESULT).get("best_step", records[-1]["step"])
     figure, image = Figure((10, 4)), io.BytesIO()
-    plot_finetuning(figure, logs, group.jobs[0].task.metric, chosen)
+    plot_finetuning(figure, logs, group.jobs[0].selection_metric, chosen)
     figure.savefig(image, dpi=100)
     replace_file(group.folder / "curves.png", image.getvalue())
 

@@ -28,8 +28,8 @@ def class_weights(
     *,
     balanced: NDArray[Any] | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
-) -> tuple[NDArray[np.float64], str]:
-    """Returns a weight per class, float64 [C], and a line for the user, empty if all are 1.
+) -> tuple[NDArray[np.float64] | None, str]:
+    """Returns a weight per class, float64 [C], or None if all are 1, and a line for the user, empty if none is asked.
 
     `balanced` is n / (C * count), with C the number of classes that occur, as in scikit-learn. `auto` is the same up to
     `MAX_WEIGHT` if a class is rare, else 1.
@@ -44,7 +44,7 @@ def class_weights(
     Raises InputError naming what is not LABEL=WEIGHT, or if no example would have a weight above 0.
     """
     if text == "none":
-        return np.ones(len(labels)), ""
+        return None, ""
     how, occurs = text, np.flatnonzero(counts)
     share = counts.sum() / len(occurs)
     if balanced is None:
@@ -52,7 +52,7 @@ def class_weights(
     if text == "auto":
         rarest = occurs[counts[occurs].argmin()]
         if counts[rarest] >= RARE_SHARE * share:
-            return np.ones(len(labels)), "class_weights = auto: none, since no class is rare"
+            return None, "class_weights = auto: none, since no class is rare"
         balanced = np.minimum(balanced, MAX_WEIGHT)
         how = (
             f"auto: balanced up to {MAX_WEIGHT:g}, since {labels[rarest]!r}, with {counts[rarest]:,} in training, is "
@@ -63,7 +63,8 @@ def class_weights(
         raise InputError(f"finetune.class_weights = {text!r}: no training example has a weight above 0")
     ends = (occurs[weights[occurs].argmin()], occurs[weights[occurs].argmax()])
     between = " to ".join(f"{weights[number]:.3g} ({labels[number]!r})" for number in ends)
-    return weights, f"class_weights = {how}; weights from {between}"
+    is_even = (weights[occurs] == 1).all()
+    return None if is_even else weights, f"class_weights = {how}; weights from {between}"
 
 
 def _given(text: str, labels: Sequence[str], groups: Mapping[str, Sequence[int]]) -> NDArray[np.float64]:

@@ -114,11 +114,15 @@ class SequenceType(TaskType):
     def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
         """Yields a prediction per row of outputs, [n, C]."""
 
-    def _weighted(
-        self, task: Task, targets: NDArray[Any], config: FinetuneSection
-    ) -> tuple[NDArray[Any], NDArray[Any], str]:
-        """Returns what the loss compares with the outputs, each example's weight, float64 [n], and a note or ""."""
-        return targets, np.ones(len(targets)), ""
+    def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
+        """Returns the weights of the classes, float64 [C], or None if all are 1, and a note or ""."""
+        return None, ""
+
+    def _loss_targets(
+        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Returns what the loss compares with the outputs, and each example's weight, float64 [n]."""
+        return targets, np.ones(len(targets))
 
     def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
         """Returns the outputs in the units of the data."""
@@ -139,8 +143,16 @@ class SequenceType(TaskType):
         encoded = encode(tokenizer, texts, config.sequence_length)
         if len(encoded.empty) == len(encoded):
             raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
-        targets, weights, note = self._weighted(task, targets, config)
-        return TrainingSet(encoded, targets, weights, notes=(note,) if note else ())
+        by_class, note = self._weighted(task, targets, config)
+        targets, weights = self._loss_targets(task, targets, by_class)
+        return TrainingSet(encoded, targets, weights, class_weights=by_class, notes=(note,) if note else ())
+
+    def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
+        """Returns the mean loss of the examples that have a label, weighted as in training."""
+        targets, outputs = _labeled(split, outputs)
+        targets, weights = self._loss_targets(task, targets, class_weights)
+        losses = self.losses(torch.from_numpy(outputs), torch.from_numpy(targets)).double().numpy()
+        return float((losses * weights).sum() / max(weights.sum(), 1e-9))
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         """Yields how many examples are truncated."""
@@ -274,12 +286,18 @@ class Classification(SequenceType):
         """Returns the cross-entropy."""
         return F.cross_entropy(outputs_nC, targets, reduction="none")
 
-    def _weighted(
-        self, task: Task, targets: NDArray[Any], config: FinetuneSection
-    ) -> tuple[NDArray[Any], NDArray[Any], str]:
+    def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
         counts = np.bincount(targets, minlength=len(task.labels))
-        weights, note = class_weights(config.class_weights, task.labels, counts)
-        return targets, weights[targets], note
+        return class_weights(config.class_weights, task.labels, counts)
+
+    def _loss_targets(
+        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        return targets, np.ones(len(targets)) if weights_C is None else weights_C[targets]
+
+    def selection_metric(self, task: Task, is_weighted: bool) -> str:
+        """Returns F1 averaged over classes for own data whose classes have weights."""
+        return "f1_macro" if is_weighted and task.name not in glue.TASKS else task.metric
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
         """Returns the number of examples of each class."""
@@ -340,18 +358,26 @@ class MultiLabel(SequenceType):
         weight = torch.where(has_label, targets.float(), 1.0)
         return F.binary_cross_entropy_with_logits(outputs_nC, has_label.float(), weight, reduction="none").mean(1)
 
-    def _weighted(
-        self, task: Task, targets: NDArray[Any], config: FinetuneSection
-    ) -> tuple[NDArray[Any], NDArray[Any], str]:
+    def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
         counts, text = targets.sum(0).astype(np.int64), config.class_weights
         text = "none" if text == "auto" else text  # the thresholds of labels make up for rare ones
         balanced = np.maximum(len(targets) - counts, 1) / np.maximum(counts, 1)
         weights, note = class_weights(text, task.labels, counts, balanced=balanced)
-        if not (weights > 0).all():
+        if weights is not None and not (weights > 0).all():
             raise InputError(
                 f"finetune.class_weights = {text!r}: with several labels per text, weights must be above 0"
             )
-        return (targets * weights).astype(np.float32), np.ones(len(targets)), note
+        return weights, note
+
+    def _loss_targets(
+        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        weighted = targets if weights_C is None else targets * weights_C
+        return weighted.astype(np.float32), np.ones(len(targets))
+
+    def selection_metric(self, task: Task, is_weighted: bool) -> str:
+        """Returns F1 averaged over labels if they have weights."""
+        return "f1_macro" if is_weighted else task.metric
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         """Yields also how labels will be chosen."""
@@ -437,10 +463,10 @@ class Regression(SequenceType):
         """Returns the squared difference."""
         return (outputs_nC.squeeze(1) - targets.float()).square()
 
-    def _weighted(
-        self, task: Task, targets: NDArray[Any], config: FinetuneSection
-    ) -> tuple[NDArray[Any], NDArray[Any], str]:
-        return ((targets - task.shift) / task.scale).astype(np.float32), np.ones(len(targets)), ""
+    def _loss_targets(
+        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        return ((targets - task.shift) / task.scale).astype(np.float32), np.ones(len(targets))
 
     def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
         return outputs[:, 0] * task.scale + task.shift

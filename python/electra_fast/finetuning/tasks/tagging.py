@@ -144,8 +144,21 @@ class Tagging(TaskType):
         counts = np.bincount(targets[is_target], minlength=len(task.labels))
         by_tag, note = class_weights(config.class_weights, task.labels, counts, groups=_types(task))
         weights = np.zeros(len(targets))
-        weights[is_target] = by_tag[targets[is_target]]
-        return TrainingSet(features.encoded, targets, weights, per_token=True, notes=(note,) if note else ())
+        weights[is_target] = 1 if by_tag is None else by_tag[targets[is_target]]
+        notes = (note,) if note else ()
+        return TrainingSet(features.encoded, targets, weights, per_token=True, class_weights=by_tag, notes=notes)
+
+    def selection_metric(self, task: Task, is_weighted: bool) -> str:
+        """Returns F1 averaged over tags without a scheme if they have weights."""
+        return "f1_macro" if is_weighted and task.scheme == "none" else task.metric
+
+    def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
+        """Returns the mean cross-entropy of the words, weighted as in training."""
+        assert split.targets is not None
+        tags = np.concatenate(split.targets)
+        weights = np.ones(len(tags)) if class_weights is None else class_weights[tags]
+        likelihoods = np.take_along_axis(softmax(outputs.astype(np.float64)), tags[:, None], 1)[:, 0]
+        return float(-(weights * np.log(likelihoods.clip(1e-300))).sum() / max(weights.sum(), 1e-9))
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         """Yields the numbers of words and chunks."""

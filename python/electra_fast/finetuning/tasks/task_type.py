@@ -136,6 +136,14 @@ class TaskType(ExampleReader):
         `earlier` has those of the first validation split, once they are known.
         """
 
+    def selection_metric(self, task: Task, is_weighted: bool) -> str:
+        """Returns the score by which the best step is chosen; `is_weighted`: classes have weights in the loss."""
+        return task.metric
+
+    def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
+        """Returns the loss on a validation split, which decides between steps of equal scores; 0 if it is unknown."""
+        return 0.0
+
     def temperature(self, split: Split, outputs: Any) -> float:
         """Returns the temperature of the logits that fits a validation split best; 1 where there are no classes."""
         return 1.0

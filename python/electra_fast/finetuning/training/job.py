@@ -96,6 +96,11 @@ class Job:
         return self.training_set.encoded
 
     @property
+    def selection_metric(self) -> str:
+        """The validation score by which the best step is chosen."""
+        return self.task_type.selection_metric(self.task, self.training_set.class_weights is not None)
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps per seed."""
         return batches.num_steps(self.config, len(self.examples))

@@ -59,7 +59,7 @@ def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
     unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
     when = "after the last step"
     if "best_step" in result:
-        when = f"after step {result['best_step']:,}, chosen by its {job.task.metric} on {job.data.dev[0].name}"
+        when = f"after step {result['best_step']:,}, chosen by its {job.selection_metric} on {job.data.dev[0].name}"
     thresholds = "; the thresholds of labels are chosen on these examples" if "thresholds" in result else ""
     yield f"\nOn the validation examples, {when}{unit}{thresholds}."
 

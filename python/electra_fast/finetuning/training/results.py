@@ -12,9 +12,9 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import json_text, read_object
 
 RESULT = "result.json"
-CHOSEN = ("best_step", "stopped_step", "temperature")
-"""Entries of a result about the model: the step that was chosen, if it was not simply the last, that of an early stop,
-and the temperature."""
+CHOSEN = ("best_step", "selected_by", "stopped_step", "temperature")
+"""Entries of a result about the model: the step that was chosen, if it was not simply the last, the score that chose it
+unless that is the task's, the step of an early stop, and the temperature."""
 
 
 def result_of(

@@ -63,10 +63,14 @@ class SeedState:
     evaluated_step: int = 0
     """The last evaluation's."""
     best_step: int = 0
-    """The best evaluation's, the earliest of equal ones; 0 before any."""
+    """The best evaluation's, of equal scores that of the lowest loss; 0 before any."""
     best_score: float = 0.0
+    best_loss: float = 0.0
+    """On the first validation split."""
     num_worse: int = 0
-    """Evaluations since the best one."""
+    """Evaluations since the best score."""
+    varied_step: int = 0
+    """The last evaluation that found no collapse; 0 for none."""
 
 
 def predict_splits(
@@ -194,7 +198,7 @@ class SeedRun:
         state = self.state
         if not state.best_step:
             return ""
-        return f"  best {self.job.task.metric} {state.best_score:.4f} at {state.best_step}"
+        return f"  best {self.job.selection_metric} {state.best_score:.4f} at {state.best_step}"
 
     def _evaluate(self, stop: StopRequest) -> dict[str, float]:
         """Returns the scores on the validation splits by name; the best step's weights are kept.
@@ -212,12 +216,15 @@ class SeedRun:
             scored[split.name] = job.task_type.scores(job.task, split, features, found, earlier)
             outputs[split.name] = found
             scores |= named_scores(split.name, scored[split.name])
-        state.evaluated_step, score = state.step, scores[job.task.metric]
-        is_better = not state.best_step or score > state.best_score
+        state.evaluated_step, score = state.step, scores[job.selection_metric]
+        dev, by_class = job.data.dev[0], job.training_set.class_weights
+        loss = job.task_type.validation_loss(job.task, dev, outputs[dev.name], by_class)
+        is_better = not state.best_step or (score, -loss) > (state.best_score, -state.best_loss)
+        state.num_worse = 0 if not state.best_step or score > state.best_score else state.num_worse + 1
+        if job.task_type.warning(job.task, outputs[dev.name]) is None:
+            state.varied_step = state.step
         if is_better:
-            state.best_step, state.best_score, state.num_worse = state.step, score, 0
-        else:
-            state.num_worse += 1
+            state.best_step, state.best_score, state.best_loss = state.step, score, loss
         if is_better or job.config.select == "last":
             self._outputs = outputs
         if is_better and job.config.select == "best":
@@ -318,6 +325,8 @@ class SeedRun:
         """
         started, splits, state = time.monotonic(), (*self.job.data.dev, *self.job.data.test), self.state
         chosen: dict[str, Any] = {"best_step": state.best_step} if self._best else {}
+        if self._best and self.job.selection_metric != self.job.task.metric:
+            chosen["selected_by"] = self.job.selection_metric
         if state.step < self.job.num_steps:
             chosen["stopped_step"] = state.step
         if self._best and state.best_step < state.step:
@@ -331,6 +340,11 @@ class SeedRun:
             self._outputs = {}
         scored: dict[str, dict[str, Any]] = {}
         warning = predict_splits(self.job, self.model, self.folder, splits, scored, check_stop, self._outputs)
+        if warning and self._best and state.varied_step:
+            warning += (
+                f"; or finetune.select = last: the predictions of step {state.varied_step} varied, but its "
+                f"{self.job.selection_metric} was no better"
+            )
         seconds = round(state.seconds + time.monotonic() - started, 3)
         result = result_of(self.seed, scored, warning, seconds, chosen)
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
