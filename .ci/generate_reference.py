@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from electra_fast.config.file import format_value
 from electra_fast.config.presets import RECIPES, SIZES
 from electra_fast.config.section import Configuration
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
-from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.finetuning.config import RULES, FinetuningConfig
 from electra_fast.finetuning.error_detection import ErrorDetector
 from electra_fast.finetuning.predict import FinetunedModel
 from electra_fast.training import evaluate as pretrained
@@ -39,6 +39,19 @@ RETURNED = {
     "load_finetuned": {"FinetunedModel.predict": FinetunedModel.predict},
     "load_error_detector": {"ErrorDetector.predict": ErrorDetector.predict},
 }
+
+FILE = """```toml
+preset = "mini"                # sizes
+recipe = "modern"              # encoder, optimizer, masks
+
+[data]
+corpus = "shards"
+
+[train]
+out = "run"
+steps = "10k"
+```
+"""
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -92,8 +105,8 @@ def _argument(command: Parser, action: argparse.Action) -> list[str]:
     value = _value(command, action)
     names = ", ".join(f"`{flag} {value}`".replace(" `", "`") for flag in action.option_strings) or f"`{value}`"
     help = action.help or ""
-    if stated := re.search(r" \(default: (.*)\)$", help):
-        return [names, help[: stated.start()], stated[1]]
+    if stated := re.search(r"(.*) \(default: (.*)\)$", help):
+        return [names, *stated.groups()]
     if action.required:
         return [names, help, "required"]
     if action.nargs == 0 or not action.option_strings:
@@ -107,17 +120,22 @@ def configuration() -> str:
     presets, recipes = list(SIZES), list(RECIPES)
     parts = [
         "# Configuration keys\n",
-        "Set them on the command line, `--train.steps 100k`, or in a TOML file, `electra-fast pretrain run.toml`.",
-        "Numbers take units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: defaults, preset and recipe, what the",
-        "objective needs, file, command line. `RUN/config.toml` has every value of a run.\n",
-        f"## Pre-training\n\nDefaults are those of `small` in the recipe `modern`.\n\n{_keys(Config.preset('small'))}",
+        "Set them on the command line, `--train.steps 100k`, or in a TOML file, `electra-fast pretrain config.toml`:\n",
+        FILE,
+        "Without its first lines, it starts from the preset `small` in the recipe `modern`, as `ef.Config()` does.",
+        "Numbers take units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: preset and recipe, what the objective",
+        "needs, file, command line. `RUN/config.toml` has every value of a run.\n",
+        f"## Pre-training\n\n{_keys(Config())}",
         "## Presets\n\nThe recipe `modern`; keys that all presets share are left out.\n",
         _columns({name: Config.preset(name) for name in presets}),
         "## Recipes\n\nThe preset `small`.\n",
         _columns({name: Config.preset("small", name) for name in recipes}),
         f"## Fine-tuning\n\nDefaults are those of the recipe `fast`.\n\n{_keys(FinetuningConfig())}",
         "## Recipes of fine-tuning\n",
-        _columns({name: FinetuningConfig().replace({"finetune": keys}) for name, keys in FINETUNING_RECIPES.items()}),
+        _columns(
+            {name: FinetuningConfig().replace({"finetune": keys}) for name, keys in FINETUNING_RECIPES.items()},
+            RULES,
+        ),
     ]
     return NOTE + "\n".join(parts)
 
@@ -125,18 +143,23 @@ def configuration() -> str:
 def _keys(defaults: Configuration) -> str:
     sections: dict[str, list[list[str]]] = {}
     for name in defaults.key_names():
-        row = [f"`{name}`", defaults.describe_key(name), f"`{format_value(defaults.value(name))}`"]
+        default = defaults.rule(name) or f"`{format_value(defaults.value(name))}`"
+        row = [f"`{name}`", defaults.describe_key(name), default]
         sections.setdefault(name.partition(".")[0], []).append(row)
     return "\n".join(
         f"### `[{section}]`\n\n{table(['key', 'meaning', 'default'], rows)}" for section, rows in sections.items()
     )
 
 
-def _columns(configurations: dict[str, Any]) -> str:
+def _columns(configurations: dict[str, Any], rules: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """A column of values for each configuration, or of the rules that give them."""
     first = next(iter(configurations.values()))
     rows = []
     for name in first.key_names():
-        values = [format_value(each.value(name)) for each in configurations.values()]
+        values = [
+            (rules or {}).get(column, {}).get(name.partition(".")[2]) or format_value(each.value(name))
+            for column, each in configurations.items()
+        ]
         if len(set(values)) > 1:
             rows.append([f"`{name}`", *values])
     return table(["key", *(f"`{name}`" for name in configurations)], rows)

@@ -56,6 +56,8 @@ from electra_fast.training.evaluate import SEED, _common_config
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.run import exclusive
 
+BASE = ef.Config.preset("small", "google").override({"data.packing": "best-fit"})
+"""Results are filed by their differences from this."""
 NUM_SEEDS = 3
 FINETUNE_SEEDS = 3
 # A new number makes earlier results unusable.
@@ -214,7 +216,7 @@ class Study:
     def identity(self, job: Job) -> dict[str, Any]:
         """The key of a result: everything that it depends on, apart from the version."""
         config, _ = self.config(job)
-        differences = ef.Config().differences(config)
+        differences = BASE.differences(config)
         parts = job.setting.parts
         skipped = ("train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
         keys = {key: now for key, (_, now) in differences.items() if key not in skipped}

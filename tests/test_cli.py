@@ -15,7 +15,8 @@ from in_process import run
 
 from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
-from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES
+from electra_fast.config.presets import RECIPES
+from electra_fast.messages import UNSAFE, printable
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.training.flops import flops_per_token
 
@@ -96,7 +97,7 @@ def test_inspect_and_verify(folder):
     assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
     shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "span", "--packing", "google")
     assert shown.returncode == 0 and shown.stderr == "" and "[CLS]" in shown.stdout and "[MASK](" in shown.stdout
-    of_recipe = ("--masking", RECIPES[DEFAULT_RECIPE]["data.masking"], "--mask-prob", 0.25)
+    of_recipe = ("--masking", Config().data.masking, "--mask-prob", Config().data.mask_prob)
     rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
     assert rows[0] == rows[1] and rows[0].count("[MASK](") > rows[2].count("[MASK](") > 0
     assert max(map(len, rows[0].splitlines())) > 80  # a pipe has no width
@@ -107,6 +108,48 @@ def test_inspect_and_verify(folder):
     checked = run("verify", folder / "shards")
     assert checked.returncode == 0 and "content_hash" in checked.stdout and checked.stderr == ""
     json.loads(run("verify", folder / "shards", "--json").stdout)
+
+
+ODD = "odd\n\x1b[2J\u202e"
+# How each command prints lines, and how many at least; `finetune` is in test_messages, `demo` and `reproduce` are slow.
+LINES = {
+    "vocab": (("vocab", "text.txt", "--out", "entries/vocab.txt", "--size", 150), 2),
+    "prepare": (("prepare", "text.txt", "--vocab", "vocab.txt", "--out", "again"), 3),
+    "inspect": (("inspect", "shards"), 20),
+    "verify": (("verify", "shards"), 3),
+    "pretrain": (("pretrain", "--dry-run", "--preset", "tiny", "--data", "shards", "--train.batch_size", 4), 100),
+    "evaluate": (("evaluate", "run", "--data", "shards", "--batches", 1), 10),
+    "predict": (("predict", "run", "text.txt", "--task", "errors", "--text", "text"), 400),
+    "export": (("export", "run", "--out", "other"), 1),
+    "import": (("import", "model/encoder", "--generator", "small", "--out", "adapted"), 5),
+    "flops": (("flops", "run/config.toml"), 10),
+    "plan": (("plan", "run/config.toml", "--data", "shards", "--tokens-per-second", "1k"), 8),
+    "doctor": (("doctor", "run/config.toml"), 8),
+    "report": (("report", "run", "--out", "report.html"), 1),
+}
+
+
+@pytest.fixture(scope="module")
+def odd(folder):
+    """The same in a folder whose name would control a terminal."""
+    odd = shutil.copytree(folder, folder.parent / ODD)
+    (odd / "export").rename(odd / "model")
+    (odd / "entries").mkdir()
+    return odd
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_lines_are_lines_and_what_is_in_them_stays_in_them(command, odd):
+    assert {*LINES, "finetune", "demo", "reproduce"} == build_parser().commands.keys()
+    words, num_lines = LINES[command]
+    names = {each.name for each in odd.iterdir()} | {"again", "other", "adapted", "report.html"}
+    done = run(*(odd / word if str(word).partition("/")[0] in names else word for word in words))
+    assert done.returncode in (0, command == "doctor"), done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("\n") >= num_lines and {"\n"} >= set(UNSAFE.findall(said))
+    for escaped in (printable(ODD), json.dumps(ODD)[1:-1]):  # as text and in TOML
+        said = said.replace(escaped, "")
+    assert "\\n" not in said and "odd" not in said
 
 
 def test_verify_names_the_damage(folder, tmp_path):
@@ -260,6 +303,22 @@ def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
     done = run("evaluate", tmp_path / "run", "--data", tmp_path / "shards", "--json")
     assert json.loads(done.stdout)["tokens"] > 0
     assert f"warning: {tmp_path / 'shards'}: the model was trained on all of this corpus" in done.stderr
+
+
+def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
+    shards = shutil.copytree(folder / "shards", tmp_path / "shards")
+    size = ("--train.steps", 2, "--train.batch_size", 4)
+    assert run("pretrain", "--preset", "tiny", "--data", shards, "--out", tmp_path / "run", *size).returncode == 0
+    for source in ("run", "run/checkpoints/step-2"):
+        own, named = (run("evaluate", tmp_path / source, *data, "--json") for data in ((), ("--data", shards)))
+        assert own.stdout == named.stdout != "" and named.stderr == ""
+        where = f"evaluated on the corpus of its training, {shards} (its validation part)"
+        assert own.stderr == f"{tmp_path / source}: {where}\n"
+    assert "does not say what it was trained on; name the corpus" in fails("evaluate", folder / "export")
+    shutil.rmtree(shards)
+    assert f"run: was trained on {shards}, which is gone; name the corpus" in fails("evaluate", tmp_path / "run")
+    shutil.copytree(folder / "shards/holdout", shards)
+    assert f"run: {shards} has changed since" in fails("evaluate", tmp_path / "run")
 
 
 class TestMistakes:

@@ -48,6 +48,7 @@ SMALLER = {
     "electra-fast pretrain ": "electra-fast pretrain --train.steps 12 --train.batch_size 2 ",
     "--preset small": "--preset tiny",
     "--preset mini": "--preset tiny",
+    'preset = "mini"': 'preset = "tiny"',
     "--preset base --data": "--preset tiny --data",
     "--train.steps 5000": "--train.steps 12",
     "--train.steps 110k": "--train.steps 16",

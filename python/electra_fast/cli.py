@@ -24,10 +24,10 @@ from electra_fast.cli_parser import CONFIGURED, build_parser
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.config.file import did_you_mean, format_value, nearest, take_overrides
 from electra_fast.config.objectives import OBJECTIVE_SPECS
-from electra_fast.config.presets import DEFAULT_RECIPE
+from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
-from electra_fast.messages import error_line, printable, quietly, say
+from electra_fast.messages import error_line, quietly, say, show
 
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
@@ -126,7 +126,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
     """Prints one JSON object, or one line per value with nested tables indented."""
-    print(json.dumps(dict(report)) if as_json else "\n".join(map(printable, _report_lines(report))))
+    show([json.dumps(dict(report))] if as_json else _report_lines(report))
 
 
 def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _config(options: argparse.Namespace) -> Config:
             raise InputError("give CONFIG.toml or --preset, not both (the file itself may set `preset` and `recipe`)")
         return Config.load(options.config, options.overrides)
     objective = options.overrides.get("objective.name", "electra")
-    preset = Config.preset(options.preset or "small", options.recipe or DEFAULT_RECIPE, objective)
+    preset = Config.preset(options.preset or DEFAULT_PRESET, options.recipe or DEFAULT_RECIPE, objective)
     return preset.override(options.overrides)
 
 
@@ -212,9 +212,9 @@ def _require_corpus(options: argparse.Namespace, config: Config) -> None:
         )
 
 
-def _corpora(folders: list[str]) -> str | list[str]:
+def _corpora(folders: list[str] | None) -> str | list[str] | None:
     """Returns the folders given with --data; a single one may contain colons."""
-    return folders if len(folders) > 1 else folders[0]
+    return folders[0] if folders and len(folders) == 1 else folders
 
 
 def _named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -272,11 +272,11 @@ def _pretrain(options: argparse.Namespace) -> int:
         options.from_step = None
     config = _config(options)
     _require_corpus(options, config)
-    data = _corpora(options.data) if options.data else None
+    data = _corpora(options.data)
     if options.dry_run:
         from electra_fast.training.plan import dry_run
 
-        print("\n".join(map(printable, dry_run(config, data))))
+        show(dry_run(config, data))
         return 0
     result = pretrain(config, data=data, **_named(options, "out", "allow_changes", "from_step"))
     return 0 if result.is_finished else TIME_IS_UP
@@ -294,7 +294,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     given = {name: value for name, value in _named(options, *names).items() if value != defaults.get_default(name)}
     report = evaluate(options.source, _corpora(options.data), **given)
     lines = _evaluation_lines(report) if "unigram_auc" in report else _report_lines(report["scores"])
-    print(json.dumps(report) if options.json else "\n".join(map(printable, lines)))
+    show([json.dumps(report)] if options.json else lines)
     if options.out is not None:
         say(f"{options.out / 'report.md'}: {report['examples']:,} examples")
 
@@ -364,7 +364,7 @@ def _reproduce(options: argparse.Namespace) -> None:
         *("finetune_seeds", "corrupted_by", "workers", "overrides"),
     )
     results = reproduce(options.experiment, **_named(options, *names))
-    print(json.dumps(results) if options.json else (options.out / "table.md").read_text(encoding="utf-8"))
+    show([json.dumps(results)] if options.json else (options.out / "table.md").read_text(encoding="utf-8").split("\n"))
 
 
 def _predict(options: argparse.Namespace) -> None:
@@ -385,9 +385,9 @@ def _plan(options: argparse.Namespace) -> None:
         _require_corpus(options, config)
     elif options.config or options.preset or options.recipe or options.overrides:
         raise InputError("--hours proposes a configuration and takes none; leave it out to plan one of your own")
-    data = _corpora(options.data) if options.data else None
+    data = _corpora(options.data)
     found = plan(config, data=data, **_named(options, "tokens_per_second", "hours", "gpu_memory", "gpus"))
-    print(json.dumps(found) if options.json else "\n".join(map(printable, report_lines(found))))
+    show([json.dumps(found)] if options.json else report_lines(found))
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -395,7 +395,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     say("doctor: examining this machine; with a GPU, this takes a minute or two")
     report = doctor(_config(options))
-    print(json.dumps(report) if options.json else "\n".join(map(printable, report_lines(report))))
+    show([json.dumps(report)] if options.json else report_lines(report))
     return 1 if report["problems"] else 0
 
 
@@ -403,7 +403,7 @@ def _report(options: argparse.Namespace) -> None:
     from electra_fast.run_report.report import report
 
     report(options.runs, options.out)
-    print(options.out)
+    show([str(options.out)])
 
 
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from electra_fast import __version__
-from electra_fast.config.config import Config
+from electra_fast.config.config import Config, DataConfig
 from electra_fast.config.file import comma_separated, format_value, parse_number
-from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZES
+from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZES
 from electra_fast.config.section import Configuration
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import DEFAULT_RECIPE as FINETUNING_RECIPE
@@ -28,6 +28,8 @@ CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
     "finetune": (FinetuningConfig,),
     "reproduce": (Config, FinetuningConfig),
 }
+# The default of columns where a fine-tuned model knows them.
+AS_TRAINED = "as in training"
 
 
 class Parser(argparse.ArgumentParser):
@@ -149,13 +151,15 @@ def build_parser() -> Parser:
 
     sub = command("inspect", "summarize a corpus and show one of its packed, masked rows as text")
     sub.add_argument("directory", type=Path, metavar="CORPUS", help="corpus folder")
-    sub.add_argument("--sequence-length", type=int, default=128, help="tokens per row")
-    shown = RECIPES[DEFAULT_RECIPE]
-    masking, mask_prob = shown["data.masking"], shown["data.mask_prob"]
-    sub.add_argument("--masking", default=masking, help="masking of the row: paper, google, bert, whole-word or span")
-    sub.add_argument("--mask-prob", type=float, default=mask_prob, help="fraction of its tokens to mask")
-    sub.add_argument("--packing", default="best-fit", help="packing of the row: best-fit or google")
-    sub.add_argument("--cut-at", default="token", help="cut documents at: token, word or line")
+    for name, meaning in (
+        ("sequence_length", "tokens per row"),
+        ("masking", "masking of the row: paper, google, bert, whole-word or span"),
+        ("mask_prob", "fraction of its tokens to mask"),
+        ("packing", "packing of the row: best-fit or google"),
+        ("cut_at", "cut documents at: token, word or line"),
+    ):
+        default = getattr(DataConfig, name)
+        sub.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=meaning)
     sub.add_argument("--seed", type=int, default=0, help="seed that selects the row")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -164,14 +168,7 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("pretrain", "train a model; rerun with the same --out to resume")
-    sub.add_argument(
-        "config",
-        nargs="?",
-        type=Path,
-        metavar="CONFIG.toml",
-        help="configuration (default: that of the run in --out, else of --preset)",
-    )
-    _add_preset(sub)
+    _add_config(sub, "configuration (default: that of the run in --out, else of --preset)")
     _add_corpora(sub)
     sub.add_argument("--out", type=Path, help="run folder (default: train.out of the configuration)")
     sub.add_argument(
@@ -185,7 +182,7 @@ def build_parser() -> Parser:
         metavar="step-N",
         help="go back to this checkpoint: renames later checkpoints, removes later log lines (default: the last one)",
     )
-    sub.epilog = _key_help(Config.preset("small"))
+    sub.epilog = _key_help(Config())
 
     sub = command(
         "evaluate",
@@ -201,10 +198,9 @@ def build_parser() -> Parser:
     sub.add_argument(
         "--data",
         action="append",
-        required=True,
         metavar="FILE|FOLDER[:WEIGHT]",
         help="labeled file; or corpus, of which the validation part (prepare --holdout) is used, or all of it if it "
-        "has none; repeat to mix corpora",
+        "has none; repeat to mix corpora (default: the corpus of the run)",
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     labeled = sub.add_argument_group("for a fine-tuned model")
@@ -215,8 +211,8 @@ def build_parser() -> Parser:
         default="auto",
         help="dtype of activations, as for predict",
     )
-    _add_text(labeled)
-    _add_label(labeled)
+    _add_text(labeled, AS_TRAINED)
+    _add_label(labeled, AS_TRAINED)
     labeled.add_argument(
         "--labels",
         type=comma_separated,
@@ -315,8 +311,8 @@ def build_parser() -> Parser:
         "--threshold",
         type=float,
         metavar="P",
-        help="errors: lowest probability of a marked word (default: 0.5); several labels per text: probability above "
-        "which a label is chosen (default: each label's own, from the model's config.json)",
+        help="lowest probability of a marked word (errors), or of a chosen label (several labels per text) (default: "
+        "errors: 0.5; labels: each its own, from the model's config.json)",
     )
     sub.add_argument(
         "--top-k", type=int, metavar="K", help="classification: only the K best labels, best first (default: all)"
@@ -336,14 +332,14 @@ def build_parser() -> Parser:
         "test on a CPU",
     )
     sub.add_argument("--out", type=Path, help="output file (default: standard output)")
-    _add_text(sub)
+    _add_text(sub, AS_TRAINED)
 
     sub = command("reproduce", "run the paper's comparisons at equal compute; rerun with the same --out to resume")
     sub.add_argument("experiment", metavar="EXPERIMENT", help="objectives, generators, tying or sizes")
     sub.add_argument("--data", type=Path, required=True, help="corpus with a validation part (prepare --holdout)")
     sub.add_argument("--tasks", type=Path, required=True, help="folder of the GLUE tasks' folders")
     sub.add_argument("--out", type=Path, required=True, help="output folder for the table, the plot and all runs")
-    _add_preset(sub, "small", "google")
+    _add_preset(sub, DEFAULT_PRESET, "google")
     sub.add_argument(
         "--budget", type=number(float), metavar="FLOPS", help="true FLOPs of pre-training per run, e.g. 3e15"
     )
@@ -370,7 +366,7 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--workers", type=int, default=0, metavar="N", help="concurrent runs; 0: one per GPU or core")
     sub.add_argument("--json", action="store_true", help="print results.json")
-    sub.epilog = _key_help(Config.preset("small", "google"), FinetuningConfig())
+    sub.epilog = _key_help(Config.preset(DEFAULT_PRESET, "google"), FinetuningConfig())
 
     sub = command("export", "export a run as Hugging Face folders: encoder/, discriminator/ and generator/")
     sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
@@ -405,18 +401,15 @@ def build_parser() -> Parser:
     )
 
     sub = command("doctor", "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="check the kernels of this run")
-    _add_preset(sub)
+    _add_config(sub, "check the kernels of this run")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("flops", "count the FLOPs of a configuration: the paper's count and the true one")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="configuration, in place of --preset")
-    _add_preset(sub)
+    _add_config(sub, "configuration, in place of --preset")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("plan", "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
-    _add_preset(sub)
+    _add_config(sub, "configuration, such as RUN/config.toml, in place of --preset")
     _add_corpora(sub)
     speed = sub.add_mutually_exclusive_group()
     speed.add_argument(
@@ -501,8 +494,14 @@ def _add_inputs(sub: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_config(sub: Parser, meaning: str) -> None:
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help=meaning)
+    _add_preset(sub)
+    sub.epilog = "and configuration keys, as --section.key value; `electra-fast pretrain --help` lists them"
+
+
 def _add_preset(sub: argparse.ArgumentParser, preset: str | None = None, recipe: str | None = None) -> None:
-    sub.add_argument("--preset", default=preset, help=f"size: {', '.join(SIZES)} (default: small)")
+    sub.add_argument("--preset", default=preset, help=f"size: {', '.join(SIZES)} (default: {DEFAULT_PRESET})")
     sub.add_argument(
         "--recipe", default=recipe, help=f"recipe: {', '.join(RECIPES)} (default: {recipe or DEFAULT_RECIPE})"
     )
@@ -512,8 +511,8 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
     own.add_argument("--train", type=Path, metavar="FILE", help="training data, or its URL, as of --dev and --test")
     own.add_argument("--dev", type=Path, metavar="FILE", help="validation data (default: part of --train)")
     own.add_argument("--test", type=Path, metavar="FILE", help="data to predict, and to score if labeled")
-    _add_text(own)
-    _add_label(own)
+    _add_text(own, "text; sentence1,sentence2; ...")
+    _add_label(own, "label, labels, gold_label, score, target")
     for split in ("dev", "test"):
         for kind in ("text", "label"):
             help = f"--{kind} of --{split}, if its columns differ (default: as --{kind})"
@@ -537,14 +536,13 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
     )
 
 
-def _add_label(own: argparse._ActionsContainer) -> None:
+def _add_label(own: argparse._ActionsContainer, default: str) -> None:
     own.add_argument(
         "--label",
         type=comma_separated,
         default=(),
         metavar="COLUMN",
-        help="label column, or several of 0 and 1 (default: for evaluate as in training; label, labels, gold_label, "
-        "score, target)",
+        help=f"label column, or several of 0 and 1 (default: {default})",
     )
     own.add_argument(
         "--label-map",
@@ -561,14 +559,13 @@ def _add_label(own: argparse._ActionsContainer) -> None:
     own.add_argument("--label-separator", default="", metavar="TEXT", help="separator of the labels in one cell")
 
 
-def _add_text(sub: argparse._ActionsContainer) -> None:
+def _add_text(sub: argparse._ActionsContainer, default: str) -> None:
     sub.add_argument(
         "--text",
         type=comma_separated,
         default=(),
         metavar="COLUMN[,COLUMN2]",
-        help="text column, or two for pairs (default: for predict and evaluate as in training; text; "
-        "sentence1,sentence2; ...)",
+        help=f"text column, or two for pairs (default: {default})",
     )
     sub.add_argument(
         "--quoting",
@@ -591,7 +588,7 @@ def _add_text(sub: argparse._ActionsContainer) -> None:
 
 def _key_help(*defaults: Configuration) -> str:
     return "configuration keys, as --section.key value (other presets and recipes have other defaults):\n" + "\n".join(
-        f"  --{name:<30} {each.describe_key(name)} (default: {format_value(each.value(name))})"
+        f"  --{name:<30} {each.describe_key(name)} (default: {each.rule(name) or format_value(each.value(name))})"
         for each in defaults
         for name in each.key_names()
     )

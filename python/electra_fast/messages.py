@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 MAX_ERROR_LENGTH = 1000
 # Set by --quiet, and so inherited by the processes that a command starts.
@@ -27,6 +27,11 @@ def error_line(text: str) -> str:
     line = printable(text.strip())
     half = MAX_ERROR_LENGTH // 2
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[:half]}…{line[1 - half :]}"
+
+
+def show(lines: Iterable[str]) -> None:
+    """Prints lines of a result on standard output. A line break within one is escaped: it came from outside."""
+    print("\n".join(map(printable, lines)))
 
 
 def is_quiet() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import tomllib
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from electra_fast.config.config import Config, by_section
+from electra_fast import cli
+from electra_fast.cli_parser import build_parser
+from electra_fast.config.config import Config, ObjectiveConfig, by_section
 from electra_fast.config.objectives import OBJECTIVE_SPECS
-from electra_fast.config.presets import RECIPES, SIZES
+from electra_fast.config.presets import RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
 from electra_fast.config.section import Configuration
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.training.flops import flops_per_token
@@ -167,10 +170,41 @@ def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path)
     assert config.override({"model.attention": "sdpa"}).model.attention == "sdpa"
 
 
-def test_the_default_recipe_is_modern_with_rows_that_keep_every_token(tmp_path: Path) -> None:
-    config = Config.preset("mini")
-    assert config == Config.preset("mini", "modern") == Config.load(write(tmp_path, 'preset = "mini"'))
-    assert (config.model.architecture, config.data.packing) == ("modern", "best-fit")
+def of_command_line(*words: object) -> Config:
+    options = build_parser().parse_args(["flops", *map(str, words)])
+    options.overrides = {}
+    return cli._config(options)
+
+
+@pytest.mark.parametrize("preset", [None, *SIZES])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_a_preset_and_a_recipe_mean_the_same_everywhere(preset: str | None, recipe: str | None, tmp_path: Path) -> None:
+    """In Python, in a file and on the command line; what is left out is small and modern."""
+    given = {name: value for name, value in (("preset", preset), ("recipe", recipe)) if value}
+    config = Config.preset(preset or "small", recipe or "modern")
+    path = write(tmp_path, "".join(f'{name} = "{value}"\n' for name, value in given.items()))
+    flags = (word for name, value in given.items() for word in (f"--{name}", value))
+    assert config == Config.load(path) == of_command_line(path) == of_command_line(*flags)
+    assert given or (config == Config() and (config.model.architecture, config.data.packing) == ("modern", "best-fit"))
+
+
+@pytest.mark.parametrize("preset", SIZES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: Path) -> None:
+    """Also if the file is older than keys whose default changes what a run does."""
+    config = Config.preset(preset, recipe)
+    older = config.override(YOUNGER_KEYS)
+    tables = tomllib.loads(config.to_toml())
+    assert Config.load(write(tmp_path, config.to_toml())) == config == Config.of_table(tables)
+    for name in YOUNGER_KEYS:
+        section, _, key = name.partition(".")
+        del tables[section][key]
+    assert Config.of_table(tables) == older
+    set_by_presets = {
+        *itertools.chain(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
+    } - YOUNGER_KEYS.keys()
+    assert Config.of_table(by_section({name: config.value(name) for name in set_by_presets})) == older
+    assert Config.of_table({"optimizer": tables["optimizer"]}).objective == ObjectiveConfig()  # not of a run
 
 
 @pytest.mark.parametrize("name", OBJECTIVE_SPECS)
@@ -207,8 +241,8 @@ def test_the_repr_names_preset_recipe_and_changes(changes: dict[str, object], ob
 def test_differences_name_the_keys() -> None:
     config = Config()
     assert config.differences(config) == {}
-    other = config.override({"train.steps": "7", "model.dropout": "0"})
-    assert config.differences(other) == {"model.dropout": (0.1, 0.0), "train.steps": (1_000_000, 7)}
+    other = config.override({"train.steps": "7", "model.dropout": "0.1"})
+    assert config.differences(other) == {"model.dropout": (0.0, 0.1), "train.steps": (1_000_000, 7)}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +263,10 @@ def test_differences_name_the_keys() -> None:
         ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be at least 0"),
         ("[model]\nnum_heads = 5", "model.num_heads = 5 does not divide model.hidden_size = 256"),
         ('[model]\narchitecture = "modern"\nhidden_size = 12\nnum_heads = 4', "model.num_heads = 3 is odd"),
-        ("[model]\nlocal_attention = 8", 'model.local_attention = 8 needs model.architecture = "modern"'),
+        (
+            'recipe = "paper"\n[model]\nlocal_attention = 8',
+            'model.local_attention = 8 needs model.architecture = "modern"',
+        ),
         ("[data]\nsequence_length = 1024", "sequence_length = 1024 is longer than model.max_positions = 512; raise"),
         ("[train]\naccumulate = true", "train.accumulate = True must be an integer, not true or false"),
         ("[train]\naccumulate = 3", "train.accumulate = 3 does not divide train.batch_size = 128"),
@@ -249,7 +286,7 @@ def test_differences_name_the_keys() -> None:
         ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
         ('preset = "small"\n[objective]\nname = "mml"', "objective.name = 'mml' must be one of electra, mlm"),
         ('preset = "small"\nobjective = "mlm"', "[objective] is not a table"),
-        ('recipe = "google"', "recipe = 'google' needs a preset too"),
+        ('recipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
         ("[train\nsteps = 1", "Expected ']' at the end of a table declaration"),
     ],
 )

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ import pyarrow as pa
 import pytest
 import torch
 
+from electra_fast.config.config import Config
+from electra_fast.data.inspect import inspect, show_row
 from electra_fast.data.loader import BatchLoader, rows_of, to_torch
 
 LENGTH = 64
+PUBLISHED = {"masking": "google", "mask_prob": 0.15}
 Open = Callable[..., BatchLoader]
 
 
 @pytest.fixture
 def open_loader(corpus: Path) -> Open:
     def open_with(**changes: Any) -> BatchLoader:
-        options: dict[str, Any] = {"sequence_length": LENGTH, "batch_size": 23, "seed": 5, "epochs": 1}
+        options: dict[str, Any] = {"sequence_length": LENGTH, "batch_size": 23, "seed": 5, "epochs": 1, **PUBLISHED}
         return BatchLoader(corpus, **(options | changes))
 
     return open_with
@@ -42,6 +46,16 @@ def test_the_repr_says_what_comes_and_where_it_stands(open_loader: Open, corpus:
     assert repr(loader) == f"BatchLoader({str(corpus)!r}): {rows}; at epoch 0"
     next(loader)
     assert 0 < float(repr(loader).rpartition(" ")[2]) < 1
+
+
+def test_the_defaults_are_those_of_a_configuration():
+    """But for the lanes and the cache, which a run decides."""
+    keys = vars(Config().data) | vars(Config().train)
+    for function, num_shared in ((BatchLoader, 9), (inspect, 1), (show_row, 3)):
+        parameters = signature(function).parameters.values()
+        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        shared = {name: value for name, value in defaults.items() if name in keys.keys() - {"lanes", "cache_dir"}}
+        assert shared == {name: keys[name] for name in shared} and len(shared) >= num_shared
 
 
 def digest(batches: list[Any]) -> str:

@@ -99,7 +99,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) 
 @pytest.fixture
 def open_loader(corpus: Path) -> Open:
     def open_with(**changes: Any) -> BatchLoader:
-        options: dict[str, Any] = {"packing": "google", "sequence_length": 64, "batch_size": 41, "seed": 5, "epochs": 1}
+        options: dict[str, Any] = {"packing": "google", "masking": "google", "mask_prob": 0.15}
+        options |= {"sequence_length": 64, "batch_size": 41, "seed": 5, "epochs": 1}
         return BatchLoader(corpus, **(options | changes))
 
     return open_with

@@ -100,6 +100,7 @@ def test_the_command_prints_scores_and_the_model_decides_which_options_apply(tra
     for (source, *options), message in refused.items():
         done = in_process.run("evaluate", source, "--data", files["dev"], *options)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "is evaluated on labeled examples; name their file with --data" in in_process.run("evaluate", model).stderr
     done = in_process.run("evaluate", encoder_folder, "--data", tmp_path, "--label", "x")
     assert "--label is for fine-tuned models, and" in done.stderr
 

@@ -1,12 +1,16 @@
 """The recipes' values, against the draft's table 6 and the published code."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from electra_fast.config.config import Config
+from electra_fast.config.file import format_value
 from electra_fast.errors import InputError
-from electra_fast.finetuning.config import FinetuneSection, lr_factors, recipe_config
+from electra_fast.finetuning.config import RECIPES, RULES, FinetuneSection, FinetuningConfig, lr_factors, recipe_config
+from electra_fast.finetuning.readers.glue import TASKS
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.step import FinetuningWork
 from electra_fast.optimizers.optimizer import lr_scale
 
@@ -90,7 +94,9 @@ def test_published_recipes(recipe, small, settings):
 
 
 def test_fast_has_the_encoders_dropout():
-    for shape, rate in ((SMALL, 3e-4), (replace(SMALL, hidden_size=384), 3e-4), (BASE, 1e-4), (LARGE, 5e-5)):
+    widths = {64: 3e-4, 128: 3e-4, 256: 3e-4, 384: 3e-4, 512: 1e-4}
+    by_width = ((replace(SMALL, hidden_size=width), rate) for width, rate in widths.items())
+    for shape, rate in (*by_width, (BASE, 1e-4), (LARGE, 5e-5)):
         expected = {"dropout": 0.0, "attention_dropout": 0.2, "learning_rate": rate, "layer_decay": 0.9, "epochs": 3}
         expected |= {"schedule": "linear", "head": "hf", "bias_correction": True}
         assert_settings("fast", "stsb", replace(shape, dropout=0.0, attention_dropout=0.2), expected)
@@ -121,6 +127,35 @@ def test_fast_takes_enough_steps(num_examples, num_classes, overrides, epochs, e
     )
     assert (fast.epochs, fast.evals_per_epoch) == (epochs, evals_per_epoch)
     assert paper.epochs == float(overrides.get("finetune.epochs", 3))
+
+
+def default_configs(recipe):
+    """The configurations of every task and several encoders, on few examples, some, and many."""
+    dropout = {"dropout": 0.0, "attention_dropout": 0.2}
+    shapes = [replace(SMALL, hidden_size=width, **dropout) for width in (64, 256, 384)] + [BASE, LARGE]
+    tasks = dict.fromkeys(TASKS, {}) | {kind: task_type.defaults for kind, task_type in TASK_TYPES.items()}
+    sizes = ((0, 0), (100, 2), (1_000, 40), (60_000, 3))
+    for (task, defaults), shape, size in itertools.product(tasks.items(), shapes, sizes):
+        yield recipe_config(recipe, task, shape, {}, defaults, *size)
+
+
+@pytest.mark.parametrize("recipe", RULES)
+def test_the_shown_defaults_are_those_of_runs(recipe):
+    """A value that runs may differ in is shown as a rule, and a rule has the values that it gives."""
+    found, own = {}, FinetuningConfig().replace({"finetune": RECIPES[recipe]})
+    for config, name in itertools.product(default_configs(recipe), FinetuningConfig.key_names()):
+        found.setdefault(name.partition(".")[2], set()).add(format_value(config.value(name)))
+    rules = RULES[recipe]
+    assert {name for name, values in found.items() if len(values) > 1} == rules.keys()
+    for name, values in found.items():
+        if name not in rules:
+            assert values == {format_value(own.value(f"finetune.{name}"))}
+        elif rules[name] != "the encoder's" and not name.startswith(("epochs", "evals")):
+            assert all(each.removesuffix(".0") in rules[name] for each in map(shown, values)), (name, values)
+
+
+def shown(value):
+    return f"{float(value):g}" if value[0].isdigit() else value
 
 
 def test_only_fast_weights_rare_classes():

@@ -270,4 +270,4 @@ def test_import_takes_the_preset_of_the_same_size_for_models_of_others() -> None
     config = Config.preset("base", "google")
     assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
     assert preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")
-    assert preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config()
+    assert preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config.preset("small", "google")

@@ -40,7 +40,8 @@ def train(config, scale=1.0, dtype=torch.float32):
 
 
 def plain(**changes):
-    defaults = {"learning_rate": 0.01, "clip_norm": 0.0, "weight_decay": 0.1, "bias_correction": True}
+    defaults = {"name": "adamw", "learning_rate": 0.01, "muon_learning_rate": 0.02, "beta2": 0.999}
+    defaults |= {"clip_norm": 0.0, "weight_decay": 0.1, "bias_correction": True}
     return OptimizerConfig(**(defaults | changes))
 
 
@@ -143,7 +144,9 @@ def test_shares_of_an_update_are_the_update(name):
     def updated(num_processes):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 40), nn.LayerNorm(40), nn.Linear(40, 40))
-        optimizer = Optimizer(model.named_parameters(), OptimizerConfig(name=name, learning_rate=0.1))
+        optimizer = Optimizer(
+            model.named_parameters(), OptimizerConfig(name=name, learning_rate=0.1, muon_learning_rate=0.02)
+        )
         shares = []
         for rank in range(num_processes):
             optimizer.divide(rank, num_processes)

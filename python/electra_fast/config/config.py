@@ -12,12 +12,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from electra_fast import _data
 from electra_fast.config.file import Scalar, Value, did_you_mean, read_toml
 from electra_fast.config.objectives import OBJECTIVE_SPECS, OPTION_NEEDS, check_needs
-from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES
+from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
 from electra_fast.config.section import AUTO as AUTO
 from electra_fast.config.section import LOGGERS, Configuration, Section, config_key
 from electra_fast.errors import InputError
@@ -40,17 +40,17 @@ class ModelConfig(Section):
     """`[model]`: the resulting encoder; with replaced-token detection, the discriminator."""
 
     architecture: Architecture = config_key(
-        "bert", "post-norm layers with learned positions, or pre-norm layers with rotary positions and GeGLU"
+        "modern", "post-norm layers with learned positions, or pre-norm layers with rotary positions and GeGLU"
     )
     vocab_size: int = config_key(0, "vocabulary size; 0: that of the corpus", low=0, high=1 << 24)
     max_positions: int = config_key(512, "longest sequence in tokens", low=8, high=32768)
     num_layers: int = config_key(12, "transformer layers", low=1, high=1000)
     hidden_size: int = config_key(256, "width of the residual stream", low=1, high=1 << 16)
-    intermediate_size: int = config_key(1024, "width of the feed-forward layer", low=1, high=1 << 18)
+    intermediate_size: int = config_key(704, "width of the feed-forward layer", low=1, high=1 << 18)
     num_heads: int = config_key(4, "attention heads", low=1, high=1 << 16)
     embedding_size: int = config_key(128, "width of the embedding table", low=1, high=1 << 16)
-    dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
-    attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
+    dropout: float = config_key(0.0, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
+    attention_dropout: float = config_key(0.0, "dropout on attention probabilities", low=0, high=0.99)
     heads: Literal["dense", "plain"] = config_key(
         "dense",
         "pre-training heads: with a dense layer before the output, or plain e(x)'h and w'h as in the paper's draft",
@@ -125,10 +125,10 @@ class ObjectiveConfig(Section):
 
     name: str = config_key("electra", "replaced-token detection or one of its variants", choices=tuple(OBJECTIVE_SPECS))
     gen_weight: float = config_key(1.0, "weight of the generator's loss", low=0)
-    disc_weight: float = config_key(50.0, "weight of the discriminator's loss", low=0)
+    disc_weight: float = config_key(10.0, "weight of the discriminator's loss", low=0)
     encoder_weight: float = config_key(1.0, "weight of the encoder's loss in replace-mlm and all-tokens-mlm", low=0)
     corrective_weight: float = config_key(
-        0.0,
+        1.0,
         "weight of the discriminator's loss for predicting the original tokens at masked positions (electra)",
         low=0,
     )
@@ -158,9 +158,9 @@ class DataConfig(Section):
     )
     sequence_length: int = config_key(128, "tokens per row, including [CLS] and [SEP]", low=8, high=32768)
     masking: str = config_key(
-        "google", "masking of single tokens, whole words, or spans of one to three words", choices=_data.MASKINGS
+        "paper", "masking of single tokens, whole words, or spans of one to three words", choices=_data.MASKINGS
     )
-    mask_prob: float = config_key(0.15, "fraction of a row's tokens to mask", low=0, high=0.9, open_low=True)
+    mask_prob: float = config_key(0.25, "fraction of a row's tokens to mask", low=0, high=0.9, open_low=True)
     packing: str = config_key(
         "best-fit",
         "packing of documents into rows: keeping every token, or as in the published code",
@@ -191,20 +191,20 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """`[optimizer]`: the update rule and its schedule."""
 
-    name: Literal["adamw", "lamb", "muon"] = config_key("adamw", "update rule")
-    learning_rate: float = config_key(5e-4, "peak learning rate; 0 (modern): 0.2 / sqrt(steps), at most 0.004", low=0)
+    name: Literal["adamw", "lamb", "muon"] = config_key("muon", "update rule")
+    learning_rate: float = config_key(0.0, "peak learning rate; 0 (modern): 0.2 / sqrt(steps), at most 0.004", low=0)
     warmup_steps: int = config_key(-1, "steps of linear warmup; -1: 5% of the steps, at most 10,000", low=-1)
     schedule: Literal["linear", "product"] = config_key(
-        "product", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
+        "linear", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
     )
     weight_decay: float = config_key(0.01, "decoupled weight decay of all but norms and biases", low=0)
     clip_norm: float = config_key(1.0, "largest global gradient norm; 0: no clipping", low=0)
-    bias_correction: bool = config_key(False, "Adam's bias correction")
+    bias_correction: bool = config_key(True, "Adam's bias correction")
     beta1: float = config_key(0.9, "decay rate of the first moment", low=0, high=0.999999)
-    beta2: float = config_key(0.999, "decay rate of the second moment", low=0, high=0.999999)
+    beta2: float = config_key(0.98, "decay rate of the second moment", low=0, high=0.999999)
     epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
     muon_learning_rate: float = config_key(
-        0.02, "peak learning rate of Muon's matrices; 0: 0.5 / sqrt(steps), at most 0.02", low=0
+        0.0, "peak learning rate of Muon's matrices; 0: 0.5 / sqrt(steps), at most 0.02", low=0
     )
     muon_momentum: float = config_key(0.95, "momentum of Muon's matrices", low=0, high=0.999999)
 
@@ -420,25 +420,28 @@ class Config(Configuration):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-        """Reads a TOML file, whose keys override its top-level `preset` and `recipe`.
+        """Reads a TOML file, whose keys override its top-level `preset` and `recipe`, by default small and modern.
 
         Raises FileNotFoundError, or ValueError naming the file, key, value and allowed values.
         """
         table = read_toml(Path(path))
-        preset, recipe = table.pop("preset", None), table.pop("recipe", None)
-        if recipe is not None and preset is None:
-            raise InputError(f"{path}: recipe = {recipe!r} needs a preset too")
         try:
-            tables = (table, cls.tables_of(overrides or {}))
-            if preset is None:
-                return cls().replace(*tables)
-            objective = "electra"
-            for section in (each.get("objective") for each in tables):
-                if isinstance(section, Mapping):
-                    objective = str(section.get("name", objective))
-            return cls.preset(str(preset), str(recipe or DEFAULT_RECIPE), objective).replace(*tables)
+            return cls.of_table(table, overrides)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+
+    @classmethod
+    def of_table(cls, table: Mapping[str, Any], overrides: Mapping[str, object] | None = None) -> Config:
+        """Returns the configuration of a TOML file that was parsed."""
+        sections = {name: keys for name, keys in table.items() if name not in ("preset", "recipe")}
+        tables = (sections, cls.tables_of(overrides or {}))
+        objective = "electra"
+        for section in (each.get("objective") for each in tables):
+            if isinstance(section, Mapping):
+                objective = str(section.get("name", objective))
+        preset, recipe = table.get("preset", DEFAULT_PRESET), table.get("recipe", DEFAULT_RECIPE)
+        config = cls.preset(str(preset), str(recipe), objective)
+        return (config.override(YOUNGER_KEYS) if _is_whole(sections) else config).replace(*tables)
 
     @classmethod
     def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
@@ -452,6 +455,13 @@ class Config(Configuration):
             raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
         config = cls().replace(by_section(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {})))
         return config.with_objective(objective)
+
+
+def _is_whole(sections: Mapping[str, Any]) -> bool:
+    """Whether every key that presets and recipes set is given, as in the files that runs save."""
+    needed = set().union(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values()) - YOUNGER_KEYS.keys()
+    given = (f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, Mapping) for key in keys)
+    return needed <= set(given)
 
 
 def by_section(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:

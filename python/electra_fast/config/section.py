@@ -81,6 +81,11 @@ class Configuration:
         return str(cls._field(name).metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
 
     @classmethod
+    def rule(cls, name: str) -> str:
+        """Returns how a key's default follows from what the configuration is for; "" where it is one value."""
+        return ""
+
+    @classmethod
     def choices(cls, name: str) -> tuple[str, ...] | None:
         """Returns the values that a key may have, or None if they cannot be listed."""
         section, _, key = name.partition(".")

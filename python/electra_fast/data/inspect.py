@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from electra_fast import _data
-from electra_fast.config.config import Config
+from electra_fast.config.config import Config, DataConfig
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
@@ -18,7 +18,7 @@ from electra_fast.messages import printable
 from electra_fast.progress import result_console
 
 
-def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
+def inspect(directory: str | Path, *, sequence_length: int = DataConfig.sequence_length) -> dict[str, Any]:
     """Statistics of a corpus and its validation split: documents, tokens, bytes per token, rows of a given length.
 
     `unknown_share` is [UNK] per token; `tokens_per_word` is `None` for a tokenizer that does not mark words. Both
@@ -68,9 +68,9 @@ def show_row(
     sequence_length: int,
     masking: str,
     seed: int,
-    mask_prob: float = 0.15,
-    packing: str = "best-fit",
-    cut_at: str = "token",
+    mask_prob: float = DataConfig.mask_prob,
+    packing: str = DataConfig.packing,
+    cut_at: str = DataConfig.cut_at,
 ) -> None:
     """Prints a row: one segment per line, masked positions in color with the original token."""
     corpus = Corpus(directory)
@@ -89,7 +89,8 @@ def rows_as_text(config: Config, num_rows: int) -> Iterator[str]:
     names = ("input_ids", "segment_ids", "masked_positions", "masked_ids", "masked_weights")
     for number in range(num_rows):
         yield f"row {number}:"
-        yield _text_of({name: batch[name][number].tolist() for name in names}, tokenizer).plain.rstrip()
+        text = _text_of({name: batch[name][number].tolist() for name in names}, tokenizer).plain
+        yield from text.rstrip().split("\n")
 
 
 def _text_of(row: Mapping[str, list[Any]], tokenizer: Tokenizer) -> Text:

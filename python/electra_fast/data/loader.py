@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +20,9 @@ from torch.utils.dlpack import from_dlpack
 
 from electra_fast import _data
 from electra_fast._data import RecordBatch
+from electra_fast.config.config import Config, DataConfig, TrainConfig
 from electra_fast.data.mixture import Corpora, weighted_folders
 from electra_fast.errors import InputError
-
-if TYPE_CHECKING:
-    from electra_fast.config.config import Config
 
 _TOKEN_COLUMNS = ("input_ids", "token_type_ids", "position_ids", "segment_ids")
 _MASK_COLUMNS = ("masked_positions", "masked_ids", "masked_weights")
@@ -102,21 +100,21 @@ class BatchLoader(Iterator[RecordBatch]):
         self,
         corpus: Corpora,
         *,
-        sequence_length: int,
-        batch_size: int,
-        seed: int = 0,
-        masking: str = "google",
-        mask_prob: float = 0.15,
+        sequence_length: int = DataConfig.sequence_length,
+        batch_size: int = TrainConfig.batch_size,
+        seed: int = TrainConfig.seed,
+        masking: str = DataConfig.masking,
+        mask_prob: float = DataConfig.mask_prob,
         rank: int = 0,
         world_size: int = 1,
-        packing: str = "best-fit",
-        cut_at: str = "token",
+        packing: str = DataConfig.packing,
+        cut_at: str = DataConfig.cut_at,
         lanes: int = 1,
-        num_threads: int = 1,
-        prefetch: int = 4,
+        num_threads: int = DataConfig.num_threads,
+        prefetch: int = DataConfig.prefetch,
         epochs: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int = 1 << 34,
+        cache_bytes: int = DataConfig.cache_bytes,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "corpus")}
         options["cache_dir"] = os.path.abspath(cache_dir or default_cache_dir())

@@ -151,7 +151,7 @@ def prepare(
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
             bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))
         if progress:  # counting what each packing keeps takes seconds for a large corpus
-            for line in summary(report, out, tokenizer.fallback_reason).splitlines():
+            for line in summary(report, out, tokenizer.fallback_reason):
                 bar.say(line)
     return report
 

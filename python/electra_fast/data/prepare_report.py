@@ -154,8 +154,8 @@ def alphabet(letters: tuple[int, int, int, int], words: tuple[int, int], most: s
     )
 
 
-def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason: str | None) -> str:
-    """The result of `prepare` as text: what was written, left out, and is still missing."""
+def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason: str | None) -> Iterator[str]:
+    """Yields the lines of the result of `prepare`: what was written, left out, and is still missing."""
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
     if report.skipped_splits:
         skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"
@@ -165,19 +165,22 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason:
     if report.tokens_per_word is not None:
         counts += f", {report.tokens_per_word:.2f} tokens per word"
     if report.already_complete:
-        return f"{os.fspath(out)}: already complete: {counts}{skipped}"
+        yield f"{os.fspath(out)}: already complete: {counts}{skipped}"
+        return
     crate_note = ""
     if fallback_reason:
         crate_note = f"; tokenized by the tokenizers crate, which is many times slower, because {fallback_reason}"
     if report.unhashed_input_groups:
         counted = f"{report.unhashed_input_groups} of {report.num_input_groups} input groups are not"
-        return f"{os.fspath(out)}: hashed, but {counted}; run it again when all partitions have been hashed{skipped}"
+        yield f"{os.fspath(out)}: hashed, but {counted}; run it again when all partitions have been hashed{skipped}"
+        return
     if not report.complete:
         missing = f"{report.missing_input_groups} of {report.num_input_groups} input groups are still missing"
         remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
         if _data.url_of(os.fspath(out)):
             remedy = "the part that is done last completes the corpus"
-        return f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{crate_note}"
+        yield f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{crate_note}"
+        return
     empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
     dropped = ", ".join(
         f"{count:,} {what}"
@@ -189,14 +192,11 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason:
         if count
     )
     validation = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""
-    return "\n".join(
-        (
-            f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}{crate_note}",
-            *([f"  {dropped}"] if dropped else []),
-            *_repeat_lines(report.repeats),
-            *_packing_lines(report, out),
-        )
-    )
+    yield f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}{crate_note}"
+    if dropped:
+        yield f"  {dropped}"
+    yield from _repeat_lines(report.repeats)
+    yield from _packing_lines(report, out)
 
 
 def _repeat_lines(repeats: Repeats | None) -> Iterator[str]:

@@ -132,6 +132,11 @@ class FinetuningConfig(Configuration):
 
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
 
+    @classmethod
+    def rule(cls, name: str) -> str:
+        """Returns how the default recipe derives a key's default from task, encoder and data, or ""."""
+        return RULES[DEFAULT_RECIPE].get(name.partition(".")[2], "")
+
 
 # Table 6 of the paper.
 _PAPER: dict[str, Scalar] = {
@@ -159,10 +164,44 @@ RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fa
 # `fast` takes at least so many steps, or so many per class in at most so many epochs (measured in bench/LOG.md), and
 # evaluates at most so often.
 MIN_STEPS, STEPS_PER_CLASS, MAX_EPOCHS_FOR_CLASSES, MAX_EVALUATIONS = 300, 20, 30, 20
+# Widths of encoders and their rates, in a recipe (`fast`: measured in bench/LOG.md); wider ones have _BASE_RATE, and
+# those of 24 layers or more _LARGE_RATE.
+_RATES = {"paper": {256: 3e-4}, "google": {}, "fast": {384: 3e-4}}
+_BASE_RATE, _LARGE_RATE, _LARGE_LAYERS = 1e-4, 5e-5, 24
 # Tasks with small training sets, trained for 10 epochs in the paper and its code; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
+
+
+def _rate_rule(recipe: str) -> str:
+    widths = "".join(f"{rate:g} up to width {width}, " for width, rate in _RATES[recipe].items())
+    return f"{widths}{_BASE_RATE:g}{' above' if widths else ''}; {_LARGE_RATE:g} from {_LARGE_LAYERS} layers"
+
+
+_PUBLISHED_RULES = {
+    "layer_decay": f"0.8; 0.9 from {_LARGE_LAYERS} layers",
+    "epochs": "3; RTE, STS-B 10; questions 2",
+    "sequence_length": "128; tags 256; questions 512; at most the encoder's positions",
+    "head_dropout": "0.1; questions 0",
+}
+RULES: dict[str, dict[str, str]] = {
+    "paper": _PUBLISHED_RULES | {"learning_rate": _rate_rule("paper")},
+    "google": _PUBLISHED_RULES
+    | {"learning_rate": _rate_rule("google"), "both_orders": "true for MRPC and STS-B, else false"},
+    "fast": {
+        "learning_rate": _rate_rule("fast"),
+        "epochs": f"3; questions 2; more if these are under {MIN_STEPS} steps, or {STEPS_PER_CLASS} per class (for "
+        f"classes, {MAX_EPOCHS_FOR_CLASSES} epochs at most)",
+        "evals_per_epoch": f"1; fewer for at most {MAX_EVALUATIONS} in all",
+        "sequence_length": _PUBLISHED_RULES["sequence_length"],
+        "dropout": "the encoder's",
+        "attention_dropout": "the encoder's",
+        "head_dropout": _PUBLISHED_RULES["head_dropout"],
+        "class_weights": '"auto" for your own classes, else "none"',
+    },
+}
+"""How each recipe derives the defaults that depend on the task, the encoder or the data, by key of `[finetune]`."""
 
 
 def recipe_config(
@@ -200,8 +239,9 @@ def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
 
     `fast` differs from the paper where another value measured better with small encoders (bench/LOG.md).
     """
-    is_large, is_small = shape.num_layers >= 24, shape.hidden_size <= (384 if recipe == "fast" else 256)
-    rate = 5e-5 if is_large else 3e-4 if is_small and recipe != "google" else 1e-4
+    is_large = shape.num_layers >= _LARGE_LAYERS
+    by_width = (rate for width, rate in _RATES[recipe].items() if shape.hidden_size <= width)
+    rate = _LARGE_RATE if is_large else next(by_width, _BASE_RATE)
     keys: dict[str, Scalar] = {"learning_rate": rate, "layer_decay": 0.9 if is_large or recipe == "fast" else 0.8}
     if recipe == "fast":
         keys |= {"dropout": shape.dropout, "attention_dropout": shape.attention_dropout}

@@ -26,13 +26,13 @@ _FLAGS = {"max_batches": "--batches"}
 _TUPLES = ("text", "label", "labels", "label_map")
 
 
-def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
+def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, Any]:
     """Evaluates a fine-tuned model on labeled examples, or a pre-trained one on a corpus.
 
     Args:
         source: A fine-tuned model; or a run, a checkpoint or a folder of `transformers`, which `training.evaluate`
             evaluates with its own arguments.
-        data: Labeled examples, in a file or in memory as for `finetune`; or corpora.
+        data: Labeled examples, in a file or in memory as for `finetune`; or corpora, by default that of the run.
         **options: Those of a fine-tuned model follow.
         out: A folder for report.json, report.md, their pictures and predictions.jsonl.
         precision: As for `load_finetuned`.
@@ -64,6 +64,8 @@ def evaluate(source: str | Path, data: Any, **options: Any) -> dict[str, Any]:
         _refuse(options, others, f"for fine-tuned models, and {source} is not one")
         return pretrained.evaluate(source, data, **options)
     _refuse(options, own, f"for pre-trained models, and {source} is fine-tuned")
+    if data is None:
+        raise InputError(f"{source}: a fine-tuned model is evaluated on labeled examples; name their file with --data")
     if isinstance(data, list) and all(isinstance(each, str) for each in data):
         raise InputError(f"{source}: a fine-tuned model is evaluated on one file; give --data once")
     file = Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from electra_fast.config.config import AUTO, Config, GeneratorConfig, ModelConfig, by_section
 from electra_fast.config.file import Scalar, format_value
-from electra_fast.config.presets import ADAPTATION
+from electra_fast.config.presets import ADAPTATION, DEFAULT_PRESET
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.huggingface.config import CLASSES, named_classes, read_table, role_shape
@@ -138,7 +138,7 @@ def _config(main: _Network, small: _Network | None, generator: str, tying: str) 
     length = min(int(settings["data.sequence_length"]), shape.max_positions)
     changes = by_section(settings | {"data.sequence_length": length})
     try:
-        return Config().replace({"model": model, "generator": sizes}, changes)
+        return Config.preset(DEFAULT_PRESET, "paper").replace({"model": model, "generator": sizes}, changes)
     except InputError as error:
         raise InputError(f"{main.source} with the generator {generator}: {error}") from None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from electra_fast.config.config import NORM_EPS, Architecture, Config, ModelConfig
 from electra_fast.config.file import Scalar
-from electra_fast.config.presets import SIZES
+from electra_fast.config.presets import DEFAULT_PRESET, SIZES
 from electra_fast.config.section import integers_as_floats
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
@@ -300,7 +300,7 @@ def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
     if OWN_KEY not in table:
         return None
     try:
-        return Config().replace(table[OWN_KEY])
+        return Config.of_table(table[OWN_KEY])
     except (InputError, AttributeError) as error:
         raise InputError(f"{path}: {OWN_KEY}: {error}") from None
 
@@ -315,9 +315,9 @@ def token_type_1_trained(folder: Path) -> bool:
 
 
 def preset_of_size(shape: ModelConfig) -> Config:
-    """Returns defaults for a model that we did not export: the preset of its size, if any, or the plain defaults."""
+    """Returns defaults for a model that we did not export: the preset of its size, or else `small`."""
     recipe = "modern" if shape.architecture == "modern" else "google"
     for config in (Config.preset(name, recipe) for name in SIZES):
         if (config.model.num_layers, config.model.hidden_size) == (shape.num_layers, shape.hidden_size):
             return config
-    return Config()
+    return Config.preset(DEFAULT_PRESET, recipe)

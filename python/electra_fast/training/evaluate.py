@@ -20,7 +20,7 @@ from torch import Tensor
 
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, padding_row, rows_of, to_torch
-from electra_fast.data.mixture import Corpora, Mixture
+from electra_fast.data.mixture import Corpora, Mixture, missing_folder
 from electra_fast.errors import InputError, is_out_of_memory
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
@@ -48,7 +48,7 @@ _Batches = Iterator[tuple[int, int, Mapping[str, Tensor]]]
 
 def evaluate(
     source: str | Path,
-    data: Corpora,
+    data: Corpora | None = None,
     *,
     sequence_length: int | None = None,
     batch_size: int | None = None,
@@ -63,7 +63,7 @@ def evaluate(
         source: Run, checkpoint or Hugging Face folder.
         data: A corpus, of which the validation part (`prepare --holdout`) is used, or all if it has none. Or several,
             as for `pretrain`: the validation parts of those that have one, each read once; weights matter only for
-            `corrupted_by` "unigram".
+            `corrupted_by` "unigram". By default the corpus that the run was trained on.
         sequence_length: Tokens per row. By default 128 for `unigram_auc`, or the longest row that the model can read if
             that is shorter; for the rest that of the run, or of the corruptor if given.
         batch_size: Rows per batch; by default that of the run, on a GPU in its micro-batches.
@@ -92,7 +92,8 @@ def evaluate(
     if mlm_examples < 0:
         raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
     target = torch.device(device) if device else choose_device()
-    model, mixture = load(source).to(target), Mixture(data)
+    model = load(source).to(target)
+    mixture = _own_corpus(Path(source)) if data is None else Mixture(data)
     corpora = _validation_part(source, mixture)
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), mixture.corpora[0])
     model.limit_vocabulary(mixture.vocab_size)
@@ -355,6 +356,22 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
     num_positive, num_negative = int(labels.sum()), int((~labels).sum())
     u = mean_ranks[places[labels]].sum() - num_positive * (num_positive + 1) / 2
     return float(u / (num_positive * num_negative))
+
+
+def _own_corpus(source: Path) -> Mixture:
+    """Returns the corpus that a run was trained on, and says so. Raises ValueError or OSError if it is not there."""
+    stored, remedy = checkpoint_of(source), "name the corpus to evaluate on with --data"
+    folders = Config.load(stored / "config.toml").data.corpus if stored else ""
+    if not folders:
+        raise InputError(f"{source}: does not say what it was trained on; {remedy}")
+    if missing := missing_folder(folders):
+        raise FileNotFoundError(f"{source}: was trained on {missing}, which is gone; {remedy}")
+    mixture, trained_on = Mixture(folders), origin(source).corpus
+    if trained_on not in (None, mixture.content_hash):
+        raise InputError(f"{source}: {mixture} has changed since the run was trained on it; {remedy}")
+    part = "all of it" if mixture.holdout is None else "its validation part"
+    say(f"{source}: evaluated on the corpus of its training, {mixture} ({part})")
+    return mixture
 
 
 def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:

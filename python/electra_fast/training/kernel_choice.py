@@ -29,6 +29,7 @@ import torch
 from electra_fast import _data
 from electra_fast.card import card_of, missing_for_triton
 from electra_fast.config.config import AUTO, Config, ModelConfig
+from electra_fast.config.presets import DEFAULT_PRESET
 from electra_fast.data.loader import default_cache_dir
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import replace_file
@@ -453,9 +454,8 @@ def _of_encoder(shape: ModelConfig, compute: ComputeConfig, length: int, num_row
     names = [each.name for each in dataclasses.fields(ModelConfig)]
     keys = {name: getattr(shape, name) for name in names} | {"vocab_size": 1024, "attention": compute.attention}
     data = {"sequence_length": min(length, shape.max_positions)}
-    train = {"batch_size": num_rows, "accumulate": 1, "execution": "eager"}
-    config = Config().with_objective("mlm").replace({"model": keys, "data": data, "train": train})
-    return config.override({"train.precision": PRECISIONS[compute.dtype]})
+    train = {"batch_size": num_rows, "accumulate": 1, "execution": "eager", "precision": PRECISIONS[compute.dtype]}
+    return Config.preset(DEFAULT_PRESET, "paper", "mlm").replace({"model": keys, "data": data, "train": train})
 
 
 def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: bool) -> Config:

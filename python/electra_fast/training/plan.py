@@ -230,7 +230,7 @@ def dry_run(config: Config, data: Corpora | None) -> Iterator[str]:
     if not (data or config.data.corpus):
         raise InputError("pretrain --dry-run needs a corpus (--data DIR, data.corpus)")
     found = plan(config, data=data)
-    yield from (found["config"].rstrip(), "")
+    yield from (*found["config"].rstrip().split("\n"), "")
     yield from report_lines(found)
     config = config.replace({"data": {"corpus": absolute(data or config.data.corpus)}})
     yield from ("", "first rows of the first batch; masked tokens in brackets:")

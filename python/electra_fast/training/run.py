@@ -17,7 +17,7 @@ from electra_fast import _data
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config, by_section
 from electra_fast.config.file import Scalar, Value
 from electra_fast.config.objectives import OBJECTIVE_SPECS
-from electra_fast.config.presets import RECIPES
+from electra_fast.config.presets import DEFAULT_PRESET, RECIPES
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
@@ -277,8 +277,9 @@ def _how_to_resume(name: str, directory: Path) -> str:
     if name != "model.architecture":
         return "leave it as it was to resume"
     saved = Config.load(directory / "config.toml")
-    recipes = [each for each, keys in RECIPES.items() if keys.get(name, "bert") == saved.model.architecture]
-    recipe = max(recipes, key=lambda each: sum(saved.value(key) == value for key, value in RECIPES[each].items()))
+    presets = {each: Config.preset(DEFAULT_PRESET, each) for each in RECIPES}
+    recipes = [each for each, config in presets.items() if config.value(name) == saved.value(name)]
+    recipe = min(recipes, key=lambda each: len(presets[each].differences(saved)))
     return f'resume with --out alone, or with --recipe {recipe} (recipe = "{recipe}" in CONFIG.toml)'
 
 
