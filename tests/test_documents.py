@@ -452,7 +452,9 @@ def test_every_extra_is_in_the_installation_page():
 
 
 @pytest.mark.parametrize("document", [TREE / "CONTRIBUTING.md", TREE / "bench/README.md"], ids=name_of)
-def test_files_that_a_document_names_exist(document):
-    names = [path.relative_to(TREE).as_posix() for pattern in ("*/**/*.py", "*/**/*.rs") for path in TREE.glob(pattern)]
-    for named in re.findall(r"`([\w/]+\.(?:py|rs))`", document.read_text(encoding="utf-8")):
-        assert "NAME" in named or any(f"/{name}".endswith(f"/{named}") for name in names), named
+def test_files_and_names_in_a_document_exist(document):
+    paths, text = [*TREE.glob("*/**/*.py"), *TREE.glob("*/**/*.rs")], document.read_text(encoding="utf-8")
+    for named in re.findall(r"`([\w/]+\.(?:py|rs))`", text):
+        assert "NAME" in named or any(f"/{path.relative_to(TREE)}".endswith(f"/{named}") for path in paths), named
+    words = {word for path in paths for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    assert {*re.findall(r"`([A-Za-z]*_\w+|[A-Z]\w+)`", text)} <= words
