@@ -1,12 +1,15 @@
 """Text from files and arguments does nothing to a terminal, wherever it is printed."""
 
+import ast
 import json
 import re
+from pathlib import Path
 
 import in_process
 import pytest
 from tiny_task import QUICK, sentences
 
+import electra_fast
 from electra_fast.messages import MAX_ERROR_LENGTH, error_line, printable
 
 HOSTILE = "\x1b[2Jx\x07\x9b1m\u202e"
@@ -16,6 +19,19 @@ def test_what_moves_the_cursor_is_spelled():
     assert printable("a\x1b[31m\r\n\t\x9b\u2028\u202e\ud800") == r"a\x1b[31m\r\n\t\x9b\u2028\u202e\ud800"
     ordinary = "[red]é 日本\u3000\u200d👩\u200d🔬\\n"
     assert printable(ordinary) == ordinary
+
+
+def test_only_messages_print():
+    """So that what is printed is escaped; children print answers to their parents, and a log is a file."""
+    others = {"cli_completion.py", "kernel_check.py", "speed.py", "watchdog.py"}
+    folder = Path(electra_fast.__file__).parent
+    calls = [
+        path.name
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+    assert set(calls) == {"messages.py", *others}
 
 
 @pytest.mark.parametrize("length", [MAX_ERROR_LENGTH, MAX_ERROR_LENGTH + 1, 100_000])

@@ -351,7 +351,7 @@ def _finetune(options: argparse.Namespace) -> None:
     )
     results = finetune(options.task, **_named(options, *names))
     if options.json:
-        print(json.dumps(results))
+        show([json.dumps(results)])
     else:
         print_table(results)
 

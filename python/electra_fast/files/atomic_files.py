@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from electra_fast.messages import say
 
 _WRITING, _REPLACED = ".writing", ".replaced"
 
@@ -82,7 +83,7 @@ def remove(path: Path) -> None:
     except FileNotFoundError:
         pass  # removed concurrently
     except OSError as error:
-        print(f"warning: {path}: not removed ({error.strerror}); it is no longer needed", file=sys.stderr)
+        say(f"warning: {path}: not removed ({error.strerror}); it is no longer needed")
 
 
 def foreign_names(folder: Path) -> list[str]:

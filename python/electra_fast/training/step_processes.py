@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.interruption import SIGNALS, requested_stop
+from electra_fast.messages import say
 from electra_fast.model.compute import ComputeConfig, use_compute
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.allocator import keep_freed_memory
@@ -315,7 +316,7 @@ class _Link(Connection):
                 remedy = f"`kill -CONT {self.process.pid}` resumes it"
                 if not is_suspended:
                     remedy = f"if it never answers, `kill -9 {self.process.pid}` ends the run, which you can resume"
-                print(f"warning: {who} {why}, and the run waits for it; {remedy}", file=sys.stderr)
+                say(f"warning: {who} {why}, and the run waits for it; {remedy}")
 
 
 def _is_suspended(pid: int) -> bool:

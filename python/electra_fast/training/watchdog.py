@@ -12,6 +12,8 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's own
 
+from electra_fast.messages import printable
+
 # Seconds between checks of the clock and of the other ranks' flag.
 _INTERVAL = 1.0
 # Time for the other ranks to write their stacks before the rank that set the flag ends.
@@ -87,9 +89,9 @@ class Watchdog:
             stacks = f"stacks in {self._write_stacks(reason)}"
         except OSError as error:  # only the first rank needs access to the run's folder
             stacks = f"no stacks ({error})"
-        line = f"electra-fast: error: rank {self._rank}: {reason}; {stacks}; start again to resume\n"
+        line = f"electra-fast: error: rank {self._rank}: {reason}; {stacks}; start again to resume"
         with contextlib.suppress(OSError):
-            os.write(2, line.encode())
+            os.write(2, f"{printable(line)}\n".encode())
         time.sleep(_GRACE)
         os._exit(2)
 
