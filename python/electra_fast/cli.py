@@ -347,7 +347,7 @@ def _finetune(options: argparse.Namespace) -> None:
         *("model", "out", "data", "train", "dev", "test", "seeds", "recipe", "overrides", "role"),
         *("text", "label", "dev_text", "dev_label", "test_text", "test_label", "labels", "label_map"),
         *("label_separator", "quoting", "dev_fraction", "scheme", "delimiter", "no_header", "skip_bad_rows"),
-        *("folds", "untrained_twin"),
+        *("folds", "group", "untrained_twin"),
     )
     results = finetune(options.task, **_named(options, *names))
     if options.json:

@@ -534,6 +534,8 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
     own.add_argument(
         "--folds", type=int, metavar="K", help="cross-validate on K parts of --train, each with a model of the others"
     )
+    help = "rows with one value in this column stay together when --train is split (equal texts always do)"
+    own.add_argument("--group", default="", metavar="COLUMN", help=help)
 
 
 def _add_label(own: argparse._ActionsContainer, default: str) -> None:

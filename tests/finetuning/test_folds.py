@@ -17,6 +17,7 @@ from tiny_task import QUICK, sentences
 import electra_fast as ef
 from electra_fast.errors import InputError
 from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.model.initialization import initialize
 from electra_fast.model.model import Embeddings, Encoder
@@ -67,6 +68,37 @@ def test_each_example_is_in_one_fold(files, kind):
     assert {*dev} == everything and {*dev.values()} == {1}
     again = read_tasks(task, None, {"train": path}, {"folds": (1, 5)})[0]
     assert again.dev[0].ids == folds[1].dev[0].ids
+
+
+def pieces(count, kind):
+    """Rows of `count` texts, each twice in another notation, of six patients; every class has several."""
+    for number in range(2 * count):
+        text = f"text number {number // 2}" if number % 2 else f"Text, number  {number // 2}!"
+        row = {"text": text, "patient": number // 2 % 6, "label": "abc"[min(2, number // 2 % 5)]}
+        if kind == "multi-label":
+            row["label"] = [row["label"], "d"][: 1 + number // 2 % 2]
+        if kind == "tagging":
+            row = {"words": text.split(), "tags": ["B-X", "O", "O"], "patient": row["patient"]}
+        yield row | ({"label": float(number // 2)} if kind == "regression" else {})
+
+
+@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging"])
+@pytest.mark.parametrize("group", ["", "patient"])
+def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
+    path, task = write_rows([*pieces(30, kind)]), "classification" if kind == "multi-label" else kind
+    options = {"group": group} if group else {}
+    for share in (*({"folds": (number, 3)} for number in range(3)), {"dev_fraction": 0.2}):
+        (data,) = read_tasks(task, None, {"train": path}, options | share)
+        train, dev = ({int(text.split()[2].strip("!")) for (text,) in each.texts} for each in (data.train, data.dev[0]))
+        if group:
+            train, dev = ({number % 6 for number in each} for each in (train, dev))
+        assert train and dev and train.isdisjoint(dev) and train | dev == {*range(6 if group else 30)}
+        assert abs(len(data.dev[0].texts) - (20 if "folds" in share else 12)) <= (
+            0 if group and "folds" in share else 8
+        )
+        if task == "classification" and not group:
+            assert TASK_TYPES[data.task.kind].class_sizes(data.task, data.dev[0]).keys() == {*data.task.labels}
+            assert 0 not in TASK_TYPES[data.task.kind].class_sizes(data.task, data.dev[0]).values()
 
 
 def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp_path, monkeypatch):
@@ -121,6 +153,9 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
         ({"folds": 7}, r"--folds 7 with 6 examples of the class 'rare'; lower --folds"),
         ({"folds": 2, "dev": "dev.jsonl"}, "leave --dev and --dev-fraction out"),
         ({"folds": 2, "dev_fraction": 0.3}, "--dev-fraction"),
+        ({"folds": 2, "group": "patient"}, r"no column 'patient'; there are: .*text.*; choose with --group"),
+        ({"folds": 5, "group": "label"}, "--group makes 4 groups of rows, too few for 5 parts"),
+        ({"dev": "dev.jsonl", "group": "label"}, "leave it out with --dev"),
         ({"task": "mrpc", "folds": 2}, "--folds is for --task classification, regression, tagging"),
         ({"task": "squad2", "folds": 2}, "--folds is for --task classification, regression, tagging"),
         ({"task": "question-answering", "folds": 12}, "too few examples or contexts for 12 folds"),

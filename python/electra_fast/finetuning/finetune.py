@@ -17,7 +17,7 @@ from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
 from electra_fast.files.json_files import read_object
-from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
+from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
 from electra_fast.finetuning.readers.memory_table import MemoryTable
@@ -30,7 +30,7 @@ from electra_fast.finetuning.summary import (
     summarize,
     summary_text,
 )
-from electra_fast.finetuning.task import TaskData
+from electra_fast.finetuning.task import Task, TaskData
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
@@ -39,6 +39,7 @@ from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, 
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder, untrained
 from electra_fast.interruption import StopRequest, stop_requests
+from electra_fast.messages import say
 from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.callbacks import Callback, Callbacks
@@ -92,9 +93,10 @@ def finetune(
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
         folds: Cross-validation on own data: validates on each of so many parts of `train`, which is stratified as
-            without `dev`, a model trained on the others, in `out/TASK/fold-K/seed-0/`. Adds `{"means": {score: x},
-            "deviations": {score: x}, "out_of_fold": {score: x}}` to the results: over the folds, and of all
-            validation predictions together.
+            without `dev`, a model trained on the others, in `out/TASK/fold-K/seed-0/`. The last step's model is kept
+            unless `overrides` say otherwise, since a fold must not choose the model that it scores. Adds
+            `{"means": {score: x}, "deviations": {score: x}, "out_of_fold": {score: x}}` to the results: over the
+            folds, and of all validation predictions together.
         untrained_twin: Also train the same network from random weights, with seed 0, in `out/TASK/untrained/`, and add
             its scores to the results as `untrained`.
         on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
@@ -104,8 +106,8 @@ def finetune(
             passes through, after a checkpoint.
         on_checkpoint: Called likewise when a checkpoint is complete: `{"step", "path"}`.
         columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
-            `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `no_header`, `skip_bad_rows`, `scheme`
-            (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
+            `group`, `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `no_header`, `skip_bad_rows`,
+            `scheme` (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed if the loss is not
     finite; Interrupted after a checkpoint.
@@ -116,6 +118,8 @@ def finetune(
     given = (("train", train), ("dev", dev), ("test", test))
     files = {name: _file(name, each) for name, each in given if each is not None}
     settings = {name: str(value) for name, value in (overrides or {}).items()}
+    if folds is not None and "finetune.patience" not in settings:
+        settings.setdefault("finetune.select", "last")  # a fold must not choose the model that it scores
     encoder = load_encoder(model, role)
     common = recipe_config(recipe, "", encoder.shape, settings).finetune
     require_loggers("finetune.loggers", common.loggers)
@@ -127,6 +131,8 @@ def finetune(
         all_data = [each for part in parts for each in read_tasks(task, folder, files, part)]
     if folds is not None:
         _check_classes(all_data[0], folds)
+        for line in _biases(all_data[0].task, common):
+            say(f"warning: {line}")
     with exclusive(out):
         earlier = _earlier_results(out)
         jobs: dict[str, list[Job]] = {}
@@ -168,6 +174,17 @@ def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str
     if dev is not None or columns.get("dev_fraction", 0.1) != 0.1:
         raise InputError("--folds validates on parts of --train; leave --dev and --dev-fraction out")
     return [{**columns, "folds": (number, folds)} for number in range(folds)]
+
+
+def _biases(task: Task, config: FinetuneSection) -> Iterator[str]:
+    """Yields what is chosen on the examples of a fold that it is then scored on."""
+    if config.select == "best":
+        yield "each fold's score is a little too high, since it chose the step: give --finetune.select last"
+    if config.calibrate:
+        yield "each fold's temperature fits the examples that it is scored on: their calibration is too good"
+    if task.kind == "multi-label" or task.has_unanswerable:
+        what = "threshold of odds" if task.has_unanswerable else "thresholds of labels"
+        yield f"each fold's {what} are chosen on the examples that they are scored on: the scores are a little too high"
 
 
 def _check_classes(data: TaskData, folds: int) -> None:

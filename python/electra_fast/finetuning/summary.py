@@ -70,10 +70,19 @@ def summarize(group: TaskRuns, found: Sequence[dict[str, Any] | None]) -> dict[s
         **across_folds,
         "majority": _means(_by_name([each.majority for each in group.jobs])),
         **({"untrained": _means(_by_name(twins))} if twins else {}),
-        **({"absent_classes": job.absent} if job.absent else {}),
+        **({"absent_classes": absent} if (absent := _absent(group.jobs)) else {}),
         "runs": [{name: value for name, value in run.items() if name != "splits"} for run in runs],
         "seconds": round(sum(run["seconds"] for run in found if run is not None), 3),
     }
+
+
+def _absent(jobs: Sequence[Job]) -> dict[str, list[str]]:
+    """Returns the classes that a split lacks, of folds those that at least one lacks."""
+    found: dict[str, dict[str, None]] = {}
+    for job in jobs:
+        for split, names in job.absent.items():
+            found.setdefault(split, {}).update(dict.fromkeys(names))
+    return {split: list(names) for split, names in found.items()}
 
 
 def _by_name(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -72,6 +72,8 @@ def _read_own(
     refused = next((name for name in given if name not in _options(kind)), None)
     if refused is not None:
         raise InputError(f"{_flag(refused)} is not for --task {kind}")
+    if "group" in given and "dev" in files:
+        raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
     options = with_tuples(given, _TUPLES)
     dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
     if dialect != Dialect():

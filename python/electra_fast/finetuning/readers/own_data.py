@@ -41,7 +41,14 @@ from electra_fast.finetuning.readers.rows import (
     there_are,
 )
 from electra_fast.finetuning.readers.tables import Quoting, Table, class_names, column_names, read_table
-from electra_fast.finetuning.readers.validation_split import Fold, covering, set_aside, stratified, validation_rows
+from electra_fast.finetuning.readers.validation_split import (
+    Fold,
+    covering,
+    group_values,
+    grouped_rows,
+    set_aside,
+    stratified,
+)
 from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction
 
 TEXT_COLUMNS = (
@@ -123,6 +130,7 @@ def read(
     skip_bad_rows: int = 0,
     dev_fraction: float = 0.1,
     folds: Fold | None = None,
+    group: str = "",
     seed: int = 0,
 ) -> TaskData:
     """Reads the files of a task.
@@ -149,6 +157,8 @@ def read(
         skip_bad_rows: Number of unusable rows that may be left out.
         dev_fraction: Fraction of the training examples to set aside, above 0 and below 1.
         folds: Set this fold's examples aside instead.
+        group: A column of the training file: examples with the same value are not separated. Examples with the same
+            text never are.
         seed: Seeds the choice of the examples to set aside.
 
     Raises:
@@ -193,8 +203,12 @@ def read(
     splits = {name: file.split(targets[name]) for name, file in files.items()}
     if dev is None:
         whole = splits["train"]
-        chosen = validation_rows(
-            whole, folds or dev_fraction, lambda rest, fraction: _validation_rows(rest, task, fraction, seed)
+        chosen = grouped_rows(
+            whole,
+            folds or dev_fraction,
+            lambda rest, fraction: _validation_rows(rest, task, fraction, seed),
+            seed,
+            group_values(train, group, [files["train"].table.rows[row] for row in files["train"].rows]),
         )
         splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes if folds is None else [])
     if kind == "regression":

@@ -41,7 +41,7 @@ from electra_fast.finetuning.readers.tag_sentences import (
     row_sentences,
     row_text,
 )
-from electra_fast.finetuning.readers.validation_split import Fold, set_aside, validation_rows, with_all_tags
+from electra_fast.finetuning.readers.validation_split import Fold, group_values, grouped_rows, set_aside, with_all_tags
 from electra_fast.finetuning.readers.words import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction
 
@@ -66,6 +66,7 @@ def read_tagging(
     quoting: tables.Quoting = "auto",
     dev_fraction: float = 0.1,
     folds: Fold | None = None,
+    group: str = "",
     seed: int = 0,
     skip_bad_rows: int = 0,
 ) -> TaskData:
@@ -88,6 +89,8 @@ def read_tagging(
         quoting: As in `tables.iterate_rows`.
         dev_fraction: Fraction of the training sentences to set aside, above 0 and below 1.
         folds: Set this fold's sentences aside instead.
+        group: A column of the training file, if it has rows of sentences: those with the same value are not separated.
+            Equal sentences never are.
         seed: Seeds the choice of the sentences to set aside.
         skip_bad_rows: Number of unusable sentences that may be left out.
 
@@ -116,10 +119,12 @@ def read_tagging(
     notes += bad.finish()
     if dev is None:
         whole = splits["train"]
-        chosen = validation_rows(
+        chosen = grouped_rows(
             whole,
             folds or dev_fraction,
             lambda rest, fraction: with_all_tags(rest, task, max(1, round(len(rest.texts) * fraction)), seed),
+            seed,
+            group_values(train, group, whole.columns or []),
         )
         splits["train"], splits["dev"] = set_aside(
             whole, chosen, seed, notes if folds is None else [], what="sentences"

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.rows import Row, check_columns
+from electra_fast.finetuning.report.train_overlap import text_key
 from electra_fast.finetuning.task import Split, Task, select
 
 Fold = tuple[int, int]
 """A fold's number, from 0, and the number of folds."""
+_ROWS = -2
+"""Key of the number of rows among the counts of labels."""
 
 
 def validation_rows(
@@ -38,6 +44,104 @@ def validation_rows(
             return rest[chosen]
         rest = np.delete(rest, chosen)
     return rest
+
+
+def grouped_rows(
+    whole: Split,
+    share: float | Fold,
+    choose: Callable[[Split, float], NDArray[np.intp]],
+    seed: int,
+    values: Sequence[Any] = (),
+) -> NDArray[np.intp]:
+    """Returns the rows to validate on, like `validation_rows`, without separating rows that belong together.
+
+    Rows of equal texts do (without case, spaces and punctuation), and those of an equal value, if `values` has one per
+    row. Groups are assigned to the parts as scikit-learn's StratifiedGroupKFold does: the largest first, each where
+    the parts' labels stay nearest to their shares. Where a few texts make up the whole split, equal ones are separated
+    after all. Raises InputError if the values make fewer groups than parts.
+    """
+    groups = _groups(whole, values)
+    number, shares = (0, [share, 1 - share]) if isinstance(share, float) else (share[0], [1 / share[1]] * share[1])
+    num_groups = int(groups.max()) + 1
+    if values and num_groups < len(shares):
+        raise InputError(f"{whole.path}: --group makes {num_groups} groups of rows, too few for {len(shares)} parts")
+    if not len(shares) <= num_groups < len(groups):
+        return validation_rows(whole, share, choose)
+    counts = [Counter[int]() for _ in range(num_groups)]
+    for group, labels in zip(groups.tolist(), _labels(whole), strict=True):
+        counts[group].update(labels)
+        counts[group][_ROWS] += 1
+    parts = _parts(counts, shares, seed)
+    if isinstance(share, float):
+        _cover(counts, parts)
+    sizes = np.bincount(parts[groups], minlength=len(shares))
+    if not values and (sizes < len(groups) * np.array(shares) / 2).any():  # a few texts, many times each
+        return validation_rows(whole, share, choose)
+    return np.flatnonzero(parts[groups] == number)
+
+
+def group_values(path: Path, column: str, rows: Sequence[Row]) -> list[Any]:
+    """Returns the values in the column of `--group`, none if no column is given; raises InputError if it is missing."""
+    if column:
+        check_columns(path, dict.fromkeys(name for row in rows for name in row), (column,), "--group")
+    return [row.get(column) for row in rows] if column else []
+
+
+def _groups(whole: Split, values: Sequence[Any]) -> NDArray[np.int64]:
+    """Numbers the groups of rows with equal texts or values, from 0; rows without words or value are in none."""
+    known: dict[str, list[str]] = {}
+    first, parent = dict[tuple[str, Any], int](), list(range(len(whole.texts)))
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = row = parent[parent[row]]
+        return row
+
+    for row, texts in enumerate(whole.texts):
+        key, value = text_key(texts, known), values[row] if values else None
+        for kind, name in (("text", key.strip()), ("value", "" if value is None else str(value))):
+            if name:
+                parent[root(row)] = root(first.setdefault((kind, key if kind == "text" else name), row))
+    return np.unique([root(row) for row in range(len(parent))], return_inverse=True)[1]
+
+
+def _labels(whole: Split) -> Iterator[list[int]]:
+    """Yields the class, the labels or the tags of each row; nothing for a value."""
+    assert whole.targets is not None
+    for target in whole.targets:
+        if np.ndim(target) and whole.targets.dtype != object:
+            yield np.flatnonzero(target > 0).tolist()
+        else:
+            yield [] if np.asarray(target).dtype.kind == "f" else np.atleast_1d(target).tolist()
+
+
+def _parts(counts: Sequence[Counter[int]], shares: Sequence[float], seed: int) -> NDArray[np.int64]:
+    """Returns the part of each group, given the counts of its labels."""
+    totals = Counter[int]()
+    for own in counts:
+        totals.update(own)
+    filled = [Counter[int]() for _ in shares]
+    parts, order = np.zeros(len(counts), np.int64), np.random.default_rng(seed).permutation(len(counts)).tolist()
+    for group in sorted(order, key=lambda group: -counts[group][_ROWS]):
+        costs = [
+            sum(((have[label] + n) ** 2 - have[label] ** 2) / totals[label] ** 2 for label, n in counts[group].items())
+            / share
+            for have, share in zip(filled, shares, strict=True)
+        ]
+        parts[group] = int(np.argmin(costs))
+        filled[parts[group]].update(counts[group])
+    return parts
+
+
+def _cover(counts: Sequence[Counter[int]], parts: NDArray[np.int64]) -> None:
+    """Moves the smallest group of each label that the first part lacks there, if the second keeps the label."""
+    left = Counter(label for own, part in zip(counts, parts, strict=True) if part for label in own)
+    have = {label for own, part in zip(counts, parts, strict=True) if not part for label in own}
+    for group in sorted(np.flatnonzero(parts).tolist(), key=lambda group: counts[group][_ROWS]):
+        if not have.issuperset(counts[group]) and all(left[label] > 1 for label in counts[group]):
+            parts[group] = 0
+            have.update(counts[group])
+            left.subtract(counts[group].keys())
 
 
 def set_aside(

@@ -58,12 +58,12 @@ def find_duplicates(train: Split, dev: Split) -> list[Duplicate]:
     words: dict[str, list[str]] = {}  # of each text; contexts of questions repeat
     places: dict[str, int] = {}
     for row, texts in enumerate(train.texts):
-        places.setdefault(_key(texts, words), row)
+        places.setdefault(text_key(texts, words), row)
     found, others = dict[int, Duplicate](), dict[int, frozenset[str]]()
     for row, texts in enumerate(dev.texts):
         if not any(_words(text, words) for text in texts):
             continue
-        if (first := places.get(_key(texts, words))) is not None:
+        if (first := places.get(text_key(texts, words))) is not None:
             found[row] = Duplicate(row, first, 1.0, True)
         else:
             others[row] = _set(texts, words)
@@ -117,7 +117,8 @@ def _words(text: str, known: dict[str, list[str]]) -> list[str]:
     return known[text]
 
 
-def _key(texts: Example, known: dict[str, list[str]]) -> str:
+def text_key(texts: Example, known: dict[str, list[str]]) -> str:
+    """Returns what is equal for exact duplicates; `known` caches the words of texts."""
     return "\n".join("".join(_words(text, known)) for text in texts)
 
 
