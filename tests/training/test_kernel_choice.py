@@ -30,11 +30,13 @@ from electra_fast.training.kernel_choice import (
     FILE,
     KernelCheck,
     agree_on_kernels,
+    expected_seconds,
     parse_kernels,
     settle_encoder,
     settle_kernels,
 )
 from electra_fast.training.memory import StepMemory
+from electra_fast.training.timing import SlowSteps, StepTimes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SHORT = ComputeConfig("short", torch.bfloat16)
@@ -402,6 +404,23 @@ def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch)
     assert {each.device for each in asked} == {"cuda:3"} and {each.compute.dtype for each in asked} == {torch.bfloat16}
     assert (settled.model.attention, settled.train.execution) == ("varlen", "eager")
     assert asked[-1].compute.kernels == tuple(kernels.items()) == (("*", REFERENCE),)
+
+
+def test_steps_that_are_much_slower_than_in_the_check_are_one_warning(tiny_corpus, tmp_path):
+    """Slower than what was chosen, or than all kernels if those are faster: a step may have lost one."""
+    config = small_config(tiny_corpus, **{"train.accumulate": "2"})
+    for times, expected in (({}, None), ({"eager": 30.0}, 0.06), ({"eager": 30.0, "eager by kernels": 10.0}, 0.02)):
+        check = KernelCheck(kernel_choice.identity_of(config, CPU))
+        check.records = checked(*(Record("step", name, time) for name, time in times.items())).records
+        (tmp_path / FILE).write_text(check.text())
+        assert expected_seconds(config, CPU, tmp_path) == (expected and pytest.approx(expected))
+        assert check.execution == ("eager" if times else None)
+    for changes in ({"train.kernels": "triton"}, {"train.reduce": "exact"}, {"data.sequence_length": "32"}):
+        assert expected_seconds(config.override(changes), CPU, tmp_path) is None
+    slow, windows = SlowSteps(0.02), [None, 0.1, 0.02, 0.1, None, 0.03, 0.1]
+    found = [slow.warning(seconds and StepTimes(seconds, 1.0)) for seconds in windows]
+    assert found[:5] == [None] * 5 and found[6] is None
+    assert found[5].startswith("a step takes 30 ms, 1.5 times what it took when kernels were checked; ")
 
 
 def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):

@@ -20,6 +20,7 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.model.compute import ComputeConfig
+from electra_fast.training import trainer
 from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
 from electra_fast.training.pretrain import pretrain
 from electra_fast.training.reporting import words_to_mask
@@ -91,6 +92,13 @@ def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
             assert len(lines) == (said and is_new)
             assert all(line.startswith(f"warning: {name}: ") for line in lines)
         assert ("[UNK]" in (out / "warnings.jsonl").read_text()) == said
+
+
+def test_a_run_whose_steps_are_slower_than_checked_says_so_once(validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "expected_seconds", lambda *_: 1e-6)
+    pretrain(tiny_config(**{"train.steps": "12"}), data=validation_corpus, out=tmp_path / "run")
+    (found,) = (each for each in lines(tmp_path / "run", "warnings.jsonl") if " when kernels were " in each["message"])
+    assert found["step"] == 8
 
 
 def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):

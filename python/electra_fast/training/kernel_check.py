@@ -51,6 +51,8 @@ ALLOWED, FP32_ROUNDING = 2.0, 2e-5
 # reference's, plus this fraction.
 ALLOWED_DIFFERENT = 2e-3
 REFERENCE, CALLS, STEP = "reference", "calls", "step"
+# Follows the execution of a step that takes every operation's kernel, not what was chosen.
+BY_KERNELS = " by kernels"
 # Micro-batches of a whole step, by execution: enough to warm up and capture, then those that are timed.
 WARM_UP_STEPS, TIMED_STEPS = 5, 3
 # Executions of a step may differ by rounding, since flash attention sums in no fixed order.
@@ -68,7 +70,7 @@ class Request:
         device: Device, such as "cuda:0".
         compute: Dtype, and attention backend: that of the references, of operations, or of whole steps with `kernels`.
         num_rows: Rows to read.
-        candidates: Attention backends or executions; for operations, the attention backend.
+        candidates: Attention backends or executions (also with `BY_KERNELS`); for operations, the attention backend.
         known: What is recorded already: (operation, implementation).
         broken: Operations whose references do not run, so that nothing can be judged by them.
     """
@@ -326,10 +328,11 @@ class Checker:
         one_batch = {"batch_size": request.num_rows, "accumulate": 1, "reduce": "fast", "sharding": "none"}
         config = request.config.replace({"train": one_batch}).resolved()
         _free_memory()
-        with use_choices(dict(request.compute.kernels)):
+        with use_choices({} if execution.endswith(BY_KERNELS) else dict(request.compute.kernels)):
             model = Electra(config).to(device)
             optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=request.compute.dtype)
-            step = create_step(model, optimizer, config, request.compute, execution)
+            mode = execution.removesuffix(BY_KERNELS)
+            step = create_step(model, optimizer, config, request.compute, mode)
             loader, times = BatchLoader.from_config(config, num_threads=1, prefetch=1), []
             for number in range(WARM_UP_STEPS + TIMED_STEPS):
                 rows = next(loader)

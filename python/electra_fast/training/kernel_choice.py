@@ -40,7 +40,7 @@ from electra_fast.model.sublayers import FEED_FORWARD_KERNELS
 from electra_fast.objectives import objective_of
 from electra_fast.ops.choice import OPERATIONS
 from electra_fast.training.division import rows_per_micro_batch
-from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record, Request
+from electra_fast.training.kernel_check import BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request
 from electra_fast.training.reporting import version_or_none
 from electra_fast.training.world import World
 
@@ -119,7 +119,7 @@ class KernelCheck:
     @property
     def execution(self) -> str | None:
         """The fastest right execution of whole steps."""
-        return _fastest(self.of(STEP))
+        return _fastest({name: each for name, each in self.of(STEP).items() if not name.endswith(BY_KERNELS)})
 
     @property
     def digest(self) -> str:
@@ -146,7 +146,7 @@ class KernelCheck:
             + (f"; by reference, which is faster: {', '.join(slower)}" if slower else "")
         )
         for (key, name), each in self.records.items():
-            if each.problem:
+            if each.problem and not name.endswith(BY_KERNELS):
                 instead = "another" if key not in chosen or _is_attention(key) else chosen[key]
                 instead = "no kernel" if name == REFERENCE else instead
                 yield f"warning: {key} by {name} on {where}: {each.problem}; {instead} is used instead"
@@ -413,6 +413,8 @@ def settle_kernels(
             compute = dataclasses.replace(compute, kernels=tuple(kernels.items()))
             checking.ask("steps", ["eager", "graph"], compute)
             config = config.override({"train.execution": check.execution or "eager"})
+            if check.operations and not any(check.records[key, name].problem for key, name in check.records):
+                checking.ask("steps", [config.train.execution + BY_KERNELS], compute)
     if not check.records:
         return config, kernels, list(check.lines(""))
     with contextlib.suppress(OSError):  # costs the next run a minute; `doctor` tells why
@@ -447,6 +449,19 @@ def settle_encoder(
     _, kernels, lines = settle_kernels(_of_encoder(shape, compute, length, num_rows), device, None)
     new = [line for line in lines if not line.startswith("kernels checked before")]
     return dataclasses.replace(compute, kernels=tuple(kernels.items())), new
+
+
+def expected_seconds(config: Config, device: torch.device, folder: Path) -> float | None:
+    """Returns the seconds of a step by the run's kernels.json: what was chosen, or all kernels if those were faster.
+
+    None if it was not timed: with several ranks, exact sums, shards, or kernels that were not checked.
+    """
+    check, train = KernelCheck(identity_of(config, device)), config.train
+    if not train.kernels.startswith(AUTO) or train.reduce == "exact" or not check.read(folder / FILE):
+        return None
+    steps, names = check.of(STEP), (train.execution, train.execution + BY_KERNELS)
+    times = [steps[name].milliseconds for name in names if name in steps and steps[name].is_right]
+    return min(filter(None, times), default=0.0) * train.num_micro_batches / 1e3 or None
 
 
 def _of_encoder(shape: ModelConfig, compute: ComputeConfig, length: int, num_rows: int) -> Config:

@@ -12,6 +12,9 @@ import torch
 
 from electra_fast.training.step import TrainStep
 
+# A step that takes so many times the expected seconds is slow.
+SLOW = 1.3
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -62,6 +65,27 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
         event.record(self._stream)
         return event
+
+
+class SlowSteps:
+    """Notices, once, that steps take much longer than `expected` seconds, if that is known."""
+
+    def __init__(self, expected: float | None) -> None:
+        self._expected, self._windows = expected, 0
+
+    def warning(self, times: StepTimes | None) -> str | None:
+        """Returns the warning about two log windows in a row, given the times of a further one."""
+        if self._expected is None or times is None:
+            return None
+        ratio = times.median / self._expected
+        self._windows = self._windows + 1 if ratio > SLOW else 0
+        if self._windows < 2:
+            return None
+        self._expected = None
+        return (
+            f"a step takes {1e3 * times.median:.3g} ms, {ratio:.1f} times what it took when kernels were checked; "
+            "another process on this GPU, heat or slow storage? If not, please report it with RUN/kernels.json"
+        )
 
 
 # Assumed bytes per second for writing the first checkpoint.

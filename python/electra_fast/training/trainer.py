@@ -56,13 +56,14 @@ from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.forecast import corpus_warnings
 from electra_fast.training.hardware import settle_for_all
+from electra_fast.training.kernel_choice import expected_seconds
 from electra_fast.training.mirror import Mirror
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.reporting import RunLog
 from electra_fast.training.run import CORPUS, Run
 from electra_fast.training.run_tensors import RunTensors
 from electra_fast.training.step import GRAD_NORM, SKIPPED
-from electra_fast.training.timing import StepTimer, TimeLimit
+from electra_fast.training.timing import SlowSteps, StepTimer, StepTimes, TimeLimit
 from electra_fast.training.world import World
 
 # Changes of keys with these prefixes make losses incomparable.
@@ -109,6 +110,8 @@ class Trainer:
             )
         self.tensors = RunTensors(self.model, self.optimizer, self.train_step.state_dict(), world, shards)
         self.timer = StepTimer(self.train_step)
+        is_alone = world.size == 1  # a check has no communication
+        self.slow_steps = SlowSteps(expected_seconds(self.config, self.device, run.folder) if is_alone else None)
         self.state = TrainState()
         self.num_captures, self.num_compilations = 0, 0
         self.warnings = LastingWarning(20 * self.config.train.log_every)
@@ -334,9 +337,12 @@ class Trainer:
         raise error() if self.world.is_first else ReportedElsewhere
 
     def _log(self, log: RunLog) -> None:
-        record, num_taken = self._record(), self._num_taken()
+        times, num_taken = self.timer.take_step_times(), self._num_taken()
+        record = self._record(times)
         log.write_metrics(record)
         if message := self.warnings.take(record, self.state.log_window.steps, self._first_judged_step()):
+            log.warn(self.state.step, message)
+        if message := self.slow_steps.warning(times):
             log.warn(self.state.step, message)
         lost = lost_learning(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
         if lost and self.config.train.stop_on_divergence:
@@ -352,9 +358,9 @@ class Trainer:
         """Returns the steps of the log window that were not skipped."""
         return self.state.log_window.steps - int(self.state.log_window.totals[SKIPPED])
 
-    def _record(self) -> dict[str, Any]:
+    def _record(self, times: StepTimes | None) -> dict[str, Any]:
         """Returns a line of metrics.jsonl: metrics over the log window, and the run's progress."""
-        state, window, times = self.state, self.state.log_window, self.timer.take_step_times()
+        state, window = self.state, self.state.log_window
         tokens, num_taken = int(window.totals["tokens"]), self._num_taken()
         state.tokens += tokens
         speed = tokens / window.seconds if window.seconds > 0 else 0.0
