@@ -155,7 +155,7 @@ def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, r
 
 def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Config:
     """The configuration of a preset, as all contenders get it."""
-    changes = {"train.precision": "fp32"}
+    changes = {"train.precision": "fp32", "model.dropout": "0", "model.attention_dropout": "0"}
     if text.partition(":")[0] in SMALL_VOCABULARY:
         changes["model.vocab_size"] = str(SMALL_VOCABULARY[text.partition(":")[0]])
     return shape(text, changes | dict(overrides), recipe)

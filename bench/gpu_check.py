@@ -2,9 +2,10 @@
 
     python bench/gpu_check.py [--out gpu_check] [--device cpu --quick]
 
-In under nine minutes: the card and its limits, `electra-fast doctor` for small and base, steps against their
-references, whole steps of small at 131k and 16k tokens and of base, and a table of kernel times for each. The limits of
-all groups add up to less than that. `bench/README.md` explains how to read the results; `lib/groups.py` runs groups.
+In under nine minutes: the card and its limits; `pretrain` with its defaults against the same by all kernels; samples
+and losses against their references; whole steps as `pretrain` takes them, and beside them by bare kernels; and a table
+of kernel times. The limits of all groups add up to less than that. `bench/README.md` explains how to read the results;
+`lib/groups.py` runs groups. Shapes are `preset:rows[:recipe[:dropout]]`, by default as in `pretrain`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import sys
 
 from lib.groups import Group, main
 
+# A step by all kernels, unchecked; and beside it as `pretrain` takes it, after its check of up to a minute.
 STEP = ("pretrain_throughput.py", "--only", "electra-fast, graph", "--shapes")
+BOTH = ("pretrain_throughput.py", "--only", "electra-fast, as pretrain", "electra-fast, graph", "--shapes")
 PROFILE = ("profile_step.py", "--shape")
-
-# What users get by default.
-MODERN = ("small:128:modern", "small:1024:modern", "base:128:modern")
 
 CHECKS = (
     Group("card", ("card.py",), 20),
@@ -26,31 +26,24 @@ CHECKS = (
 )
 
 
-def doctor(preset: str, recipe: str, seconds: float) -> Group:
-    """Kernels, attention backends and executions, checked and timed."""
-    command = ("-m", "electra_fast", "doctor", "--preset", preset, "--recipe", recipe)
-    return Group(f"doctor, {preset} {recipe}", command, seconds)
-
-
 GROUPS = (
     CHECKS[0],
-    doctor("small", "google", 70),
-    doctor("base", "modern", 70),
+    Group("default run", ("default_run.py",), 125),
+    Group("small:128", (*BOTH, "small:128"), 30),
+    Group("kernel times, small:128", (*PROFILE, "small:128", "--top", "30"), 20),
     *CHECKS[1:],
-    Group("small:1024", (*STEP, "small:1024"), 35),
-    Group("small:128", (*STEP, "small:128"), 25),
-    Group("base:128", (*STEP, "base:128"), 35),
-    Group("kernel times, small:1024", (*PROFILE, "small:1024"), 25),
-    Group("kernel times, small:128", (*PROFILE, "small:128", "--top", "12"), 25),
-    Group("kernel times, base:128", (*PROFILE, "base:128", "--top", "20"), 25),
-    *(Group(shape, (*STEP, shape), 25) for shape in MODERN),
-    Group("kernel times, small:128:modern", (*PROFILE, "small:128:modern", "--top", "30"), 20),
+    Group("small:1024", (*BOTH, "small:1024"), 100),
+    Group("small:1024:google:0", (*STEP, "small:1024:google:0"), 30),
+    Group("small:1024:google", (*STEP, "small:1024:google"), 30),
+    Group("kernel times, small:1024:google:0", (*PROFILE, "small:1024:google:0", "--train.kernels", "triton"), 20),
+    Group("base:128", (*STEP, "base:128"), 25),
+    Group("base:128:google:0", (*STEP, "base:128:google:0"), 25),
 )
 
 QUICK_GROUPS = (
     *CHECKS,
-    doctor("tiny", "google", 60),
-    Group("tiny:8", (*STEP, "tiny:8"), 60),
+    Group("default run", ("default_run.py",), 90),
+    Group("tiny:8", (*BOTH, "tiny:8"), 60),
     Group("kernel times, tiny:8", (*PROFILE, "tiny:8"), 60),
 )
 

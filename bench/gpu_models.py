@@ -21,17 +21,26 @@ def attention(shape: str, backend: str) -> Group:
     return Group(f"{shape}, {backend}", (*STEP, shape, "--model.attention", backend), 75)
 
 
+def doctor(preset: str, recipe: str) -> Group:
+    """Kernels, attention backends and executions, checked and timed."""
+    command = ("-m", "electra_fast", "doctor", "--preset", preset, "--recipe", recipe)
+    return Group(f"doctor, {preset} {recipe}", command, 90)
+
+
 GROUPS = (
-    Group("large:64", (*STEP, "large:64"), 75),
-    Group("base:128", (*STEP, "base:128"), 60),
-    *(attention("small:1024", backend) for backend in ("varlen", "sdpa", "flex", "xformers")),
+    doctor("base", "modern"),
+    *(attention("base:128:google:0", backend) for backend in ("varlen", "flex")),
+    Group("large:64:google:0", (*STEP, "large:64:google:0"), 75),
+    doctor("small", "google"),
+    Group("small:128:google:0", (*STEP, "small:128:google:0"), 30),
     *(Group(f"kernels: {word}", ("kernels.py", "--only", word), 75) for word in KERNELS),
-    *(attention("base:128", backend) for backend in ("sdpa", "flex", "xformers")),
+    *(attention("small:1024:google:0", backend) for backend in ("varlen", "sdpa", "flex", "xformers")),
+    *(attention("base:128:google:0", backend) for backend in ("sdpa", "xformers")),
 )
 
 QUICK_GROUPS = (
-    Group("tiny:8", (*STEP, "tiny:8"), 60),
-    Group("tiny:8, sdpa", (*STEP, "tiny:8", "--model.attention", "sdpa"), 60),
+    doctor("tiny", "google"),
+    attention("tiny:8:google:0", "sdpa"),
     *(Group(f"kernels: {word}", ("kernels.py", "--only", word), 90) for word in KERNELS),
 )
 

@@ -1,4 +1,4 @@
-"""Third of three GPU scripts: a step of small compared with the alternatives, then the tests.
+"""Third of three GPU scripts: a step of small without dropout compared with the alternatives, then the tests.
 
     python bench/gpu_peers.py [--out gpu_peers] [--device cpu --quick]
 
@@ -38,25 +38,25 @@ def tests(files: tuple[str, ...], workers: int, seconds: float) -> Group:
 
 
 GROUPS = (
-    contender("small:1024", "electra-fast, graph", 60),
-    contender("small:1024", "transformers, eager, no mask", 60),
-    contender("small:1024", "transformers, compiled, no mask", 180),
-    contender("small:128", "electra-fast, graph", 45),
-    contender("small:128", "transformers, eager, no mask", 45),
-    contender("small:1024", "transformers, eager, block mask", 60),
-    contender("small:1024", "electra-fast, compile", 90),
-    contender("small:1024", "transformers, compiled, block mask", 180),
+    contender("small:1024:google:0", "electra-fast, graph", 60),
+    contender("small:1024:google:0", "transformers, eager, no mask", 60),
+    contender("small:1024:google:0", "transformers, compiled, no mask", 180),
+    contender("small:128:google:0", "electra-fast, graph", 45),
+    contender("small:128:google:0", "transformers, eager, no mask", 45),
+    contender("small:1024:google:0", "transformers, eager, block mask", 60),
+    contender("small:1024:google:0", "electra-fast, compile", 90),
+    contender("small:1024:google:0", "transformers, compiled, block mask", 180),
     tests(TESTS, 8, 150),
-    contender("small:1024", "electra-fast, graph", 45, "small:1024, electra-fast, graph, again"),
-    contender("small:128", "electra-fast, eager", 45),
-    contender("small:1024", "electra-fast, eager", 45),
-    contender("small:1024", "transformers, compiled with graphs, no mask", 180),
+    contender("small:1024:google:0", "electra-fast, graph", 45, "small:1024:google:0, electra-fast, graph, again"),
+    contender("small:128:google:0", "electra-fast, eager", 45),
+    contender("small:1024:google:0", "electra-fast, eager", 45),
+    contender("small:1024:google:0", "transformers, compiled with graphs, no mask", 180),
 )
 
 QUICK_GROUPS = (
-    contender("tiny:8", "electra-fast, graph", 60),
-    contender("tiny:8", "transformers, eager, block mask", 60),
-    contender("tiny:8", "transformers, compiled, no mask", 120),
+    contender("tiny:8:google:0", "electra-fast, graph", 60),
+    contender("tiny:8:google:0", "transformers, eager, block mask", 60),
+    contender("tiny:8:google:0", "transformers, compiled, no mask", 120),
     tests(TESTS[:2], 2, 240),  # the kernel tests take minutes in the interpreter
 )
 

@@ -1,6 +1,6 @@
 """Does every kernel of a step compile for a card, and fit? Prints registers, spills and shared memory.
 
-    python bench/kernel_compilation.py [--targets 75 80 89 90 100 120 gfx942] [--shapes small base:2:modern]
+    python bench/kernel_compilation.py [--targets 75 80 89 90 100 120 gfx942] [--shapes small base:2:google]
 
 Needs ten minutes and no GPU. Takes one step of each shape on the CPU, with every kernel recorded instead of run and
 chosen as on that card, and compiles what was recorded with the installed Triton. Exit code 1 if a kernel does not
@@ -27,7 +27,7 @@ from electra_fast.ops import operations as ops
 from electra_fast.ops.choice import use_impl
 
 TARGETS = ("75", "80", "89", "90", "100", "120", "gfx942")
-SHAPES = ("small", "small:2:modern", "base", "base:2:modern")
+SHAPES = ("small:2:google", "small:2:modern", "base:2:google", "base:2:modern")
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # One layer has the kernels of all.
 FEW = {"train.batch_size": "2", "train.accumulate": "1", "model.num_layers": "1"}

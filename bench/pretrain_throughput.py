@@ -1,18 +1,19 @@
 """Throughput of a pre-training step, compared with Electra in `transformers` on the same batches.
 
-    python bench/pretrain_throughput.py [--shapes small:128 base:128] [--only WORD ...] [--section.key value ...]
-                                        [--results FILE] [--device cpu] [--quick]
+    python bench/pretrain_throughput.py [--shapes small:128 base:128:google:0] [--only WORD ...]
+                                        [--section.key value ...] [--results FILE] [--device cpu] [--quick]
 
 Prints a line per contender and a table per shape: tokens per second (padding excluded), MFU (true FLOPs
 over the device's dense bf16 peak), peak memory, and a step's time (median, 5th to 95th percentile).
 Downloads nothing. Without a GPU (`--device cpu --quick`) it is a dry run whose speeds are meaningless.
 `--section.key value` changes our configuration, such as `--model.attention flex`.
 
-For a fair comparison, all contenders train the same step (generator, sampling, discriminator, AdamW,
-clipping; bf16; no dropout; tied embeddings) on the same stream of batches from our loader, whose time
-counts for all. One contender is on the device at a time; ours runs first and last, which shows how much
-the machine drifts. Rows are packed with several documents, so peers waste nothing on padding; their
-models get either
+Ours runs as `pretrain` would, with kernels, attention and execution chosen by the check of a run on this
+GPU, and beside it by all kernels. Peers join in recipe `google` without dropout (`small:128:google:0`; its
+own is 0.1), and train the same step (generator, sampling, discriminator, AdamW, clipping; bf16; tied
+embeddings) on the same stream of batches from our loader, whose time counts for all. One contender is on
+the device at a time; ours runs first and last, which shows how much the machine drifts. Rows are packed
+with several documents, so peers waste nothing on padding; their models get either
 * "block mask": a [B, 1, L, L] mask, so that they compute what we compute;
 * "no mask": whole rows, as `run_mlm.py` cuts text. This attends across documents, a different
   and easier task, but is how these models run fastest.
@@ -42,8 +43,8 @@ import electra_fast as ef
 from electra_fast.card import device_peak
 from electra_fast.training.flops import flops_per_token
 
-# Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
-SHAPES = ["small:128", "small:1024", "base:128", "large:64"]
+# Preset:rows per step[:recipe[:dropout]]. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
+SHAPES = ["small:128", "small:128:google:0", "small:1024:google:0", "base:128:google:0", "large:64:google:0"]
 QUICK_SHAPES = ["tiny:8"]
 WARM_UP = 6  # ours captures after three steps, torch.compile after two
 SECONDS, LEAST_STEPS, MOST_STEPS = 6.0, 10, 200
@@ -59,9 +60,10 @@ NOT_COMPILED = {"execution": "eager"}
 ONLY_TRACED = {"compile_with": {"backend": "eager"}}
 
 # Contenders by name.
-OURS = "electra-fast, graph"
+OURS = "electra-fast, as pretrain"
 CONTENDERS: dict[str, Build] = {
-    OURS: contender(ours, NOT_COMPILED, execution="graph"),
+    OURS: contender(ours, {}),
+    "electra-fast, graph": contender(ours, NOT_COMPILED, execution="graph"),
     "electra-fast, compile": contender(ours, NOT_COMPILED, execution="compile"),
     "electra-fast, eager": contender(ours, NOT_COMPILED, execution="eager"),
     "transformers, eager, block mask": contender(peer, {}, masked=True),
@@ -119,16 +121,18 @@ def columns(found: Mapping[str, Any]) -> list[str]:
 HEADER = ["step", "tokens/s", "MFU", "peak GiB", "step ms (p5 to p95)", "mean loss", "warm-up s"]
 
 
-def chosen(words: list[str]) -> list[str]:
-    """The contenders with one of the words in their names; ours again at the end if there are peers."""
-    names = [name for name in CONTENDERS if any(word in name for word in words)]
+def chosen(words: list[str], config: ef.Config) -> list[str]:
+    """The contenders with one of the words in their names, peers where they can; ours again at the end."""
+    has_peers = config.model.architecture == "bert" and not config.model.dropout
+    names = [name for name in CONTENDERS if has_peers or name.startswith("electra-fast")]
+    names = [name for name in names if any(word in name for word in words)]
     return [*names, OURS] if OURS in names and len(names) > 1 else names
 
 
 def main() -> int:
     """Measures every contender on every shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--shapes", nargs="+", help="preset:rows per step, or preset:rows:recipe")
+    parser.add_argument("--shapes", nargs="+", help="preset:rows per step[:recipe[:dropout]]")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps per contender")
     options = parse_arguments(parser, with_overrides=True)
@@ -136,10 +140,10 @@ def main() -> int:
     results = Results(options.results, options.device)
     corpus = make_corpus(options.cache, 300 if options.quick else 8000)
     for text in options.shapes or (QUICK_SHAPES if options.quick else SHAPES):
-        config = shape(text, overrides)
+        config = shape(text, {"data.corpus": str(corpus), **overrides})
         title = ", ".join([label(config, text), *(f"{key} {value}" for key, value in overrides.items())])
         rows = []
-        for name in chosen(options.only):
+        for name in chosen(options.only, config):
             try:
                 found = measure(CONTENDERS[name], config, corpus, options)
             except Exception as error:  # not installed, out of memory, not compilable: continue with the others

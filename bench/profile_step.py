@@ -2,8 +2,9 @@
 
     python bench/profile_step.py [--shape small:1024] [--top 40] [--device cpu]
 
-Profiles three replays of the captured step: milliseconds and launches per step, the total over kernels (the rest of the
-step time is gaps), and totals by kind. Without a GPU, reports the operators' CPU times as a dry run.
+Profiles three replays of the captured step as `pretrain` takes it (with `--train.kernels triton` by all kernels):
+milliseconds and launches per step, the total over kernels (the rest of the step time is gaps), and totals by kind.
+Without a GPU, reports the operators' CPU times as a dry run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from lib.results import Results, parse_arguments
-from lib.workload import label, loader, make_corpus, new_step, shape
+from lib.workload import as_chosen, label, loader, make_corpus, new_step, shape
 from torch.profiler import ProfilerActivity, profile
 
 import electra_fast as ef
@@ -41,18 +42,18 @@ Kernel = tuple[str, float]
 
 def open_step(config: ef.Config, corpus: Path, device: torch.device) -> tuple[TrainStep, Iterator[Any]]:
     """A step after warm-up and, on a GPU, capture."""
-    step = new_step(config, device, "graph" if device.type == "cuda" else "eager")
-    batches = loader(corpus, config)
-    for number in range(WARM_UP + 3):
-        step(next(batches), number)
-    step.synchronize()
+    step, batches = new_step(config, device), loader(corpus, config)
+    with as_chosen(step):
+        for number in range(WARM_UP + 3):
+            step(next(batches), number)
+        step.synchronize()
     return step, batches
 
 
 def kernels_of_replays(step: TrainStep, batches: Iterator[Any], device: torch.device) -> list[Kernel]:
     """All launches of a few steps."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities, acc_events=True) as profiler:
+    with as_chosen(step), profile(activities=activities, acc_events=True) as profiler:
         for number in range(REPLAYS):
             step(next(batches), WARM_UP + 3 + number)
         step.synchronize()
@@ -88,13 +89,13 @@ def kind(name: str) -> str:
 def main() -> int:
     """Prints a step's totals by kind, then its kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--shape", help="preset:rows per step, or preset:rows:recipe")
+    parser.add_argument("--shape", help="preset:rows per step[:recipe[:dropout]]")
     parser.add_argument("--top", type=int, default=40)
     options = parse_arguments(parser, with_overrides=True)
     device, results = options.device, Results(options.results, options.device)
     text = options.shape or ("tiny:8" if options.quick else "small:1024")
-    config = shape(text, options.overrides)
     corpus = make_corpus(options.cache, 300 if options.quick else 8000)
+    config = shape(text, {"data.corpus": str(corpus), **options.overrides})
     step, batches = open_step(config, corpus, device)
     title, facts = label(config, text), {"shape": text}
     kernels = kernels_of_replays(step, batches, device)

@@ -80,7 +80,7 @@ def losses(
     compute: ComputeConfig | None = None,
 ) -> list[float]:
     """Each step's loss, of a tiny model without dropout."""
-    config = shape("tiny:64", {"data.sequence_length": "64", "train.steps": str(max(2, steps))})
+    config = shape("tiny:64:google:0", {"data.sequence_length": "64", "train.steps": str(max(2, steps))})
     step, found = new_step(config, device, execution, compute, num_processes=1), []
     for number, rows in zip(range(steps), loader(corpus, config), strict=False):
         step(rows, number)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
-from lib.workload import new_step
+from lib.workload import as_chosen, new_step
 
 Batch = dict[str, Tensor]
 
@@ -33,18 +33,25 @@ class Runner:
 Build = Callable[[ef.Config, torch.device], Runner]
 
 
-def ours(config: ef.Config, device: torch.device, execution: str, compute: ComputeConfig | None = None) -> Runner:
-    """Our step as in `pretrain`."""
+def ours(
+    config: ef.Config, device: torch.device, execution: str | None = None, compute: ComputeConfig | None = None
+) -> Runner:
+    """Our step, as in `pretrain` without an execution."""
     train_step, numbers = new_step(config, device, execution, compute), count()
+
+    def step(rows: Any) -> None:
+        with as_chosen(train_step):
+            train_step(rows, next(numbers))
 
     def loss() -> float:
         return float(train_step.objective.metrics(train_step.read_totals())["loss"] or 0)
 
     def facts() -> Mapping[str, Any]:
         seconds = [round(capture.seconds, 2) for capture in train_step.graphs.captures]
-        return {"attention": train_step.backward.compute.attention, "capture_seconds": seconds}
+        compute = train_step.backward.compute
+        return {"attention": compute.attention, "kernels": dict(compute.kernels), "capture_seconds": seconds}
 
-    return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.graphs.stream, facts)
+    return Runner(step, loss, train_step.graphs.stream, facts)
 
 
 def peer(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import electra_fast as ef
-from electra_fast.model.compute import ComputeConfig, choose_compute
+from electra_fast.config.presets import DEFAULT_RECIPE
+from electra_fast.model.compute import ComputeConfig, choose_compute, use_compute
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.hardware import settle_alone
 from electra_fast.training.parallel_step import create_step
 from electra_fast.training.step import TrainStep
 
@@ -46,30 +49,46 @@ def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
     return ef.BatchLoader.from_config(config, corpus=corpus)
 
 
-def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = "google") -> ef.Config:
-    """The configuration of `preset[:rows[:recipe]]`, without dropout, which not every backend supports."""
-    preset, rows, recipe, *_ = *text.split(":"), *("", recipe)[text.count(":") :]
-    changes = {"model.vocab_size": str(VOCAB_SIZE), "model.dropout": "0", "model.attention_dropout": "0"}
-    changes |= {"data.packing": "best-fit", **({"train.batch_size": rows} if rows else {})}
+def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = DEFAULT_RECIPE) -> ef.Config:
+    """The configuration of `preset[:rows[:recipe[:dropout]]]`; what is left out is as in `pretrain`."""
+    parts = text.split(":")
+    preset, rows, recipe, dropout = (*parts, *("", recipe, "")[len(parts) - 1 :])
+    changes = {"model.vocab_size": str(VOCAB_SIZE), "data.packing": "best-fit"}
+    changes |= {"train.batch_size": rows} if rows else {}
+    changes |= {"model.dropout": dropout, "model.attention_dropout": dropout} if dropout else {}
     return ef.Config.preset(preset, recipe).override(changes | (overrides or {})).resolved()
 
 
 def new_step(
     config: ef.Config,
     device: torch.device,
-    execution: str,
+    execution: str | None = None,
     compute: ComputeConfig | None = None,
     num_processes: int | None = None,
 ) -> TrainStep:
-    """The training step of a new model on the device, as in `pretrain`."""
-    model = ef.Electra(config).to(device).train()
+    """The training step of a new model on the device.
+
+    Without an execution as in `pretrain`, whose check chooses kernels, attention and execution on a GPU; with one, all
+    operations run by their kernels there. Take it within `as_chosen`.
+    """
+    if execution is None:
+        config, compute = settle_alone(config, device)
+        execution = config.train.execution
     compute = compute or choose_compute(config, device)
+    model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
-    return create_step(model, optimizer, config, compute, execution, num_processes)
+    with use_compute(compute):
+        return create_step(model, optimizer, config, compute, execution, num_processes)
+
+
+def as_chosen(step: TrainStep) -> AbstractContextManager[None]:
+    """A context in which operations run as they were chosen for a step."""
+    return use_compute(step.backward.compute)
 
 
 def label(config: ef.Config, text: str) -> str:
-    """A title such as `small@128, 131072 tokens per step` or `modern small@128, 131072 tokens per step`."""
-    preset, *rest = text.split(":")
-    length = config.data.sequence_length
-    return f"{' '.join([*rest[1:], preset])}@{length}, {config.train.batch_size * length} tokens per step"
+    """A title such as `google small@128, 131072 tokens per step, without dropout`."""
+    preset, _, recipe = (*text.split(":"), "", "")[:3]
+    length, dropout = config.data.sequence_length, config.model.dropout
+    title = f"{recipe or DEFAULT_RECIPE} {preset}@{length}, {config.train.batch_size * length} tokens per step"
+    return f"{title}, {f'dropout {dropout}' if dropout else 'without dropout'}"

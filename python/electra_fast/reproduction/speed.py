@@ -16,14 +16,14 @@ from pathlib import Path
 from electra_fast.config.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader
 from electra_fast.errors import TrainingFailed
-from electra_fast.model.compute import choose_compute, choose_device, use_compute
+from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.model.matmul import fastest_matmul
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.reproduction.workers import Slot
 from electra_fast.training.flops import flops_per_token
+from electra_fast.training.hardware import settle_alone
 from electra_fast.training.parallel_step import create_step
-from electra_fast.training.step import choose_execution
 
 # The first steps compile kernels, capture graphs and fill the allocator.
 _WARMUP_STEPS = 5
@@ -45,16 +45,16 @@ def measure_speed(config: Config, slot: Slot) -> float:
 
 def flops_per_second(config: Config) -> float:
     """Returns the true model FLOPs per second of training steps, measured for a few seconds."""
-    config, device = config.resolved(), choose_device()
-    compute, execution = choose_compute(config, device), choose_execution(config.train.execution, device)
+    device = choose_device()
+    config, compute = settle_alone(config.resolved(), device)
     if config.train.matmul == AUTO:
         compute = replace(compute, matmul=fastest_matmul(config.model, device))
     model = Electra(config).to(device)
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
-    step = create_step(model, optimizer, config, compute, execution)
     loader, num_steps = BatchLoader.from_config(config), 0
-    start = time.perf_counter()
     with use_compute(compute):
+        step = create_step(model, optimizer, config, compute, config.train.execution)
+        start = time.perf_counter()
         while num_steps <= _WARMUP_STEPS or time.perf_counter() - start < _SECONDS:
             step(next(loader), num_steps)
             num_steps += 1

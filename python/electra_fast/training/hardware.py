@@ -14,7 +14,7 @@ import torch
 from electra_fast.config.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.errors import InputError
-from electra_fast.model.compute import CPU_PRECISIONS, choose_compute, choose_precision
+from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_compute, choose_precision
 from electra_fast.model.matmul import MatmulMeasurement, choose_matmul, measure_matmul, seconds_of, use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
@@ -90,8 +90,18 @@ def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, l
     return run, lines
 
 
+def settle_alone(config: Config, device: torch.device) -> tuple[Config, ComputeConfig]:
+    """Resolves a configuration as a run of one process would on a GPU, without a folder of its own; measures no CPU."""
+    kernels: dict[str, str] = {}
+    if device.type == "cuda":
+        is_divisible = config.train.accumulate == AUTO
+        config, kernels, _ = _settle_gpu(config, device, None, 1, is_divisible=is_divisible)
+    config = _by_rules(config, device)
+    return config, replace(choose_compute(config, device), kernels=tuple(kernels.items()))
+
+
 def _settle_gpu(
-    config: Config, device: torch.device, folder: Path, world_size: int, *, is_divisible: bool
+    config: Config, device: torch.device, folder: Path | None, world_size: int, *, is_divisible: bool
 ) -> tuple[Config, dict[str, str], list[str]]:
     """Chooses kernels, attention backend and execution, and the micro-batches that fit if they may be chosen.
 
