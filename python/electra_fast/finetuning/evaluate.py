@@ -12,7 +12,7 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.model_folder import is_finetuned
 from electra_fast.finetuning.predict import load_finetuned
-from electra_fast.finetuning.readers.delimited import DIALECT, Dialect
+from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
 from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.report.report import make_report, write_report
@@ -88,6 +88,7 @@ def evaluate_file(
     _refuse(options, _options(task_type.read_labeled), f"not for {predictor.kind}")
     options = with_tuples(options, _TUPLES)
     trained = (predictor.text_columns, predictor.label_columns)
+    dialect = with_fields(dialect, (*trained[0], *trained[1], *(options.get(name, ()) for name in ("text", "label"))))
     split, notes = task_type.read_labeled(task, file, trained, quoting=dialect, **options)
     num_texts = predictor.num_texts or len(split.texts[0])
     if len(split.texts[0]) != num_texts:

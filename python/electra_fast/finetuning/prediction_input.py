@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import itertools
 import json
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.delimited import Dialect, with_fields
 from electra_fast.finetuning.readers.rows import (
     BadRows,
     Row,
@@ -96,6 +98,8 @@ class Examples:
 @contextlib.contextmanager
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
     """Opens a source. Raises FileNotFoundError, or InputError naming what cannot be used."""
+    dialect = source.quoting if isinstance(source.quoting, Dialect) else Dialect(source.quoting)
+    source = dataclasses.replace(source, quoting=with_fields(dialect, (source.text, *source.trained_text)))
     is_table = extension(source.path) in ("", *reader.formats) and not reader.reads_lines(source.path, source.text)
     if not source.format and not is_table:
         numbers = next(filter(_are_numbers, source.trained_text), ())

@@ -14,7 +14,7 @@ from typing import Any
 from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import glue, question_files
-from electra_fast.finetuning.readers.delimited import DIALECT, Dialect
+from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
 from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.task import Split, TaskData, num_trained_on, overlap_warning
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -26,7 +26,8 @@ SQUAD: dict[str, Callable[[Path], TaskData]] = {
 ALL = "glue"
 _READERS = {kind: task_type.read for kind, task_type in TASK_TYPES.items() if task_type.read is not None}
 OWN_KINDS = tuple(_READERS)
-_TUPLES = ("text", "label", "labels", "dev_text", "dev_label", "test_text", "test_label", "label_map")
+_COLUMNS = ("text", "label", "dev_text", "dev_label", "test_text", "test_label")
+_TUPLES = (*_COLUMNS, "labels", "label_map")
 _FILES = ("train", "dev", "test")
 
 
@@ -76,6 +77,7 @@ def _read_own(
         raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
     options = with_tuples(given, _TUPLES)
     dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
+    dialect = with_fields(dialect, (options.get(name, ()) for name in _COLUMNS))
     if dialect != Dialect():
         options["quoting"] = dialect
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)

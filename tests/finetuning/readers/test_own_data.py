@@ -5,11 +5,16 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import feather
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.prediction_input import Source, open_examples
 from electra_fast.finetuning.readers import own_data, question_entries, tag_columns, tag_sentences
+from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.tasks import TASK_TYPES
 
 
 def labeled(*labels, **texts):
@@ -92,6 +97,25 @@ def test_named_columns(write):
     train = write([{"text": "a", "title": "t", "label": "x", "topic": topic} for topic in "ab"])
     data = read(train, text=("title", "text"), label=("topic",))
     assert (data.train.texts[0], data.task.labels) == (("t", "a"), ("a", "b"))
+
+
+@pytest.mark.parametrize("form", ["a.jsonl", "a.json", "a.parquet", "a.feather", list, pa.Table.from_pylist])
+def test_fields_of_objects_are_columns_by_dotted_names(write, tmp_path, form):
+    rows = [{"id": n, "review": {"body": f"text {n}", "by": {"stars": n % 2}}} for n in range(8)]
+    if callable(form):
+        train = MemoryTable.of("train", form(rows))
+    elif form == "a.feather":
+        feather.write_feather(pa.Table.from_pylist(rows), train := tmp_path / form)
+    else:
+        train = write(rows, form)
+    columns = {"text": "review.body", "label": "review.by.stars"}
+    (data,) = read_tasks("classification", None, {"train": train, "dev": train}, columns)
+    assert (data.task.labels, data.text_columns, data.train.texts[7]) == (("0", "1"), (("review.body",),), ("text 7",))
+    source = Source(path=train, trained_text=data.text_columns)
+    with open_examples(TASK_TYPES["classification"], source) as opened:
+        assert [(*texts, row) for texts, row in opened.rows][7] == ("text 7", rows[7])
+    with pytest.raises(InputError, match=r"row 1|line 1|record 1|no column 'review\.text'"):
+        read_tasks("classification", None, {"train": train}, columns | {"text": "review.text"})
 
 
 def test_columns_may_be_a_list_or_a_single_name(write):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,11 +34,13 @@ class Dialect:
         delimiter: A character or its name, such as `tab`; empty for that of the extension, or if the header then has a
             single column, the one that it shows.
         no_header: The first line is a row, and the columns are named 0, 1, 2 and so on.
+        fields: In files of other formats, fields of objects to read as columns: `review.body`.
     """
 
     quoting: Literal["auto", "csv", "backslash", "none"] = "auto"
     delimiter: str = ""
     no_header: bool = False
+    fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.quoting not in QUOTINGS:
@@ -49,8 +52,14 @@ class Dialect:
         object.__setattr__(self, "delimiter", delimiter)
 
 
-DIALECT: dict[str, Any] = {each.name: each.default for each in fields(Dialect)}
+DIALECT: dict[str, Any] = {"quoting": "auto", "delimiter": "", "no_header": False}
 """The options that make a `Dialect`, with their defaults."""
+
+
+def with_fields(dialect: Dialect, columns: Iterable[Iterable[str]]) -> Dialect:
+    """Returns the dialect for reading files with these columns, of which those with a dot may be fields of others."""
+    dotted = dict.fromkeys(name for names in columns for name in names if "." in name)
+    return dataclasses.replace(dialect, fields=(*dotted,))
 
 
 def reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:

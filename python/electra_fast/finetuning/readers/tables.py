@@ -108,7 +108,7 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
     """
     dialect = quoting if isinstance(quoting, Dialect) else Dialect(quoting)
     if isinstance(path, MemoryTable):
-        columns, read = _memory(path)
+        columns, read = _with_fields(_memory(path), dialect.fields)
         yield OpenTable(path=path, format=path.suffix, columns=columns, read=read)
         return
     if path.is_dir():
@@ -127,8 +127,34 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
         if file.encoding != "UTF-8" and suffix not in (".parquet", ".arrow"):
             notes.append(f"{path}: read as {file.encoding}, by its byte order mark")
         is_delimited = suffix in (".tsv", ".csv")
-        columns, read = load_delimited(file, suffix, dialect, notes) if is_delimited else _LOADERS[suffix](file)
+        if is_delimited:
+            columns, read = load_delimited(file, suffix, dialect, notes)
+        else:
+            columns, read = _with_fields(_LOADERS[suffix](file), dialect.fields)
         yield OpenTable(path=path, format=suffix, columns=columns, read=read, is_idle=file.is_idle, notes=notes)
+
+
+def _with_fields(loaded: Loaded, names: Sequence[str]) -> Loaded:
+    """Adds fields of objects in columns, given by dotted names, as columns."""
+    columns, read = loaded
+    parts = {name: name.split(".") for name in names if columns is None or name not in columns}
+    parts = {name: own for name, own in parts.items() if columns is None or own[0] in columns}
+
+    def read_fields(wanted: Sequence[str]) -> Iterator[Record]:
+        for line, row in read([*dict.fromkeys(parts[name][0] if name in parts else name for name in wanted)]):
+            if not isinstance(row, InputError):
+                found = ((name, _field(row, own)) for name, own in parts.items() if name not in row)
+                row = row | {name: value for name, value in found if value is not ...}
+            yield line, row
+
+    return columns and (*columns, *parts), read_fields if parts else read
+
+
+def _field(value: Any, names: Sequence[str]) -> Any:
+    """Returns a field within objects; `...` if there is none."""
+    for name in names:
+        value = value.get(name, ...) if isinstance(value, dict) else ...
+    return value
 
 
 def read_table(
@@ -170,7 +196,7 @@ def iterate_rows(
 
 
 def column_names(path: Path, *, quoting: Quoting = "auto") -> tuple[str, ...]:
-    """Returns the columns of a file; for a .jsonl file, which is read to its end, all keys that occur.
+    """Returns the columns of a file; for a .jsonl file, which is read to its end, all keys that occur, also in objects.
 
     Ignores bad rows.
     """
@@ -180,10 +206,17 @@ def column_names(path: Path, *, quoting: Quoting = "auto") -> tuple[str, ...]:
         if table.columns is not None:
             return table.columns
         bad = BadRows()
-        names = tuple(dict.fromkeys(name for _, row in table.rows(bad_rows=bad) for name in row))
+        names = tuple(dict.fromkeys(name for _, row in table.rows(bad_rows=bad) for name in _names(row)))
         if not names:
             bad.finish()
         return names
+
+
+def _names(row: Row) -> Iterator[str]:
+    """Yields the names of a row's columns, and those of fields within them."""
+    for name, value in row.items():
+        yield name
+        yield from (f"{name}.{each}" for each in value) if isinstance(value, dict) else ()
 
 
 def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
