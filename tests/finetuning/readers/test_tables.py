@@ -19,6 +19,7 @@ from pyarrow import feather
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.memory_table import MemoryTable
 from electra_fast.finetuning.readers.rows import BadRows, text_of
 from electra_fast.finetuning.readers.tables import column_names, iterate_rows, layout_notes, open_table, read_table
 from electra_fast.finetuning.task_data import read_tasks
@@ -60,6 +61,30 @@ def test_lines_of_a_text_file_are_rows(write):
     assert column_names(path) == ("text",)
     message = f"{path}: no column 'body'; there are: text; choose with --text"
     assert message_of(lambda: rows_of(path, ["body"])) == message
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ("__label__a so\n__label__b it  is\n", [("so", "a"), ("it  is", "b")]),
+        ("__label__a so\n__label__b __label__c\tit\nis\n", [("so", ["a"]), ("it", ["b", "c"]), ("is", [])]),
+        ("__label__a so\nit\n__label__b", [("so", "a"), ("it", ""), ("", "b")]),
+    ],
+)
+def test_lines_of_fasttext(write, content, rows):
+    path = write(content, "data.txt")
+    assert [(row["text"], row["label"]) for _, row in rows_of(path)] == rows
+    assert layout_notes(path) == (f"{path}: read as lines of fastText, with __label__NAME before the text",)
+    message = "line 2: a label after the text; put it before"
+    assert message in message_of(lambda: rows_of(write(content.splitlines()[0] + "\nit __label__b\n", "data.txt")))
+
+
+def test_pairs_of_spacy(write):
+    pairs = [["Ann met Bob", {"entities": [[0, 3, "PER"]]}], ["so it is", {"cats": {"A": 1.0}}]]
+    rows = [{"text": "Ann met Bob", "entities": [[0, 3, "PER"]]}, {"text": "so it is", "cats": {"A": 1.0}}]
+    for path in (write(pairs, "a.json"), write(pairs, "a.jsonl"), MemoryTable.of("train", [*map(tuple, pairs)])):
+        assert [row for _, row in iterate_rows(path)] == rows
+    assert "record 1: not a JSON object: ['a', 'b']" in message_of(lambda: rows_of(write([["a", "b"]], "a.json")))
 
 
 def test_quoted_cells_may_hold_anything(write):

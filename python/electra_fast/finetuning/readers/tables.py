@@ -41,6 +41,8 @@ from electra_fast.finetuning.readers.text_files import TextFile
 
 FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
+_FASTTEXT = b"__label__"
+_LABELS = re.compile(r"(?:__label__\S+(?:\s+|$))*")
 # Rows per batch of a Parquet file.
 BATCH_ROWS = 8192
 
@@ -126,6 +128,8 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
             notes.append(f"{path}: read as {how}; choose with --format")
         if file.encoding != "UTF-8" and suffix not in (".parquet", ".arrow"):
             notes.append(f"{path}: read as {file.encoding}, by its byte order mark")
+        if suffix == ".txt" and file.head.startswith(_FASTTEXT):
+            notes.append(f"{path}: read as lines of fastText, with __label__NAME before the text")
         is_delimited = suffix in (".tsv", ".csv")
         if is_delimited:
             columns, read = load_delimited(file, suffix, dialect, notes)
@@ -278,8 +282,27 @@ def _guess_format(file: TextFile) -> str:
 
 
 def _text(file: TextFile) -> Loaded:
-    lines = enumerate(file.lines(), 1)
-    return ("text",), lambda _: ((line, {"text": text.removesuffix("\n").removesuffix("\r")}) for line, text in lines)
+    lines = ((line, text.removesuffix("\n").removesuffix("\r")) for line, text in enumerate(file.lines(), 1))
+    if file.head.startswith(_FASTTEXT):
+        return ("text", "label"), lambda _: _fasttext(file, lines)
+    return ("text",), lambda _: ((line, {"text": text}) for line, text in lines)
+
+
+def _fasttext(file: TextFile, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+    """Yields text and label of `__label__a text`; a list of labels if some line of the file has several."""
+    has_several = False
+    if file.is_regular:
+        with TextFile(file.path) as again:
+            has_several = any(len(_LABELS.match(line)[0].split()) > 1 for line in again.lines())  # type: ignore[index]
+    for number, line in lines:
+        found = _LABELS.match(line)
+        assert found is not None  # as it may be empty
+        names = [name.removeprefix(_FASTTEXT.decode()) for name in found[0].split()]
+        text = line[found.end() :]
+        if _FASTTEXT.decode() in text:
+            yield number, InputError(f"{file.path}: line {number}: a label after the text; put it before")
+        else:
+            yield number, {"text": text, "label": names if has_several else "".join(names)}
 
 
 def _json_lines(file: TextFile) -> Loaded:
@@ -303,9 +326,16 @@ def _parse_object(text: str) -> Row:
         row = parse_text(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not a JSON object: {error}") from None
-    if not isinstance(row, dict):
-        raise InputError(f"not a JSON object: {abbreviated(row)}")
-    return row
+    return _row(row)
+
+
+def _row(value: Any) -> Row:
+    """Returns an object, or spaCy's pair of a text and an object; raises InputError for another value."""
+    if isinstance(value, list) and [*map(type, value)] == [str, dict]:
+        return value[1] | {"text": value[0]}
+    if not isinstance(value, dict):
+        raise InputError(f"not a JSON object: {abbreviated(value)}")
+    return value
 
 
 def parse_text(text: str) -> Any:
@@ -341,10 +371,13 @@ def _records(path: Path, content: Any) -> list[Row | InputError]:
         content = _records_of_object(path, content)
     if not isinstance(content, list):
         raise InputError(f"{path}: not a table but {abbreviated(content)}; it must be a list of objects")
-    return [
-        row if isinstance(row, dict) else InputError(f"{place(path, n)}: not a JSON object: {abbreviated(row)}")
-        for n, row in enumerate(content, 1)
-    ]
+    rows: list[Row | InputError] = []
+    for number, row in enumerate(content, 1):
+        try:
+            rows.append(_row(row))
+        except InputError as error:
+            rows.append(InputError(f"{place(path, number)}: {error}"))
+    return rows
 
 
 def _records_of_object(path: Path, content: Row) -> list[Any]:
