@@ -87,6 +87,7 @@ def test_tables_in_memory_are_read_as_a_file_of_their_rows(task, datasets, panda
     whole = datasets.Dataset.from_list([*rows_of(task)], features=features and datasets.Features(features))
     dataset = whole.shuffle(seed=1).select(range(2, 22)).filter(lambda row: row != whole[0])
     dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
     reader = {"multi-label": "classification"}.get(task, task)
     expected = read_tasks(reader, None, {"train": tmp_path / "rows.parquet"}, {})
     if task == "classification":
@@ -107,6 +108,7 @@ def test_tables_in_memory_are_read_as_a_file_of_their_rows(task, datasets, panda
     ):
         found = read_tasks(reader, None, {"train": MemoryTable.of("train", data)}, options)
         assert_same(found[0], expected[0])
+    assert_same(read_tasks(reader, None, {"train": tmp_path / "saved"}, {})[0], expected[0])
 
 
 def test_a_frame_is_trained_on_resumed_and_predicted(datasets, pandas, encoder_folder, tmp_path):

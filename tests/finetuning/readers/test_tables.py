@@ -239,10 +239,79 @@ def test_a_column_whose_name_is_no_text(write):
     assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as Parquet")
 
 
+def folder_of(root, files):
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            pq.write_table(pa.Table.from_pylist(content), path)
+        else:
+            path.write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "rows"),
+    [
+        (
+            {
+                "part-0-x.csv": "text,n\na,1\n",
+                "part-1-y.csv": "text,n\nb,2\n",
+                "part-2.csv": "",
+                "_SUCCESS": "x",
+                ".c": "x",
+            },
+            [{"text": "a", "n": "1"}, {"text": "b", "n": "2"}],
+        ),
+        (
+            {"label=a%20b/0.parquet": [{"text": "x"}], "label=__HIVE_DEFAULT_PARTITION__/0.parquet": [{"text": "y"}]},
+            [{"text": "y", "label": None}, {"text": "x", "label": "a b"}],
+        ),
+        ({"day=1/label=a/x.jsonl": '{"text": "x"}\n'}, [{"text": "x", "day": "1", "label": "a"}]),
+        ({"d-00000-of-00002.tsv": "text\nx\n", "d-00001-of-00002.tsv": "text\ny\n"}, [{"text": "x"}, {"text": "y"}]),
+        (
+            {"neg/1.txt": "so\nit\n", "pos/a.txt": "is"},
+            [{"text": "so\nit", "label": "neg"}, {"text": "is", "label": "pos"}],
+        ),
+    ],
+)
+def test_folders_of_parts_are_a_table(tmp_path, files, rows):
+    path = folder_of(tmp_path / "data.csv", files)
+    assert rows_of(path) == [*enumerate(rows, 1)]
+    names = [*rows[0]]
+    assert [row["text"] for _, row in rows_of(path, ["text"])] == [row["text"] for row in rows]
+    assert column_names(path) == tuple(names) and len(layout_notes(path)) == 1
+    assert read_table(path, names, BadRows()).place(0) == f"{path}: row 1"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train.csv": "text\na\n", "test.csv": "text\nb\n"}, "data: a folder of other files than parts; give a file"),
+        ({"train-0-of-1.csv": "text\na\n", "test-0-of-1.csv": "text\nb\n"}, "data: a folder of other files than parts"),
+        ({"part-0.csv": "text\na\n", "part-1.csv": "body\nb\n"}, "part-1.csv: has other columns than"),
+        ({"part-0.csv": "text\na\n", "part-1.tsv": "text\nb\n"}, "data: a folder of files of several formats"),
+        ({"part-0.csv": "text\na\n", "part-1.csv": 'text\n"b\n'}, "part-1.csv: line 2: bad quote in the record"),
+        ({"text=a/0.csv": "text\na\n"}, "0.csv: the column 'text' is in the folder's name too; rename one"),
+        ({"text=a/0.csv": "n\na\n", "label=b/0.csv": "n\na\n"}, "0.csv: has other columns than"),
+        (
+            {"dataset_dict.json": "{}", "train/x.arrow": "x", "dev/x.arrow": "x"},
+            "a DatasetDict of the splits dev, train",
+        ),
+        ({"x.pdf": "x"}, "data: a folder of other files than parts"),
+        ({"a/b/x.txt": "x"}, "data: a folder; give a file that ends in .tsv, .csv"),
+    ],
+)
+def test_other_folders_are_refused(tmp_path, files, message):
+    path = folder_of(tmp_path / "data", files)
+    assert message in message_of(lambda: rows_of(path))
+
+
 def test_a_folder_and_a_missing_file(tmp_path):
-    assert message_of(lambda: rows_of(tmp_path)) == (
-        f"{tmp_path}: a folder; give a file that ends in .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"
+    there = (
+        f"{tmp_path}: a folder; give a file that ends in .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt, or a folder"
     )
+    assert message_of(lambda: rows_of(tmp_path)).startswith(there)
     with pytest.raises(FileNotFoundError, match=r"none\.tsv: no such file$"):
         rows_of(tmp_path / "none.tsv")
     assert "quoting is 'double'" in message_of(lambda: rows_of(tmp_path / "none.tsv", quoting="double"))

@@ -114,7 +114,7 @@ def check_answer_column(path: Path, columns: Columns, quoting: Quoting) -> None:
 
 def is_json(path: Path) -> bool:
     """Returns whether a file is JSON, which is read as a whole."""
-    return extension(path) == ".json"
+    return extension(path) == ".json" and not path.is_dir()
 
 
 def json_objects(path: Path) -> list[JsonObject]:

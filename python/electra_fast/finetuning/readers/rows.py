@@ -125,6 +125,8 @@ def is_stream(path: Path) -> bool:
 
 def place(path: Path, line: int) -> str:
     """Names a line, or a row of a file without lines, for messages."""
+    if path.is_dir():
+        return f"{path}: row {line}"
     name = {".parquet": "row", ".arrow": "row", ".json": "record"}.get(extension(path), "line")
     return f"{path}: {name} {line}"
 

@@ -37,6 +37,7 @@ from electra_fast.finetuning.readers.rows import (
     is_stream,
     place,
 )
+from electra_fast.finetuning.readers.table_folders import Part, folder_parts
 from electra_fast.finetuning.readers.text_files import TextFile
 
 FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
@@ -114,7 +115,8 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
         yield OpenTable(path=path, format=path.suffix, columns=columns, read=read)
         return
     if path.is_dir():
-        raise InputError(f"{path}: a folder; give a file that ends in {', '.join(FORMATS)}")
+        yield _open_folder(path, dialect)
+        return
     suffix = format or extension(path)
     if suffix in _SPREADSHEETS:
         raise InputError(f"{path}: a spreadsheet; save it as CSV")
@@ -136,6 +138,38 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
         else:
             columns, read = _with_fields(_LOADERS[suffix](file), dialect.fields)
         yield OpenTable(path=path, format=suffix, columns=columns, read=read, is_idle=file.is_idle, notes=notes)
+
+
+def _open_folder(folder: Path, dialect: Dialect) -> OpenTable:
+    parts = folder_parts(folder, FORMATS)
+    first, given = parts[0], tuple(parts[0].columns)
+    if first.is_text:
+        rows = ((number, _whole_text(part)) for number, part in enumerate(parts, 1))
+        note = f"{folder}: {len(parts):,} files, each a text with the name of its folder as label"
+        return OpenTable(path=folder, format=".txt", columns=("text", *given), read=lambda _: rows, notes=[note])
+    with open_table(first.path, quoting=dialect) as table:
+        names, notes = table.columns, table.notes
+    if repeated := {*given} & {*(names or ())}:
+        raise InputError(f"{first.path}: the column {min(repeated)!r} is in the folder's name too; rename one")
+
+    def read(columns: Sequence[str]) -> Iterator[Record]:
+        numbers = itertools.count(1)
+        for part in parts:
+            with open_table(part.path, quoting=dialect) as table:
+                if {*(table.columns or ())} != {*(names or ())} or part.columns.keys() != first.columns.keys():
+                    raise InputError(f"{part.path}: has other columns than {first.path}; give parts the same")
+                for _, row in table.read([name for name in columns if name not in part.columns]):
+                    yield next(numbers), row if isinstance(row, InputError) else row | part.columns
+
+    what = f"{len(parts):,} files read as one table{', ' if given else ''}"
+    notes = [*notes, f"{folder}: {what}{' and '.join(map(repr, given))}{' from the names of folders' if given else ''}"]
+    columns = None if names is None else (*names, *given)
+    return OpenTable(path=folder, format=extension(first.path), columns=columns, read=read, notes=notes)
+
+
+def _whole_text(part: Part) -> Row:
+    with TextFile(part.path) as file:
+        return {"text": "".join(file.lines()).strip()} | part.columns
 
 
 def _with_fields(loaded: Loaded, names: Sequence[str]) -> Loaded:
@@ -225,7 +259,7 @@ def _names(row: Row) -> Iterator[str]:
 
 def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
     """Returns lines for the user on how a table is read; nothing for other files."""
-    if extension(path) not in (".tsv", ".csv", ".jsonl", ".txt") or is_stream(path):
+    if not path.is_dir() and (extension(path) not in (".tsv", ".csv", ".jsonl", ".txt") or is_stream(path)):
         return ()
     with open_table(path, quoting=quoting) as table:
         if table.format == ".tsv":
@@ -247,6 +281,8 @@ def _schema(path: Path) -> Any:
     """Returns the schema of a table in memory, or of a Parquet or Arrow file; None for others."""
     if isinstance(path, MemoryTable):
         return getattr(path.content, "schema", None)
+    if path.is_dir():
+        path = folder_parts(path, FORMATS)[0].path
     reader = {".parquet": _parquet_reader, ".arrow": _arrow_reader}.get(extension(path))
     if reader is None:
         return None
@@ -332,7 +368,7 @@ def _parse_object(text: str) -> Row:
 def _row(value: Any) -> Row:
     """Returns an object, or spaCy's pair of a text and an object; raises InputError for another value."""
     if isinstance(value, list) and [*map(type, value)] == [str, dict]:
-        return value[1] | {"text": value[0]}
+        value = value[1] | {"text": value[0]}
     if not isinstance(value, dict):
         raise InputError(f"not a JSON object: {abbreviated(value)}")
     return value

@@ -200,7 +200,7 @@ def iterate_tagging(
 
 def _check_file(path: Path) -> None:
     formats = (*COLUMN_FORMATS, *TEXT_FORMATS, ".csv", *ROW_FORMATS)
-    if path.suffix.lower() not in formats or path.is_dir():
+    if path.suffix.lower() not in formats and not path.is_dir():
         raise InputError(f"{path}: cannot be read as tagged text; give a file that ends in {', '.join(formats)}")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -238,7 +238,7 @@ def _sentences(
 def _has_rows(path: Path, label: Sequence[str], quoting: tables.Quoting) -> bool:
     """Returns whether each row is a sentence; in a table its tags are separated by spaces, or written as a list."""
     if path.suffix.lower() not in (".csv", ".tsv"):
-        return path.suffix.lower() in ROW_FORMATS
+        return path.is_dir() or path.suffix.lower() in ROW_FORMATS
     with contextlib.suppress(InputError):  # reported where columns are read
         rows = [row for _, row in itertools.islice(tables.iterate_rows(path, quoting=quoting), 100)]
         cells = [row.get(name) for row in rows for name in label or (*TAG_COLUMNS, *SPAN_COLUMNS)]
