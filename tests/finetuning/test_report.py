@@ -6,15 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nervaluate import Evaluator
+from seqeval.metrics import classification_report as seqeval_report
 from sklearn.metrics import (
     classification_report,
     confusion_matrix,
+    f1_score,
+    matthews_corrcoef,
     mean_absolute_error,
     multilabel_confusion_matrix,
     r2_score,
     root_mean_squared_error,
 )
 
+from electra_fast.finetuning.readers.tag_schemes import from_entities
 from electra_fast.finetuning.report.pictures import draw_confusion
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.report.train_overlap import find_duplicates, label_shares
@@ -43,23 +48,29 @@ def answered(count=300, seed=0):
     return gold, probabilities.argmax(1), probabilities.max(1), answers
 
 
-def test_classes_and_confusions_are_those_of_scikit_learn():
-    gold, predicted, _, answers = answered()
+@pytest.mark.parametrize("seed", range(4))
+def test_classes_and_confusions_are_those_of_scikit_learn(seed):
+    """Also on examples of few of the classes; an average over classes is the one of the scores."""
+    gold, predicted, _, answers = answered(count=(300, 4, 3, 6)[seed], seed=seed)
     content = make_report(CLASSES, [(split_of(gold), answers)]).content
-    options = {"labels": range(4), "target_names": LABELS, "output_dict": True, "zero_division": 0.0}
-    theirs = classification_report(gold, predicted, **options)
+    options = {"output_dict": True, "zero_division": 0.0}
+    theirs = classification_report(gold, predicted, labels=range(4), target_names=LABELS, **options)
     for label, own in content["classes"].items():
         found = [own["precision"], own["recall"], own["f1"], own["support"]]
         assert found == pytest.approx(list(theirs[label].values()))
+    theirs = classification_report(gold, predicted, **options)
     for name, own in content["averages"].items():
         assert list(own.values()) == pytest.approx(list(theirs[f"{name} avg"].values())[:3])
+    scores = {name: each["model"] for name, each in content["scores"].items()}
+    assert scores["f1_macro"] == pytest.approx(content["averages"]["macro"]["f1"])
+    assert scores["matthews"] == pytest.approx(matthews_corrcoef(gold, predicted))
     matrix = np.diag([own["correct"] for own in content["classes"].values()])
     for pair in content["confusion"]:
         matrix[LABELS.index(pair["gold"]), LABELS.index(pair["predicted"])] = pair["count"]
     np.testing.assert_array_equal(matrix, confusion_matrix(gold, predicted, labels=range(4)))
     counts = [pair["count"] for pair in content["confusion"]]
     assert counts == sorted(counts, reverse=True)
-    assert content["scores"]["accuracy"] == {"model": pytest.approx((gold == predicted).mean())}
+    assert scores["accuracy"] == pytest.approx((gold == predicted).mean())
 
 
 def test_the_calibration_error_is_that_of_its_definition():
@@ -97,6 +108,7 @@ def test_several_labels_are_counted_as_scikit_learn_does():
     rng = np.random.default_rng(1)
     task = Task(name="classification", kind="multi-label", labels=LABELS, metric="f1_micro")
     gold, scores = rng.integers(2, size=(80, 4)), rng.uniform(size=(80, 4))
+    gold[:, 1], scores[:, 1] = 0, scores[:, 1] / 2  # a label that does not occur
     chosen = scores > 0.6  # a threshold of the model
     answers = [
         {"labels": [LABELS[c] for c in np.flatnonzero(own)], "scores": dict(zip(LABELS, row.tolist(), strict=True))}
@@ -110,6 +122,10 @@ def test_several_labels_are_counted_as_scikit_learn_does():
         assert own["correct"] == correct and own["predicted"] == correct + false_positives
         assert own["support"] == correct + false_negatives
     assert content["scores"]["accuracy"]["model"] == pytest.approx((gold == chosen).all(1).mean())
+    shown, occurs = content["scores"], (gold | chosen).any(0)
+    assert not occurs.all() and shown["f1_macro"]["model"] == pytest.approx(content["averages"]["macro"]["f1"])
+    expected = f1_score(gold, chosen, average="macro", labels=np.flatnonzero(occurs), zero_division=0.0)
+    assert shown["f1_macro"]["model"] == pytest.approx(expected)
     pairs = {(each["gold"], each["predicted"]): each["count"] for each in content["confusion"]}
     assert pairs["a", "never"] == ((gold[:, 0] > chosen[:, 0]) & (gold[:, 3] < chosen[:, 3])).sum()
     (share,) = (
@@ -159,8 +175,6 @@ def tagged(pairs, labels=TAGS, scheme="IOB2"):
 
 def test_entity_types_are_those_of_seqeval_and_partial_matches_those_of_semeval():
     """One correct, one with another type, one missed, one spurious, and one with its second word alone."""
-    from seqeval.metrics import classification_report as seqeval_report
-
     content = tagged([(GOLD, FOUND), ("O O", "O O")])
     theirs = seqeval_report([GOLD.split()], [FOUND.split()], output_dict=True, zero_division=0)
     for type_, own in content["entity_types"].items():
@@ -183,6 +197,42 @@ def test_entity_types_are_those_of_seqeval_and_partial_matches_those_of_semeval(
         {"label": "LOC", "text": "w8 w9"},
     ]
     assert [each["text"] for each in error["wrong"]] == ["w3", "w6", "w9"]
+
+
+def entity_tags(rng, length):
+    """IOB2 tags of random entities."""
+    entities, place = [], 0
+    while (start := place + int(rng.integers(3))) < length:
+        place = min(length, start + int(rng.integers(1, 7)))
+        entities.append((start, place, ("PER", "LOC")[rng.integers(2)]))
+    return " ".join(from_entities(entities, length))
+
+
+@pytest.mark.parametrize("kind", ["random", "shattered", "merged"])
+def test_entities_are_matched_as_nervaluate_and_seqeval_do(kind):
+    """An annotated entity that was predicted in pieces counts once."""
+    rng, pairs = np.random.default_rng(0), []
+    for _ in range(150):
+        gold, found = (entity_tags(rng, 12) for _ in range(2))
+        if kind != "random":
+            pieces = [tag.replace("I-", "B-") if rng.random() < 0.4 else tag for tag in gold.split()]
+            gold, found = (gold, " ".join(pieces)) if kind == "shattered" else (" ".join(pieces), gold)
+        pairs.append((gold, found))
+    content = tagged(pairs)
+    golds, founds = ([tags.split() for tags in each] for each in zip(*pairs, strict=True))
+    theirs = Evaluator(golds, founds, tags=["PER", "LOC"], loader="list").evaluate()["overall"]
+    for scheme, own in content["matching"].items():
+        expected = theirs["ent_type" if scheme == "type" else scheme]
+        assert own == pytest.approx({name: getattr(expected, name) for name in own})
+    assert content["matching"]["strict"]["f1"] == pytest.approx(content["scores"]["f1"]["model"])
+    by_type = seqeval_report(golds, founds, output_dict=True, zero_division=0)
+    for type_, own in content["entity_types"].items():
+        names = ("precision", "recall", "f1", "support")
+        assert [own[name] for name in names] == pytest.approx([*by_type[type_].values()])
+        kinds = ("correct", "wrong_span", "wrong_type", "wrong_both", "missed")
+        assert own["support"] == sum(own[each] for each in kinds)
+    spurious = sum(own["spurious"] for own in content["entity_types"].values())
+    assert spurious == content["matching"]["strict"]["spurious"]
 
 
 def test_plain_tags_are_reported_as_classes():

@@ -228,7 +228,7 @@ def _classes(
         | {"support": int(support_C[c]), "predicted": int(predicted_C[c]), "correct": int(correct_C[c])}
         for c, label in enumerate(labels)
     }
-    weights = {"macro": np.ones(len(labels)), "weighted": support_C}
+    weights = {"macro": support_C + predicted_C > 0, "weighted": support_C}  # as scikit-learn without `labels`
     averages = {
         name: dict(zip(names, (scores_3C @ each / max(1, each.sum())).tolist(), strict=True))
         for name, each in weights.items()
@@ -267,36 +267,30 @@ def _calibration(confidence: NDArray[Any], is_right: NDArray[Any]) -> Findings:
 def _entity_types(gold: Sequence[Sequence[Entity]], found: Sequence[Sequence[Entity]]) -> Findings:
     """Returns scores by entity type, and matches as SemEval-2013 task 9 and nervaluate define them.
 
-    A predicted entity is compared with the equal annotated one, else with the first that it overlaps. `strict` wants
-    span and type, `exact` the span, `type` an overlap and the type, `partial` an overlap, which counts half unless the
-    spans are equal.
+    `strict` wants span and type, `exact` the span, `type` an overlap and the type, `partial` an overlap, which counts
+    half unless the spans are equal. An annotated entity has at most one partner among the predicted ones, and each of
+    these at most one; those without are missed and spurious. Outcomes by type are those of `strict`.
     """
-    matches = {scheme: Counter[str]() for scheme in ("strict", "exact", "partial", "type")}
+    matches = {scheme: Counter[str]() for scheme in _PREFERENCES}
     outcomes, types = dict[str, Counter[str]](), Counter[tuple[str, str]]()
     predicted, spurious = Counter[str](), Counter[str]()
     for own, others in zip(gold, found, strict=True):
-        partners: dict[Entity, list[Entity]] = {entity: [] for entity in own}
-        for entity in others:
-            predicted[entity[2]] += 1
-            partner = next((each for each in own if each[0] < entity[1] and entity[0] < each[1]), None)
-            if partner is None:
-                spurious[entity[2]] += 1
-                _count(matches, "spurious", "spurious", "spurious", "spurious")
+        for scheme, preference in _PREFERENCES.items():
+            partners = _partners(own, others, preference)
+            for entity, partner in partners:
+                matches[scheme][_match(scheme, entity, partner)] += 1
+            if scheme != "strict":
                 continue
-            partners[partner].append(entity)
-            is_span, is_type = partner[:2] == entity[:2], partner[2] == entity[2]
-            _count(
-                matches,
-                *("correct" if is_right else "incorrect" for is_right in (is_span and is_type, is_span)),
-                "correct" if is_span else "partial",
-                "correct" if is_type else "incorrect",
-            )
-            if is_span and not is_type:
-                types[partner[2], entity[2]] += 1
-        for entity, overlapping in partners.items():
-            outcomes.setdefault(entity[2], Counter())[_outcome(entity, overlapping)] += 1
-            if not overlapping:
-                _count(matches, "missed", "missed", "missed", "missed")
+            for entity, partner in partners:
+                if partner is not None:
+                    predicted[partner[2]] += 1
+                if entity is None:
+                    assert partner is not None
+                    spurious[partner[2]] += 1
+                else:
+                    outcomes.setdefault(entity[2], Counter())[_outcome(entity, partner)] += 1
+                if entity and partner and entity[:2] == partner[:2] and entity[2] != partner[2]:
+                    types[entity[2], partner[2]] += 1
     rows = {}
     for name in sorted(outcomes.keys() | predicted.keys()):
         counts = outcomes.get(name, Counter())
@@ -310,20 +304,46 @@ def _entity_types(gold: Sequence[Sequence[Entity]], found: Sequence[Sequence[Ent
     return Findings({"entity_types": rows, "matching": schemes, "type_confusion": confused})
 
 
-def _outcome(entity: Entity, overlapping: Sequence[Entity]) -> str:
-    """Returns what became of an annotated entity, given the predicted ones that were compared with it."""
-    if entity in overlapping:
-        return "correct"
-    if any(each[:2] == entity[:2] for each in overlapping):
-        return "wrong_type"
-    if any(each[2] == entity[2] for each in overlapping):
-        return "wrong_span"
-    return "wrong_both" if overlapping else "missed"
+# Which of the annotated entities that a predicted one overlaps is its partner: the lowest, of equal ones the first.
+_PREFERENCES: dict[str, Callable[[Entity, Entity], tuple[float, ...]]] = {
+    "strict": lambda gold, own: (gold != own,),
+    "exact": lambda gold, own: (gold[:2] != own[:2],),
+    "partial": lambda gold, own: (gold[:2] != own[:2],),
+    "type": lambda gold, own: (1,) if gold[2] != own[2] else (0, abs(gold[0] - own[0]) + abs(gold[1] - own[1])),
+}
 
 
-def _count(matches: Mapping[str, Counter[str]], *outcomes: str) -> None:
-    for counts, outcome in zip(matches.values(), outcomes, strict=True):
-        counts[outcome] += 1
+def _partners(
+    gold: Sequence[Entity], found: Sequence[Entity], preference: Callable[[Entity, Entity], tuple[float, ...]]
+) -> list[tuple[Entity | None, Entity | None]]:
+    """Returns the annotated and the predicted entities in pairs, None for no partner."""
+    left, pairs = list(gold), list[tuple[Entity | None, Entity | None]]()
+    for own in found:
+        overlapping = [each for each in left if each[0] < own[1] and own[0] < each[1]]
+        partner = min(overlapping, key=lambda each: preference(each, own), default=None)
+        if partner is not None:
+            left.remove(partner)
+        pairs.append((partner, own))
+    return pairs + [(entity, None) for entity in left]
+
+
+def _match(scheme: str, gold: Entity | None, own: Entity | None) -> str:
+    """Returns how a scheme counts a pair."""
+    if gold is None or own is None:
+        return "spurious" if gold is None else "missed"
+    is_span, is_type = gold[:2] == own[:2], gold[2] == own[2]
+    if scheme == "partial":
+        return "correct" if is_span else "partial"
+    is_right = {"strict": is_span and is_type, "exact": is_span, "type": is_type}[scheme]
+    return "correct" if is_right else "incorrect"
+
+
+def _outcome(gold: Entity, own: Entity | None) -> str:
+    """Returns what became of an annotated entity, given its partner."""
+    if own is None:
+        return "missed"
+    is_span, is_type = gold[:2] == own[:2], gold[2] == own[2]
+    return ("correct" if is_type else "wrong_type") if is_span else ("wrong_span" if is_type else "wrong_both")
 
 
 def _matching(counts: Counter[str]) -> Row:

@@ -38,7 +38,7 @@ _SECTIONS = {
         "majority: always the most frequent answer. untrained: the same network, trained from random weights.",
     ),
     "classes": ("Classes", "The lowest F1 first, of equal ones the most frequent class."),
-    "averages": ("", "Averages over the classes, and weighted by support:"),
+    "averages": ("", "Averages over the classes that are annotated or predicted, and weighted by support:"),
     "entity_types": (
         "Entity types",
         "Precision, recall and F1 want the exact span and type. Of the annotated entities (support), some overlap a "

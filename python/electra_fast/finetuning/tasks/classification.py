@@ -416,9 +416,11 @@ class MultiLabel(SequenceType):
         from sklearn.metrics import f1_score
 
         truth, predicted = np.asarray(targets) > 0, _sigmoid(finite(outputs)) > thresholds
+        occurs = (truth | predicted).any(0)  # the labels that scikit-learn averages over where there is one per text
+        by_label = f1_score(truth, predicted, average=None, zero_division=0.0)[occurs]
         return {
             "f1_micro": float(f1_score(truth, predicted, average="micro", zero_division=0.0)),
-            "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0.0)),
+            "f1_macro": float(by_label.mean()) if occurs.any() else 0.0,
             "accuracy": float((truth == predicted).all(1).mean()),
         }
 
