@@ -3,7 +3,7 @@
 Needs texts/ with .txt (blank lines between documents), .jsonl or .parquet files, plain or compressed, and labeled.csv
 with the columns `text` and `label`:
 
-    python examples/own_language.py texts/ labeled.csv work/ small 100000
+    python examples/own_language.py texts/ labeled.csv work/ mini 5000
 
 The last two are the preset and the number of steps. After a kill, the same command continues where it was.
 """
@@ -33,8 +33,8 @@ if not vocab.exists():
 ef.prepare(texts, vocab=vocab, out=out / "shards", holdout=0.01)
 
 # The preset, by hardware:
-#   mini   14,000 steps are an hour of two CPU cores, for a first look at your text
-#   small  1,000,000 steps, the published number, are 3 hours of an H200
+#   mini   5,000 steps are 20 minutes to 3 hours of two CPU cores
+#   small  100,000 steps are 16 minutes of an H200
 #   base   100,000 steps are 10 hours of an H200
 # With little text, start from a multilingual encoder instead: `electra-fast import`.
 config = ef.Config.preset(preset).override({"train.steps": str(steps)})
