@@ -567,7 +567,7 @@ def _add_text(sub: argparse._ActionsContainer, default: str) -> None:
         type=comma_separated,
         default=(),
         metavar="COLUMN[,COLUMN2]",
-        help=f"text column, or two for pairs (default: {default})",
+        help=f"text column, or two for pairs, or outer.inner for a field of an object (default: {default})",
     )
     sub.add_argument(
         "--quoting",

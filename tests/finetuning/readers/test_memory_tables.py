@@ -146,6 +146,10 @@ def test_a_frame_is_trained_on_resumed_and_predicted(datasets, pandas, encoder_f
         (lambda _, pandas: pandas.DataFrame({"text": ["a", 1]}), "train: cannot be read through Arrow .*of one type"),
         (lambda _, pandas: pandas.DataFrame([["a", 1, 2]], columns=["text", "n", "n"]), "two columns are named 'n'"),
         (lambda _, pandas: pandas.DataFrame([["a", 1, 2]], columns=["text", 3, "3"]), "two columns are named '3'"),
+        (
+            lambda _, pandas: pandas.DataFrame({"text": pandas.Series(["a \udc00"], dtype=object)}),
+            r"train: 'a \\udc00' has half of a surrogate pair, which is not text",
+        ),
         (lambda *_: [], "train: no rows"),
         (lambda *_: [{"text": "a", "label": 1}, 3], "train: row 2: not a JSON object: 3"),
         (lambda *_: [{"text": "a"}], "train: no label column; there are: text; choose with --label"),

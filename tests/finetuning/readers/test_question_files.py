@@ -395,6 +395,12 @@ def test_other_tools_files(write, name):
     assert data.notes == ()
 
 
+def test_an_answer_that_is_not_whole_is_refused(write):
+    path = write((CELL + "\"{'text': array(['blue', ..., 'red'], dtype=object)}\"").encode(), "x.csv")
+    with pytest.raises(InputError, match=r"cannot be read \(its middle is left out\)"):
+        read(path)
+
+
 def test_mrqa_has_more_answers_than_it_detected(write):
     data = read(write([{"header": {}}, {"context": CONTEXT, "qas": [DETECTED | {"answers": ["Blue", "azure"]}]}]))
     assert answers_of(data.dev[0]) == [(BLUE, BLUE, ("azure", -1))]

@@ -68,7 +68,7 @@ def test_lines_of_a_text_file_are_rows(write):
     [
         ("__label__a so\n__label__b it  is\n", [("so", "a"), ("it  is", "b")]),
         ("__label__a so\n__label__b __label__c\tit\nis\n", [("so", ["a"]), ("it", ["b", "c"]), ("is", [])]),
-        ("__label__a so\nit\n__label__b", [("so", "a"), ("it", ""), ("", "b")]),
+        ("\ufeff__label__a so\nit\n__label__b", [("so", "a"), ("it", ""), ("", "b")]),
     ],
 )
 def test_lines_of_fasttext(write, content, rows):
@@ -151,6 +151,8 @@ def test_a_table_without_a_header(write):
         (1, {"0": "1", "1": "a title", "2": "so it, is"}),
         (2, {"0": "2", "1": "b", "2": "c"}),
     ]
+    message = message_of(lambda: rows_of(write([{"0": "a"}], "a.jsonl"), quoting=Dialect(no_header=True)))
+    assert message.endswith("a.jsonl: --no-header is for .tsv and .csv files")
     hint = "(from the first line; add --no-header if that is data, and choose columns by number); choose with --text"
     assert message_of(lambda: rows_of(path, ["text"])).endswith(hint)
 

@@ -135,8 +135,9 @@ def test_files_that_are_not_there_or_of_another_kind(write, tmp_path):
         read(tmp_path / "missing.conll")
     with pytest.raises(FileNotFoundError, match="missing.conll: no such file"):
         next(iterate_tagging(tmp_path / "missing.conll"))
-    for path in (write("a", "train.xml"), tmp_path):
-        assert message_of(path).startswith("cannot be read as tagged text; give a file that ends in .conll, .conllu, ")
+    message = message_of(write("a", "train.xml"))
+    assert message.startswith("cannot be read as tagged text; give a file that ends in .conll, .conllu, ")
+    assert message_of(tmp_path).startswith("a folder of other files than parts; give a file that ends in .tsv, ")
 
 
 def test_tags_that_training_lacks(write):
@@ -209,6 +210,8 @@ def test_tags_of_a_sentence_in_a_cell(write, words, tags, name):
             "['O' ... 'B-X']|['O' 'O']",
             "line 2: 'tags' is \"['O' ... 'B-X']\", which cannot be read as a list (its middle",
         ),
+        ("0 1|0 0", "line 2: the tag is the number 0; name the tags by number with --labels O,B-PER,..."),
+        ("[0 1]|[0 0]", "line 2: the tag is the number 0; name the tags by number with --labels O,B-PER,..."),
         ("[O, B-X]|[O, O]", "line 2: 'tags' is '[O, B-X]', which cannot be read as a list (O is not in quotes)"),
     ],
 )
@@ -225,6 +228,7 @@ def test_tags_in_a_cell_that_are_not_read_whole(write, tags, message):
         ("O NAME E-MAIL", "auto", ("E-MAIL", "NAME")),
         ("O NAME PHONE B-DAY", "auto", ("B-DAY", "NAME", "PHONE")),
         ("O NAME E-MAIL", "IO", ("E-MAIL", "NAME")),
+        ("OTHER OTHER NAME PHONE E-MAIL", "auto", ("E-MAIL", "NAME", "PHONE")),
         ("O NAME B-DAY", "IO", ("B-DAY", "NAME")),
         ("O B-NAME I-NAME B-E-MAIL", "auto", ("E-MAIL", "NAME")),
     ],

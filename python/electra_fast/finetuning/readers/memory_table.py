@@ -38,6 +38,8 @@ class MemoryTable(PosixPath):
             reason = " ".join(" ".join(map(str, error.args)).split())
             remedy = "give each column values of one type"
             raise InputError(f"{name}: cannot be read through Arrow ({reason}); {remedy}") from None
+        except UnicodeEncodeError as error:
+            raise InputError(f"{name}: {error.object!r} has half of a surrogate pair, which is not text") from None
         except TypeError:  # of a lazy frame or a stream
             raise _not_a_table(name, data) from None
         indices = [each for each in found.column_names if each.startswith("__index_level_")]  # of pandas

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from electra_fast.finetuning.readers.rows import (
 )
 from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows, json_rows, parse_text
 from electra_fast.finetuning.readers.text_files import TextFile
-from electra_fast.finetuning.readers.written_lists import parse_value
+from electra_fast.finetuning.readers.written_lists import Elided, parse_value
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
@@ -203,7 +202,7 @@ def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ..
     where, fields = question.place, question.fields
     is_detected = columns.answers == ANSWER_COLUMNS and DETECTED in fields
     value = fields[DETECTED] if is_detected else first_of(fields, columns.answers)
-    items = list(_items(where, _structure(value)))
+    items = list(_items(where, _structure(where, value)))
     if not isinstance(value, dict | list) and len(items) == 1:
         items = [{name: fields.get(name) for name in OFFSET_COLUMNS} | items[0]]
     if is_detected:
@@ -231,16 +230,20 @@ def is_impossible(question: Question) -> bool | None:
     return known[name]
 
 
-def _structure(value: Any) -> Any:
+def _structure(where: str, value: Any) -> Any:
     """Parses a cell that is JSON, or printed by Python or NumPy; returns other values as they are."""
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
-    with contextlib.suppress(ValueError):
+    try:
         found = parse_value(value)
-        items = found if isinstance(found, list) else [found]
-        if all(isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items):
-            return found
-    return value
+    except Elided as error:
+        raise InputError(f"{where}: the answers {abbreviated(value)} cannot be read ({error})") from None
+    except ValueError:
+        return value
+    items = found if isinstance(found, list) else [found]
+    return (
+        found if all(isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items) else value
+    )
 
 
 def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:

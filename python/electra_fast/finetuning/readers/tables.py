@@ -42,7 +42,7 @@ from electra_fast.finetuning.readers.text_files import TextFile
 
 FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
-_FASTTEXT = b"__label__"
+_FASTTEXT = "__label__"
 _LABELS = re.compile(r"(?:__label__\S+(?:\s+|$))*")
 # Rows per batch of a Parquet file.
 BATCH_ROWS = 8192
@@ -130,9 +130,11 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
             notes.append(f"{path}: read as {how}; choose with --format")
         if file.encoding != "UTF-8" and suffix not in (".parquet", ".arrow"):
             notes.append(f"{path}: read as {file.encoding}, by its byte order mark")
-        if suffix == ".txt" and file.head.startswith(_FASTTEXT):
+        if suffix == ".txt" and _is_fasttext(file):
             notes.append(f"{path}: read as lines of fastText, with __label__NAME before the text")
         is_delimited = suffix in (".tsv", ".csv")
+        if dialect.no_header and not is_delimited:
+            raise InputError(f"{path}: --no-header is for .tsv and .csv files")
         if is_delimited:
             columns, read = load_delimited(file, suffix, dialect, notes)
         else:
@@ -319,9 +321,13 @@ def _guess_format(file: TextFile) -> str:
 
 def _text(file: TextFile) -> Loaded:
     lines = ((line, text.removesuffix("\n").removesuffix("\r")) for line, text in enumerate(file.lines(), 1))
-    if file.head.startswith(_FASTTEXT):
+    if _is_fasttext(file):
         return ("text", "label"), lambda _: _fasttext(file, lines)
     return ("text",), lambda _: ((line, {"text": text}) for line, text in lines)
+
+
+def _is_fasttext(file: TextFile) -> bool:
+    return file.head.decode(file.encoding, "ignore").lstrip("\ufeff").startswith(_FASTTEXT)
 
 
 def _fasttext(file: TextFile, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
@@ -333,9 +339,9 @@ def _fasttext(file: TextFile, lines: Iterable[tuple[int, str]]) -> Iterator[Reco
     for number, line in lines:
         found = _LABELS.match(line)
         assert found is not None  # as it may be empty
-        names = [name.removeprefix(_FASTTEXT.decode()) for name in found[0].split()]
+        names = [name.removeprefix(_FASTTEXT) for name in found[0].split()]
         text = line[found.end() :]
-        if _FASTTEXT.decode() in text:
+        if _FASTTEXT in text:
             yield number, InputError(f"{file.path}: line {number}: a label after the text; put it before")
         else:
             yield number, {"text": text, "label": names if has_several else "".join(names)}

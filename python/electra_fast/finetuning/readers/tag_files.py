@@ -302,9 +302,10 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str], known: Seque
         return scheme, Notation()
     tags = Counter(tag for sentence in train for tag in sentence.tags or ())
     notation = detect_notation(tags)
-    has_bare = any(map(is_bare, tags)) and not any(tag.startswith("I-") for tag in tags)
-    if notation == Notation() and (are_types(tags, known) or (scheme == "IO" and has_bare)):
-        notation = Notation(has_places=False)
+    has_bare = any(map(is_bare, tags.keys() - {notation.outside})) and not any(tag.startswith("I-") for tag in tags)
+    if notation == Notation(outside=notation.outside):
+        is_plain = are_types(tags, notation.outside, known) or (scheme == "IO" and has_bare)
+        notation = dataclasses.replace(notation, has_places=not is_plain)
     usual = {tag: notation.usual(tag) for tag in tags}
     if name == "auto":
         converted = [[usual[tag] for tag in sentence.tags or ()] for sentence in train]
@@ -316,7 +317,7 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str], known: Seque
     if scheme == "IO" and (any(map(is_bare, usual.values())) or not notation.has_places):
         how += " without prefixes, so words of one type in a row are one entity"
     if not notation.has_places:
-        how += "".join(f"; {tag!r} is a type" for tag in tags if tag != "O" and not is_bare(tag))
+        how += "".join(f"; {tag!r} is a type" for tag in tags if tag != notation.outside and not is_bare(tag))
     elif scheme != "none" and notation != Notation():
         others = (tag for tag in tags if tag != notation.outside and usual[tag] != tag)
         examples = [tag for tag in (next(others, "O"), notation.outside) if tag != "O"]

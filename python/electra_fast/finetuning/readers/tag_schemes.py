@@ -231,20 +231,20 @@ def detect_notation(tags: Counter[str]) -> Notation:
     return Notation(best.separator, best.is_suffix, best.ignores_case, outside or "O")
 
 
-def are_types(tags: Counter[str], known: Collection[str] = ()) -> bool:
-    """Returns whether all tags other than `O` are types, although some look as if they had a prefix.
+def are_types(tags: Counter[str], outside: str, known: Collection[str] = ()) -> bool:
+    """Returns whether all tags other than `outside` are types, although some look as if they had a prefix.
 
     One such as `E-MAIL` does, beside `NAME` and `PHONE`: as many tags have no prefix, more if it is `B-`, which begins
     single words too, and the prefix and the type of the others are in no other tag. Or it is one of the types `known`.
     """
-    bare = set(filter(is_bare, tags))
-    prefixed = [tag for tag in tags if tag != "O" and tag not in bare]
+    bare = {*filter(is_bare, tags)} - {outside}
+    prefixed = [tag for tag in tags if tag != outside and tag not in bare]
     if not bare.isdisjoint(known) and not {*prefixed}.isdisjoint(known):
         return True
     prefixes, types = {tag[0] for tag in prefixed}, {tag[2:] for tag in prefixed}
     are_single = "I" not in prefixes and len(prefixes) == len(prefixed) == len(types - bare - {""}) > 0
     are_few = len(prefixed) + ("B" in prefixes) <= len(bare)
-    return are_single and are_few and tags["O"] >= MIN_OUTSIDE * tags.total()
+    return are_single and are_few and tags[outside] >= MIN_OUTSIDE * tags.total()
 
 
 def _candidates(tags: Iterable[str]) -> Iterator[Notation]:

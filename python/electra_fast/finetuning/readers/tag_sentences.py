@@ -169,7 +169,7 @@ def _with_lists(
     for name in (label, text):
         parse = _parse_list if are_lists([row.get(name) for _, row in rows]) else None
         if parse is None and are_texts and not _have_spans(rows, label):
-            parse = _split
+            parse = _split_tags if name == label else _split
         if parse is None:
             continue
         listed: list[tuple[int, Row]] = []
@@ -186,8 +186,13 @@ def _have_spans(rows: Sequence[tuple[int, Row]], column: str) -> bool:
     return any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(column)))
 
 
-def _split(where: str, name: str, text: str) -> list[str]:
+def _split(where: str, name: str, text: str) -> list[Any]:
     return text.split()
+
+
+def _split_tags(where: str, name: str, text: str) -> list[Any]:
+    parts = text.split()
+    return [*map(int, parts)] if all(map(str.isdecimal, parts)) else parts
 
 
 def _parse_list(where: str, name: str, text: str) -> list[Any] | None:

@@ -17,6 +17,10 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None, "nan": math.nan, "<na>": None}
 
 
+class Elided(ValueError):
+    """A list is not whole, as NumPy prints long ones."""
+
+
 def are_lists(cells: Sequence[Any]) -> bool:
     """Returns whether most cells of a column, apart from empty ones, are lists or texts that spell or resemble one.
 
@@ -115,7 +119,7 @@ def _items(tokens: Sequence[str], at: int, closing: str) -> tuple[Any, int]:
 
 def _constant(token: str) -> Any:
     if token == "..." or token == "…":
-        raise ValueError("its middle is left out")
+        raise Elided("its middle is left out")
     if token.lower() in _CONSTANTS:
         return _CONSTANTS[token.lower()]
     if token.lower() in ("np.true_", "np.false_"):
