@@ -21,6 +21,7 @@ import re
 import shutil
 import signal
 import string
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -96,6 +97,21 @@ def products_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
         return found
 
     return watch
+
+
+@pytest.fixture
+def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in which a user has a file or folder of every name that a program could import."""
+    folder = tmp_path / "hostile"
+    for name in (*sys.stdlib_module_names, "kernels", "_data", "sitecustomize", "triton"):
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("raise SystemExit('imported from the current folder')\n")
+    for name in ("torch", "numpy", "electra_fast", "tokenizers", "transformers", "rich", "pyarrow"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise SystemExit('imported from the current folder')\n")
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 The main commands run once as a shell runs them, in a process of their own (`shell`); the rest is `in_process`.
 """
 
+import io
 import itertools
 import json
 import re
@@ -13,9 +14,11 @@ import sys
 import pytest
 from in_process import run
 
+from electra_fast.cli import main
 from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.presets import RECIPES
+from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.messages import UNSAFE, printable
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.training.flops import flops_per_token
@@ -65,6 +68,30 @@ def test_the_whole_way_leaves_what_it_promises(folder):
             path.name for path in (folder / "export" / name).iterdir()
         }
         assert len({path.stat().st_mode for path in (folder / "export" / name).iterdir()}) == 1
+
+
+NAMES = "日本 é 😀 \x85"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii", "cp1252", "utf-16"])
+def test_any_encoding_of_the_terminal_gets_every_answer(whole_run, tmp_path, monkeypatch, encoding):
+    """JSON is UTF-8 or ASCII; text that people read has Python's escapes for what the encoding lacks."""
+    (tmp_path / "names.txt").write_text(f"{NAMES}\nnext\n", encoding="utf-8")
+    words = [str(each) for each in ("predict", whole_run, tmp_path / "names.txt", "--task", "errors")]
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    assert main([*words, "--threshold", "0"]) == 0
+    answers = streams[0].buffer.getvalue().decode("utf-16" if encoding == "utf-16" else "utf-8")
+    first, _ = map(json.loads, answers.splitlines())
+    names = [word["text"] for word in first["words"]]
+    assert names == ["日", "本", "é", "😀"]
+    train_vocab(iter([NAMES] * 3), out=tmp_path / "v/vocab.txt", size=60, lowercase=False, progress=False)
+    prepare(iter([NAMES] * 3), vocab=tmp_path / "v/vocab.txt", out=tmp_path / NAMES, progress=False)
+    monkeypatch.setattr(sys, "stdout", streams[1])
+    assert main(["inspect", str(tmp_path / NAMES)]) == 0
+    streams[1].flush()
+    shown = streams[1].buffer.getvalue().decode(encoding)
+    assert " ".join(names).encode(encoding, "backslashreplace").decode(encoding) in shown
 
 
 def test_evaluate_json_of_run_and_export(folder):

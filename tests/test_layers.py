@@ -40,7 +40,7 @@ PACKAGE_LAYERS = [
     {"ops"},
     {"kernels", "config"},
     {"card"},
-    {"progress", "interruption"},
+    {"progress", "interruption", "child_process"},
     {"files"},
     {"errors", "messages"},
 ]

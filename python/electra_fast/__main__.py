@@ -2,7 +2,11 @@
 
 import sys
 
-from electra_fast.cli import main
+from electra_fast.child_process import search_path
 
 if __name__ == "__main__":
+    sys.path[:] = search_path()
+
+    from electra_fast.cli import main
+
     sys.exit(main())

@@ -27,7 +27,7 @@ from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
-from electra_fast.messages import error_line, quietly, say, show
+from electra_fast.messages import error_line, escape_unencodable, quietly, say, show
 
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
@@ -49,6 +49,7 @@ LESS_MEMORY = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code, which is 128 plus the signal's number after an interruption."""
     interrupt_at_once()
+    escape_unencodable()
     options = argparse.Namespace(command=None)
     try:
         rest, overrides = take_overrides(sys.argv[1:] if arguments is None else arguments)

@@ -464,11 +464,12 @@ def _checkpoint_step(text: str) -> int:
 
 
 def _add_inputs(sub: argparse.ArgumentParser) -> None:
+    kinds = ".txt, .jsonl, .json, .parquet, .arrow (.gz, .zst, .xz)"
+    sub.add_argument("inputs", nargs="+", metavar="INPUT", help=f"{kinds}, folder or glob")
     sub.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help=".txt, .jsonl, .parquet, .arrow (.gz, .zst, .xz), folder or glob"
-    )
-    sub.add_argument(
-        "--text-field", default="text", help="text field of .jsonl, .parquet and .arrow; several separated by commas"
+        "--text-field",
+        default="text",
+        help="text field of JSON, .parquet and .arrow; several separated by commas; a dot leads into an object",
     )
     sub.add_argument(
         "--documents",
@@ -482,7 +483,7 @@ def _add_inputs(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--format",
         default="auto",
-        choices=("auto", "text", "jsonl", "parquet", "arrow"),
+        choices=("auto", "text", "jsonl", "json", "parquet", "arrow"),
         help="format of every file; auto: by its extension, skipping other files",
     )
     sub.add_argument(
@@ -490,7 +491,7 @@ def _add_inputs(sub: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="most malformed .jsonl records to skip, over all inputs",
+        help="most malformed JSON records to skip, over all inputs",
     )
 
 

@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from electra_fast.card import card_of, missing_for_triton
+from electra_fast.child_process import describe_end, python_command
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
@@ -125,7 +125,7 @@ def _driver() -> str:
     """The version of NVIDIA's driver; empty without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        found = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
         if found.returncode == 0:
             return found.stdout.split("\n")[0].strip()
     return ""
@@ -146,14 +146,14 @@ def _load(package: str, program: str) -> str:
     if version == "none":
         return "not installed"
     try:
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRA_SECONDS)
+        done = subprocess.run(
+            python_command(program), capture_output=True, text=True, errors="replace", timeout=EXTRA_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return f"{version} fails to load: no answer after {EXTRA_SECONDS} s"
     if done.returncode == 0:
         return f"{version} loads"
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return f"{version} fails to load: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    return f"{version} fails to load: {describe_end(done.returncode, done.stderr)}"
 
 
 def _cache(problems: list[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -20,6 +21,13 @@ UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud8
 def printable(text: str) -> str:
     r"""Escapes line breaks and whatever would control a terminal, as Python does: \n, \x1b, \u202e."""
     return UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def escape_unencodable() -> None:
+    """Writes what the encoding of a standard stream lacks as Python's escapes, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def error_line(text: str) -> str:

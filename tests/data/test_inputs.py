@@ -1,12 +1,16 @@
 """Inputs of `prepare` other than plain text: saved datasets, Arrow string types, rows and documents from Python."""
 
+import gzip
+import io
 import json
+import re
 import subprocess
 import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.feather import write_feather
 
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.prepare import prepare, train_vocab
@@ -78,6 +82,89 @@ def test_of_saved_splits_train_is_read(vocab, tmp_path, capfd):
     assert "only train was read, not test, validation: name their folders" in capfd.readouterr().err
     prepare([saved / "test", saved / "validation"], vocab=vocab, out=tmp_path / "others", progress=False)
     assert texts_of(tmp_path / "others") == ["w1", "w4"]
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"id": float("nan"), "text": text}) + "\n" for text in texts).encode()
+
+
+def feather(texts):
+    sink = io.BytesIO()
+    write_feather(pa.table({"text": texts}), sink, compression="lz4")
+    return sink.getvalue()
+
+
+FOLDERS = {
+    "c4": {
+        "README.txt": b"w0\n",
+        "c4-train.00000-of-00002.json.gz": gzip.compress(json_lines(TEXTS[:40])),
+        "c4-train.00001-of-00002.json.gz": gzip.compress(json_lines(TEXTS[40:])),
+        "dataset_infos.json": b'{"default": {"features": {"text": {"dtype": "string"}}}}',
+    },
+    "spark": {
+        "_SUCCESS": b"",
+        "._SUCCESS.crc": b"crc",
+        "label=0/part-00000-a.c000.json": json_lines(TEXTS[:40]),
+        "label=0/.part-00000-a.c000.json.crc": b"crc",
+        "label=1/part-00000-a.c000.json": json_lines(TEXTS[40:]),
+        "_delta_log/00000.json": b'{"commitInfo": {}}\n{"add": {}}\n',
+    },
+    "others": {
+        "a.ndjson": json_lines(TEXTS[:20]),
+        "b.feather": feather(TEXTS[20:40]),
+        "c.json": json.dumps([{"text": text, "n": 10**400} for text in TEXTS[40:60]], indent=1).encode(),
+        "d.json": b"".join(json.dumps({"text": text}, indent=1).encode() for text in TEXTS[60:]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_another_tool_is_read_whole(vocab, tmp_path, capfd, name):
+    for path, content in FOLDERS[name].items():
+        path = tmp_path / "in" / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    report = prepare(tmp_path / "in", vocab=vocab, out=tmp_path / "out")
+    readme = ["w0"] if name == "c4" else []
+    prepare(iter(readme + TEXTS), vocab=vocab, out=tmp_path / "plain", progress=False)
+    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
+    assert report.skipped_files == (name == "c4") and "warning" not in capfd.readouterr().err
+
+
+def test_a_folder_most_of_which_is_passed_over_is_a_warning(vocab, tmp_path, capfd):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "README.txt").write_text("w1 w2\n")
+    (folder / "reviews.csv.gz").write_bytes(gzip.compress(json_lines(TEXTS)))
+    prepare(folder, vocab=vocab, out=tmp_path / "out")
+    train_vocab(folder, out=tmp_path / "v/vocab.txt", size=100, min_frequency=1)
+    said = capfd.readouterr().err
+    assert len(re.findall(r"warning: \d\d% of the input's bytes are in 1 files of other .* \(\.csv\.gz\)", said)) == 2
+    with pytest.raises(ValueError, match=r"line 1: no text field \"text\"; there are: review.body, review.title"):
+        (folder / "b.json").write_text(json.dumps({"review": {"body": "w1", "title": "w2"}}) + "\n")
+        prepare(folder / "b.json", vocab=vocab, out=tmp_path / "none", progress=False)
+
+
+NESTED = [{"review": {"body": text, "by": {"name": "w1"}}, "n": 1} for text in TEXTS] + [{"review": None, "n": 2}]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "a.feather", "memory"])
+def test_dots_lead_into_objects_and_structs(vocab, tmp_path, name):
+    path, table = tmp_path / name, pa.Table.from_pylist(NESTED)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix in (".arrow", ".feather"):
+        write_stream(path, table, open_writer=pa.ipc.new_stream if path.suffix == ".arrow" else pa.ipc.new_file)
+    else:
+        path.write_text(json.dumps(NESTED) if path.suffix == ".json" else "\n".join(map(json.dumps, NESTED)))
+    options = {"vocab": vocab, "progress": False}
+    inputs = NESTED if name == "memory" else path
+    report = prepare(inputs, out=tmp_path / "out", text_field="review.by.name, review.body", **options)
+    prepare((f"w1\n{text}" for text in TEXTS), out=tmp_path / "plain", **options)
+    assert report.content_hash == Corpus(tmp_path / "plain").content_hash and report.empty_documents == 1
+    error = "document 0: no field" if name == "memory" else "there are: (n, )?review.body, review.by"
+    with pytest.raises(ValueError, match=error):
+        prepare(inputs, out=tmp_path / "none", text_field="review.text", **options)
 
 
 KINDS = {

@@ -1,5 +1,6 @@
 """`verify` and the reader name what is damaged. That every flipped bit and every length is noticed: in the crate."""
 
+import json
 import os
 
 import pytest
@@ -11,7 +12,10 @@ from electra_fast.data.prepare import prepare
 @pytest.fixture
 def corpus(vocab, tmp_path):
     texts = ["w1 w2\n\nw1", "w2", "w1 w1", "w2 w2"]
-    prepare(iter(texts), vocab=vocab, out=tmp_path / "out", progress=False, holdout=0.3)
+    records = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join([*records, "{", "[]"]))
+    options = {"vocab": vocab, "progress": False, "holdout": 0.3, "skip_bad_records": 2}
+    prepare(tmp_path / "a.jsonl", out=tmp_path / "out", **options)
     return tmp_path / "out"
 
 
@@ -21,7 +25,7 @@ def files_of(folder):
 
 def test_a_sound_corpus(corpus):
     report = verify(corpus)
-    assert report["files"] == len(files_of(corpus)) == 8
+    assert report["files"] == len(files_of(corpus)) == 10
     assert report["bytes"] > 300 and report["content_hash"] == Corpus(corpus).content_hash
 
 
@@ -77,13 +81,17 @@ def test_a_cut_off_shard_is_refused_at_once(large):
         Corpus(folder)
 
 
-def test_damage_in_the_holdout_is_noticed(corpus):
-    for path in files_of(corpus / "holdout"):
+def test_a_flipped_bit_in_any_file_is_noticed(corpus):
+    for path in files_of(corpus):
         sound = path.read_bytes()
-        flip(path, len(sound) // 2)
-        with pytest.raises(ValueError, match=f"holdout/{path.name}"):
-            verify(corpus)
-        path.write_bytes(sound)
+        for at in range(0, len(sound), max(1, len(sound) // 50)):
+            flip(path, at)
+            with pytest.raises(ValueError, match=str(path.relative_to(corpus))):
+                verify(corpus)
+            path.write_bytes(sound)
+
+
+def test_a_holdout_without_its_manifest_is_noticed(corpus):
     (corpus / "holdout/manifest.json").unlink()
     with pytest.raises(ValueError, match="holdout"):
         verify(corpus)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from electra_fast import checkpoint
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning.error_detection import ErrorDetector, load_error_detector
-from electra_fast.huggingface.export import export
+from electra_fast.huggingface.export import export, load
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
 
@@ -44,6 +46,25 @@ def save_run(folder: Path, vocab: Path, **changes: str) -> Path:
     (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
     checkpoint.save(folder, model, None, TrainState(), keep=1)
     return folder
+
+
+def test_a_fork_computes_after_its_parent_has(tmp_path, tiny_vocab, capfd):
+    """Without OpenMP's threads, which a fork does not have: a child that waits for them is killed by its alarm."""
+    save_run(tmp_path, tiny_vocab)
+    detector, model, ids = load_error_detector(tmp_path), load(tmp_path), torch.randint(5, 500, (64, 32))
+    computations = (lambda: detector.predict([LONG] * 40), lambda: model.discriminator_logits(ids).sum().item())
+    torch.set_num_threads(2)
+    try:
+        with torch.no_grad():
+            expected = [compute() for compute in computations]
+            for compute, value in zip(computations, expected, strict=True):
+                if not (child := os.fork()):
+                    signal.alarm(20)
+                    os._exit(0 if repr(compute())[:20] == repr(value)[:20] else 1)
+                assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(1)
+    assert capfd.readouterr().err.count("was forked from one that had computed") == 2
 
 
 def probabilities(answer: dict[str, Any]) -> list[float]:

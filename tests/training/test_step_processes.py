@@ -184,7 +184,7 @@ def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_
     assert not workers_of(os.getpid())
 
 
-@pytest.mark.usefixtures("two_cores")
+@pytest.mark.usefixtures("two_cores", "hostile_folder")
 def test_an_error_in_a_worker_is_raised(tiny_corpus):
     step, rows = make_step(configured(tiny_corpus), 2), next(batches(tiny_corpus))
     step(rows, 0)
@@ -203,7 +203,7 @@ def test_a_killed_worker_ends_the_run_with_a_remedy(tiny_corpus):
     os.kill(worker, signal.SIGTERM)  # blocked: a scheduler that asks every process to stop gets a checkpoint
     step(next(loader), 1)
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(TrainingFailed, match=r"was killed by SIGKILL; if it ran out of memory, use .*; run again"):
+    with pytest.raises(TrainingFailed, match=r"ended \(killed by SIGKILL, .* memory .*\); use fewer .*; run again"):
         step(next(loader), 2)
     assert not workers_of(os.getpid())
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
 
 use electra_data::{
-    Coverage, DropDuplicates, Error, PrepareOptions, PrepareReport, Progress, ReadOptions, RepeatCount,
-    Repeats, SkippedRecord, TextSource, VocabOptions, VocabReport,
+    Coverage, DropDuplicates, Error, PassedOver, PrepareOptions, PrepareReport, Progress, ReadOptions,
+    RepeatCount, Repeats, SkippedRecord, TextSource, VocabOptions, VocabReport,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -70,7 +70,7 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
     result.set_item("complete", report.complete)?;
     result.set_item("already_complete", report.already_complete)?;
     result.set_item("num_files", report.num_files)?;
-    result.set_item("skipped_files", report.skipped_files)?;
+    set_passed_over(&result, report.passed_over)?;
     result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
     result.set_item("num_input_groups", report.num_input_groups)?;
     result.set_item("missing_input_groups", report.missing_input_groups)?;
@@ -187,9 +187,17 @@ pub(crate) fn train_vocab<'py>(
     let report = report?;
     let result = PyDict::new(py);
     result.set_item("num_entries", report.num_entries)?;
+    set_passed_over(&result, report.passed_over)?;
     result.set_item("skipped_records", report.skipped.len())?;
     result.set_item("first_skipped", tuples(py, report.skipped.into_iter().take(10))?)?;
     Ok(result)
+}
+
+fn set_passed_over(result: &Bound<'_, PyDict>, files: PassedOver) -> PyResult<()> {
+    result.set_item("skipped_files", files.files)?;
+    result.set_item("skipped_bytes", files.bytes)?;
+    result.set_item("read_bytes", files.bytes_read)?;
+    result.set_item("skipped_kinds", PyTuple::new(result.py(), files.kinds)?)
 }
 
 /// (file, line, reason) of each record.

@@ -24,13 +24,15 @@ mod tokenizer;
 
 pub use choice::{Choice, options_from};
 pub use error::{Error, Result};
-pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, verify, write_sparse};
-pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
+pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, write_sparse};
+pub use input::{
+    DocumentSeparator, InputFormat, InvalidUtf8, PassedOver, ReadOptions, SkippedRecord, TextSource,
+};
 pub use loader::{Contents, CutAt, Loader, LoaderOptions, LoaderState, Masking, Packing, Poll, auto_lanes};
 pub use prepare::{
     Alphabet, Coverage, DropDuplicates, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress,
     RepeatCount, RepeatedLine, Repeats, TaskReport, VocabOptions, VocabReport, job_tokenizer, prepare,
-    prepare_input_groups, text_sample, train_vocab,
+    prepare_input_groups, text_sample, train_vocab, verify,
 };
 pub use store::{attended, check_url, delete_objects, download, list_objects, upload, url_of};
 pub use tokenizer::{Encoder, Pieces, Tokenizer};

@@ -13,7 +13,7 @@ Kind = Literal["auto", "files", "documents"]
 StrPath = str | os.PathLike[str]
 Separator = Literal["blank-line", "file", "line"]
 InvalidUtf8 = Literal["error", "replace"]
-Format = Literal["auto", "text", "jsonl", "parquet", "arrow"]
+Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow"]
 
 # Linux and macOS have no longer paths.
 LONGEST_PATH = 4096
@@ -81,14 +81,28 @@ def _record_text(position: int, record: Mapping[str, Any], text_fields: list[str
     """The text of a `datasets.Dataset` row, by the rules for `.jsonl` records: null counts as empty."""
     texts = []
     for field in text_fields:
-        if field not in record:
+        try:
+            value = _field(record, field)
+        except KeyError:
             available = ", ".join(map(str, record)) or "none"
-            raise InputError(f"document {position}: no field {field!r}; there are: {available}; choose with text_field")
-        if record[field] is not None:
-            texts.append(record[field])
-        if not isinstance(record[field], str | None):
-            raise TypeError(f"document {position}: field {field!r} is {_abbreviated(record[field])}, not a str")
+            raise InputError(
+                f"document {position}: no field {field!r}; there are: {available}; choose with text_field"
+            ) from None
+        if not isinstance(value, str | None):
+            raise TypeError(f"document {position}: field {field!r} is {_abbreviated(value)}, not a str")
+        if value is not None:
+            texts.append(value)
     return "\n".join(texts)
+
+
+def _field(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a field; dots lead into records in it, of which null has no text. Raises KeyError."""
+    if name in record:
+        return record[name]
+    for outer, value in record.items():
+        if name.startswith(f"{outer}.") and (value is None or isinstance(value, Mapping)):
+            return None if value is None else _field(value, name[len(outer) + 1 :])
+    raise KeyError(name)
 
 
 def _abbreviated(value: object) -> str:
@@ -115,6 +129,17 @@ def not_negative(name: str, value: int) -> int:
     if value < 0:
         raise InputError(f"{name} is {value}; give 0 or more")
     return value
+
+
+def passed_over_warning(report: Mapping[str, Any]) -> str | None:
+    """A warning if most of the input's bytes are in files of other kinds, which may be the text itself."""
+    if report["skipped_bytes"] <= report["read_bytes"]:
+        return None
+    share = report["skipped_bytes"] / (report["skipped_bytes"] + report["read_bytes"])
+    return (
+        f"warning: {share:.0%} of the input's bytes are in {report['skipped_files']:,} files of other kinds that were "
+        f"passed over ({', '.join(report['skipped_kinds'])}); to read them, name them or give --format"
+    )
 
 
 def skipped_lines(count: int, first: Iterable[tuple[str, int, str]], list_file: str | None) -> str:

@@ -19,6 +19,7 @@ from electra_fast.data.inputs import (
     Separator,
     StrPath,
     not_negative,
+    passed_over_warning,
     reading_options,
     skipped_lines,
     source,
@@ -54,24 +55,27 @@ def prepare(
     """Tokenizes text into a corpus of shards in `out`; resumes when run again after an interruption.
 
     Args:
-        inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.parquet`, `.arrow`, plain or
-            `.gz`, `.zst`, `.xz`), folders, globs. From a folder saved by `datasets`, only the files that it lists are
-            read, and of several splits only `train` (to read another split, give its folder). A list or tuple in
-            which a string has a newline or more than 4,096 characters is a list of documents, and so is any other
-            iterable of `str` or of records with `text_field`, such as a `datasets.Dataset`. Documents are consumed in
-            a separate thread, and an interrupted run over them restarts from the beginning.
+        inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.arrow`,
+            `.feather`, plain or `.gz`, `.zst`, `.xz`), folders, globs. A `.json` holds objects, one per line, in a list
+            or one after another; in a folder, a `.json` that holds no records with text is passed over. From a folder
+            saved by `datasets`, only the files that it lists are read, and of several splits only `train` (to read
+            another split, give its folder). A list or tuple in which a string has a newline or more than 4,096
+            characters is a list of documents, and so is any other iterable of `str` or of records with `text_field`,
+            such as a `datasets.Dataset`. Documents are consumed in a separate thread, and an interrupted run over them
+            restarts from the beginning.
         vocab: A `vocab.txt`, a `tokenizer.json`, a folder with one of them, or an open tokenizer; not among `inputs`.
         out: The output folder, or its URL (`s3://`, `gs://`, `az://`): new, empty, or left by an interruption of the
             same run.
         lowercase: As for `Tokenizer`; not allowed with an open tokenizer.
         strip_accents: As for `Tokenizer`; not allowed with an open tokenizer.
         documents: Separator of documents in a `.txt`: blank lines, files, or line ends.
-        text_field: Field or column with the text; several, separated by commas, are joined with newlines.
+        text_field: Field or column with the text; several, separated by commas, are joined with newlines. A dot leads
+            into an object or struct: `review.body`.
         invalid_utf8: `error` stops and says where; `replace` reads invalid bytes as U+FFFD.
         format: Format of the files. `auto` goes by file extension and ignores files of other kinds. Any other format
             applies to every file, whether named, in a folder or matched by a glob, except hidden ones; files ending
             in `.gz`, `.zst` or `.xz` are decompressed first.
-        skip_bad_records: Maximum number of JSON-lines records, over the whole input, to skip because they are
+        skip_bad_records: Maximum number of JSON records, over the whole input, to skip because they are
             malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
         holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
             The choice depends only on their positions; of two or more documents, at least one is chosen.
@@ -135,6 +139,7 @@ def prepare(
             found = _data.prepare(inner, os.fspath(out), **arguments, progress=bar.update)
         else:
             found = prepare_on(executor, inner, os.fspath(out), bar, **arguments)
+        bar.warn(passed_over_warning(found))
         report = PrepareReport.of(found)
         if report.complete:
             coverage = Corpus(out).coverage()
@@ -243,6 +248,7 @@ def train_vocab(
             progress=bar.update,
             counted=counted,
         )
+        bar.warn(passed_over_warning(report))
         if report["skipped_records"]:
             bar.warn(skipped_lines(report["skipped_records"], report["first_skipped"], None))
         for warning in sample_warnings(beginning, _data.Tokenizer(os.fspath(out))):

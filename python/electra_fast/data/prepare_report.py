@@ -59,7 +59,13 @@ class PrepareReport:
     """It was complete before, with the same inputs and options."""
     num_files: int
     skipped_files: int
-    """Files of unknown kinds in folders or matched by globs."""
+    """Files of other kinds, in folders or matched by globs, that were passed over."""
+    skipped_bytes: int
+    """Bytes in them."""
+    skipped_kinds: tuple[str, ...]
+    """The endings of up to three kinds that have the most of these bytes."""
+    read_bytes: int
+    """Bytes in the files that are read."""
     skipped_splits: tuple[str, ...]
     """Splits of saved datasets that were ignored in favor of `train`."""
     num_input_groups: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -93,9 +94,12 @@ def _is_of(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def json_text(content: Mapping[str, Any]) -> str:
-    """Returns an object as a line of JSON in which only terminal control characters are escaped."""
-    text = json.dumps(content, ensure_ascii=False)
+def json_text(content: Mapping[str, Any], encoding: str | None = "utf-8") -> str:
+    """Returns an object as a line of JSON in which only terminal control characters are escaped.
+
+    JSON is UTF-8: for a stream in another encoding, all that is not ASCII is escaped.
+    """
+    text = json.dumps(content, ensure_ascii=codecs.lookup(encoding or "utf-8").name != "utf-8")
     return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
 
 

@@ -259,7 +259,8 @@ def _predict(
             for chunk in _chunks(examples):
                 answers = predictor.predict([example for example, _ in chunk], **settings)
                 stream.writelines(
-                    json_text(with_columns(answer, row)) for answer, (_, row) in zip(answers, chunk, strict=True)
+                    json_text(with_columns(answer, row), stream.encoding)
+                    for answer, (_, row) in zip(answers, chunk, strict=True)
                 )
                 count += len(chunk)
                 stream.flush()

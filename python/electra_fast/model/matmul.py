@@ -9,6 +9,7 @@ AMX, and a measurement that finds rounded factors never chooses it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from electra_fast.config.config import AUTO, ModelConfig
 from electra_fast.errors import InputError
+from electra_fast.messages import say
 
 DEFAULT, ONEDNN = "default", "onednn"
 KINDS = ("forward", "input gradient", "weight gradient")
@@ -37,6 +39,23 @@ _MKLDNN: Any = torch.backends.mkldnn
 _lock = threading.Lock()
 _num_users = 0
 _precision_before = "none"
+# The process that computed first, and its forks that have computed.
+_computing_processes: list[int] = []
+
+
+def allow_forks() -> None:
+    """Computes with one thread in a fork of a process that has computed.
+
+    Such a fork has none of OpenMP's threads, and an operation that waits for them never ends.
+    """
+    if not _computing_processes:
+        _computing_processes.append(os.getpid())
+    if os.getpid() == _computing_processes[0] or torch.get_num_threads() == 1:
+        return
+    torch.set_num_threads(1)
+    if os.getpid() not in _computing_processes:
+        _computing_processes.append(os.getpid())
+        say("this process was forked from one that had computed, so it has one thread; to use more, fork earlier")
 
 
 @contextmanager
@@ -45,6 +64,7 @@ def use_matmul(name: str) -> Iterator[None]:
 
     Contexts of several threads may overlap. Raises InputError if the processor has no "onednn".
     """
+    allow_forks()
     require_matmul(name)
     if name != ONEDNN:
         yield

@@ -20,6 +20,7 @@ from electra_fast.errors import InputError
 from electra_fast.model import sublayers
 from electra_fast.model.attention import AttentionMask, Queries, query_attention, self_attention
 from electra_fast.model.initialization import initialize
+from electra_fast.model.matmul import allow_forks
 from electra_fast.model.networks import networks_of
 from electra_fast.model.sublayers import SublayerWeights
 from electra_fast.ops import operations as ops
@@ -432,6 +433,8 @@ class Electra(nn.Module):
         Applies dropout if the network's encoder is in training mode.
         """
         self._require(role)
+        if not torch.compiler.is_compiling():
+            allow_forks()
         encoder = self.get_submodule(role)
         embeddings = self.generator_embeddings if role == "generator" else self.embeddings
         dropout = Dropout(self.config.model.dropout if encoder.training else 0.0, dropout_key, FIRST_CALL[role])

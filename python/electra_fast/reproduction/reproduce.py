@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from electra_fast.child_process import describe_end
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import ElectraFastError, InputError, Interrupted
@@ -29,7 +30,7 @@ from electra_fast.reproduction.plan import Plan, base_config, common_precision, 
 from electra_fast.reproduction.report import score, summarize, write_report
 from electra_fast.reproduction.row_run import RunSettings, read_result
 from electra_fast.reproduction.speed import measure_speed
-from electra_fast.reproduction.workers import LOG, Slot, Workers, choose_slots, describe_exit, last_line
+from electra_fast.reproduction.workers import LOG, Slot, Workers, choose_slots, last_line
 from electra_fast.training.corruptor import UNIGRAM, Corruptor
 from electra_fast.training.evaluate import SEED
 from electra_fast.training.run import exclusive
@@ -205,8 +206,8 @@ def _run(
             row, seed = runs[ended.folder]
             name, result = f"{row.name} seed {seed}", read_result(ended.folder)
             if result is None:
-                why = last_line(ended.folder) or "it wrote nothing"
-                failed.append(f"{name}: {why} ({describe_exit(ended.code)}, {ended.folder / LOG})")
+                why = describe_end(ended.code, last_line(ended.folder))
+                failed.append(f"{name}: {why} ({ended.folder / LOG})")
                 progress.warn(failed[-1])
             else:
                 progress.finish(f"{name}: {_outcome(result)}", statistics.mean(seconds) / len(slots))

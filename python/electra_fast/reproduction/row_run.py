@@ -1,7 +1,7 @@
 """One run of a comparison: pre-training, fine-tuning and evaluation of a row with a seed, in a process of its own.
 
-`python -m electra_fast.reproduction.row_run FOLDER` reads FOLDER/work.json, and resumes after an interruption. It
-writes run/, tasks.json and evaluation.json, or failed.json if the training diverged.
+It reads FOLDER/work.json, and resumes after an interruption. It writes run/, tasks.json and evaluation.json, or
+failed.json if the training diverged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -110,8 +109,9 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(folder: Path, run: Callable[[Path], None] = run_row) -> int:
+def main(name: str, run: Callable[[Path], None] = run_row) -> int:
     """Calls `run` with a folder as the main function of a process; returns the exit code."""
+    folder = Path(name)
     interrupt_at_once()
     _end_with_parent()
     try:
@@ -124,7 +124,3 @@ def main(folder: Path, run: Callable[[Path], None] = run_row) -> int:
         say(f"error: {error_line(str(error))}")
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

@@ -1,18 +1,15 @@
-"""Measures the FLOPs per second of training, in a process of its own.
-
-`python -m electra_fast.reproduction.speed CONFIG.toml` prints them, for the configuration's corpus.
-"""
+"""Measures the FLOPs per second of training on a configuration's corpus, in a process of its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from electra_fast.child_process import describe_end, python_command
 from electra_fast.config.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader
 from electra_fast.errors import TrainingFailed
@@ -35,11 +32,12 @@ def measure_speed(config: Config, slot: Slot) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(config.to_toml(), encoding="utf-8")
-        command = [sys.executable, "-m", "electra_fast.reproduction.speed", str(path)]
+        command = python_command("from electra_fast.reproduction.speed import main; main(sys.argv[1])", str(path))
         environment = {**os.environ, **slot.environment}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
     if done.returncode:
-        raise TrainingFailed(f"a few steps of {config.objective.name} failed: {done.stderr.strip()[-300:]}")
+        why = describe_end(done.returncode, done.stderr)
+        raise TrainingFailed(f"a few steps of {config.objective.name} failed ({why})")
     return float(done.stdout)
 
 
@@ -68,5 +66,6 @@ def flops_per_second(config: Config) -> float:
     return tokens * flops_per_token(config).total / seconds
 
 
-if __name__ == "__main__":
-    print(flops_per_second(Config.load(Path(sys.argv[1]))))
+def main(path: str) -> None:
+    """Prints the FLOPs per second of a configuration."""
+    print(flops_per_second(Config.load(Path(path))))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from electra_fast.child_process import python_command
 from electra_fast.interruption import StopRequest
 
 LOG = "log.txt"
+_PROGRAM = "from electra_fast.reproduction.row_run import main; sys.exit(main(sys.argv[1]))"
 _POLL_SECONDS = 0.2
 
 
@@ -107,7 +107,7 @@ def _start(folder: Path, slot: Slot) -> _Running:
     # closes when this process ends for any reason.
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "electra_fast.reproduction.row_run", str(folder)],
+            python_command(_PROGRAM, str(folder)),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -121,8 +121,3 @@ def last_line(folder: Path) -> str:
     """Returns the last line that a run's process wrote, or an empty string."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines() if (folder / LOG).exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def describe_exit(code: int) -> str:
-    """An exit code as text."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

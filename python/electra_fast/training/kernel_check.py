@@ -532,7 +532,3 @@ def main() -> None:
             return
         Checker(request, tell).answer()
         tell(None)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,9 +13,7 @@ import hashlib
 import json
 import pickle
 import queue
-import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +26,7 @@ import torch
 
 from electra_fast import _data
 from electra_fast.card import card_of, missing_for_triton
+from electra_fast.child_process import describe_end, python_command
 from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.config.presets import DEFAULT_PRESET
 from electra_fast.data.loader import default_cache_dir
@@ -293,7 +292,7 @@ class _Process:
     def __init__(self) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "electra_fast.training.kernel_check"],
+            python_command("from electra_fast.training.kernel_check import main; main()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -332,17 +331,11 @@ class _Process:
         assert line is not None
         if not line:
             code = self._process.wait()
-            return f"its process ended by signal {-code}" if code < 0 else f"its process ended ({self._last_words()})"
+            self._errors.seek(0)
+            return f"its process ended ({describe_end(code, self._errors.read().decode(errors='replace'))})"
         self.has_answered = True
         found: Any = json.loads(line)
         return Record(**found) if isinstance(found, dict) else found
-
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").split("\n") if line.strip()]
-        # The line of the exception: torch adds several about its own settings.
-        named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
-        return ((named or lines)[-1:] or ["without a word"])[0][:300]
 
     def kill(self) -> None:
         self._process.kill()

@@ -8,7 +8,6 @@ wait for each other three times per step (bench/LOG.md).
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -16,7 +15,7 @@ import select
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import traceback
 import weakref
 from abc import ABC, abstractmethod
@@ -24,11 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
+from electra_fast.child_process import describe_end, lacked_memory, python_command
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.interruption import SIGNALS, requested_stop
@@ -43,7 +43,6 @@ MAX_PROCESSES = 8
 _SUSPENDED_SECONDS, _PATIENCE_SECONDS = 3, 60
 # Floats per cache line, to which each shared tensor is aligned.
 _ALIGNMENT = 16
-_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import step_processes as s"
 
 
 class GradientComputation(ABC):
@@ -258,7 +257,7 @@ class StepProcesses:
             try:
                 answers.append(connection.recv())
             except (EOFError, OSError):
-                raise _death(process) from None
+                raise _death(process, connection) from None
             if isinstance(answers[-1], str):
                 raise RuntimeError(f"a worker process failed:\n{answers[-1]}")
         return answers
@@ -268,7 +267,7 @@ class StepProcesses:
             try:
                 connection.send(message)
             except OSError:
-                raise _death(process) from None
+                raise _death(process, connection) from None
 
 
 def _views(memory: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -284,6 +283,7 @@ class _Link(Connection):
     """The run's end of the connection to a worker. Never waits forever, even if the worker is suspended."""
 
     process: subprocess.Popen[bytes]
+    errors: IO[bytes]
 
     def _send(self, buf: Any, write: object = None) -> None:
         super()._send(buf, lambda handle, data: self._when(select.POLLOUT, os.write, data))  # type: ignore[misc]
@@ -331,13 +331,15 @@ def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Link]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     link = _Link(ours.detach())
+    link.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the link
     # The run handles stop signals and ends its workers, in which they stay blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         process = link.process = subprocess.Popen(
-            [sys.executable, "-c", f"{_MAIN}; s.serve_steps({theirs.fileno()})", json.dumps(sys.path)],
+            python_command(f"from electra_fast.training import step_processes as s; s.serve_steps({theirs.fileno()})"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=link.errors,
             pass_fds=(theirs.fileno(), memory),
         )
     finally:
@@ -346,18 +348,20 @@ def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Link]:
     return process, link
 
 
-def _death(process: subprocess.Popen[bytes]) -> TrainingFailed:
+def _death(process: subprocess.Popen[bytes], link: _Link) -> TrainingFailed:
     code = process.wait()
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return TrainingFailed(
-        f"a worker process {how}; if it ran out of memory, use fewer (OMP_NUM_THREADS=1: none) or a "
-        "larger train.accumulate; run again to resume"
-    )
+    link.errors.seek(0)
+    errors = link.errors.read().decode(errors="replace")
+    remedy = ""
+    if lacked_memory(code, errors):
+        remedy = "; use fewer (OMP_NUM_THREADS=1: none) or a larger train.accumulate"
+    return TrainingFailed(f"a worker process ended ({describe_end(code, errors)}){remedy}; run again to resume")
 
 
 def _end(processes: list[tuple[subprocess.Popen[bytes], _Link]]) -> None:
     for process, connection in processes:
         connection.close()
+        connection.errors.close()
         process.kill()  # it has no state worth keeping
         process.wait()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from electra_fast.child_process import describe_end, lacked_memory, python_command
 from electra_fast.config.config import Config
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import ElectraFastError, InputError, TrainingFailed
@@ -33,7 +33,6 @@ _MAX_FLOPS = 5e11
 _WARMUP_STEPS, _MIN_STEPS, _SECONDS = 2, 2, 4.0
 # Batches of the evaluation that is timed.
 _EVALUATED = 5
-_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import trial as t"
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,14 @@ def measure(config: Config) -> Trial:
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "plan.toml").write_text(config.to_toml(), encoding="utf-8")
-        command = [sys.executable, "-c", f"{_MAIN}; t.main(sys.argv[2])", json.dumps(sys.path), folder]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        command = python_command("from electra_fast.training.trial import main; main(sys.argv[1])", folder)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
         answer = Path(folder) / "trial.json"
         if done.returncode or not answer.exists():
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise TrainingFailed(f"the run's first steps failed ({last}); lower train.batch_size or the model's size")
+            why = describe_end(done.returncode, done.stderr)
+            is_memory = lacked_memory(done.returncode, done.stderr)
+            remedy = "; lower train.batch_size or the model's size" if is_memory else ""
+            raise TrainingFailed(f"the run's first steps failed ({why}){remedy}")
         found = json.loads(answer.read_text(encoding="utf-8"))
         if "error" in found:
             raise InputError(found["error"])

@@ -113,6 +113,9 @@ pub(crate) struct Manifest {
     /// Unreadable records of the input, which were left out.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub skipped_records: u64,
+    /// xxh3-128 of the list of these records, hexadecimal. Older releases did not write it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped_hash: Option<String>,
     /// Documents that were left out because they had occurred before …
     #[serde(default, skip_serializing_if = "is_zero")]
     pub dropped_documents: u64,
@@ -149,6 +152,7 @@ impl Manifest {
             num_documents: 0,
             empty_documents: 0,
             skipped_records: 0,
+            skipped_hash: None,
             dropped_documents: 0,
             emptied_documents: 0,
             dropped_lines: 0,

@@ -18,8 +18,8 @@ use super::division::Part;
 use super::input_file::InputFile;
 use super::pipeline::Batcher;
 use super::read_options::ReadOptions;
-use super::tables::{send_row, text_columns, unreadable};
-use crate::error::Result;
+use super::tables::{ColumnPath, send_row, text_columns, unreadable};
+use crate::error::{Error, Result};
 
 /// The most bytes that a compressed batch may decompress to: the first number, or the second times its own size if that
 /// is more.
@@ -56,11 +56,17 @@ pub(super) fn read_arrow(
     if start == FILE_MAGIC {
         start.clear();
     }
+    if start.starts_with(b"FEA1") {
+        let path = file.path.display();
+        return Err(Error::Input(format!(
+            "{path}: Feather of version 1, which is not Arrow; write it again with pyarrow.feather.write_feather"
+        )));
+    }
     let mut input = Cursor::new(start).chain(input);
-    let mut decoder = open_batches(file, &mut input, reading)?;
+    let (columns, mut decoder) = open_batches(file, &mut input, reading)?;
     while let Some(message) = Message::read(&mut input).map_err(damaged)? {
         if let Some(batch) = message.decode(&mut decoder).map_err(damaged)? {
-            send_rows(file, &batch, to)?;
+            send_rows(file, &columns, &batch, to)?;
         }
     }
     Ok(())
@@ -79,7 +85,7 @@ fn read_arrow_batches(
     let (dictionaries, mut batches) = blocks(&mut input).map_err(damaged)?;
     batches.sort_unstable();
     input.seek(SeekFrom::Start(FILE_MAGIC.len() as u64)).map_err(|e| file.unreadable(&e))?;
-    let mut decoder = open_batches(file, &mut input, reading)?;
+    let (columns, mut decoder) = open_batches(file, &mut input, reading)?;
     let mut read = |(offset, _): (u64, u64)| {
         input.seek(SeekFrom::Start(offset))?;
         let ended = || ArrowError::IpcError("a batch is missing".to_owned());
@@ -92,7 +98,7 @@ fn read_arrow_batches(
         // A damaged offset still belongs to one part, whose reader fails.
         if part.contains(block.0.min(file.size.saturating_sub(1))) {
             if let Some(batch) = read(block).map_err(damaged)? {
-                send_rows(file, &batch, to)?;
+                send_rows(file, &columns, &batch, to)?;
             }
             bytes.fetch_add(block.1, Ordering::Relaxed);
         }
@@ -100,8 +106,12 @@ fn read_arrow_batches(
     Ok(())
 }
 
-/// A decoder of the columns of text, from the schema that a stream begins with.
-fn open_batches(file: &InputFile, input: &mut impl Read, reading: &ReadOptions) -> Result<FileDecoder> {
+/// The columns of text and a decoder of those that have them, from the schema that a stream begins with.
+fn open_batches(
+    file: &InputFile,
+    input: &mut impl Read,
+    reading: &ReadOptions,
+) -> Result<(Vec<ColumnPath>, FileDecoder)> {
     let damaged = |error| unreadable(file, "Arrow", &error);
     let mut open = || {
         let message = Message::read(input)?;
@@ -116,7 +126,15 @@ fn open_batches(file: &InputFile, input: &mut impl Read, reading: &ReadOptions) 
     };
     let (schema, version) = open().map_err(damaged)?;
     let columns = text_columns(file, &schema, &reading.text_fields)?;
-    Ok(FileDecoder::new(schema, version).with_projection(columns))
+    let mut roots: Vec<usize> = columns.iter().map(|column| column.0[0]).collect();
+    roots.sort_unstable();
+    roots.dedup();
+    let in_batch = |column: ColumnPath| {
+        let root = roots.partition_point(|&root| root < column.0[0]);
+        ColumnPath([&[root], &column.0[1..]].concat())
+    };
+    let columns = columns.into_iter().map(in_batch).collect();
+    Ok((columns, FileDecoder::new(schema, version).with_projection(roots)))
 }
 
 /// An offset and a length in a file.
@@ -216,9 +234,9 @@ fn check_decompressed(batch: &arrow_ipc::RecordBatch<'_>, body: &[u8]) -> ArrowR
     )))
 }
 
-fn send_rows(file: &InputFile, batch: &RecordBatch, to: &mut Batcher) -> Result<()> {
+fn send_rows(file: &InputFile, columns: &[ColumnPath], batch: &RecordBatch, to: &mut Batcher) -> Result<()> {
     let damaged = |what: &str| unreadable(file, "table", &what);
-    let columns = batch.columns().iter().map(TextColumn::of).collect::<Option<Vec<_>>>();
+    let columns = columns.iter().map(|path| TextColumn::at_path(path, batch)).collect::<Option<Vec<_>>>();
     let columns = columns.ok_or_else(|| damaged("a batch has another type of column"))?;
     let mut texts = Vec::with_capacity(columns.len());
     for row in 0..batch.num_rows() {
@@ -233,7 +251,8 @@ fn send_rows(file: &InputFile, batch: &RecordBatch, to: &mut Batcher) -> Result<
 
 /// A column of text, possibly dictionary-encoded.
 struct TextColumn<'a> {
-    column: &'a ArrayRef,
+    /// The column, and the structs that it is in.
+    columns: Vec<&'a ArrayRef>,
     values: Strings<'a>,
     keys: Option<Vec<usize>>,
 }
@@ -246,20 +265,33 @@ enum Strings<'a> {
 }
 
 impl<'a> TextColumn<'a> {
+    fn at_path(path: &ColumnPath, batch: &'a RecordBatch) -> Option<Self> {
+        let (&root, inner) = path.0.split_first()?;
+        let (mut column, mut structs) = (batch.columns().get(root)?, Vec::new());
+        for &index in inner {
+            structs.push(column);
+            column = column.as_struct_opt()?.columns().get(index)?;
+        }
+        let mut text = Self::of(column)?;
+        text.columns.extend(structs);
+        Some(text)
+    }
+
     /// `None` if the column does not hold text.
     fn of(column: &'a ArrayRef) -> Option<Self> {
+        let columns = vec![column];
         let Some(dictionary) = column.as_any_dictionary_opt() else {
-            return Some(Self { column, values: Strings::of(column)?, keys: None });
+            return Some(Self { columns, values: Strings::of(column)?, keys: None });
         };
         // Without values every row is null, and `normalized_keys` would panic.
         let has_values = !dictionary.values().is_empty();
         let keys = if has_values { dictionary.normalized_keys() } else { Vec::new() };
-        Some(Self { column, values: Strings::of(dictionary.values())?, keys: Some(keys) })
+        Some(Self { columns, values: Strings::of(dictionary.values())?, keys: Some(keys) })
     }
 
     /// The text in a row (`Some(None)` for null); `None` if its key is outside the dictionary.
     fn at(&self, row: usize) -> Option<Option<&'a str>> {
-        if self.column.is_null(row) {
+        if self.columns.iter().any(|column| column.is_null(row)) {
             return Some(None);
         }
         match &self.keys {

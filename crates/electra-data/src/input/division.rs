@@ -75,9 +75,11 @@ impl Inputs {
 impl InputFile {
     /// Whether it is read in parts, judging by its name and size.
     pub fn is_divided(&self, reading: &ReadOptions, part_bytes: u64) -> bool {
-        let is_one_document =
-            self.format == InputFormat::Text && reading.separator == DocumentSeparator::File;
-        self.size > part_bytes && self.regular && self.compression == Compression::None && !is_one_document
+        let is_whole = match self.format {
+            InputFormat::Text => reading.separator == DocumentSeparator::File,
+            format => format == InputFormat::Json,
+        };
+        self.size > part_bytes && self.regular && self.compression == Compression::None && !is_whole
     }
 }
 

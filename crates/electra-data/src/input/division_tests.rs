@@ -18,7 +18,7 @@ use crate::error::Result;
 type Found = (Vec<Vec<String>>, Vec<SkippedRecord>);
 
 fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
-    let inputs = Inputs::expand(&[path.to_owned()], None, None)?;
+    let inputs = Inputs::expand(&[path.to_owned()], None, &ReadOptions::default())?;
     let groups = inputs.input_groups(reading, part_bytes);
     let read = |to: &mut Batcher<'_>| {
         for (number, group) in groups.iter().enumerate() {
@@ -251,7 +251,7 @@ fn only_huge_divisible_files_are_divided() {
     for name in ["a.txt", "b.txt.gz", "c.jsonl", "d.txt", "e.txt"] {
         file(&dir, name, vec![b'x'; if name == "d.txt" { 100 } else { 1_000 }]);
     }
-    let inputs = Inputs::expand(&[dir.path().to_owned()], None, None).unwrap();
+    let inputs = Inputs::expand(&[dir.path().to_owned()], None, &ReadOptions::default()).unwrap();
     let groups = |reading: &ReadOptions, part_bytes| -> Vec<_> {
         let parts = inputs.input_groups(reading, part_bytes);
         parts.into_iter().map(|g| (g.files, g.part.map_or(0, |part| part.end - part.start))).collect()

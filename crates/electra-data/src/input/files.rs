@@ -2,30 +2,64 @@
 //!
 //! `division` forms input groups of them.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
+
 use super::input_file::{Compression, InputFile};
-use super::read_options::InputFormat;
-use super::saved_dataset::{INFO, STATE, SavedDataset};
+use super::json_objects::layout;
+use super::read_options::{InputFormat, ReadOptions};
+use super::saved_dataset::{INFO, STATE, SavedDataset, is_hidden};
 use super::stored;
 use crate::error::{Error, Result};
 use crate::regular_file::special_kind;
 use crate::store::{Cancel, url_of};
+use crate::threads::on_all_cores;
 
-const KNOWN: &str = ".txt, .jsonl, .parquet and .arrow, each also with .gz, .zst or .xz";
-const REMEDY: &str = "--format text reads any file as text (others: jsonl, parquet, arrow)";
+const KNOWN: &str =
+    ".txt, .jsonl, .ndjson, .json, .parquet, .arrow and .feather, each also with .gz, .zst or .xz";
+const REMEDY: &str = "--format text reads any file as text (others: jsonl, json, parquet, arrow)";
 
 /// All files to read, sorted by path, without duplicates.
 #[derive(Clone, Debug)]
 pub(crate) struct Inputs {
     pub files: Vec<InputFile>,
-    /// Number of files in folders, or matched by globs, whose extension is unknown.
-    pub skipped: usize,
+    pub passed_over: PassedOver,
     /// Splits of saved datasets that are not read because another one is.
     pub skipped_splits: Vec<String>,
     /// Cancels requests to the stores of these files.
     pub cancel: Cancel,
+}
+
+/// Files in folders, or matched by globs, that are of no known kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PassedOver {
+    /// Their number.
+    pub files: usize,
+    /// Bytes in them …
+    pub bytes: u64,
+    /// … and in the files that are read.
+    pub bytes_read: u64,
+    /// The endings of up to three kinds that have the most bytes.
+    pub kinds: Vec<String>,
+}
+
+impl PassedOver {
+    fn of(files: &HashMap<PathBuf, u64>, bytes_read: u64) -> Self {
+        let mut kinds: BTreeMap<String, u64> = BTreeMap::new();
+        for (path, bytes) in files {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+            let (stem, _) = without_compression(&name);
+            let ending = stem.rfind('.').map_or("without an ending", |dot| &name[dot..]);
+            *kinds.entry(ending.to_owned()).or_default() += bytes;
+        }
+        let mut kinds: Vec<_> = kinds.into_iter().collect();
+        kinds.sort_by_key(|(_, bytes)| Reverse(*bytes));
+        let kinds = kinds.into_iter().take(3).map(|(kind, _)| kind).collect();
+        Self { files: files.len(), bytes: files.values().sum(), bytes_read, kinds }
+    }
 }
 
 impl Inputs {
@@ -33,17 +67,22 @@ impl Inputs {
     ///
     /// With a format, every file that is not hidden is taken; without one, those with a known extension.
     /// An error if there are none.
-    pub fn expand(inputs: &[PathBuf], except: Option<&Path>, format: Option<InputFormat>) -> Result<Self> {
+    ///
+    /// A file that ends in `.json` is opened, unless there is a format: its first objects tell whether it holds records.
+    pub fn expand(inputs: &[PathBuf], except: Option<&Path>, reading: &ReadOptions) -> Result<Self> {
         let except = except.and_then(|path| match url_of(path) {
             Some(url) => Some(url.into()),
             None => path.canonicalize().ok(),
         });
-        let mut search = Search { except, format, ..Search::default() };
+        let mut search = Search { except, format: reading.format, ..Search::default() };
         for input in inputs {
             match url_of(input) {
                 Some(url) => search.add_objects(&url)?,
                 None => search.add(input)?,
             }
+        }
+        if reading.format.is_none() {
+            search.look_into_json(reading)?;
         }
         if search.files.is_empty() {
             let asked: Vec<_> = inputs.iter().map(|path| path.display().to_string()).collect();
@@ -57,11 +96,12 @@ impl Inputs {
             )));
         }
         let mut files: Vec<InputFile> = search.files.into_values().collect();
+        let passed_over = PassedOver::of(&search.skipped, files.iter().map(|file| file.size).sum());
         strip_common_folder(&mut files);
         let skipped_splits = search.skipped_splits.into_iter().collect();
         let cancel = Cancel::default();
         files.iter_mut().for_each(|file| file.cancel_with(&cancel));
-        Ok(Self { files, skipped: search.skipped.len(), skipped_splits, cancel })
+        Ok(Self { files, passed_over, skipped_splits, cancel })
     }
 
     /// Whether an existing file is among them, under any path.
@@ -82,7 +122,10 @@ impl Inputs {
 #[derive(Default)]
 struct Search {
     files: BTreeMap<PathBuf, InputFile>,
-    skipped: HashSet<PathBuf>,
+    /// With their bytes.
+    skipped: HashMap<PathBuf, u64>,
+    /// Files that were named themselves.
+    named: HashSet<PathBuf>,
     skipped_splits: BTreeSet<String>,
     folders: HashSet<PathBuf>,
     except: Option<PathBuf>,
@@ -97,8 +140,11 @@ impl Search {
             if self.except.as_ref().is_some_and(|except| path.starts_with(except)) {
                 continue;
             }
+            if path == Path::new(url) {
+                self.named.insert(path.clone());
+            }
             match kind_of(&path, self.format) {
-                None => drop(self.skipped.insert(path)),
+                None => drop(self.skipped.insert(path, object.size())),
                 Some((format, compression)) => {
                     let (name, size) = (path.to_string_lossy().into_owned(), object.size());
                     let object = Some(object);
@@ -126,6 +172,7 @@ impl Search {
         }
         if input.exists() {
             let known = self.add_file(input)?;
+            self.named.insert(input.canonicalize().map_err(|e| Error::io(input, e))?);
             let name = input.display();
             return if known {
                 Ok(())
@@ -176,7 +223,7 @@ impl Search {
         for entry in std::fs::read_dir(folder).map_err(failed)? {
             let entry = entry.map_err(failed)?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            if name.starts_with('.') || (rows && (name == STATE || name == INFO)) {
+            if is_hidden(&name) || (rows && (name == STATE || name == INFO)) {
                 continue;
             }
             if rows {
@@ -194,7 +241,30 @@ impl Search {
     fn count_skipped(&mut self, path: &Path) -> Result<()> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if !self.files.contains_key(&full) {
-            self.skipped.insert(full);
+            let bytes = full.metadata().map_err(|e| Error::io(path, e))?.len();
+            self.skipped.insert(full, bytes);
+        }
+        Ok(())
+    }
+
+    /// Settles how files that end in `.json` are read. Passes over those that hold no records, unless they were named.
+    fn look_into_json(&mut self, reading: &ReadOptions) -> Result<()> {
+        let unclear: Vec<_> =
+            self.files.iter().filter(|(_, file)| file.format == InputFormat::Json && file.regular).collect();
+        let layout_of =
+            |(key, file): (&PathBuf, &InputFile)| Ok((key.clone(), file.size, layout(file, reading)?));
+        let found: Vec<_> = on_all_cores(|| unclear.into_par_iter().map(layout_of).collect::<Result<_>>())??;
+        for (key, size, layout) in found {
+            match layout {
+                Some(format) => {
+                    self.files.entry(key).and_modify(|file| file.format = format);
+                }
+                None if self.named.contains(&key) => {}
+                None => {
+                    self.files.remove(&key);
+                    self.skipped.insert(key, size);
+                }
+            }
         }
         Ok(())
     }
@@ -205,11 +275,11 @@ impl Search {
         if self.except.as_ref().is_some_and(|folder| full.starts_with(folder)) {
             return Ok(true);
         }
+        let found = full.metadata().map_err(|e| Error::io(path, e))?;
         let Some((format, compression)) = kind_of(path, self.format) else {
-            self.skipped.insert(full);
+            self.skipped.insert(full, found.len());
             return Ok(false);
         };
-        let found = full.metadata().map_err(|e| Error::io(path, e))?;
         if let Some(kind) = special_kind(&found)
             && (kind != "a pipe" || format == InputFormat::Parquet)
         {
@@ -229,19 +299,26 @@ impl Search {
 /// Format and compression by the file's extension; `format` overrides the former.
 fn kind_of(path: &Path, format: Option<InputFormat>) -> Option<(InputFormat, Compression)> {
     let name = path.file_name()?.to_string_lossy().to_lowercase();
-    let (stem, compression) =
-        [(".gz", Compression::Gzip), (".zst", Compression::Zstd), (".xz", Compression::Xz)]
-            .into_iter()
-            .find_map(|(ending, kind)| Some((name.strip_suffix(ending)?, kind)))
-            .unwrap_or((&name, Compression::None));
+    let (stem, compression) = without_compression(&name);
     let formats = [
         (".txt", InputFormat::Text),
         (".jsonl", InputFormat::JsonLines),
+        (".ndjson", InputFormat::JsonLines),
+        (".json", InputFormat::Json),
         (".parquet", InputFormat::Parquet),
         (".arrow", InputFormat::Arrow),
+        (".feather", InputFormat::Arrow),
     ];
     let by_name = || formats.into_iter().find(|(ending, _)| stem.ends_with(ending)).map(|(_, known)| known);
     Some((format.or_else(by_name)?, compression))
+}
+
+/// A name in lowercase without the ending of a compression, and that compression.
+fn without_compression(name: &str) -> (&str, Compression) {
+    [(".gz", Compression::Gzip), (".zst", Compression::Zstd), (".xz", Compression::Xz)]
+        .into_iter()
+        .find_map(|(ending, kind)| Some((name.strip_suffix(ending)?, kind)))
+        .unwrap_or((name, Compression::None))
 }
 
 fn strip_common_folder(files: &mut [InputFile]) {

@@ -14,6 +14,7 @@ use super::encoding::{Encoding, HEAD_BYTES, Utf16Reader};
 use super::raw_file::RawFile;
 use super::read_options::InputFormat;
 use super::stored::StoredObject;
+use super::zstd_window::{WindowedReader, remedy_of, window_of};
 use crate::error::{Error, Result};
 use crate::format::write_error;
 use crate::store::Cancel;
@@ -122,7 +123,8 @@ impl InputFile {
             Compression::None => Box::new(raw),
             Compression::Gzip => buffered(flate2::bufread::MultiGzDecoder::new(raw)),
             Compression::Zstd => {
-                buffered(zstd::stream::read::Decoder::with_buffer(raw).map_err(|e| Error::io(&self.path, e))?)
+                let window = window_of(head).unwrap_or(0);
+                buffered(WindowedReader::new(raw, window).map_err(|e| self.unreadable(&e))?)
             }
             Compression::Xz => buffered(liblzma::bufread::XzDecoder::new_multi_decoder(raw)),
         })
@@ -207,11 +209,12 @@ impl InputFile {
             return Error::io(&self.path, std::io::Error::new(error.kind(), error.to_string()));
         }
         let (path, kind) = (self.path.display(), self.compression.name());
-        let what = match error.kind() {
-            std::io::ErrorKind::UnexpectedEof => "is cut off".to_owned(),
-            _ => format!("cannot be unpacked ({error})"),
+        let what = match (error.kind(), remedy_of(error)) {
+            (std::io::ErrorKind::UnexpectedEof, _) => "is cut off; get the file again".to_owned(),
+            (_, Some(remedy)) if self.compression == Compression::Zstd => remedy,
+            _ => format!("cannot be unpacked ({error}); get the file again"),
         };
-        Error::Input(format!("{path}: the {kind} data {what}; get the file again"))
+        Error::Input(format!("{path}: the {kind} data {what}"))
     }
 }
 

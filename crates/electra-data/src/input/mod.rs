@@ -10,6 +10,8 @@ mod encoding;
 mod files;
 mod identity;
 mod input_file;
+mod json;
+mod json_objects;
 mod pipeline;
 mod raw_file;
 mod read_options;
@@ -19,6 +21,7 @@ mod skipped;
 mod stored;
 mod tables;
 mod text;
+mod zstd_window;
 
 pub use read_options::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, TextSource};
 pub use skipped::SkippedRecord;
@@ -27,6 +30,7 @@ pub(crate) use cut::{Cut, character_boundary};
 pub(crate) use division::{InputGroup, PART_BYTES, Part};
 pub(crate) use documents::{read_file, read_input_group};
 pub(crate) use files::Inputs;
+pub use files::PassedOver;
 pub(crate) use identity::{Comparison, InputIdentity};
 pub(crate) use input_file::{Compression, InputFile};
 pub(crate) use pipeline::{

@@ -36,13 +36,15 @@ pub enum InputFormat {
     Text,
     /// One JSON object per line.
     JsonLines,
+    /// JSON objects in a list, or one after another on any number of lines.
+    Json,
     /// Apache Parquet.
     Parquet,
     /// An Arrow IPC stream or file.
     Arrow,
 }
 
-choice!(InputFormat { "text" => Text, "jsonl" => JsonLines, "parquet" => Parquet, "arrow" => Arrow });
+choice!(InputFormat { "text" => Text, "jsonl" => JsonLines, "json" => Json, "parquet" => Parquet, "arrow" => Arrow });
 
 /// Policy for invalid UTF-8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,4 +1,5 @@
-//! Folders written by `save_to_disk` of Hugging Face's `datasets`: which files hold the rows.
+//! Folders written by other tools: which files are data, and which hold the rows of a dataset that was saved by
+//! `save_to_disk` of Hugging Face's `datasets`.
 //!
 //! A saved dataset has a `state.json` that names its `data-*.arrow`; other Arrow files beside them
 //! are caches. A saved `DatasetDict` has a `dataset_dict.json` and a saved dataset for each split.
@@ -15,6 +16,18 @@ pub(super) const INFO: &str = "dataset_info.json";
 const SPLITS: &str = "dataset_dict.json";
 /// The split that is read if there are several.
 const TRAIN: &str = "train";
+
+/// Files and folders that Spark and table formats write beside their data.
+const BOOKKEEPING: [&str; 8] = [
+    "_SUCCESS",
+    "_committed_",
+    "_started_",
+    "_metadata",
+    "_common_metadata",
+    "_temporary",
+    "_delta_log",
+    "_spark_metadata",
+];
 
 /// The contents of a saved folder.
 #[derive(Debug, PartialEq, Eq)]
@@ -99,6 +112,11 @@ fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
         let path = path.display();
         Error::Input(format!("{path}: not what `save_to_disk` writes ({error}); get the whole folder again"))
     })
+}
+
+/// Whether a file or folder in a folder is no data: it is hidden, or a note of the program that wrote the folder.
+pub(super) fn is_hidden(name: &str) -> bool {
+    name.starts_with('.') || (!name.contains('.') && BOOKKEEPING.iter().any(|begin| name.starts_with(begin)))
 }
 
 #[cfg(test)]

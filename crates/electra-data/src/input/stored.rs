@@ -6,6 +6,7 @@ use std::sync::PoisonError;
 use serde::{Deserialize, Serialize};
 
 use super::raw_file::{Failure, StoredFile};
+use super::saved_dataset::is_hidden;
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Object, Store, check_url};
 
@@ -113,8 +114,7 @@ pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
 
 /// All objects below a folder that are not hidden.
 fn below(store: &Store, folder: &str, objects: Vec<Object>) -> Vec<StoredObject> {
-    let visible =
-        |object: &Object| object.name.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
+    let visible = |object: &Object| object.name.split('/').all(|part| !part.is_empty() && !is_hidden(part));
     let objects = objects.into_iter().filter(visible);
     objects.map(|object| object_of(store, &url_in(folder, &object.name), object)).collect()
 }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use arrow_schema::{DataType, Schema};
+use arrow_schema::{DataType, FieldRef, Fields, Schema};
 use parquet::arrow::parquet_to_arrow_schema;
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use parquet::data_type::{ByteArray, ByteArrayType};
@@ -36,11 +36,12 @@ pub(super) fn read_parquet(
     let (metadata, descriptor) = (table.metadata(), table.metadata().file_metadata().schema_descr());
     // Without the Arrow schema that the file may hold: with the physical types, text is UTF-8 whatever wrote the file.
     let schema = parquet_to_arrow_schema(descriptor, None).map_err(|e| damaged(&e))?;
-    let roots = text_columns(file, &schema, &reading.text_fields)?;
-    let leaf = |root: &usize| {
-        (0..descriptor.num_columns()).find(|&leaf| descriptor.get_column_root_idx(leaf) == *root)
+    let columns = text_columns(file, &schema, &reading.text_fields)?;
+    let leaf = |column: &ColumnPath| {
+        let names = column.names(&schema);
+        (0..descriptor.num_columns()).find(|&leaf| descriptor.column(leaf).path().parts() == names)
     };
-    let leaves: Vec<usize> = roots.iter().filter_map(leaf).collect();
+    let leaves: Vec<usize> = columns.iter().filter_map(leaf).collect();
     let groups = match part {
         Some(part) => row_groups_of(part, file, metadata),
         None => (0..metadata.num_row_groups()).collect(),
@@ -126,25 +127,63 @@ fn row_groups_of(part: &Part, file: &InputFile, metadata: &ParquetMetaData) -> V
     (0..metadata.num_row_groups()).filter(begins_here).collect()
 }
 
-/// Indices of the wanted columns; an error lists the columns that hold text.
-pub(super) fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<Vec<usize>> {
-    let texts: Vec<String> =
-        schema.fields().iter().filter(|f| is_text(f.data_type())).map(|f| f.name().clone()).collect();
+/// The index of a column, and those of the fields in its structs that lead to the wanted one.
+pub(super) struct ColumnPath(pub Vec<usize>);
+
+impl ColumnPath {
+    /// The column with this name; dots lead into structs.
+    fn find(fields: &Fields, name: &str) -> Option<(Self, DataType)> {
+        if let Some((index, field)) = fields.find(name) {
+            return Some((Self(vec![index]), field.data_type().clone()));
+        }
+        fields.iter().enumerate().find_map(|(index, field)| {
+            let DataType::Struct(inner) = field.data_type() else { return None };
+            let (path, kind) = Self::find(inner, name.strip_prefix(field.name())?.strip_prefix('.')?)?;
+            Some((Self([vec![index], path.0].concat()), kind))
+        })
+    }
+
+    fn names(&self, schema: &Schema) -> Vec<String> {
+        let (mut fields, mut names) = (schema.fields(), Vec::new());
+        for &index in &self.0 {
+            names.push(fields[index].name().clone());
+            if let DataType::Struct(inner) = fields[index].data_type() {
+                fields = inner;
+            }
+        }
+        names
+    }
+}
+
+/// The names of all columns that hold text, with those in structs.
+fn names_of_texts(fields: &Fields, before: &str) -> Vec<String> {
+    let name = |field: &FieldRef| format!("{before}{}", field.name());
+    let names = fields.iter().flat_map(|field| match field.data_type() {
+        DataType::Struct(inner) => names_of_texts(inner, &format!("{}.", name(field))),
+        kind if is_text(kind) => vec![name(field)],
+        _ => Vec::new(),
+    });
+    names.collect()
+}
+
+/// The wanted columns; an error lists those that hold text.
+pub(super) fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<Vec<ColumnPath>> {
+    let texts = names_of_texts(schema.fields(), "");
     let path = file.path.display().to_string();
     let mut columns = Vec::with_capacity(fields.len());
     for field in fields {
-        match schema.index_of(field) {
-            Ok(index) if is_text(schema.field(index).data_type()) => columns.push(index),
+        match ColumnPath::find(schema.fields(), field) {
+            Some((column, kind)) if is_text(&kind) => columns.push(column),
             _ if texts.is_empty() => {
                 return Err(Error::Input(format!("{path}: no column holds strings; nothing to read")));
             }
-            Ok(index) => {
-                let (kind, texts) = (schema.field(index).data_type(), texts.join(", "));
+            Some((_, kind)) => {
+                let texts = texts.join(", ");
                 return Err(Error::Input(format!(
                     "{path}: column \"{field}\" is {kind}, not a string; columns of strings are: {texts}"
                 )));
             }
-            Err(_) => {
+            None => {
                 let missing = missing_field(field, &texts);
                 return Err(Error::Input(format!("{path}: {missing}; choose with --text-field")));
             }

@@ -243,7 +243,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
 /// Invalid UTF-8 at this offset.
 #[derive(Debug)]
 pub(super) struct InvalidBytes {
-    at: u64,
+    pub at: u64,
 }
 
 impl InvalidBytes {

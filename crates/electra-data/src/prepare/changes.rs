@@ -191,7 +191,8 @@ pub(super) fn write(out: &OutputDir, inputs: Vec<InputIdentity>) -> Result<()> {
     out.write(INPUTS, &bytes)
 }
 
-fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
+/// The list of the inputs of the corpus in `dir`; `None` if it has none.
+pub(super) fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
     let path = dir.join(INPUTS);
     let Some(bytes) = Place::open(dir)?.read(INPUTS)? else { return Ok(None) };
     let list: Option<InputList> = serde_json::from_slice(&bytes).ok();

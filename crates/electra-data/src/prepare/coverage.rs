@@ -52,7 +52,7 @@ pub fn text_sample(
     run: Option<(&Tokenizer, &Path)>,
     reading: &ReadOptions,
 ) -> Result<Vec<String>> {
-    let inputs = Inputs::expand(paths, run.map(|(_, out)| out), reading.format)?;
+    let inputs = Inputs::expand(paths, run.map(|(_, out)| out), reading)?;
     let mut cut = Cut::Blanks;
     if let Some((tokenizer, _)) = run {
         refuse_vocabulary(&inputs, tokenizer.path())?;

@@ -61,12 +61,13 @@ impl Finalizer<'_> {
             records.iter_mut().flat_map(|record| std::mem::take(&mut record.inputs)).collect(),
         )?;
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
-        self.write_skipped(&skipped)?;
+        let skipped_hash = self.write_skipped(&skipped)?;
         let skipped_records = skipped.len() as u64;
         let Dropped { documents: dropped_documents, lines: dropped_lines, emptied_documents } = self.dropped;
         let manifest = Manifest {
             empty_documents,
             skipped_records,
+            skipped_hash,
             dropped_documents,
             emptied_documents,
             dropped_lines,
@@ -98,12 +99,14 @@ impl Finalizer<'_> {
         }
     }
 
-    fn write_skipped(&self, skipped: &[SkippedRecord]) -> Result<()> {
+    /// Writes the list of skipped records, if there are any, and returns its hash.
+    fn write_skipped(&self, skipped: &[SkippedRecord]) -> Result<Option<String>> {
         if skipped.is_empty() {
-            return self.out.place.remove(SKIPPED);
+            return self.out.place.remove(SKIPPED).map(|()| None);
         }
         let lines = skipped_to_jsonl(skipped).map_err(|e| Error::io(SKIPPED, e.into()))?;
-        self.out.write(SKIPPED, &lines)
+        self.out.write(SKIPPED, &lines)?;
+        Ok(Some(hash_hex(&lines)))
     }
 
     fn write_tokenizer(&self, folder: &str) -> Result<()> {

@@ -20,6 +20,7 @@ mod run;
 mod tasks;
 #[cfg(test)]
 mod tests;
+mod verify;
 mod vocab;
 mod vocab_files;
 mod word_counts;
@@ -31,4 +32,5 @@ pub use progress::Progress;
 pub use repeats::{RepeatCount, RepeatedLine, Repeats};
 pub use run::{PrepareReport, prepare};
 pub use tasks::{OpenedJob, PrepareJob, TaskReport, job_tokenizer, prepare_input_groups};
+pub use verify::verify;
 pub use vocab::{Alphabet, VocabOptions, VocabReport, train_vocab};

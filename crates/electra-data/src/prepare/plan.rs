@@ -15,14 +15,14 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Lists the inputs of a run that writes to `out`; opens none of them.
+    /// Lists the inputs of a run that writes to `out`; opens none of them but those that end in `.json`.
     pub fn new(
         inputs: &[PathBuf],
         tokenizer: &Tokenizer,
         out: &Path,
         options: &PrepareOptions,
     ) -> Result<Self> {
-        let inputs = Inputs::expand(inputs, Some(out), options.reading.format)?;
+        let inputs = Inputs::expand(inputs, Some(out), &options.reading)?;
         refuse_vocabulary(&inputs, tokenizer.path())?;
         if options.drop_duplicates.is_some()
             && let Some(pipe) = inputs.files.iter().find(|file| !file.regular)

@@ -26,7 +26,9 @@ use super::progress::Progress;
 use super::repeats::{Repeats, decide, digest, merge};
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
-use crate::input::{Batcher, SKIPPED, SkipLog, SkippedRecord, TextSource, first_skipped, read_input_group};
+use crate::input::{
+    Batcher, PassedOver, SKIPPED, SkipLog, SkippedRecord, TextSource, first_skipped, read_input_group,
+};
 use crate::store::{Cancel, url_of};
 use crate::tokenizer::Tokenizer;
 
@@ -42,8 +44,8 @@ pub struct PrepareReport {
     pub already_complete: bool,
     /// Input files of the corpus.
     pub num_files: usize,
-    /// Files of unknown kinds that were skipped.
-    pub skipped_files: usize,
+    /// Files of other kinds.
+    pub passed_over: PassedOver,
     /// Splits of saved datasets that were not read because another one was.
     pub skipped_splits: Vec<String>,
     /// Input groups in total.
@@ -462,7 +464,7 @@ impl PrepareRun<'_> {
 fn report_of(plan: &Plan) -> PrepareReport {
     PrepareReport {
         num_files: plan.inputs.files.len(),
-        skipped_files: plan.inputs.skipped,
+        passed_over: plan.inputs.passed_over.clone(),
         skipped_splits: plan.inputs.skipped_splits.clone(),
         num_input_groups: plan.groups.len(),
         ..PrepareReport::default()

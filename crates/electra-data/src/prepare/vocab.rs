@@ -15,7 +15,7 @@ use super::progress::Progress;
 use super::vocab_files::VocabFiles;
 use super::word_counts::{Counts, WordCounter, WordCounts};
 use crate::error::{Error, Result};
-use crate::input::{ReadOptions, SkippedRecord, TextSource, default_threads};
+use crate::input::{PassedOver, ReadOptions, SkippedRecord, TextSource, default_threads};
 use crate::threads::on_all_cores;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
@@ -61,6 +61,8 @@ pub struct VocabReport {
     pub text_bytes: u64,
     /// Unreadable records that were skipped.
     pub skipped: Vec<SkippedRecord>,
+    /// Files of other kinds.
+    pub passed_over: PassedOver,
 }
 
 /// The characters of a vocabulary, and those that are left out as too rare.
@@ -103,7 +105,7 @@ pub fn train_vocab(
             "character_coverage (--character-coverage) is {coverage}; give a fraction above 0, at most 1"
         )));
     }
-    let files = VocabFiles::claim(out, &source, options.reading.format)?;
+    let files = VocabFiles::claim(out, &source, &options.reading)?;
     let counter = WordCounter {
         reading: &options.reading,
         normalizer: BertNormalizer::new(true, true, Some(options.strip_accents), options.lowercase),
@@ -111,10 +113,11 @@ pub fn train_vocab(
         sample: options.sample.unwrap_or(u64::MAX),
         seed: options.seed,
     };
-    let WordCounts { words: mut counts, sampled, skipped } = counter.count(source, progress)?;
+    let WordCounts { words: mut counts, sampled, skipped, passed_over } = counter.count(source, progress)?;
     let (num_words, counted_bytes, text_bytes) = (counts.len(), sampled.bytes, sampled.total_bytes);
     let alphabet = Alphabet::of(&mut counts, coverage);
-    let report = VocabReport { num_entries: 0, num_words, alphabet, counted_bytes, text_bytes, skipped };
+    let report =
+        VocabReport { num_entries: 0, num_words, alphabet, counted_bytes, text_bytes, skipped, passed_over };
     if !counted(&report) {
         return Err(Error::Interrupted);
     }

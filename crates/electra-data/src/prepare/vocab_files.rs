@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::error::{Error, Result};
 use crate::format::{create_folder, write_all_atomically};
-use crate::input::{InputFormat, Inputs, TextSource};
+use crate::input::{Inputs, ReadOptions, TextSource};
 use crate::tokenizer::Tokenizer;
 
 const CONFIG: &str = "tokenizer_config.json";
@@ -24,7 +24,7 @@ pub(super) struct VocabFiles {
 
 impl VocabFiles {
     /// Refuses an output that exists; the error says if it is one of the inputs.
-    pub fn claim(out: &Path, source: &TextSource, format: Option<InputFormat>) -> Result<Self> {
+    pub fn claim(out: &Path, source: &TextSource, reading: &ReadOptions) -> Result<Self> {
         let shown = out.display();
         if out.is_dir() {
             return Err(Error::Input(format!("{shown}: is a folder; name a file in it: {shown}/vocab.txt")));
@@ -42,7 +42,7 @@ impl VocabFiles {
         };
         let config = files.txt.as_ref().map(|_| CONFIG);
         for name in files.txt.as_deref().into_iter().chain([&*files.json]).chain(config) {
-            refuse_existing(&files.folder.join(name), source, format)?;
+            refuse_existing(&files.folder.join(name), source, reading)?;
         }
         let other = files.folder.join("vocab.txt");
         if files.txt.is_some() && other.exists() {
@@ -81,12 +81,12 @@ fn config(lowercase: bool, strip_accents: bool) -> String {
     format!("{config:#}\n")
 }
 
-fn refuse_existing(path: &Path, source: &TextSource, format: Option<InputFormat>) -> Result<()> {
+fn refuse_existing(path: &Path, source: &TextSource, reading: &ReadOptions) -> Result<()> {
     if !path.exists() {
         return Ok(());
     }
     let is_input = match source {
-        TextSource::Files(inputs) => Inputs::expand(inputs, None, format)?.contains(path)?,
+        TextSource::Files(inputs) => Inputs::expand(inputs, None, reading)?.contains(path)?,
         TextSource::Documents(_) => false,
     };
     let path = path.display();
@@ -105,7 +105,11 @@ mod tests {
 
     fn write(out: &Path, lowercase: bool) -> Result<()> {
         let documents = TextSource::Documents(Box::new(std::iter::empty()));
-        VocabFiles::claim(out, &documents, None)?.write(&ENTRIES.map(str::to_owned), lowercase, lowercase)
+        VocabFiles::claim(out, &documents, &ReadOptions::default())?.write(
+            &ENTRIES.map(str::to_owned),
+            lowercase,
+            lowercase,
+        )
     }
 
     #[test]
@@ -151,8 +155,10 @@ mod tests {
             assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");
             let inputs = [txt.clone(), dir.path().to_owned(), dir.path().join("*.txt")];
             for input in inputs.into_iter().filter(|_| txt.exists()) {
-                let error =
-                    VocabFiles::claim(&txt, &TextSource::Files(vec![input]), None).err().unwrap().to_string();
+                let error = VocabFiles::claim(&txt, &TextSource::Files(vec![input]), &ReadOptions::default())
+                    .err()
+                    .unwrap()
+                    .to_string();
                 assert!(error.contains("vocab.txt: is one of the inputs"), "{error}");
             }
             assert_eq!(std::fs::read_to_string(existing).unwrap(), "mine");

@@ -9,8 +9,8 @@ use tokenizers::normalizers::BertNormalizer;
 use super::progress::{Progress, ProgressReporter};
 use crate::error::Result;
 use crate::input::{
-    Batcher, Cut, Inputs, Intake, Mark, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord, TextBatch,
-    TextSource, read_file, with_workers,
+    Batcher, Cut, Inputs, Intake, Mark, PassedOver, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord,
+    TextBatch, TextSource, read_file, with_workers,
 };
 use crate::store::Cancel;
 use crate::tokenizer::{Characters, Meaning, VocabTrie};
@@ -38,6 +38,7 @@ pub(super) struct WordCounts {
     pub words: Counts,
     pub sampled: Sampled,
     pub skipped: Vec<SkippedRecord>,
+    pub passed_over: PassedOver,
 }
 
 /// The words of one batch, by the sampling level of their text.
@@ -63,11 +64,12 @@ impl WordCounter<'_> {
             watch: None,
         };
         let done = AtomicU64::new(0);
-        let (mut total, mut cancel) = (0, Cancel::default());
+        let (mut total, mut cancel, mut passed_over) = (0, Cancel::default(), PassedOver::default());
         let read: Read = match source {
             TextSource::Files(paths) => {
-                let inputs = Inputs::expand(&paths, None, self.reading.format)?;
+                let inputs = Inputs::expand(&paths, None, self.reading)?;
                 cancel = inputs.cancel.clone();
+                passed_over = inputs.passed_over.clone();
                 total = inputs.files.iter().map(|file| file.size).sum();
                 let (done, reading) = (&done, self.reading);
                 Box::new(move |to| {
@@ -101,7 +103,7 @@ impl WordCounter<'_> {
         };
         let worker = || |batch| words_of(&batch, &characters);
         with_workers(self.threads, 1, worker, |workers| workers.run_pipeline(intake, read, consume))?;
-        Ok(levels.counted())
+        Ok(WordCounts { passed_over, ..levels.counted() })
     }
 }
 
@@ -139,7 +141,7 @@ impl Levels {
         for level in self.levels.drain(..) {
             if words.is_empty() { words = level } else { merge(&mut words, level) }
         }
-        WordCounts { words, sampled: self.sampled, skipped: self.skipped }
+        WordCounts { words, sampled: self.sampled, skipped: self.skipped, passed_over: PassedOver::default() }
     }
 }
 
