@@ -290,10 +290,10 @@ BUSY = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy o
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("", "its process ended (without a word)"),
+        ("", "its process ended (exit code 1: it wrote nothing)"),
         (
             "x: 1\nImportError: no library\nCompile with `TORCH_USE_CUDA_DSA`\n\n",
-            "its process ended (ImportError: no l",
+            "its process ended (exit code 1: ImportError: no l",
         ),
         (f"{BUSY}\nSearch for `cudaErrorDevicesUnavailable`\n", "the GPU admits one process at a time, which is this"),
     ],
@@ -302,7 +302,7 @@ def test_without_any_check_references_are_used(words, reason, tiny_corpus, tmp_p
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{words}END\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr(kernel_choice.sys, "executable", str(program))
+    monkeypatch.setattr("sys.executable", str(program))
     config = small_config(tiny_corpus)
     settled, kernels, (line,) = settle_kernels(config, CPU, tmp_path / "run")
     assert settled == config and kernels == {"*": REFERENCE} and not (tmp_path / "run").exists() and not cache.exists()
