@@ -56,7 +56,7 @@ class FinetunedModel:
         self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
         self._tokenizer, self.task_type = tokenizer, TASK_TYPES[finetuned.kind]
         self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
-        self.task = Task(
+        task = Task(
             name=finetuned.kind,
             kind=finetuned.kind,
             labels=finetuned.labels,
@@ -64,9 +64,13 @@ class FinetunedModel:
             scheme=str(self._settings.get("scheme", _scheme(finetuned.labels))),
             has_unanswerable=self._settings.get("null_threshold") is not None,
         )
+        try:
+            self.task = self.task_type.with_units(task, finetuned.state, self._settings)
+        except InputError as error:
+            raise InputError(f"config.json: {SETTINGS_KEY}: {error}") from None
         self._config = _prediction_config(finetuned)
         self._model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
-        self._model.load_state_dict(dict(finetuned.state))
+        self._model.load_state_dict(self.task_type.from_units(finetuned.state, self.task, self._settings))
         self._model.to(device).eval()
         self._compute, self.note = choose_inference(self._model, device, precision)
 
@@ -108,7 +112,7 @@ class FinetunedModel:
         return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
 
     def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
-        """Returns logits or values, float32 [n, labels], in tagging [words, labels]; for questions, readings.
+        """Returns logits, float32 [n, labels], in tagging [words, labels]; values, float64 [n, 1]; or readings.
 
         `examples` and `text` are as for `predict`.
         """
@@ -116,7 +120,8 @@ class FinetunedModel:
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)
         features = self.task_type.features(self._tokenizer, split, self._config)
-        return self.task_type.predict(self._model, features, self._config, self._compute)
+        found = self.task_type.predict(self._model, features, self._config, self._compute)
+        return self.task_type.in_units(self.task, found)
 
     def source(self, path: Path, text: str | Sequence[str] = (), **options: Any) -> Source:
         """Returns how examples are read from a file or a table."""

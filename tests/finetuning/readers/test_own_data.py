@@ -162,7 +162,8 @@ NUMBERS = "a regression has one label column of numbers"
         ([1, 2, True], {"kind": "regression"}, "line 3: the label is True; it must be a finite number"),
         ([1, 2, [1]], {"kind": "regression"}, "line 3: the label is [1]; it must be a finite number"),
         ([0.1, 0.1], {"kind": "regression"}, "every training value is 0.1; there is nothing to learn from it"),
-        ([1e300, -1e300] * 2, {"kind": "regression"}, "training values from -1e+300 to 1e+300 are too large or too"),
+        ([1e300, -1e300] * 2, {"kind": "regression"}, "training values from -1e+300 to 1e+300 are too large"),
+        ([1e14, 1e14 + 1] * 2, {"kind": "regression"}, "training values from 100000000000000 to 100000000000001 are"),
     ],
 )
 def test_what_cannot_be_used(write, labels, options, message):

@@ -11,7 +11,8 @@ from sklearn.dummy import DummyClassifier
 from electra_fast.errors import TrainingFailed
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.finetuning.tasks.classification import Classification, MultiLabel, Regression
+from electra_fast.finetuning.tasks.classification import Classification, MultiLabel
+from electra_fast.finetuning.tasks.regression import Regression
 
 TARGETS = np.array([0, 0, 1, 1, 1, 0])
 CLASSES = np.array([0, 1, 1, 1, 0, 0])  # 2 of each right, 1 of each wrong

@@ -559,9 +559,11 @@ def _standardized(task: Task, train: Split) -> Task:
         raise InputError(f"{train.path}: every training value is {values[0]:g}; there is nothing to learn from it")
     with np.errstate(over="ignore", invalid="ignore"):
         shift, scale = float(values.mean()), float(values.std())
-    if not (math.isfinite(shift) and np.finfo(np.float32).tiny < scale < np.finfo(np.float32).max):
+    smallest, largest = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    # Double precision has 15 digits, and a value needs six of its deviation.
+    if not (abs(shift) < largest and max(smallest, 1e-9 * abs(shift)) < scale < largest):
         raise InputError(
-            f"{train.path}: training values from {values.min():g} to {values.max():g} are too large or too close "
+            f"{train.path}: training values from {values.min():.15g} to {values.max():.15g} are too large or too close "
             "together to compute with; rescale them"
         )
     return dataclasses.replace(task, shift=shift, scale=scale)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from electra_fast.finetuning.tasks.classification import Classification, MultiLabel, Regression
+from electra_fast.finetuning.tasks.classification import Classification, MultiLabel
 from electra_fast.finetuning.tasks.question_answering import QuestionAnswering
+from electra_fast.finetuning.tasks.regression import Regression
 from electra_fast.finetuning.tasks.tagging import Tagging
 from electra_fast.finetuning.tasks.task_type import TaskType
 

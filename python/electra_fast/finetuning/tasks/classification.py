@@ -1,4 +1,4 @@
-"""Classification, multi-label classification and regression of a text or a pair of texts, from its [CLS].
+"""Classification and multi-label classification of a text or a pair of texts, from its [CLS]; the base of regression.
 
 Shapes: n examples, C outputs of the head.
 """
@@ -46,9 +46,6 @@ from electra_fast.model.compute import ComputeConfig
 
 # An example by the number of texts that the model was trained on.
 _READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
-# Predictions that vary by less than this fraction of the targets' scale are constant in practice.
-COLLAPSED_DEVIATION = 0.01
-
 Losses = Callable[[Tensor, Tensor], Tensor]
 """From the outputs [n, C] and the targets to the loss of each example, fp32 [n]."""
 
@@ -317,7 +314,7 @@ class Classification(SequenceType):
         if task.name not in glue.TASKS:
             result["f1_macro"] = float(f1_score(targets, classes, average="macro", zero_division=0.0))
         if task.name == "cola" or task.name not in glue.TASKS:
-            result["matthews"] = _correlation(matthews_corrcoef, targets, classes)
+            result["matthews"] = correlation(matthews_corrcoef, targets, classes)
         return result
 
     def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
@@ -453,87 +450,6 @@ class MultiLabel(SequenceType):
         return f"{super().usage(task, class_name, command)}\n\n{thresholds}"
 
 
-class Regression(SequenceType):
-    """A value per example, trained as (value - task.shift) / task.scale; targets are float64 [n]."""
-
-    read = staticmethod(partial(own_data.read, "regression"))
-    findings = staticmethod(findings.regression)
-    problem_type = "regression"
-    has_classes = False
-
-    def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
-        """Returns the squared difference."""
-        return (outputs_nC.squeeze(1) - targets.float()).square()
-
-    def _loss_targets(
-        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        return ((targets - task.shift) / task.scale).astype(np.float32), np.ones(len(targets))
-
-    def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
-        return outputs[:, 0] * task.scale + task.shift
-
-    def labels(self, task: Task) -> tuple[str, ...]:
-        """Returns a name for the only output."""
-        return ("value",)
-
-    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
-        """Returns both correlations, and for own data the mean absolute error."""
-        from scipy.stats import pearsonr, spearmanr
-
-        targets, values = np.asarray(targets), finite(outputs)
-        result = {
-            "spearman": _correlation(lambda *pair: spearmanr(*pair).statistic, targets, values),
-            "pearson": _correlation(lambda *pair: pearsonr(*pair).statistic, targets, values),
-        }
-        if task.name not in glue.TASKS:
-            result["mean_absolute_error"] = float(np.abs(targets - values).mean())
-        return result
-
-    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
-        """Returns the mean value."""
-        return np.full(count, targets.mean())
-
-    def golds(self, task: Task, split: Split) -> list[float | None]:
-        """Returns the values."""
-        assert split.targets is not None
-        return [None if np.isnan(value) else float(value) for value in split.targets]
-
-    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
-        return np.array([answer["value"] for answer in answers], np.float64)
-
-    def warning(self, task: Task, outputs: Any) -> str | None:
-        """Warns if the model predicts nearly the same value for every example."""
-        values = finite(self._in_units(task, outputs))
-        if len(values) < 2 or values.std() >= COLLAPSED_DEVIATION * task.scale:
-            return None
-        return f"all {len(values):,} predictions are about {values.mean():.4g}: {REMEDY}"
-
-    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
-        yield from ({"value": rounded(row[0])} for row in rows)
-
-    def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
-        """Scales and shifts the last layer."""
-        weight, bias = state["head.classifier.weight"], state["head.classifier.bias"]
-        return {
-            **state,
-            "head.classifier.weight": weight * task.scale,
-            "head.classifier.bias": bias * task.scale + task.shift,
-        }
-
-    def from_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
-        """Inverts `to_units`."""
-        weight, bias = state["head.classifier.weight"], state["head.classifier.bias"]
-        return {
-            **state,
-            "head.classifier.weight": weight / task.scale,
-            "head.classifier.bias": (bias - task.shift) / task.scale,
-        }
-
-    def _predicted(self, task: Task) -> str:
-        return "a value"
-
-
 def _outputs_of(task: Task, chosen: Sequence[Sequence[int]]) -> NDArray[np.float64]:
     """Returns logits of the classes chosen for each example."""
     outputs = np.full((len(chosen), len(task.labels)), -1.0)
@@ -570,7 +486,8 @@ def _labeled(split: Split, outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray
     return targets[is_known], outputs[is_known]
 
 
-def _correlation(function: Callable[..., float], targets: NDArray[Any], values: NDArray[Any]) -> float:
+def correlation(function: Callable[..., float], targets: NDArray[Any], values: NDArray[Any]) -> float:
+    """Returns a coefficient of two arrays, 0 where it is undefined."""
     if len(values) < 2 or np.ptp(targets) == 0 or np.ptp(values) == 0:
         return 0.0
     with warnings.catch_warnings():

@@ -209,9 +209,21 @@ class TaskType(ExampleReader):
         """Returns a trained model's parameters with outputs in the units of the data."""
         return dict(state)
 
-    def from_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
-        """Inverts `to_units`."""
+    def from_units(self, state: Mapping[str, Tensor], task: Task, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Inverts `to_units`; `settings` are the folder's."""
         return dict(state)
+
+    def unit_settings(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Any]:
+        """Returns settings for prediction that `to_units` makes necessary."""
+        return {}
+
+    def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Task:
+        """Returns the task of a folder, whose outputs by `from_units` are in the task's units."""
+        return task
+
+    def in_units(self, task: Task, outputs: Any) -> Any:
+        """Returns outputs in the units of the data."""
+        return outputs
 
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int

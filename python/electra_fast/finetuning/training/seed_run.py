@@ -384,7 +384,8 @@ class SeedRun:
             text_columns=job.data.text_columns,
             label_columns=job.data.label_columns,
             state=job.task_type.to_units(state, job.task),
-            settings=job.task_type.settings(job.config, job.task, result),
+            settings=job.task_type.settings(job.config, job.task, result)
+            | job.task_type.unit_settings(state, job.task),
         )
         name = write_finetuned(folder, finetuned, special_ids(folder), job.config.head_dropout)
         write_card(folder, job, name, result)
@@ -449,7 +450,7 @@ def _finished_model(job: Job, folder: Path) -> TaskModel:
     finetuned = read_finetuned(folder)
     config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
     model = job.task_type.model(finetuned.shape, config, len(finetuned.labels))
-    model.load_state_dict(job.task_type.from_units(finetuned.state, job.task))
+    model.load_state_dict(job.task_type.from_units(finetuned.state, job.task, finetuned.settings))
     return model.to(job.device)
 
 

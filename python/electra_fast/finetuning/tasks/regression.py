@@ -1,0 +1,158 @@
+"""Regression: a value for a text or a pair of texts, from its [CLS].
+
+Training and prediction compute standardized values in single precision, and their units in double precision.
+
+Shapes: n examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.batches import TrainingSet
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.readers import glue, own_data
+from electra_fast.finetuning.report import findings
+from electra_fast.finetuning.task import Prediction, Split, Task
+from electra_fast.finetuning.tasks.classification import SequenceType, correlation
+from electra_fast.finetuning.tasks.task_type import REMEDY, finite
+
+# Predictions that vary by less than this fraction of the targets' scale are constant in practice.
+COLLAPSED_DEVIATION = 0.01
+# Largest step between single-precision numbers around the targets' mean, as a fraction of their deviation.
+MAX_STEP = 0.001
+
+
+class Regression(SequenceType):
+    """A value per example, trained as (value - task.shift) / task.scale; targets are float64 [n]."""
+
+    read = staticmethod(partial(own_data.read, "regression"))
+    findings = staticmethod(findings.regression)
+    problem_type = "regression"
+    has_classes = False
+
+    def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
+        """Returns the squared difference."""
+        return (outputs_nC.squeeze(1) - targets.float()).square()
+
+    def _loss_targets(
+        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        return ((targets - task.shift) / task.scale).astype(np.float32), np.ones(len(targets))
+
+    def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
+        return self.in_units(task, outputs)[:, 0]
+
+    def in_units(self, task: Task, outputs: Any) -> NDArray[np.float64]:
+        """Scales and shifts values, in double precision."""
+        return np.asarray(outputs, np.float64) * task.scale + task.shift
+
+    def labels(self, task: Task) -> tuple[str, ...]:
+        """Returns a name for the only output."""
+        return ("value",)
+
+    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+        """Returns both correlations, and for own data the mean absolute error."""
+        from scipy.stats import pearsonr, spearmanr
+
+        targets, values = np.asarray(targets), finite(outputs)
+        result = {
+            "spearman": correlation(lambda *pair: spearmanr(*pair).statistic, targets, values),
+            "pearson": correlation(lambda *pair: pearsonr(*pair).statistic, targets, values),
+        }
+        if task.name not in glue.TASKS:
+            result["mean_absolute_error"] = float(np.abs(targets - values).mean())
+        return result
+
+    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+        """Returns the mean value."""
+        return np.full(count, targets.mean())
+
+    def golds(self, task: Task, split: Split) -> list[float | None]:
+        """Returns the values."""
+        assert split.targets is not None
+        return [None if np.isnan(value) else float(value) for value in split.targets]
+
+    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+        return np.array([answer["value"] for answer in answers], np.float64)
+
+    def warning(self, task: Task, outputs: Any) -> str | None:
+        """Warns if the model predicts nearly the same value for every example."""
+        values = finite(self._in_units(task, outputs))
+        if len(values) < 2 or values.std() >= COLLAPSED_DEVIATION * task.scale:
+            return None
+        return f"all {len(values):,} predictions are about {values.mean():.4g}: {REMEDY}"
+
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
+        if (scale := settings.get("scale")) is None:  # a folder from elsewhere: all that fp32 holds
+            yield from ({"value": float(f"{row[0]:.9g}")} for row in rows)
+            return
+        digits = 5 - math.floor(math.log10(scale))  # six digits of the spread
+        yield from ({"value": round(float(row[0]), digits)} for row in rows)
+
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
+        """Yields also a warning if the values are too close together for single precision."""
+        yield from super().describe(split, training_set, config)
+        assert split.targets is not None
+        mean, deviation = split.targets.mean(), split.targets.std()
+        step = float(np.spacing(np.abs(mean).astype(np.float32)))
+        if step > MAX_STEP * deviation:
+            yield (
+                f"warning: around {mean:.6g}, single precision has steps of {step:g}, and the values' deviation is "
+                f"{deviation:.3g}: `predict` is exact, but in `transformers` the model is not; subtract {mean:.0f} "
+                "from the values to use it there"
+            )
+
+    def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the scale of the values."""
+        return {"scale": task.scale}
+
+    def unit_settings(self, state: Mapping[str, Tensor], task: Task) -> dict[str, float]:
+        """Returns the last layer's bias in the units of the data, of which the weights hold single precision."""
+        return {"shift": float(_bias_in_units(state, task))}
+
+    def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Task:
+        """Returns the task with the folder's scale, and its bias as shift."""
+        scale = settings.get("scale", 1.0)
+        if type(scale) not in (int, float) or not 0 < scale < math.inf:
+            raise InputError(f"scale = {scale!r} must be a number above 0")
+        return dataclasses.replace(task, scale=float(scale), shift=_stored_bias(state, settings))
+
+    def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
+        """Scales and shifts the last layer."""
+        weight = state["head.classifier.weight"].double() * task.scale
+        bias = _bias_in_units(state, task)
+        return {**state, "head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
+
+    def from_units(self, state: Mapping[str, Tensor], task: Task, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Inverts `to_units`."""
+        weight = state["head.classifier.weight"].double() / task.scale
+        bias = torch.tensor([(_stored_bias(state, settings) - task.shift) / task.scale])
+        return {**state, "head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
+
+    def _predicted(self, task: Task) -> str:
+        return "a value"
+
+
+def _bias_in_units(state: Mapping[str, Tensor], task: Task) -> Tensor:
+    return state["head.classifier.bias"].double() * task.scale + task.shift
+
+
+def _stored_bias(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> float:
+    """Returns a folder's bias, in double precision unless the weights have been trained further since."""
+    bias, exact = float(state["head.classifier.bias"]), settings.get("shift")
+    if exact is None:
+        return bias
+    if type(exact) not in (int, float):
+        raise InputError(f"shift = {exact!r} must be a number")
+    return float(exact) if np.float32(exact) == np.float32(bias) else bias
