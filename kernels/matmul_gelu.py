@@ -25,11 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.launch import has_tensor_cores, resident_programs
+from electra_fast.kernels.launch import card, has_tensor_cores, resident_programs
 
 # Derived, not measured: at 65 % of cuBLAS's 790 TFLOP/s the products take as long as the bytes at 4.3 TB/s (H200) at
 # D = 269, F = 4 D.
 MAX_WIDTH = 256
+# Shared memory of a program of either kernel at most, by BLOCK_D from 64 on, plain and gated, as compiled for 8.0, 8.9
+# and 12.0 (on Hopper more, which has enough); and what each takes beside it.
+SHARED_BYTES = {64: (32768, 40960), 128: (49152, 57344), 256: (100352, 98304)}
+RESERVED_BYTES = 1024
 
 
 @triton.jit
@@ -151,16 +155,18 @@ def blocks(width: int, gated: bool = False, itemsize: int = 2) -> dict[str, int]
     return {"BLOCK_T": 64, "BLOCK_D": MAX_WIDTH, "BLOCK_F": 64 if gated else 128, "STAGES": 1, "num_warps": 4}
 
 
-def programs_per_sm(width: int) -> int:
-    """Programs that fit on a multiprocessor of an H100 or H200 by registers and, at D = 256, by shared memory."""
-    return 3 if width <= 128 else 2
+def programs_per_sm(device: torch.device, width: int, gated: bool = False) -> int:
+    """Programs that fit on a multiprocessor of a device by registers and shared memory."""
+    shared_bytes = SHARED_BYTES[min(MAX_WIDTH, max(64, triton.next_power_of_2(width)))][gated] + RESERVED_BYTES
+    return max(1, min(3 if width <= 128 else 2, card(device).shared_bytes // shared_bytes))
 
 
 def _launch(x_TD: Tensor, width: int, gated: bool) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid (column blocks, programs along the tokens) and constants; column blocks of the same tokens are adjacent."""
     tile = blocks(x_TD.shape[1], gated, x_TD.element_size())
     column_blocks = triton.cdiv(width, tile["BLOCK_F"])
-    along_tokens = max(1, resident_programs(x_TD.device, programs_per_sm(x_TD.shape[1])) // column_blocks)
+    fitting = programs_per_sm(x_TD.device, x_TD.shape[1], gated)
+    along_tokens = max(1, resident_programs(x_TD.device, fitting) // column_blocks)
     grid = column_blocks, min(triton.cdiv(x_TD.shape[0], tile["BLOCK_T"]), along_tokens)
     return grid, {"D": x_TD.shape[1], "F": width, "GATED": gated, **tile}
 

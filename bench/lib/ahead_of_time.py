@@ -90,8 +90,8 @@ def recorded(call: Callable[[], Any], target: Target) -> list[Request]:
 def card_of_target(target: Target) -> Card:
     """A card of this architecture with an H200's number of multiprocessors."""
     if isinstance(target, str):
-        return Card(target, (9, 4), is_rocm=True, gfx=target)
-    return Card(f"sm_{target}", divmod(target, 10))
+        return Card(target, (9, 4), is_rocm=True, shared_bytes=SHARED_KIB[target] << 10, gfx=target)
+    return Card(f"sm_{target}", divmod(target, 10), shared_bytes=SHARED_KIB[target] << 10)
 
 
 def compiled(request: Request, target: Target) -> MachineCode:

@@ -81,6 +81,7 @@ class Card:
         capability: NVIDIA's compute capability; on ROCm, numbers of AMD's own, which mean nothing here.
         is_rocm: True for a GPU of AMD, by ROCm.
         num_multiprocessors: Streaming multiprocessors, or AMD's compute units.
+        shared_bytes: Shared memory of each of those.
         gfx: AMD's name of the architecture, such as `gfx942`; empty for others.
     """
 
@@ -88,6 +89,7 @@ class Card:
     capability: tuple[int, int]
     is_rocm: bool = False
     num_multiprocessors: int = 132
+    shared_bytes: int = 228 << 10
     gfx: str = ""
 
     def __str__(self) -> str:
@@ -142,6 +144,7 @@ def card_of(device: torch.device) -> Card:
         torch.cuda.get_device_capability(device),
         is_rocm,
         properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
         properties.gcnArchName.partition(":")[0] if is_rocm else "",
     )
 

@@ -140,7 +140,9 @@ def test_is_profitable_where_there_are_tensor_cores(monkeypatch, target, width, 
     assert kernels.is_profitable(zeros(1, width)) == expected
 
 
-@pytest.mark.parametrize(("width", "columns", "target"), [(256, 1024, 90), (256, 1024, 89), (64, 256, 90)])
+@pytest.mark.parametrize(
+    ("width", "columns", "target"), [(256, 1024, t) for t in (89, 90)] + [(64, 256, 90), (128, 512, 89)]
+)
 def test_compiles_ahead_of_time(width, columns, target):
     """D and F of `small` and its generator."""
     x, weight, next_weight = (zeros(*shape).bfloat16() for shape in ((128, width), (columns, width), (width, columns)))
@@ -152,15 +154,18 @@ def test_compiles_ahead_of_time(width, columns, target):
     check_machine_code(launch, width, target)
 
 
-def test_geglu_compiles_ahead_of_time():
-    x, weight, next_weight = (zeros(*shape).bfloat16() for shape in ((128, 256), (1408, 256), (256, 704)))
-    check_machine_code(lambda: kernels.matmul_geglu(x, weight), 256, 90)
-    h = zeros(128, 1408).bfloat16()
-    check_machine_code(lambda: kernels.matmul_geglu_backward(x, next_weight, h), 256, 90)
+@pytest.mark.parametrize(("width", "columns", "target"), [(256, 704, 90), (128, 352, 80)])
+def test_geglu_compiles_ahead_of_time(width, columns, target):
+    shapes = (128, width), (2 * columns, width), (width, columns), (128, 2 * columns)
+    x, weight, next_weight, h = (zeros(*shape).bfloat16() for shape in shapes)
+    check_machine_code(lambda: kernels.matmul_geglu(x, weight), width, target, gated=True)
+    check_machine_code(lambda: kernels.matmul_geglu_backward(x, next_weight, h), width, target, gated=True)
 
 
-def check_machine_code(launch, width, target):
-    for code in compile_launches(launch, target).values():
-        # The launcher counts on the memory of Hopper.
-        code.check(kernels.programs_per_sm(width) if target == 90 else 1)
+def check_machine_code(call, width, target, gated=False):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "card", lambda _: card_of_target(target))
+        fitting = kernels.programs_per_sm(torch.device("cuda"), width, gated)
+    for code in compile_launches(call, target).values():
+        code.check(fitting)
         assert code.tensor_core_instructions > 0
