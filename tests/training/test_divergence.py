@@ -41,8 +41,12 @@ def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validati
         model.proposal.set_counts(torch.ones(vocab_size))
     for objective in {stage.objective for stage in objective_of(config).stages()}:
         found = evaluate_model(model, validation_corpus, config, compute, 1, objective)
-        uniform = objective.comparable_loss(uniform_metrics(objective))
-        assert 0.6 * uniform < objective.comparable_loss(found) < 1.35 * uniform
+        answers = uniform_metrics(objective)
+        uniform = objective.comparable_loss(answers)
+        assert 0.8 * uniform < objective.comparable_loss(found) < 1.35 * uniform
+        assert all(
+            0.8 * answers[key] < found[key] < 1.35 * answers[key] for key in objective.lowered_losses if found.get(key)
+        )
         assert not has_exploded(objective, found)
         losses = {key: 4 * value for key, value in found.items() if key.endswith("loss") and value is not None}
         assert has_exploded(objective, found | losses) and has_exploded(

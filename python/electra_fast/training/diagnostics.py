@@ -66,8 +66,11 @@ def uniform_metrics(objective: Objective) -> dict[str, Number]:
     Raises ValueError for a loss whose value is not known here.
     """
     vocabulary, answer = math.log(objective.config.model.vocab_size), math.log(2)
+    heads = {name for network in objective.networks().values() for name in network.heads}
     losses = {"encoder_loss": vocabulary, "corrective_loss": vocabulary}
-    losses["generator_loss"] = vocabulary if "generator" in objective.networks() else 0.0
+    if "copy_head" in heads:  # a mean over all tokens, of which only the masked ones need the vocabulary
+        losses["encoder_loss"] = answer + objective.config.data.mask_prob * vocabulary
+    losses["generator_loss"] = vocabulary if "generator_head" in heads else 0.0
     losses |= {"discriminator_loss": answer, "contrastive_loss": answer, "baseline_loss": answer}
     losses["policy_loss"] = 0.0  # the baseline is exactly the reward, so there is no advantage
     named = {name for name in (*objective.metric_totals, *objective.lowered_losses) if name.endswith("loss")}
