@@ -318,6 +318,7 @@ def test_lists_with_two_readings_are_asked_about(write):
     both = "may name labels or have a 0 or 1 for each; choose with --labels 0,1 or with --labels and the names of all"
     assert f"line 1: the label [1] {both}" in message_of(train)
     assert read(train, labels=("0", "1")).train.targets.tolist() == [[0, 1], [1, 0], [1, 1]]
+    assert read(write(labeled([1, 0], [0, 1])), labels=("0", "1", "2")).train.targets.tolist() == [[1, 1, 0]] * 2
     data = read(write(labeled("[1]", "[0]")), labels=("spam",))
     assert (data.task.labels, data.train.targets.tolist()) == (("spam",), [[1], [0]])
 
@@ -326,7 +327,8 @@ def test_lists_with_two_readings_are_asked_about(write):
     ("labels", "options", "message"),
     [
         ([["a"], "b"], {}, "line 2: the label is 'b', elsewhere it is a list"),
-        (["a", "b", "['a']"], {}, "line 3: the label is \"['a']\", a list; elsewhere it is not"),
+        (["a", "b", "['a']"], {}, "line 3: the label is \"['a']\"; it must be text or an integer, as elsewhere"),
+        (["{'a': 1}", "{'a': 0}"], {}, "2 bad rows: "),
         ([[0, 1, 0]] * 3 + [[0, 1]], {}, "line 4: the label is [0, 1], elsewhere it is a list of 3 times 0 or 1"),
         (["['a' ... 'b']", "['a']"], {}, "line 1: the label \"['a' ... 'b']\" cannot be read as a list (its middle is"),
         (
@@ -465,6 +467,10 @@ def test_a_regression_is_standardized_by_its_training_values(write, name):
             "line 1: the label is '1,234'; it must be a finite number with a decimal point and no marks",
         ),
         (["1,234", "2,5", "1.5"], "line 1: the label is '1,234'; it must be a finite number with a decimal point"),
+        (
+            ["1,5", "2,5", "x"],
+            "line 3: the label is 'x'; it must be a finite number with a decimal comma, as elsewhere",
+        ),
         (["1,234,567", "2,5"], "line 1: the label is '1,234,567'; it must be a finite number with a decimal point"),
     ],
 )

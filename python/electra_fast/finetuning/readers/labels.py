@@ -14,7 +14,7 @@ from typing import Any, Literal
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.rows import BadRows, abbreviated
 from electra_fast.finetuning.readers.tables import Table
-from electra_fast.finetuning.readers.written_lists import are_lists, has_brackets, parse_list, spells_list
+from electra_fast.finetuning.readers.written_lists import are_lists, has_brackets, parse_value
 
 MAX_NAMED_LABELS = 20
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -155,15 +155,16 @@ class LabelReader:
             return [part for part in cell.split(self._separator) if part.strip()]
         if not isinstance(cell, str) or not has_brackets(cell):
             return cell
-        if not self.has_lists:
-            if spells_list(cell):
-                raise InputError(f"{place}: the label is {abbreviated(cell)}, a list; elsewhere it is not")
-            return cell
         try:
-            return parse_list(cell)
+            found = parse_value(cell)
         except ValueError as error:
+            if not self.has_lists:
+                return cell
             what = f"the label {abbreviated(cell)} cannot be read as a list ({error})"
             raise InputError(f'{place}: {what}; write it as JSON, such as ["a", "b"]') from None
+        if not self.has_lists:
+            raise InputError(f"{place}: the label is {abbreviated(cell)}; it must be text or an integer, as elsewhere")
+        return found
 
     def _items_of(self, cell: Any) -> list[Any]:
         """Returns the items of a list; none of another cell, or of one that will be a bad row."""
@@ -290,24 +291,28 @@ def _flag_names(train: Table, lists: Sequence[list[Any]], given: Sequence[str]) 
 
     Raises InputError if both are possible and `given` does not decide.
     """
-    items = [str(item).strip().lower() for cell in lists for item in cell if not is_missing(item)]
-    values = {*items} - {"-1", "-1.0"}
-    if not values or not values <= _FLAGS.keys():
+    texts = {str(item).strip().lower() for cell in lists for item in cell if not is_missing(item)} - {"-1", "-1.0"}
+    if not texts or not texts <= _FLAGS.keys():
         return ()
     sizes = Counter(len(cell) for cell in lists if cell)
-    size = sizes.most_common(1)[0][0]
-    if sizes.keys() == {2} or any(len({*map(str, cell)}) < len(cell) for cell in lists):
-        if given and len(given) != size:
-            what = f"the label is a list of {size} times 0 or 1; --labels names {len(given)}"
-            raise InputError(f"{train.place(0)}: {what}")
-        return tuple(given) or tuple(map(str, range(size)))
-    if not given:
-        first = next(row for row, cell in enumerate(lists) if cell)
-        raise InputError(
-            f"{train.place(first)}: the label {abbreviated(lists[first])} may name labels or have a 0 or 1 for each; "
-            f"choose with --labels {','.join(sorted(values))} or with --labels and the names of all labels"
-        )
-    return () if values <= {*map(str.lower, given)} else tuple(given)
+    size, are_pairs = sizes.most_common(1)[0][0], sizes.keys() == {2}
+    repeat = any(len({*map(str, cell)}) < len(cell) for cell in lists)
+    are_given = {text.removesuffix(".0") for text in texts} <= {*map(str.lower, given)}
+    if given and len(given) == size and (are_pairs or repeat or not are_given):
+        return tuple(given)
+    if given and are_given and not repeat:
+        return ()
+    if given:
+        what = f"the label is a list of {size} times 0 or 1; --labels names {len(given)}"
+        raise InputError(f"{train.place(0)}: {what}")
+    if repeat or are_pairs:
+        return tuple(map(str, range(size)))
+    first = next(row for row, cell in enumerate(lists) if cell)
+    names = ",".join(sorted({text.removesuffix(".0") for text in texts}))
+    raise InputError(
+        f"{train.place(first)}: the label {abbreviated(lists[first])} may name labels or have a 0 or 1 for each; "
+        f"choose with --labels {names} or with --labels and the names of all labels"
+    )
 
 
 def _reject_shares(train: Table, lists: Sequence[list[Any]], given: Sequence[str]) -> None:

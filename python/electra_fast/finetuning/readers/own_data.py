@@ -64,6 +64,7 @@ LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
 # More classes than this, most of them of a single example, are not classes.
 MAX_SPARSE_CLASSES = 1000
 
+_DIGITS = re.compile(r"[+-]?[0-9.,]*[0-9][0-9.,]*")
 _DECIMAL_COMMA, _THOUSANDS = re.compile(r"[+-]?[0-9]+(,[0-9]+)?"), re.compile(r"[+-]?[1-9][0-9]{0,2},[0-9]{3}")
 
 Columns = tuple[str, ...]
@@ -532,11 +533,11 @@ def _values(file: _File) -> NDArray[np.float64] | None:
 
 
 def _has_decimal_commas(file: _File) -> bool:
-    """Returns whether all labels of a file are numbers with decimal commas, and some cannot be thousands."""
-    texts = [str(row[name]).strip() for row in file.table.rows for name in file.label if not is_missing(row[name])]
-    return all(map(_DECIMAL_COMMA.fullmatch, texts)) and any(
-        "," in text and not _THOUSANDS.fullmatch(text) for text in texts
-    )
+    """Returns whether all numbers of a file fit decimal commas, and some cannot be thousands."""
+    texts = [str(row[name]).strip() for row in file.table.rows for name in file.label]
+    numbers = {text for text in texts if _DIGITS.fullmatch(text)}
+    has_commas = any("," in text and not _THOUSANDS.fullmatch(text) for text in numbers)
+    return has_commas and all(map(_DECIMAL_COMMA.fullmatch, numbers))
 
 
 def _number(cells: Sequence[Any], place: str, mark: str = ".") -> float:

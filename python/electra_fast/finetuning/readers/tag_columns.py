@@ -26,14 +26,8 @@ TEXT_FORMATS = (".txt", ".tsv")
 WORD_NAMES = ("word", "words", "token", "tokens", "form")
 TAG_NAMES = ("tag", "tags", "label", "labels", "ner", "ner_tag", "ner_tags", "ne", "bio", "iob", "entity", "pos")
 SENTENCE_NAMES = (
-    "sentence",
-    "sentence #",
-    "sentence_id",
-    "sentence_number",
-    "sentence_idx",
-    "sent",
-    "sent_id",
-    "sent_no",
+    *("sentence", "sentence #", "sentence_id", "sentence_idx", "sentence_index", "sentence_no", "sentence_num"),
+    *("sentence_number", "sent", "sent_id", "sent_idx", "sent_index", "sent_no", "sent_num"),
 )
 _CONLLU = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
 _GLOBAL_COLUMNS = re.compile(r"#\s*global\.columns\s*=\s*(.*)")
