@@ -14,6 +14,7 @@ from faulty_kernels import faulty
 
 import electra_fast as ef
 from electra_fast.card import Card
+from electra_fast.child_process import describe_end
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted
 from electra_fast.interruption import stop_requests
@@ -187,9 +188,10 @@ class TestChoice:
         expected = {"self_attention:64": "kernel", "self_attention:256": REFERENCE, "self_attention:256:128": "kernel"}
         assert check.kernels == {"*": REFERENCE} | expected
 
-    def test_what_failed_is_not_tried_again_unless_memory_ran_out(self):
+    @pytest.mark.parametrize("problem", ["out of memory", f"its process ended ({describe_end(-9)})"])
+    def test_what_failed_is_not_tried_again_unless_memory_ran_out(self, problem):
         others = Record("a:8", "kernel", problem="wrong"), Record("self_attention:8", "flex", problem="wrong")
-        full = Record("step", "graph", problem="out of memory, RuntimeError: "), Record("step", "eager", 1.0)
+        full = Record("step", "graph", problem=f"{problem}, RuntimeError: "), Record("step", "eager", 1.0)
         check = checked(*others, *full)
         check.answered = ["attention: flex", "operations: sdpa", "steps: graph", "steps: eager"]
         lasting = check.lasting()

@@ -52,6 +52,8 @@ _POLL_SECONDS = 0.5
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 # A reference must be faster by more than the noise of a measurement.
 NOISE = 1.03
+# Of this moment, perhaps.
+_MOMENTARY = ("out of memory", "memory runs out")
 # What to say instead of CUDA's words about a failure of the whole check.
 _CAUSES = {
     "busy or unavailable": "the GPU admits one process at a time, which is this run, not its check; as root, "
@@ -172,7 +174,8 @@ class KernelCheck:
 
         Other failures are of these versions on this card, and last until either changes or `doctor` looks again.
         """
-        records = {key: each for key, each in self.records.items() if "out of memory" not in each.problem}
+        lasting = [each for each in self.records.values() if not any(why in each.problem for why in _MOMENTARY)]
+        records = {(each.operation, each.implementation): each for each in lasting}
         again = {_question(key) for key, _ in self.records.keys() - records.keys()}
         return KernelCheck(self.identity, records, [x for x in self.answered if x.partition(":")[0] not in again])
 
