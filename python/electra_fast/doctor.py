@@ -214,6 +214,7 @@ def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> di
         "memory": memory,
         "attention": settled.model.attention,
         "execution": settled.train.execution,
+        "dropout": settled.model.dropout,
         "records": [dataclasses.asdict(each) for each in read_records(run / FILE) if each.implementation != CALLS],
     }
 
@@ -239,7 +240,8 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _kernel_lines(kernels: Mapping[str, Any]) -> Iterator[str]:
     yield from filter(None, [kernels["memory"]])
-    yield f"{kernels['summary']}; attention {kernels['attention']}, execution {kernels['execution']}"
+    dropout = f"dropout {kernels['dropout']}" if kernels["dropout"] else "without dropout"
+    yield f"{kernels['summary']}; attention {kernels['attention']}, execution {kernels['execution']}, {dropout}"
     by_operation: dict[str, list[Record]] = {}
     for table in kernels["records"]:
         by_operation.setdefault(table["operation"], []).append(Record(**table))

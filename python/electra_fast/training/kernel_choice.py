@@ -409,7 +409,8 @@ def settle_kernels(
             compute = dataclasses.replace(compute, kernels=tuple(kernels.items()))
             checking.ask("steps", ["eager", "graph"], compute)
             config = config.override({"train.execution": check.execution or "eager"})
-            if check.operations and not any(check.records[key, name].problem for key, name in check.records):
+            problems = [each.problem for key in check.operations for each in check.of(key).values()]
+            if problems and not any(problems):
                 checking.ask("steps", [config.train.execution + BY_KERNELS], compute)
     if not check.records:
         return config, kernels, list(check.lines(""))
