@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score
 from test_pair_templates import save_tokenizer
@@ -26,6 +27,7 @@ from transformers import (
     BertConfig,
     ElectraConfig,
     ElectraForSequenceClassification,
+    ModernBertConfig,
     RobertaConfig,
     RobertaModel,
     pipeline,
@@ -222,6 +224,22 @@ def test_a_folder_from_elsewhere_predicts(classifier):
     model = ef.load_finetuned(classifier)
     np.testing.assert_allclose(model.outputs(PAIRS), their_logits(classifier, PAIRS), atol=1e-5)
     assert model.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+@pytest.mark.parametrize("form", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_a_head_that_computes_something_else_is_refused(tmp_path, form):
+    """The bias of its dense layer, another activation, or tensors that config.json does not tell of."""
+    config = ModernBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config.vocab_size, path = 64, tmp_path / "config.json"
+    for changes in ({"classifier_activation": "tanh"}, {"classifier_bias": True}):
+        config.update({"pad_token_id": 0, "classifier_activation": "gelu"} | changes)
+        getattr(transformers, f"ModernBertFor{form}")(config).save_pretrained(tmp_path)
+        ((name, value),) = changes.items()
+        with pytest.raises(InputError, match=f"{path}: {name} = {value!r} is not supported; it must be "):
+            ef.load_finetuned(tmp_path)
+    path.write_text(path.read_text().replace('"classifier_bias": true', '"classifier_bias": false'))
+    with pytest.raises(InputError, match="tensor head.dense.bias is no part of the head that config.json describes"):
+        ef.load_finetuned(tmp_path)
 
 
 def test_a_fine_tuned_model_can_be_fine_tuned_again(sst2, glue_folder, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import pickle
@@ -23,6 +24,7 @@ from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import describe_encoder, read_encoder_shape, read_table
 from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
 from electra_fast.huggingface.export import export, load
+from electra_fast.huggingface.settings import HEAD_KEYS, SETTINGS, check_settings
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.model import Electra, Embeddings, Encoder
 from electra_fast.model.networks import PARTS
@@ -130,6 +132,33 @@ def test_any_class_with_learned_positions_gives_the_hidden_states_of_transformer
     assert torch.equal(*found.state["embeddings.token_type"]) != has_types
     assert found.shape.max_positions == 64 - settings.get("pad_token_id", -1) - 1
     assert Tokenizer(found.tokenizer).vocab_size == found.shape.vocab_size == 200
+
+
+@pytest.mark.parametrize("model_type", SETTINGS)
+def test_every_setting_of_transformers_is_known(tmp_path: Path, model_type: str) -> None:
+    """Read, without effect, or refused; and the defaults of the installed version are accepted."""
+    config = transformers.AutoConfig.for_model(model_type)
+    names = {*config.to_dict(), *config.attribute_map, *inspect.signature(type(config)).parameters}
+    assert not names - SETTINGS[model_type].keys()
+    check_settings(tmp_path, config.to_dict())
+    check_settings(tmp_path, config.to_dict(), HEAD_KEYS)
+
+
+def test_another_name_of_a_setting_counts(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path, "DistilBertModel", n_heads=2)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"n_heads"', '"num_attention_heads"'), encoding="utf-8")
+    assert_close(padded_hidden(load_encoder(tmp_path)), hf_hidden(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    hf_folder(tmp_path, "BertModel")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "encoder.layer.0.attention.self.query.weight"
+    save_file(tensors | {name: (100 * tensors[name]).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"tensor {name} is {dtype}, which is quantized".replace("torch.", "")):
+        load_encoder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert"])
@@ -402,6 +431,19 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
         ("ElectraModel", {"num_hidden_layers": 5}, ": tensor encoder.layer.4.attention.self.query.weight is missing"),
         ("ElectraModel", {"num_hidden_layers": "4"}, "model.num_layers = '4' must be an integer"),
         ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], but config.json says [201"),
+        ("BertModel", {"is_encoder_decoder": True}, "is_encoder_decoder = True is not supported; it must be False"),
+        ("BertModel", {"pruned_heads": {"0": [1]}}, "pruned_heads = {'0': [1]} is not supported; it must be {} or"),
+        *(
+            (f"{kind}Model", {"quantization_config": {"load_in_8bit": True}}, "quantization_config = {'load_in_8bit': ")
+            for kind in ("Bert", "DistilBert", "Electra", "ModernBert")
+        ),
+        ("BertModel", {"layer_norm_eps": 0.0}, "layer_norm_eps = 0 is not supported"),
+        ("BertModel", {"layer_norm_eps": float("inf")}, "norm_eps = inf must be"),
+        ("ModernBertModel", {"norm_eps": float("nan")}, "norm_eps = nan must be"),
+        ("BertModel", {"hidden_dropout_prob": 1.5}, "model.dropout = 1.5 must be at least 0 and at most 0.99"),
+        ("DistilBertModel", {"num_hidden_layers": 2}, "n_layers = 4, but num_hidden_layers = 2; keep one of them"),
+        ("ModernBertModel", {"rope_parameters": {"rope_theta": 9.0}}, "rope_parameters: rope_theta is not supported"),
+        ("ModernBertModel", {"rope_parameters": {"full_attention": {"factor": 2.0}}}, "rope_parameters: factor is not"),
         ("ModernBertModel", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
         ("ModernBertModel", {"attention_bias": True}, "attention_bias = True is not supported; it must be False"),
         ("ModernBertModel", {"mlp_bias": True}, "mlp_bias = True is not supported; it must be False"),

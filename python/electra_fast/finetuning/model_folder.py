@@ -32,6 +32,7 @@ from electra_fast.huggingface.config import (
 )
 from electra_fast.huggingface.encoder import read_state
 from electra_fast.huggingface.model_types import ORIGINAL_KEY, original
+from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
 
 HEAD_KEY = "electra_fast_head"
 """Our key in config.json, for a head without a class in `transformers`: "google"."""
@@ -143,6 +144,7 @@ def read_finetuned(folder: Path) -> Finetuned:
         raise InputError(f"{path}: only heads on [CLS] or on tokens are supported (classifier_pooling, {HEAD_KEY})")
     if (problem := task_type.problem_with(labels)) is not None:
         raise InputError(f"{path}: id2label has {len(labels)} labels; {problem}")
+    check_settings(path, table, HEAD_KEYS)
     shape = read_encoder_shape(folder, table)
     length, settings = table.get(LENGTH_KEY, shape.max_positions), table.get(SETTINGS_KEY, {})
     if type(length) is not int or not 8 <= length <= shape.max_positions:
@@ -183,7 +185,8 @@ def _are_names(value: Any) -> bool:
 
 
 def _labels(path: Path, table: Mapping[str, Any]) -> tuple[str, ...]:
-    names = table.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # the default in transformers
+    number = table.get("num_labels", 2)  # the defaults in transformers
+    names = table.get("id2label") or {str(i): f"LABEL_{i}" for i in range(number if type(number) is int else 0)}
     try:
         found = tuple(str(names[str(i)]) for i in range(len(names)))
     except (KeyError, TypeError):

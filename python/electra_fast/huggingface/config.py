@@ -19,6 +19,7 @@ from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.model_types import TRANSLATED, original, translated
+from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
 from electra_fast.model.networks import networks_of
 
 OWN_KEY = "electra_fast"
@@ -68,7 +69,7 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
 }
 _EPS_KEY = {"bert": "layer_norm_eps", "modern": "norm_eps"}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-# Fixed settings of our encoders, equal to the defaults in transformers.
+# Fixed settings of our encoders, equal to the defaults in transformers; `settings` has what is accepted.
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
@@ -167,6 +168,7 @@ def read_table(folder: Path) -> dict[str, Any]:
     if not isinstance(found, str) or found not in {*MODEL_TYPES, *TRANSLATED}:
         raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join((*MODEL_TYPES, *TRANSLATED))}")
     named_classes(path, table)
+    check_settings(path, table)
     return table if found in MODEL_TYPES else translated(path, table, TOKEN_TYPE_KEY)
 
 
@@ -187,7 +189,7 @@ def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig
     path = folder / "config.json"
     shape = read_encoder_shape(folder, table)
     check_role(path, role, table)
-    _check_fixed(path, table, _FIXED_HEAD[shape.architecture])
+    check_settings(path, table, HEAD_KEYS)
     own = own_config(path, table)
     if shape.architecture == "bert" or own is None or is_headless(table):
         return shape
@@ -201,9 +203,10 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
     The embeddings of `modern` are as wide as its layers, even if a projection was multiplied into them.
     """
     path, architecture = folder / "config.json", MODEL_TYPES[table["model_type"]]
-    _check_fixed(path, table, _FIXED[architecture])
     values = {key: table.get(hf_key, default) for hf_key, (key, default) in SIZE_KEYS[architecture].items()}
     eps = table.get(_EPS_KEY[architecture], NORM_EPS[architecture])
+    if eps == 0:  # in our configuration, the default
+        raise InputError(f"{path}: {_EPS_KEY[architecture]} = 0 is not supported; it must be above 0")
     values["norm_eps"] = 0.0 if eps == NORM_EPS[architecture] else eps
     if architecture == "modern":
         values["embedding_size"] = values["hidden_size"]
@@ -246,12 +249,6 @@ def is_headless(table: Mapping[str, Any]) -> bool:
     return HEADLESS.get(table["model_type"]) in (table.get("architectures") or [])
 
 
-def _check_fixed(path: Path, table: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    for name, value in fixed.items():
-        if table.get(name, value) != value:
-            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {value!r}")
-
-
 def _with_layers(shape: ModelConfig, table: Mapping[str, Any]) -> ModelConfig:
     """Adds a ModernBERT's rotary bases, and its local layers and their window, if any, to a shape."""
     if table.get("rope_scaling"):
@@ -289,6 +286,9 @@ def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, defau
     rope = parameters.get(layer_type) or {} if isinstance(parameters, dict) else None
     if not isinstance(rope, dict):
         raise InputError(f"rope_parameters = {parameters!r} must have an object for each type of layer")
+    odd = (parameters.keys() - {_GLOBAL, _LOCAL}) | (rope.keys() - {"rope_type", "rope_theta"})
+    if odd := [name for name in sorted(odd) if parameters.get(name, rope.get(name)) is not None]:
+        raise InputError(f"rope_parameters: {odd[0]} is not supported; remove it")
     if rope.get("rope_type", "default") != "default":
         raise InputError(f"rope_type = {rope['rope_type']!r} of {layer_type} is not supported; it must be 'default'")
     theta = rope.get("rope_theta", table.get(older_key, default))

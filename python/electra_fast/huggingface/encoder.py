@@ -136,7 +136,11 @@ def read_state(
         modules = {"embeddings": Embeddings(shape), "encoder": Encoder(shape)}
     sizes = {name: parameter.shape for name, parameter in _parameters(modules).items()} | dict(head_sizes or {})
     heads = [(own, (theirs,)) for own, theirs in (head_names or {}).items()]
+    known = {theirs for _, (theirs,) in heads}
+    parts = {name.split(".")[0] for name in known}
     try:
+        if unread := [name for name in tensors if name.split(".")[0] in parts and name not in known]:
+            raise InputError(f"tensor {unread[0]} is no part of the head that config.json describes")
         return weights.from_hf(tensors, [*weights.encoder_pairs(shape), *heads], sizes)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None

@@ -173,6 +173,7 @@ def read_weights(folder: Path) -> Tensors:
     places = _shards(file) if file.suffix == ".json" else {}
     for path in sorted({folder / name for name in places.values()}) if places else [file]:
         found = _read_tensors(path)
+        check_dtypes(path, found)
         require_finite(path, found)
         tensors |= found
     if missing := places.keys() - tensors.keys():
@@ -184,6 +185,15 @@ def read_weights(folder: Path) -> Tensors:
         return Tensors(tensors, {prefix: prefix})
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
+
+
+def check_dtypes(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises InputError for weights that are not plain floating-point numbers, as quantization leaves them."""
+    known = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in known and not name.endswith(("position_ids", "token_type_ids")):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{path}: tensor {name} is {kind}, which is quantized; save the model in fp32 or bf16")
 
 
 def _weights_file(folder: Path) -> Path:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from electra_fast.errors import InputError
+from electra_fast.huggingface.settings import SETTINGS
 
 ORIGINAL_KEY = "electra_fast original"
 """Key of a translated table: config.json as it is."""
@@ -33,14 +34,14 @@ class ModelType:
         keys: Electra's keys in config.json, and the folder's for them where they differ.
         defaults: Values of `transformers` for keys that config.json lacks, by Electra's keys.
         has_offset: Positions are counted from `pad_token_id` + 1.
-        token_types: Rows of the token type table that this type may have; 0: no table.
+        has_token_types: There is a token type table.
     """
 
     names: Mapping[str, str]
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     has_offset: bool = False
-    token_types: tuple[int, ...] = (2, 1)
+    has_token_types: bool = True
 
 
 # Those of BertConfig. Electra's are smaller.
@@ -54,13 +55,6 @@ _DEFAULTS = {
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
     "layer_norm_eps": 1e-12,
-}
-# Settings that our encoder fixes; the first value is the default.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("gelu", "gelu_python"),
-    "position_embedding_type": ("absolute",),
-    "is_decoder": (False,),
-    "add_cross_attention": (False,),
 }
 _BERT = ModelType(
     names={
@@ -98,12 +92,11 @@ _DISTILBERT = ModelType(
         "num_hidden_layers": "n_layers",
         "num_attention_heads": "n_heads",
         "intermediate_size": "hidden_dim",
-        "hidden_act": "activation",
         "hidden_dropout_prob": "dropout",
         "attention_probs_dropout_prob": "attention_dropout",
     },
     defaults={"num_hidden_layers": 6},
-    token_types=(0,),
+    has_token_types=False,
 )
 TRANSLATED: dict[str, ModelType] = {
     "bert": _BERT,
@@ -119,18 +112,12 @@ def translated(path: Path, table: Mapping[str, Any], token_type_key: str) -> dic
     """Returns a config.json of one of the `TRANSLATED` types as Electra's.
 
     Classes with a masked language model become ElectraForMaskedLM, all others ElectraModel; `token_type_key` becomes
-    true if token type 1 has a row of its own. Raises InputError for settings that Electra does not have.
+    true if token type 1 has a row of its own. The settings must have been checked.
     """
     kind = TRANSLATED[table["model_type"]]
     num_types = _num_token_types(table)
-    fixed = _FIXED if kind.token_types == (0,) else _FIXED | {"type_vocab_size": kind.token_types}
-    for key, values in fixed.items():
-        name = kind.keys.get(key, key)
-        if table.get(name, values[0]) not in values:
-            accepted = " or ".join(map(repr, values))
-            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {accepted}")
     defaults = _DEFAULTS | dict(kind.defaults)
-    found = {key: table.get(kind.keys.get(key, key), default) for key, default in defaults.items()}
+    found = {key: _value(path, table, kind.keys.get(key, key), key, default) for key, default in defaults.items()}
     if kind.has_offset and isinstance(found["max_position_embeddings"], int):
         found["max_position_embeddings"] -= _offset(path, table)
     found |= {"model_type": "electra", "embedding_size": found["hidden_size"], ORIGINAL_KEY: table}
@@ -141,9 +128,18 @@ def translated(path: Path, table: Mapping[str, Any], token_type_key: str) -> dic
     return found | {"architectures": classes, token_type_key: num_types == 2}
 
 
+def _value(path: Path, table: Mapping[str, Any], name: str, alias: str, default: Any) -> Any:
+    """Returns the value of a key, which `transformers` also reads under Electra's name where settings know that."""
+    if alias != name and alias in table and alias in SETTINGS[table["model_type"]]:
+        if table.get(name, table[alias]) != table[alias]:
+            raise InputError(f"{path}: {name} = {table[name]!r}, but {alias} = {table[alias]!r}; keep one of them")
+        return table[alias]
+    return table.get(name, default)
+
+
 def _num_token_types(table: Mapping[str, Any]) -> Any:
     kind = TRANSLATED[table["model_type"]]
-    return 0 if kind.token_types == (0,) else table.get("type_vocab_size", 2)
+    return table.get("type_vocab_size", 2) if kind.has_token_types else 0
 
 
 def _offset(path: Path, table: Mapping[str, Any]) -> int:

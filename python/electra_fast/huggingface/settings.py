@@ -1,0 +1,98 @@
+"""What becomes of each key of a config.json that `transformers` reads, by model type.
+
+A key is read by us, has no effect on outputs, or changes what a model computes in a way that we do not implement: then
+it must have one of the listed values, the first of which is the default. Keys of a head are checked where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from electra_fast.errors import InputError
+
+READ: Final = "read"
+UNUSED: Final = "without effect"
+Setting = str | tuple[Any, ...]
+"""`READ`, `UNUSED`, or the values that are supported."""
+
+_ACTIVATION = ("gelu", "gelu_python")
+_EVERY: dict[str, Setting] = {
+    **dict.fromkeys(("model_type", "architectures", "id2label", "num_labels", "problem_type"), READ),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), READ),
+    # Names, ids and training: nothing that `forward` computes with weights depends on them.
+    **dict.fromkeys(("label2id", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"), UNUSED),
+    **dict.fromkeys(("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"), UNUSED),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict"), UNUSED),
+    **dict.fromkeys(("chunk_size_feed_forward", "classifier_dropout"), UNUSED),
+    "tie_word_embeddings": UNUSED,  # the tensors themselves are compared
+    "is_encoder_decoder": (False,),
+    "quantization_config": (None,),
+    "pruned_heads": ({}, None),
+}
+_BERT: dict[str, Setting] = {
+    **_EVERY,
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"), READ),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "layer_norm_eps"), READ),
+    "hidden_act": _ACTIVATION,
+    "type_vocab_size": (2, 1),
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+_ROBERTA = _BERT | {"pad_token_id": READ}  # positions are counted from there
+SETTINGS: dict[str, dict[str, Setting]] = {
+    "electra": {
+        **_BERT,
+        "embedding_size": READ,
+        "type_vocab_size": (2,),
+        # Of a head for multiple choice, which no task type has.
+        **dict.fromkeys(("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"), UNUSED),
+    },
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "distilbert": {
+        **_EVERY,
+        **dict.fromkeys(("dim", "n_layers", "n_heads", "hidden_dim", "dropout", "attention_dropout"), READ),
+        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), READ),  # other names of three
+        "activation": _ACTIVATION,
+        # The positions are stored, also those of sines.
+        **dict.fromkeys(("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout"), UNUSED),
+    },
+    "modernbert": {
+        **_EVERY,
+        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"), READ),
+        **dict.fromkeys(("mlp_dropout", "attention_dropout", "norm_eps", "local_attention", "layer_types"), READ),
+        **dict.fromkeys(("rope_parameters", "rope_scaling", "classifier_pooling"), READ),
+        # Of transformers 4.
+        **dict.fromkeys(("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"), READ),
+        **dict.fromkeys(("cls_token_id", "sep_token_id", "initializer_cutoff_factor", "embedding_dropout"), UNUSED),
+        **dict.fromkeys(("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"), UNUSED),
+        **dict.fromkeys(("sparse_prediction", "sparse_pred_ignore_index"), UNUSED),  # where the loss is computed
+        "hidden_activation": _ACTIVATION,
+        "norm_bias": (False,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "classifier_activation": _ACTIVATION,
+        "classifier_bias": (False,),
+        "decoder_bias": (True,),
+    },
+}
+HEAD_KEYS = ("classifier_activation", "classifier_bias", "decoder_bias")
+"""Keys of heads, which an encoder without its head does without."""
+
+
+def check_settings(path: Path, table: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+    """Raises InputError naming a key whose value is not supported; by default checks all but `HEAD_KEYS`.
+
+    `table` is the config.json at `path`, of one of the model types of `SETTINGS`.
+    """
+    settings = SETTINGS[table["model_type"]]
+    for name in [name for name in settings if (name not in HEAD_KEYS if names is None else name in names)]:
+        accepted = settings[name]
+        if isinstance(accepted, tuple) and table.get(name, accepted[0]) not in accepted:
+            values = " or ".join(map(repr, accepted))
+            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {values}")
