@@ -143,7 +143,10 @@ def test_a_frame_is_trained_on_resumed_and_predicted(datasets, pandas, encoder_f
         (lambda datasets, _: datasets.DatasetDict(), "train: DatasetDict is not a table.* one split of a Dataset"),
         (lambda datasets, _: rows(datasets).to_iterable_dataset(), "IterableDataset is not a table in memory"),
         (lambda datasets, _: rows(datasets).with_transform(dict), "a Dataset with a transform.*apply it with map"),
-        (lambda _, pandas: pandas.DataFrame({"text": ["a", 1]}), "train: cannot be read through Arrow .*of one type"),
+        (
+            lambda _, pandas: pandas.DataFrame({"text": ["a", 1], "label": ["x", "y"]}),
+            "train: row 2: 'text' is 1, not text",
+        ),
         (lambda _, pandas: pandas.DataFrame([["a", 1, 2]], columns=["text", "n", "n"]), "two columns are named 'n'"),
         (lambda _, pandas: pandas.DataFrame([["a", 1, 2]], columns=["text", 3, "3"]), "two columns are named '3'"),
         (
@@ -159,6 +162,14 @@ def test_what_is_no_table_is_refused(datasets, pandas, encoder_folder, tmp_path,
     data = make(datasets, pandas)
     with pytest.raises(InputError, match=message):
         ef.finetune("classification", train=data, model=encoder_folder, out=tmp_path / "out")
+
+
+def test_a_frame_of_spans_in_lists(pandas):
+    rows = [{"text": "Ann met Bob", "spans": [[0, 3, "X"]], "n": None}, {"text": "so it is", "spans": [], "n": 1.0}]
+    table = MemoryTable.of("train", pandas.DataFrame(rows))
+    (data,) = read_tasks("tagging", None, {"train": table, "dev": table}, {})
+    assert [target.tolist() for target in data.train.targets] == [[1, 0, 0], [0, 0, 0]]
+    assert data.train.columns == [{"n": None}, {"n": 1.0}]
 
 
 def rows(datasets):

@@ -35,6 +35,11 @@ class MemoryTable(PosixPath):
         try:
             found = pyarrow.table(_selected(name, data))
         except pyarrow.ArrowException as error:
+            if hasattr(data, "itertuples"):  # of pandas, whose cells may be lists of several types
+                table.content = [
+                    _plain(row) for row in data.astype(object).where(data.notna(), None).to_dict("records")
+                ]
+                return table
             reason = " ".join(" ".join(map(str, error.args)).split())
             remedy = "give each column values of one type"
             raise InputError(f"{name}: cannot be read through Arrow ({reason}); {remedy}") from None
