@@ -297,7 +297,9 @@ def test_duplicates_are_found_and_scores_given_without_them():
     assert (duplicates["exact"], duplicates["near"]) == (2, 1)
     assert duplicates["scores"]["accuracy"] == {"all": pytest.approx(4 / 6), "without_duplicates": pytest.approx(1 / 3)}
     assert duplicates["examples"][1]["train_text"] == " ".join(words)
-    assert content["scores"]["accuracy"]["majority"] == 0.5
+    assert content["scores"]["accuracy"]["majority"] == 0.5 and "warning" not in content
+    content = make_report(CLASSES, [(split, answers)], train=split).content
+    assert "all 6 dev examples have a text that is in the training split" in content["warning"]
 
 
 def test_near_duplicates_are_all_that_a_comparison_of_all_pairs_finds():

@@ -20,7 +20,7 @@ import numpy as np
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.report.findings import NUM_BINS, Findings
 from electra_fast.finetuning.report.train_overlap import MIN_JACCARD, examples, find_duplicates, label_shares
-from electra_fast.finetuning.task import Prediction, Split, Task, select
+from electra_fast.finetuning.task import Prediction, Split, Task, overlap_warning, select
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import printable
 
@@ -104,6 +104,7 @@ def make_report(
     findings = task_type.findings(task, split, answers)
     content |= {name: each for name, each in findings.content.items() if name != "errors"}
     if train is not None:
+        content |= {"warning": warning} if (warning := overlap_warning(train, split)) else {}
         if sizes := task_type.label_counts(task, train):
             content["label_shares"] = label_shares(sizes, task_type.label_counts(task, split))
         content["duplicates"] = _duplicates(task, train, split, answers)
@@ -169,6 +170,8 @@ def _picture(draw: Callable[[Figure], None]) -> bytes:
 def _markdown(report: Findings) -> Iterator[str]:
     content = report.content
     yield f"# {content['task']}: {content['examples']:,} examples"
+    if "warning" in content:
+        yield f"\nWarning: {printable(content['warning'])}"
     for name, (title, text) in _SECTIONS.items():
         if not content.get(name) and name not in report.pictures:
             continue
