@@ -94,6 +94,11 @@ def feather(texts):
     return sink.getvalue()
 
 
+def long_window(data):
+    """A zstd frame with a window of 2 GiB and one block, which is stored as it is."""
+    return b"\x28\xb5\x2f\xfd\0\xa8" + (len(data) << 3 | 1).to_bytes(3, "little") + data
+
+
 FOLDERS = {
     "c4": {
         "README.txt": b"w0\n",
@@ -113,7 +118,8 @@ FOLDERS = {
         "a.ndjson": json_lines(TEXTS[:20]),
         "b.feather": feather(TEXTS[20:40]),
         "c.json": json.dumps([{"text": text, "n": 10**400} for text in TEXTS[40:60]], indent=1).encode(),
-        "d.json": b"".join(json.dumps({"text": text}, indent=1).encode() for text in TEXTS[60:]),
+        "d.json": b"".join(json.dumps({"text": text}, indent=1).encode() for text in TEXTS[60:80]),
+        "e.txt.zst": long_window("\n\n".join(TEXTS[80:]).encode()),
     },
 }
 

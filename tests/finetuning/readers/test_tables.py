@@ -207,6 +207,7 @@ def test_blank_lines_in_one_column_are_empty_texts(write):
         ("a.tsv", b"a\tb\nx\ty\nz\xff\t1\n", "line 3: not UTF-8 at byte 9; convert the file to UTF-8"),
         ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "line 1: has NUL bytes, as UTF-16 without a byte order"),
         ("a.tsv", "a\tb\n1\t2\n".encode("utf-16")[:-1], "line 2: not UTF-16-LE at byte 16; get the file again"),
+        ("a.tsv.zst", b"\x28\xb5\x2f\xfd\0\xa8\x41\0\0a\tb\n1\t2\n", "its zstd window is over 128 MiB; unpack it with"),
         ("a.tsv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "damaged gzip (Compressed file ended before"),
         ("a.jsonl", '{"a": 1}\n[1]\n', "line 2: not a JSON object: [1]"),
         ("a.jsonl", '[{"a": 1}]\n', "line 1: not a JSON object: [{'a': 1}]; a list, or an object of several"),

@@ -122,6 +122,9 @@ class TextFile:
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             self._raw.close()
             reason = " ".join(str(error).split())
+            if "too much memory" in reason:
+                remedy = "unpack it with `zstd -d --long=31`"
+                raise InputError(f"{self.path}: its zstd window is over 128 MiB; {remedy}") from None
             raise InputError(f"{self.path}: damaged {self._compression} ({reason}); get the file again") from None
 
     def _check_text(self) -> None:
