@@ -233,7 +233,8 @@ def test_fine_tuning_calls_what_the_check_of_its_encoder_knows(recipe, kind, hea
         checked(check, step, config, compute)
         move(model)
         integers = on_cuda(torch.zeros(5, 2, 64, dtype=torch.int32))
-        inputs = Inputs(integers, integers[0, 0, :3], on_cuda(torch.zeros(4, dtype=torch.int64)), 64)
+        first_n = on_cuda(torch.zeros(4, dtype=torch.int64))
+        inputs = Inputs(integers, integers[0, 0, :3], first_n, first_n, 64)
         key = RngKey(on_cuda(torch.zeros(2, dtype=torch.int64))).dropout_key(0)
         with use_choices(check.kernels), Launches() as launches:
             WeightCasts(model.encoder, compute.dtype)
