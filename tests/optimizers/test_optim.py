@@ -138,6 +138,26 @@ def test_orthogonalize(shape, dtype):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_a_skipped_step_is_no_update(name):
+    """Nor after a checkpoint: the bias corrections are those of the steps that were taken."""
+    found = []
+    for steps in ([0, None, None, 1, None, 2], [0, 1, 2]):
+        named = parameters()
+        optimizer = Optimizer(named.items(), plain(name=name, learning_rate=0.1))
+        for step in steps:
+            for key, gradient in gradients(named, step or 0).items():
+                named[key].grad = gradient * (step is not None)
+            optimizer.set_step_scalars(1.0)
+            optimizer.step(torch.tensor(1.0), torch.tensor(float(step is None)))
+            optimizer.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
+        found.append((optimizer.num_updates, named))
+    (count, own), (expected, others) = found
+    assert count == expected == 3
+    for key, parameter in own.items():
+        torch.testing.assert_close(parameter, others[key], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_shares_of_an_update_are_the_update(name):
     """Three processes' shares, each with moments of its own parameters: together all parameters, each once."""
 

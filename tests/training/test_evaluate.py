@@ -39,7 +39,8 @@ def by_the_paper(model, ids, position, num_candidates, sign=1, p_mask=None):
     """Candidates and prediction: Appendix G, candidate by candidate."""
     p_mask = p_mask or model.config.data.mask_prob
     a = (1 - p_mask) / p_mask
-    p_G = model.generator_logits(torch.tensor([ids]))[0, position].double().softmax(-1).tolist()
+    logits = model.generator_logits(torch.tensor([ids]))[0, position].double()
+    p_G = (logits / model.config.objective.temperature).softmax(-1).tolist()
     candidates = sorted(range(len(p_G)), key=lambda x: -p_G[x])[:num_candidates]
     scores = []
     for x in candidates:
@@ -56,6 +57,7 @@ def models(tmp_path_factory, validation_corpus, whole_run):
     folder = tmp_path_factory.mktemp("untrained")
     changes = {"data.sequence_length": "32", "data.mask_prob": "0.9"}
     google = ef.load(save_run(folder / "google", validation_corpus, **changes))
+    changes |= {"objective.temperature": "4"}
     modern = ef.load(save_run(folder / "modern", validation_corpus, "modern", **changes, **LOCAL))
     with torch.no_grad():  # a generator that is sure, so that it matters how the formula weighs its probabilities
         google.generator_head.norm.weight.mul_(6)
@@ -88,6 +90,13 @@ def test_the_prediction_is_the_papers(name, num_candidates, count, models, valid
     assert 0 < shares[1] < 1 or name != "trained"
     assert any(wrong_sign) or num_candidates == 100
     assert any(wrong_share) == (name == "google")
+
+
+def test_without_the_original_among_the_samples_there_is_no_accuracy(validation_corpus, tmp_path):
+    model = ef.load(save_run(tmp_path, validation_corpus, **{"objective.disallow_correct": "true"}))
+    corpus = ef.Corpus(validation_corpus).holdout
+    report = mlm_accuracy(model, corpus, sequence_length=32, seed=SEED, num_examples=3)
+    assert report == dict.fromkeys(MLM) | {"mlm_examples": 0}
 
 
 def test_the_discriminator_decides_between_likely_candidates():

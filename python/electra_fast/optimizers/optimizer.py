@@ -100,8 +100,19 @@ class Optimizer:
         # moments, so that processes that share them notice.
         self._has_moments: dict[str, Tensor] = {}
         self.num_loads = 0
-        self.num_updates, self._rank, self._num_processes = 0, 0, 1
+        self._num_steps, self._rank, self._num_processes = 0, 0, 1
+        self._num_skipped = torch.zeros_like(scalars[0])  # of the steps; on the device, which alone knows it
         self.choose_parameters()
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that changed the parameters; waits for the device."""
+        return self._num_steps - int(self._num_skipped)
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._num_steps = number
+        self._num_skipped.zero_()
 
     def divide(self, rank: int, num_processes: int) -> None:
         """Divides the update of parameters in shared memory among processes."""
@@ -149,9 +160,9 @@ class Optimizer:
             raise ValueError(
                 "a learning rate is 0, which stands for one derived from the number of steps: use Config.resolved"
             )
-        self.num_updates += 1
+        self._num_steps += 1
         # After infinitely many updates both bias corrections are exactly 1.
-        num_updates = self.num_updates if config.bias_correction else math.inf
+        num_updates = self._num_steps if config.bias_correction else math.inf
         corrections = (1 / (1 - config.beta1**num_updates), 1 / math.sqrt(1 - config.beta2**num_updates))
         learning_rates = (-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate)
         scalars = [*learning_rates, *corrections, num_updates]
@@ -241,6 +252,8 @@ class Optimizer:
             norm = global_norm(self.nonzero(name, gradient) for name, gradient in gradients.items())
         own = {name: gradients[name] for name in self.own_names}
         self._state.skipped = skipped
+        if skipped is not None:
+            self._leave_out_skipped(skipped)
         if own and self.config.clip_norm:
             # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
             bounded = norm if skipped is None else torch.where(skipped > 0, 1.0, norm)
@@ -252,6 +265,16 @@ class Optimizer:
         self._state.rows = self._rows_with_moments()
         self.rule.update(own)
         return norm
+
+    def _leave_out_skipped(self, skipped: Tensor) -> None:
+        """Corrects the scalars for earlier steps that were skipped: they are no updates, as in torch's GradScaler."""
+        scalars, config = self._state.scalars, self.config
+        num_updates = (scalars[4] - self._num_skipped).double()
+        corrections = (1 / (1 - config.beta1**num_updates), (1 - config.beta2**num_updates).rsqrt())
+        has_skipped = self._num_skipped > 0
+        for place, value in zip((2, 3, 4), (*corrections, num_updates), strict=True):
+            scalars[place].copy_(torch.where(has_skipped, value.float(), scalars[place]))
+        self._num_skipped += skipped
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -5,7 +5,8 @@ its context c, p_G the generator's probability, and a = (1 - p) / p unmasked tok
 
     p_data(x | c) = D p_G / (a (1 - D) + p_G),
 
-and the prediction is the candidate with the largest p_data.
+and the prediction is the candidate with the largest p_data. p_G is the distribution that training samples from, at the
+objective's temperature. Where it excludes the original token (`disallow_correct`), the formula does not hold.
 
 Shapes: C candidates, n tokens of a text, V vocabulary, D hidden.
 """
@@ -77,11 +78,13 @@ def mlm_accuracy(
     Returns:
         `mlm_accuracy`, `mlm_recall_at_100` (the true token is a candidate), `mlm_generator_accuracy` (the first
         candidate is correct; None if it is the model's prediction), and `mlm_examples`, the number of examples. All
-        None, and 0 examples, for models other than a generator with or without a discriminator.
+        None, and 0 examples, for models other than a generator with or without a discriminator, and for a
+        discriminator that never saw the original token sampled (`objective.disallow_correct`).
     """
     networks = model.networks.keys()
     examples: list[Example] = []
-    if networks in ({"generator", "discriminator"}, {"generator"}):
+    is_covered = networks == {"generator"} or not model.config.objective.disallow_correct
+    if networks in ({"generator", "discriminator"}, {"generator"}) and is_covered:
         rows = _examples(corpora, sequence_length, seed)
         examples = list(itertools.islice(rows, num_examples))
     counts = _count(model, examples, num_candidates)
@@ -107,6 +110,7 @@ def predict(model: Electra, example: Example, num_candidates: int) -> tuple[list
     ids_Cn = example.ids_n.to(device).repeat(len(candidates_C), 1)
     ids_Cn[:, example.position] = candidates_C.to(ids_Cn.dtype)
     logits_C = model.discriminator_head(_hidden(model, "discriminator", ids_Cn, example))
+    log_p_C = F.log_softmax(logits_V.double() / model.config.objective.temperature, dim=-1)[candidates_C]
     scores_C = log_odds(log_p_C, logits_C.double(), model.config.data.mask_prob)
     return candidates_C.tolist(), int(candidates_C[scores_C.argmax()])
 

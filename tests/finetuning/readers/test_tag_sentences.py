@@ -199,6 +199,16 @@ def test_every_convention_is_recognized(write, unit, first, inclusive, has_texts
     assert notes[1:] == ([] if is_usual else [f"{path}: {counted}"])
 
 
+@pytest.mark.parametrize("has_texts", [True, False])
+def test_a_few_spans_after_surrogate_pairs_show_the_unit(write, has_texts):
+    """All fit UTF-16 units, and few do not fit code points; texts of spans elsewhere say nothing."""
+    plain = [{"start": 0, "end": 3, "label": "X"} | ({"text": "Eve"} if has_texts else {})]
+    rows = [{"text": "Eve saw Rom", "spans": plain}] * 30
+    rows += [{"text": "😀😀 met Bob", "spans": [{"start": 9, "end": 12, "label": "X"}]}] * 2
+    rows += [{"text": "😀😀 Änne Bob so", "spans": [{"start": 10, "end": 13, "label": "X"}]}]
+    assert [tags.index("B-X") for tags in read(write(rows))[1]] == [0] * 30 + [3, 3, 3]
+
+
 def test_spans_of_parts_of_words_stay_in_code_points(write):
     """Endings, as in Hungarian, are no sign of another convention; nor is a single span that does not fit."""
     rows = [{"text": "Pestet 😀 láttam", "spans": [[0, 4, "LOC"]]}] * 9 + [{"text": "Pest", "spans": [[0, 4, "LOC"]]}]

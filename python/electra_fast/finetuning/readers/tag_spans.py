@@ -29,7 +29,7 @@ _LABELS = (
     *("hypertextlabels", "paragraphlabels"),  # of Label Studio
 )
 _TEXTS = ("text", "surface", "surface_form", "mention", "value", "word", "string")
-# Spans without a text of their own are read in another convention only if at least this many do not fit words.
+# Spans are read in another convention for splitting words only if at least this many do in the usual one.
 _MIN_MISFITS = 3
 
 
@@ -96,16 +96,17 @@ _CONVENTIONS = tuple(
 def find_convention(rows: Iterable[SpannedText]) -> Convention:
     """Returns the convention that most of a file's spans fit, the usual one at a tie.
 
-    A span fits if its own text is there. Spans without a text must lie in the row's text; if some do not, or most split
-    words, another convention is taken under which every span begins and ends where words do.
+    A span fits if its own text is there. Spans without a text must lie in the row's text; if some do not, or at least
+    `_MIN_MISFITS` split words, another convention is taken under which every span begins and ends where words do.
     """
     pairs = [(row, span) for row in rows for span in row.spans]
     has_texts = any(span.text is not None for _, span in pairs)
     usual = best = Convention()
     misfits = sum(not _fits(row, span, usual) for row, span in pairs)
-    if not misfits and not has_texts:
+    if not misfits:
+        has_texts = False  # if some have, they are where all conventions find them
         misfits = sum(not _fits_words(row, span, usual) for row, span in pairs)
-        if misfits < max(_MIN_MISFITS, len(pairs) / 2):
+        if misfits < _MIN_MISFITS:
             return usual
     for convention in _CONVENTIONS if misfits else ():
         found = sum(not _fits_words(row, span, convention) for row, span in pairs)
