@@ -329,6 +329,7 @@ def test_lists_with_two_readings_are_asked_about(write):
         ([["a"], "b"], {}, "line 2: the label is 'b', elsewhere it is a list"),
         (["a", "b", "['a']"], {}, "line 3: the label is \"['a']\"; it must be text or an integer, as elsewhere"),
         (["{'a': 1}", "{'a': 0}"], {}, "2 bad rows: "),
+        (["{[1]: 2, 'a': 1}", "['a']"], {}, "line 1: the label \"{[1]: 2, 'a': 1}\" cannot be read as a list"),
         ([[0, 1, 0]] * 3 + [[0, 1]], {}, "line 4: the label is [0, 1], elsewhere it is a list of 3 times 0 or 1"),
         (["['a' ... 'b']", "['a']"], {}, "line 1: the label \"['a' ... 'b']\" cannot be read as a list (its middle is"),
         (

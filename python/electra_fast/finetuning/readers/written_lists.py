@@ -73,8 +73,10 @@ def parse_value(text: str) -> Any:
         value, end = _value(tokens, 0)
     except (IndexError, RecursionError):
         raise ValueError("a bracket is open") from None
+    except TypeError:  # a list as a key
+        raise ValueError("it is not a list") from None
     if tokens[end]:
-        raise ValueError(f"{tokens[end]!r} follows its end")
+        raise ValueError(f"{tokens[end][:40]!r} follows its end")
     return value
 
 
@@ -83,7 +85,7 @@ def _value(tokens: Sequence[str], start: int) -> tuple[Any, int]:
     token = tokens[start]
     if token in _CLOSING:
         return _items(tokens, start + 1, _CLOSING[token])
-    if tokens[start + 1] == "(":  # array([...], dtype=object), np.str_('a')
+    if tokens[start + 1] == "(" and re.fullmatch(r"[A-Za-z_][\w.]*", token):  # array([...], dtype=object), np.str_('a')
         items, end = _items(tokens, start + 2, ")")
         if len(items) != 1:
             raise ValueError(f"{token}() has {len(items)} arguments")
@@ -129,4 +131,4 @@ def _constant(token: str) -> Any:
             warnings.simplefilter("error")  # of an escape that Python lacks
             return int(token) if re.fullmatch(r"[+-]?\d+", token) else ast.literal_eval(token)
     except (ValueError, SyntaxError):
-        raise ValueError(f"{token} is not in quotes") from None
+        raise ValueError(f"{' '.join(token.split())[:40]} is not in quotes") from None
