@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -25,6 +26,8 @@ _NO_LABEL = ("", "-", "-1")
 _MISSING = {"nan", "na", "n/a", "#n/a", "<na>", "null", "none"}
 _DOUBTFUL = _MISSING | {"?", "--", "–", "—", "unlabeled", "undefined"}
 _SEPARATORS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
+# The same lists occur in many cells.
+_parse = functools.lru_cache(4096)(parse_value)
 _FLAGS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 # `0 1 0` or `0.3, 0.7` without brackets.
 _BARE_LIST = re.compile(r"[01](?:\.[0-9]*)?(?:[\s,;|]+[01](?:\.[0-9]*)?)+")
@@ -156,7 +159,7 @@ class LabelReader:
         if not isinstance(cell, str) or not has_brackets(cell):
             return cell
         try:
-            found = parse_value(cell)
+            found = _parse(cell)
         except ValueError as error:
             if not self.has_lists:
                 return cell

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -123,9 +124,14 @@ def is_stream(path: Path) -> bool:
     return path == STANDARD_INPUT or is_device or (path.exists() and not path.is_file() and not path.is_dir())
 
 
+@functools.lru_cache(64)
+def _is_folder(path: Path) -> bool:
+    return path.is_dir()
+
+
 def place(path: Path, line: int) -> str:
     """Names a line, or a row of a file without lines, for messages."""
-    if path.is_dir():
+    if _is_folder(path):
         return f"{path}: row {line}"
     name = {".parquet": "row", ".arrow": "row", ".json": "record"}.get(extension(path), "line")
     return f"{path}: {name} {line}"

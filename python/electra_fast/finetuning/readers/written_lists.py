@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _TOKEN = re.compile(r"""[bru]{0,2}(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|[^\s\[\](){},:='"]+|\S""", re.DOTALL)
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,4000}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _CALL = r"(?:[A-Za-z_]\w*\.)?(?:array|tensor)\("
 _BRACKETED = re.compile(rf"\[.*\]|\(.*,.*\)|\{{.*\}}|{_CALL}.*\)", re.DOTALL)
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
@@ -126,9 +127,13 @@ def _constant(token: str) -> Any:
         return _CONSTANTS[token.lower()]
     if token.lower() in ("np.true_", "np.false_"):
         return token.lower() == "np.true_"
+    if _NUMBER.fullmatch(token):
+        return float(token) if {*token} & {*".eE"} else int(token)
+    if token[0] in "'\"" and "\\" not in token:
+        return token[1:-1]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of an escape that Python lacks
-            return int(token) if re.fullmatch(r"[+-]?\d+", token) else ast.literal_eval(token)
+            return ast.literal_eval(token)
     except (ValueError, SyntaxError):
         raise ValueError(f"{' '.join(token.split())[:40]} is not in quotes") from None
