@@ -92,7 +92,7 @@ def end_with(connection, child):
 
 def become(name, words):
     """Does what the command would do."""
-    while words[0] == "-u":
+    while words[0] in ("-u", "-P"):  # a program with -P sets the path itself
         del words[0]
     if NAMES[name]:
         sys.argv = [name, *words]
