@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -220,10 +221,15 @@ def classifier(tmp_path_factory, tiny_vocab):
     return folder
 
 
-def test_a_folder_from_elsewhere_predicts(classifier):
+def test_a_folder_from_elsewhere_predicts(classifier, tmp_path):
     model = ef.load_finetuned(classifier)
     np.testing.assert_allclose(model.outputs(PAIRS), their_logits(classifier, PAIRS), atol=1e-5)
     assert model.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    folder = shutil.copytree(classifier, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["id2label"], config["label2id"]
+    (folder / "config.json").write_text(json.dumps(config | {"num_labels": 3}))
+    assert ef.load_finetuned(folder).labels == model.labels
 
 
 @pytest.mark.parametrize("form", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])

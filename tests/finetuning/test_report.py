@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nervaluate import Evaluator
+from scipy.stats import pearsonr, spearmanr
 from seqeval.metrics import classification_report as seqeval_report
 from sklearn.metrics import (
     classification_report,
@@ -138,16 +139,20 @@ def test_several_labels_are_counted_as_scikit_learn_does():
     assert np.where(chosen, scores, 1 - scores)[gold != chosen].max() == max(surest["score"], 1 - surest["score"])
 
 
-def test_residuals_are_those_of_scikit_learn():
+@pytest.mark.parametrize("kind", ["varied", "constant gold", "constant values"])
+def test_residuals_are_those_of_scikit_learn(kind):
     rng = np.random.default_rng(2)
-    gold = rng.normal(50, 20, size=120)
-    values = gold + rng.normal(size=120) * 5
+    gold = rng.normal(50, 20, size=120) * (kind != "constant gold")
+    values = (gold + rng.normal(size=120) * 5) if kind != "constant values" else np.full(120, 3.0)
     task = Task(name="regression", kind="regression", metric="spearman")
     report = make_report(task, [(split_of(gold), [{"value": value} for value in values.tolist()])])
-    found = report.content["residuals"]
+    found, scores = report.content["residuals"], report.content["scores"]
     assert found["mean_absolute_error"] == pytest.approx(mean_absolute_error(gold, values))
     assert found["root_mean_square_error"] == pytest.approx(root_mean_squared_error(gold, values))
-    assert found["r2"] == pytest.approx(r2_score(gold, values))
+    assert found["r2"] == (None if kind == "constant gold" else pytest.approx(r2_score(gold, values)))
+    for name, function in (("spearman", spearmanr), ("pearson", pearsonr)):
+        expected = function(gold, values).statistic if kind == "varied" else 0
+        assert scores[name]["model"] == pytest.approx(expected)
     assert found["quantile_50"] == pytest.approx(np.median(values - gold))
     worst = np.argsort(-np.abs(values - gold))[:50]
     assert [error["id"] for error in report.content["errors"]] == [f"id-{row}" for row in worst]

@@ -122,7 +122,10 @@ def test_of_equal_scores_the_lowest_loss_decides(train, tmp_path, monkeypatch):
 
 
 def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path, monkeypatch):
-    """The accuracy of always "usual" is the highest, as at the first steps, whose model has learned nothing."""
+    """The accuracy of always "usual" is the highest, as at the first steps, whose model has learned nothing.
+
+    GLUE's tasks keep their score, and a warning names the remedy.
+    """
     rng, losses = random.Random(0), validation_losses(monkeypatch)
 
     def rows(count):
@@ -136,13 +139,24 @@ def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path
     settings |= {"sequence_length": 16, "precision": "fp32", "matmul": "default", "attention_dropout": 0}
     overrides = {f"finetune.{name}": value for name, value in settings.items()}
     files = {"train": [*rows(500)], "dev": [*rows(200)]}
-    found = ef.finetune("classification", model=encoder_folder, **files, out=tmp_path, overrides=overrides)
+    out = tmp_path / "own"
+    found = ef.finetune("classification", model=encoder_folder, **files, out=out, overrides=overrides)
     (run,) = found["classification"]["runs"]
-    log = read_records(tmp_path / "classification/seed-0/metrics.jsonl")
+    log = read_records(out / "classification/seed-0/metrics.jsonl")
     scores = [each for each in log if "f1_macro" in each]
     ranks = {each["step"]: (each["f1_macro"], -loss) for each, loss in zip(scores, losses, strict=True)}
     assert run["selected_by"] == "f1_macro" and run["best_step"] == max(ranks, key=ranks.__getitem__)
     assert run["accuracy"] < scores[0]["accuracy"] and scores[0]["matthews"] == 0 < 0.2 < run["matthews"]
+
+    (tmp_path / "data").mkdir()
+    for name, examples in files.items():
+        lines = (f"{each['text']}\t{int(each['label'] == 'usual')}\n" for each in examples)
+        (tmp_path / "data" / f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    overrides |= {"finetune.class_weights": "0=10,1=0.5"}
+    arguments = {"model": encoder_folder, "data": tmp_path / "data", "out": tmp_path / "glue"}
+    (run,) = ef.finetune("sst2", **arguments, overrides=overrides)["sst2"]["runs"]
+    step = run["warning"].split("; or finetune.select = last: the predictions of step ")[1].split()[0]
+    assert run["accuracy"] == scores[0]["accuracy"] and int(step) > run["best_step"]
 
 
 def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):
