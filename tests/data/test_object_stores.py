@@ -127,19 +127,21 @@ def inputs(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "deep").mkdir()
     (folder / "a.txt").write_text(text(1))
     (folder / "b.txt.gz").write_bytes(gzip.compress(text(2).encode()))
-    (folder / "deep/c.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in text(3).split("\n\n")))
+    (folder / "deep/c.json").write_text("".join(json.dumps({"text": t}) + "\n" for t in text(3).split("\n\n")))
     rows = text(4, 300).split("\n\n")
     pq.write_table(pa.table({"text": rows}), folder / "deep/d.parquet", row_group_size=50)
     with pa.ipc.new_file(folder / "deep/e.arrow", pa.schema([("text", pa.string())])) as writer:
         for start in range(0, len(rows), 100):
             writer.write_table(pa.table({"text": rows[start : start + 100]}))
+    (folder / "deep/settings.json").write_text('{"size": 1}')
+    (folder / "deep/_SUCCESS").touch()
     (folder / "notes.md").write_text("of another kind")
     (folder / ".hidden.txt").write_text("the cat")
     s3.upload(folder, "inputs")
     return folder
 
 
-@pytest.mark.parametrize("what", ["", "/*/*.jsonl", "/deep/d.parquet"])
+@pytest.mark.parametrize("what", ["", "/*/*.json", "/deep/d.parquet"])
 def test_inputs_may_lie_in_a_bucket(what: str, inputs: Path, vocab: Path, tmp_path: Path) -> None:
     hashes = [
         ef.prepare(f"{base}{what}", vocab=vocab, out=tmp_path / name, progress=False).content_hash
