@@ -156,6 +156,7 @@ def _inputs(folder: Path, texts: list[str]) -> Path:
     (folder / "text.txt.gz").write_bytes(gzip.compress(plain))
     (folder / "text.txt.xz").write_bytes(lzma.compress(plain))
     (folder / "rows.jsonl").write_bytes(lines)
+    (folder / "rows.json").write_text(json.dumps(table.to_pylist(), indent=1))
     (folder / "rows.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
     for codec in ("none", "snappy", "zstd"):
         pq.write_table(table, folder / f"{codec}.parquet", compression=codec, row_group_size=25)

@@ -51,12 +51,13 @@ def save_splits(folder, **splits):
 
 def test_a_saved_dataset_is_read_by_its_own_list(vocab, tmp_path, capfd):
     saved = save(tmp_path / "saved", TEXTS)
-    write_stream(saved / "cache-1234.arrow", pa.table({"text": ["w99"]}))
+    write_stream(saved / "cache-1234.arrow", pa.table({"text": ["w99"] * 9999}))
     report = prepare([saved], vocab=vocab, out=tmp_path / "out")
     prepare(iter(TEXTS), vocab=vocab, out=tmp_path / "plain", progress=False)
     assert report.content_hash == Corpus(tmp_path / "plain").content_hash
     assert (report.num_files, report.skipped_files, report.skipped_splits) == (2, 1, ())
-    assert "1 files of other kinds were passed over" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "1 files of other kinds were passed over" in said and "bytes" not in said
 
 
 def test_a_saved_dataset_without_a_file_or_without_a_train_split(vocab, tmp_path):
@@ -149,6 +150,8 @@ def test_a_folder_most_of_which_is_passed_over_is_a_warning(vocab, tmp_path, cap
     with pytest.raises(ValueError, match=r"line 1: no text field \"text\"; there are: review.body, review.title"):
         (folder / "b.json").write_text(json.dumps({"review": {"body": "w1", "title": "w2"}}) + "\n")
         prepare(folder / "b.json", vocab=vocab, out=tmp_path / "none", progress=False)
+    with pytest.raises(ValueError, match=r"No files matched .*\(1 were found, .* \.json without the text field title"):
+        prepare(str(folder / "*.json"), vocab=vocab, out=tmp_path / "none", text_field="title", progress=False)
 
 
 NESTED = [{"review": {"body": text, "by": {"name": "w1"}}, "n": 1} for text in TEXTS] + [{"review": None, "n": 2}]

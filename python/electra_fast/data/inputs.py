@@ -138,7 +138,8 @@ def passed_over_warning(report: Mapping[str, Any]) -> str | None:
     share = report["skipped_bytes"] / (report["skipped_bytes"] + report["read_bytes"])
     return (
         f"warning: {share:.0%} of the input's bytes are in {report['skipped_files']:,} files of other kinds that were "
-        f"passed over ({', '.join(report['skipped_kinds'])}); to read them, name them or give --format"
+        f"passed over ({', '.join(report['skipped_kinds'])}); to read them, name them or give --format, of JSON its "
+        "--text-field"
     )
 
 

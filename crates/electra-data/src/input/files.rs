@@ -87,8 +87,15 @@ impl Inputs {
         if search.files.is_empty() {
             let asked: Vec<_> = inputs.iter().map(|path| path.display().to_string()).collect();
             let (asked, skipped) = (asked.join(", "), search.skipped.len());
+            let is_json = |path: &PathBuf| matches!(kind_of(path, None), Some((InputFormat::Json, _)));
+            let fields = reading.text_fields.join(", ");
             let reason = match skipped {
                 0 => String::new(),
+                n if search.skipped.keys().any(is_json) => {
+                    format!(
+                        " ({n} were found, of other kinds or .json without the text field {fields}; choose it with --text-field)"
+                    )
+                }
                 n => format!(" ({n} of other kinds were found; known are {KNOWN}; {REMEDY})"),
             };
             return Err(Error::Input(format!(
@@ -241,8 +248,7 @@ impl Search {
     fn count_skipped(&mut self, path: &Path) -> Result<()> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if !self.files.contains_key(&full) {
-            let bytes = full.metadata().map_err(|e| Error::io(path, e))?.len();
-            self.skipped.insert(full, bytes);
+            self.skipped.insert(full, 0); // its bytes are no text that is missing, but mostly a cache of what is read
         }
         Ok(())
     }
