@@ -100,7 +100,8 @@ def test_a_restored_guard_judges_alike():
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_a_skipped_step_changes_nothing_and_one_that_is_taken_is_the_usual(name):
-    config = OptimizerConfig(name=name, bias_correction=True, learning_rate=0.1, warmup_steps=0)
+    rates = {"learning_rate": 0.1, "muon_learning_rate": 0.02}
+    config = OptimizerConfig(name=name, bias_correction=True, warmup_steps=0, **rates)
     torch.manual_seed(0)
     initial = {"x.weight": torch.randn(6, 4), "x.bias": torch.randn(5), "x.qkv.weight": torch.randn(12, 4)}
     gradients = [{n: torch.randn_like(p) for n, p in initial.items()} for _ in range(3)]
