@@ -93,14 +93,23 @@ def plan(name: str) -> Iterator[dict[str, Any]]:
     if name == "defaults":
         yield {"task": "tickets", "examples": 3_000, "defaults": True}
         yield from (longest | {"class_weights": weights, "select": "best"} for weights in ("balanced", "none"))
+    if name == "rates":  # by the encoder's width
+        for rate, task in itertools.product((1e-3, 3e-4, 3e-3), ("tickets", "sst2")):
+            yield {"task": task, "examples": 3_000, "learning_rate": rate, "defaults": True, "seeds": 3}
+    if name == "long":  # for narrow encoders, whose steps take little time
+        for rate in (3e-3, 1e-3):
+            yield longest | {"learning_rate": rate, "steps": 2_820, "class_weights": "auto", "select": "best"}
+    if name == "short":  # for encoders whose steps take long
+        for rate, task in itertools.product((1e-3, 3e-4, 3e-3), ("sst2", "tickets")):
+            yield {"task": task, "examples": 1_000, "steps": 300, "learning_rate": rate, "seeds": 3}
     if name == "weights":
         for examples, steps in ((1_000, 300), (3_000, 300), (1_000, 1_000)):
             for weights in ({}, {"class_weights": "balanced"}):
                 yield longest | {"examples": examples, "steps": steps} | weights
 
 
-def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Scores of a training."""
+def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Scores of a training with each seed."""
     task, examples = case["task"], case["examples"]
     settings: dict[str, Any] = {f"finetune.{name}": case[name] for name in SETTINGS if name in case}
     if "defaults" not in case:
@@ -120,10 +129,9 @@ def train(case: dict[str, Any], encoder: Path, options: argparse.Namespace) -> d
     num_examples = min(examples, {"mrpc": 3_668, "stsb": 5_749}.get(task, examples))
     if "steps" in case:
         settings["finetune.epochs"] = case["steps"] / -(-num_examples // 32)
-    seed = case.get("seed", 0)
-    found = ef.finetune(**data, model=encoder, out=out, seeds=seed + 1, overrides=settings)
+    found = ef.finetune(**data, model=encoder, out=out, seeds=case.get("seeds", 1), overrides=settings)
     (result,) = found.values()
-    return {name: value for name, value in result["runs"][seed].items() if name != "splits"}
+    return [{name: value for name, value in run.items() if name != "splits"} for run in result["runs"]]
 
 
 def main() -> None:

@@ -166,7 +166,7 @@ RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fa
 MIN_STEPS, STEPS_PER_CLASS, MAX_EPOCHS_FOR_CLASSES, MAX_EVALUATIONS = 300, 20, 30, 20
 # Widths of encoders and their rates, in a recipe (`fast`: measured in bench/LOG.md); wider ones have _BASE_RATE, and
 # those of 24 layers or more _LARGE_RATE.
-_RATES = {"paper": {256: 3e-4}, "google": {}, "fast": {384: 3e-4}}
+_RATES = {"paper": {256: 3e-4}, "google": {}, "fast": {128: 1e-3, 384: 3e-4}}
 _BASE_RATE, _LARGE_RATE, _LARGE_LAYERS = 1e-4, 5e-5, 24
 # Tasks with small training sets, trained for 10 epochs in the paper and its code; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
