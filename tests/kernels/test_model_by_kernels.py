@@ -21,7 +21,7 @@ KEY = torch.tensor([5, 11, 0], device=DEVICE)
 
 def tiny_model(architecture, tying="embeddings"):
     sizes = {"hidden_size": 48, "embedding_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 80}
-    config = Config()
+    config = Config.preset("small", "google")
     model = dataclasses.replace(
         config.model,
         architecture=architecture,

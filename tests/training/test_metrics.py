@@ -28,7 +28,7 @@ TOTALS = {
 
 
 def metrics(name="electra", **changes):
-    return objective_of(Config().replace({"objective": {"name": name}})).metrics(TOTALS | changes)
+    return objective_of(Config.preset("small", "google", name)).metrics(TOTALS | changes)
 
 
 def test_metrics():
