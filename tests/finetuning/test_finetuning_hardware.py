@@ -119,16 +119,19 @@ class TestFinetuning:
         assert note.startswith(f"finetune.precision = auto: {job.hardware['precision']} (a part of a step takes ")
         assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
 
-    def test_fp16_trains_by_scaled_losses(self, finetune, finetuned, tmp_path, monkeypatch):
+    def test_fp16_trains_by_scaled_losses(self, finetune, tmp_path, monkeypatch):
         """As without a scale, to the bit, where nothing is rounded to fp16."""
-        assert finetune(tmp_path / "fp16", **{"finetune.precision": "fp16"})["precision"] == "fp16"
+        fp32 = QUICK | {"finetune.learning_rate": "3e-4"}
+        assert finetune(tmp_path / "fp16", **fp32 | {"finetune.precision": "fp16"})["precision"] == "fp16"
+        finetune(tmp_path / "exact", **fp32)
         monkeypatch.setattr(step_module, "loss_scaler", lambda _, device: LossScaler(device))
-        finetune(tmp_path / "fp32", **QUICK)
-        models, (name,) = model_bytes(finetuned[0]), model_bytes(tmp_path / "fp32")
-        assert model_bytes(tmp_path / "fp32") == {name: models[name]}
-        found, exact = (safetensors.torch.load(model_bytes(each)[name]) for each in (tmp_path / "fp16", finetuned[0]))
-        for weight in exact:
-            torch.testing.assert_close(found[weight], exact[weight], atol=5e-4, rtol=0)
+        finetune(tmp_path / "scaled", **fp32)
+        fp16, exact, scaled = (model_bytes(tmp_path / name) for name in ("fp16", "exact", "scaled"))
+        assert scaled == exact
+        (name,) = exact
+        found, expected = (safetensors.torch.load(each[name]) for each in (fp16, exact))
+        for weight in expected:
+            torch.testing.assert_close(found[weight], expected[weight], atol=5e-4, rtol=0)
 
     def test_fp16_that_always_overflows_diverges(self, finetune, tmp_path, monkeypatch):
         monkeypatch.setattr(loss_scaling, "INITIAL_SCALE", 1.0)
