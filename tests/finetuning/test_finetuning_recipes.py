@@ -103,26 +103,32 @@ def test_fast_has_the_encoders_dropout():
 
 
 @pytest.mark.parametrize(
-    "num_examples, num_classes, overrides, epochs, evals_per_epoch",
+    "num_examples, num_classes, overrides, epochs, evals_per_epoch, width",
     [
-        (0, 0, {}, 3, 1),
-        (60_000, 40, {}, 3, 1),
-        (3_169, 2, {}, 3, 1),
-        (3_168, 15, {}, 4, 1),
-        (1_000, 0, {}, 10, 1),
-        (1_000, 40, {}, 25, 20 / 25),
-        (1_000, 500, {}, 30, 20 / 30),
-        (100, 2, {}, 75, 20 / 75),
-        (5, 2, {}, 300, 20 / 300),
-        (1_000, 2, {"finetune.batch_size": "10"}, 3, 1),
-        (100, 40, {"finetune.epochs": "2"}, 2, 1),
-        (100, 2, {"finetune.evals_per_epoch": "4"}, 75, 4),
+        (0, 0, {}, 3, 1, 256),
+        (60_000, 40, {}, 3, 1, 256),
+        (60_000, 40, {}, 3, 1, 128),
+        (3_169, 2, {}, 3, 1, 256),
+        (3_168, 15, {}, 4, 1, 256),
+        (1_000, 0, {}, 10, 1, 256),
+        (1_000, 40, {}, 25, 20 / 25, 256),
+        (3_200, 40, {}, 8, 1, 192),
+        (3_200, 40, {}, 24, 20 / 24, 128),
+        (1_000, 40, {}, 30, 20 / 30, 64),
+        (1_000, 2, {}, 10, 1, 64),
+        (1_000, 500, {}, 30, 20 / 30, 256),
+        (100, 2, {}, 75, 20 / 75, 256),
+        (5, 2, {}, 300, 20 / 300, 256),
+        (1_000, 2, {"finetune.batch_size": "10"}, 3, 1, 256),
+        (100, 40, {"finetune.epochs": "2"}, 2, 1, 256),
+        (100, 2, {"finetune.evals_per_epoch": "4"}, 75, 4, 256),
     ],
 )
-def test_fast_takes_enough_steps(num_examples, num_classes, overrides, epochs, evals_per_epoch):
-    """300 steps, and 20 per class in at most 30 epochs."""
+def test_fast_takes_enough_steps(num_examples, num_classes, overrides, epochs, evals_per_epoch, width):
+    """300 steps, and 20 per class, or 60 for narrow encoders, in at most 30 epochs."""
+    shape = replace(SMALL, hidden_size=width)
     fast, paper = (
-        recipe_config(recipe, "sst2", SMALL, overrides, None, num_examples, num_classes).finetune
+        recipe_config(recipe, "sst2", shape, overrides, None, num_examples, num_classes).finetune
         for recipe in ("fast", "paper")
     )
     assert (fast.epochs, fast.evals_per_epoch) == (epochs, evals_per_epoch)

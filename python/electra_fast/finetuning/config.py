@@ -162,8 +162,9 @@ _GOOGLE: dict[str, Scalar] = {
 }
 RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": {}}
 # `fast` takes at least so many steps, or so many per class in at most so many epochs (measured in bench/LOG.md), and
-# evaluates at most so often.
-MIN_STEPS, STEPS_PER_CLASS, MAX_EPOCHS_FOR_CLASSES, MAX_EVALUATIONS = 300, 20, 30, 20
+# evaluates at most so often. Narrow encoders need more steps per class, and less time for them.
+MIN_STEPS, MAX_EPOCHS_FOR_CLASSES, MAX_EVALUATIONS = 300, 30, 20
+NARROW, NARROW_STEPS_PER_CLASS, STEPS_PER_CLASS = 128, 60, 20
 # Widths of encoders and their rates, in a recipe (`fast`: measured in bench/LOG.md); wider ones have _BASE_RATE, and
 # those of 24 layers or more _LARGE_RATE.
 _RATES = {"paper": {256: 3e-4}, "google": {}, "fast": {128: 1e-3, 384: 3e-4}}
@@ -191,8 +192,8 @@ RULES: dict[str, dict[str, str]] = {
     | {"learning_rate": _rate_rule("google"), "both_orders": "true for MRPC and STS-B, else false"},
     "fast": {
         "learning_rate": _rate_rule("fast"),
-        "epochs": f"3; questions 2; more if these are under {MIN_STEPS} steps, or {STEPS_PER_CLASS} per class (for "
-        f"classes, {MAX_EPOCHS_FOR_CLASSES} epochs at most)",
+        "epochs": f"3; questions 2; more if these are under {MIN_STEPS} steps, or {STEPS_PER_CLASS} per class, "
+        f"{NARROW_STEPS_PER_CLASS} up to width {NARROW} (for classes, {MAX_EPOCHS_FOR_CLASSES} epochs at most)",
         "evals_per_epoch": f"1; fewer for at most {MAX_EVALUATIONS} in all",
         "sequence_length": _PUBLISHED_RULES["sequence_length"],
         "dropout": "the encoder's",
@@ -228,7 +229,8 @@ def recipe_config(
     if recipe == "fast" and num_examples:
         epochs = config.finetune.epochs
         if "finetune.epochs" not in overrides:
-            epochs = max(epochs, _epochs_by_size(num_examples, num_classes, config.finetune.batch_size))
+            per_class = NARROW_STEPS_PER_CLASS if shape.hidden_size <= NARROW else STEPS_PER_CLASS
+            epochs = max(epochs, _epochs_by_size(num_examples, num_classes * per_class, config.finetune.batch_size))
         suited = {"epochs": epochs, "evals_per_epoch": min(1.0, MAX_EVALUATIONS / epochs)}
         config = config.replace({"finetune": suited}).override(overrides)
     return config
@@ -257,10 +259,10 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
     return keys
 
 
-def _epochs_by_size(num_examples: int, num_classes: int, batch_size: int) -> int:
+def _epochs_by_size(num_examples: int, steps_for_classes: int, batch_size: int) -> int:
     """Returns the epochs that make enough steps."""
     per_epoch = math.ceil(num_examples / batch_size)
-    for_classes = min(math.ceil(STEPS_PER_CLASS * num_classes / per_epoch), MAX_EPOCHS_FOR_CLASSES)
+    for_classes = min(math.ceil(steps_for_classes / per_epoch), MAX_EPOCHS_FOR_CLASSES)
     return max(math.ceil(MIN_STEPS / per_epoch), for_classes)
 
 
