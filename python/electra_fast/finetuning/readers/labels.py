@@ -325,8 +325,7 @@ def _reject_shares(train: Table, lists: Sequence[list[Any]], given: Sequence[str
         row = next(row for row, cell in enumerate(lists) if not shares.isdisjoint(map(str, cell)))
         raise InputError(
             f"{train.place(row)}: the label {abbreviated(lists[row])} has numbers with decimals; soft labels (a "
-            "probability "
-            "per class) are not supported, so write the most probable class"
+            "probability per class) are not supported, so write the most probable class"
         )
 
 
