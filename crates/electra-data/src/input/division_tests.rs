@@ -7,8 +7,9 @@ use std::sync::atomic::AtomicU64;
 use arrow_array::{ArrayRef, DictionaryArray, RecordBatch, StringArray, types::Int32Type};
 use arrow_ipc::MetadataVersion;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
-use parquet::arrow::ArrowWriter;
-use parquet::file::properties::WriterProperties;
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
 use proptest::prelude::*;
 
 use super::*;
@@ -193,8 +194,12 @@ fn errors_say_where_in_the_file() {
     assert_eq!(skipped.iter().map(|record| record.line).collect::<Vec<_>>(), [51, 102]);
 }
 
+fn row_text(row: usize) -> String {
+    format!("row {row} {}", "x".repeat(row % 50))
+}
+
 fn batches(rows: usize, rows_per_batch: usize) -> Vec<RecordBatch> {
-    let texts: Vec<String> = (0..rows).map(|n| format!("row {n} {}", "x".repeat(n % 50))).collect();
+    let texts: Vec<String> = (0..rows).map(row_text).collect();
     let batch = |texts: &[String]| {
         let text: ArrayRef = Arc::new(StringArray::from_iter_values(texts));
         // One dictionary for all batches: a file cannot replace it.
@@ -206,24 +211,42 @@ fn batches(rows: usize, rows_per_batch: usize) -> Vec<RecordBatch> {
     texts.chunks(rows_per_batch).map(batch).collect()
 }
 
+/// Writes rows as those of `batches`, in row groups of so many.
+fn write_parquet(file: std::fs::File, rows: usize, rows_per_group: usize) {
+    let schema = "message m { required binary text (UTF8); required binary other (UTF8); }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let texts = (0..rows).map(|n| ByteArray::from(row_text(n).as_str())).collect();
+    let others = (0..rows).map(|n| ByteArray::from(["odd", "even"][n % 2])).collect();
+    let columns: [Vec<ByteArray>; 2] = [texts, others];
+    let mut writer = SerializedFileWriter::new(file, schema, Arc::default()).unwrap();
+    for start in (0..rows).step_by(rows_per_group) {
+        let mut group = writer.next_row_group().unwrap();
+        for values in &columns {
+            let mut column = group.next_column().unwrap().unwrap();
+            let values = &values[start..rows.min(start + rows_per_group)];
+            column.typed::<ByteArrayType>().write_batch(values, None, None).unwrap();
+            column.close().unwrap();
+        }
+        group.close().unwrap();
+    }
+    writer.close().unwrap();
+}
+
 #[test]
 fn tables_are_divided_between_row_groups_and_batches() {
     let (dir, batches) = (tempfile::tempdir().unwrap(), batches(500, 7));
     let schema = batches[0].schema();
     let path = |name: &str| dir.path().join(name);
     let create = |name: &str| std::fs::File::create(path(name)).unwrap();
-    let properties = WriterProperties::builder().set_max_row_group_row_count(Some(13)).build();
-    let mut parquet = ArrowWriter::try_new(create("a.parquet"), schema.clone(), Some(properties)).unwrap();
+    write_parquet(create("a.parquet"), 500, 13);
     // As pyarrow aligns it.
     let alignment = IpcWriteOptions::try_new(8, false, MetadataVersion::V5).unwrap();
     let mut table = FileWriter::try_new_with_options(create("a.arrow"), &schema, alignment).unwrap();
     let mut stream = StreamWriter::try_new(create("b.arrow"), &schema).unwrap();
     for batch in &batches {
-        parquet.write(batch).unwrap();
         table.write(batch).unwrap();
         stream.write(batch).unwrap();
     }
-    parquet.close().unwrap();
     table.finish().unwrap();
     stream.finish().unwrap();
     let reading = ReadOptions { text_fields: vec!["other".into(), "text".into()], ..ReadOptions::default() };

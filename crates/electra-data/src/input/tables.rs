@@ -2,13 +2,14 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use arrow_schema::{DataType, FieldRef, Fields, Schema};
-use parquet::arrow::parquet_to_arrow_schema;
+use arrow_schema::{DataType, Field, FieldRef, Fields, Schema};
+use parquet::basic::{ConvertedType, LogicalType, Repetition, Type as PhysicalType};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::metadata::ParquetMetaData;
 use parquet::file::reader::{FileReader as _, RowGroupReader, SerializedFileReader};
+use parquet::schema::types::Type;
 
 use super::division::Part;
 use super::input_file::InputFile;
@@ -34,8 +35,7 @@ pub(super) fn read_parquet(
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
     let table = SerializedFileReader::new(file.open_seekable()?).map_err(|e| damaged(&e))?;
     let (metadata, descriptor) = (table.metadata(), table.metadata().file_metadata().schema_descr());
-    // Without the Arrow schema that the file may hold: with the physical types, text is UTF-8 whatever wrote the file.
-    let schema = parquet_to_arrow_schema(descriptor, None).map_err(|e| damaged(&e))?;
+    let schema = Schema::new(arrow_fields(descriptor.root_schema()));
     let columns = text_columns(file, &schema, &reading.text_fields)?;
     let leaf = |column: &ColumnPath| {
         let names = column.names(&schema);
@@ -86,6 +86,41 @@ pub(super) fn read_parquet(
     }
     bytes.fetch_add(size.saturating_sub(counted), Ordering::Relaxed);
     Ok(())
+}
+
+/// The columns of a Parquet file or of a struct in it. Text is what the logical type says, whatever wrote the file; of
+/// other types, messages need no more than a name. Own code, because the library's compiles for a minute.
+fn arrow_fields(group: &Type) -> Fields {
+    group.get_fields().iter().map(|field| Field::new(field.name(), arrow_type(field), true)).collect()
+}
+
+fn arrow_type(column: &Type) -> DataType {
+    let info = column.get_basic_info();
+    let is_list = info.converted_type() == ConvertedType::LIST
+        || matches!(info.logical_type_ref(), Some(LogicalType::List));
+    let is_repeated = info.has_repetition() && info.repetition() == Repetition::REPEATED;
+    let kind = match column {
+        Type::GroupType { fields, .. } => match &fields[..] {
+            // A list is a group of a repeated group of the element.
+            [list] if is_list => return arrow_type(list),
+            [element] if is_repeated => arrow_type(element),
+            _ => DataType::Struct(arrow_fields(column)),
+        },
+        Type::PrimitiveType { physical_type, .. } => match physical_type {
+            PhysicalType::BYTE_ARRAY => match (info.logical_type_ref(), info.converted_type()) {
+                (Some(LogicalType::String | LogicalType::Json), _)
+                | (None, ConvertedType::UTF8 | ConvertedType::JSON) => DataType::Utf8,
+                _ => DataType::Binary,
+            },
+            PhysicalType::BOOLEAN => DataType::Boolean,
+            PhysicalType::INT32 => DataType::Int32,
+            PhysicalType::FLOAT => DataType::Float32,
+            PhysicalType::DOUBLE => DataType::Float64,
+            PhysicalType::INT64 | PhysicalType::INT96 => DataType::Int64,
+            PhysicalType::FIXED_LEN_BYTE_ARRAY => DataType::Binary,
+        },
+    };
+    if is_repeated { DataType::new_list(kind, true) } else { kind }
 }
 
 /// A column of text of a row group.
