@@ -92,7 +92,7 @@ def prepare(
     partition: tuple[int, int] | None = None,
     verify_inputs: bool = False,
     threads: int | None = None,
-    progress: Callable[[int, int, int, int], None] | None = None,
+    progress: Callable[[int, int, int, int, str], None] | None = None,
     _part_bytes: int | None = None,
     **reading: Any,
 ) -> dict[str, Any]: ...
@@ -110,6 +110,7 @@ class PrepareJob:
         drop_duplicates: str | None = None,
         verify_inputs: bool = False,
         _part_bytes: int | None = None,
+        progress: Callable[[int, int, int, int, str], None] | None = None,
         **reading: Any,
     ) -> None: ...
     def input_groups(self) -> list[tuple[int, int]]: ...
@@ -143,7 +144,7 @@ def train_vocab(
     threads: int | None = None,
     sample: int | None = None,
     seed: int = 0,
-    progress: Callable[[int, int, int, int], None] | None = None,
+    progress: Callable[[int, int, int, int, str], None] | None = None,
     counted: Callable[[int, tuple[int, int], tuple[int, int, int, int], tuple[int, int], str], None] | None = None,
     **reading: Any,
 ) -> dict[str, Any]: ...

@@ -172,13 +172,16 @@ class ReadingProgress(_WorkProgress):
     def __init__(self, name: str, *, shown: bool) -> None:
         super().__init__(name, DownloadColumn, None, 0, shown=shown)
 
-    def update(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
-        """Updates the bar or prints a line; `bytes_total` is 0 if unknown."""
+    def update(self, bytes_done: int, bytes_total: int, documents: int, tokens: int, step: str = "") -> None:
+        """Updates the bar or prints a line; `bytes_total` is 0 if unknown, and `step` empty while the input is read."""
         seconds = max(time.monotonic() - self.start, 1e-9)
         status = (f"{documents:,} documents", f"{tokens / seconds / 1e6:.2f} Mtok/s") if tokens else ()
-        self._move(completed=bytes_done, total=bytes_total or None, status=status)
+        self._move(completed=bytes_done, total=bytes_total or None, status=(step,) if step else status)
         if self._is_line_due():
-            self._write_line("  ".join((f"{self.name}: {_reading_text(bytes_done, bytes_total, seconds)}", *status)))
+            text = _reading_text(bytes_done, bytes_total, seconds)
+            if step:
+                text = f"{step}, {bytes_done / bytes_total:.0%} of {decimal(bytes_total)}" if bytes_total else step
+            self._write_line("  ".join((f"{self.name}: {text}", *status)))
 
 
 class TrainingProgress(_WorkProgress):

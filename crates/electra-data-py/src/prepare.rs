@@ -254,8 +254,8 @@ impl PythonCallbacks {
         Python::attach(|py| {
             py.check_signals()?;
             match (&self.progress, progress) {
-                (Some(call), Some(Progress { bytes_done, bytes_total, documents, tokens, .. })) => {
-                    call.call1(py, (bytes_done, bytes_total, documents, tokens)).map(drop)
+                (Some(call), Some(Progress { bytes_done, bytes_total, documents, tokens, step })) => {
+                    call.call1(py, (bytes_done, bytes_total, documents, tokens, step)).map(drop)
                 }
                 _ => Ok(()),
             }

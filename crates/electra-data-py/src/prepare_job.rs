@@ -19,13 +19,14 @@ pub(crate) struct PrepareJob {
     tokenizer: Arc<electra_data::Tokenizer>,
     /// `None` once it is closed.
     opened: Option<OpenedJob>,
+    callbacks: PythonCallbacks,
 }
 
 #[pymethods]
 impl PrepareJob {
     #[new]
     #[pyo3(signature = (tokenizer, out, *, files, holdout=0.0, drop_duplicates=None, verify_inputs=false,
-                        _part_bytes=None, **reading))]
+                        _part_bytes=None, progress=None, **reading))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python,
@@ -36,6 +37,7 @@ impl PrepareJob {
         drop_duplicates: Option<&str>,
         verify_inputs: bool,
         _part_bytes: Option<u64>,
+        progress: Option<Py<PyAny>>,
         reading: Option<&Bound<PyDict>>,
     ) -> PyResult<Self> {
         let options = PrepareOptions {
@@ -47,10 +49,11 @@ impl PrepareJob {
             ..PrepareOptions::default()
         };
         let tokenizer = tokenizer.get(py)?;
-        let opened = PythonCallbacks::new(None).run(py, None, None, |_, progress| {
+        let callbacks = PythonCallbacks::new(progress);
+        let opened = callbacks.run(py, None, None, |_, progress| {
             electra_data::PrepareJob::open(&files, &tokenizer, &out, options, progress)
         })?;
-        Ok(Self { tokenizer, opened: Some(opened) })
+        Ok(Self { tokenizer, opened: Some(opened), callbacks })
     }
 
     /// (number, bytes of input) of each input group that is missing; none if the corpus was complete before.
@@ -62,7 +65,7 @@ impl PrepareJob {
     /// has begun.
     fn next_pass(&mut self, py: Python) -> PyResult<bool> {
         let (tokenizer, opened) = (&self.tokenizer, &mut self.opened);
-        PythonCallbacks::new(None).run(py, None, None, |_, progress| match opened {
+        self.callbacks.run(py, None, None, |_, progress| match opened {
             Some(OpenedJob::Unfinished(job)) => job.next_pass(tokenizer, progress),
             _ => Ok(false),
         })
@@ -84,7 +87,9 @@ impl PrepareJob {
             return report_dict(py, (**report).clone());
         }
         let job = self.unfinished()?;
-        report_dict(py, interruptible(py, || job.finish(&self.tokenizer))?)
+        let report =
+            self.callbacks.run(py, None, None, |_, progress| job.finish(&self.tokenizer, progress))?;
+        report_dict(py, report)
     }
 
     /// Releases the folder.

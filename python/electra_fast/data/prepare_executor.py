@@ -45,7 +45,7 @@ def prepare_on(
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
         raise InputError(_UNGUARDED)
     threads = arguments.pop("threads") or 1
-    job = _data.PrepareJob(tokenizer, out, **arguments)
+    job = _data.PrepareJob(tokenizer, out, **arguments, progress=bar.update)
     try:
         while groups := job.input_groups():
             _run_tasks(executor, job, groups, threads, bar)

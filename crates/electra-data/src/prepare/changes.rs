@@ -4,9 +4,8 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::mpsc::Sender;
 
-use crossbeam_channel::{RecvTimeoutError, bounded};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -17,10 +16,10 @@ use super::progress::Progress;
 use crate::error::{Error, Result};
 use crate::format::hash_hex;
 use crate::input::{Comparison, InputFile, InputFormat, InputIdentity};
+use crate::store::attended;
 use crate::threads::on_all_cores;
 
 const INPUTS: &str = "inputs.json";
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Compares inputs with their recorded identities.
 pub(super) struct Comparer<'a> {
@@ -132,7 +131,11 @@ impl Comparer<'_> {
             Some(InputFormat::Text | InputFormat::JsonLines) => {
                 (group + 1..groups.len().min(group + 2)).filter(is_same_file).collect()
             }
-            _ => (0..groups.len()).filter(is_same_file).collect(),
+            // The parts of a file follow each other.
+            _ => {
+                let start = (0..group).rev().take_while(is_same_file).last().unwrap_or(group);
+                (start..groups.len()).take_while(is_same_file).collect()
+            }
         }
     }
 
@@ -150,21 +153,15 @@ impl Comparer<'_> {
         if identities.is_empty() {
             return Ok(Vec::new());
         }
-        std::thread::scope(|scope| {
-            let (ending, ended) = bounded::<()>(0);
-            let task = scope.spawn(move || {
-                let result = on_all_cores(|| identities.par_iter().map(compare).collect::<Result<Vec<_>>>());
-                drop(ending);
-                result?
-            });
-            while ended.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                if !progress(Progress::default()) {
-                    cancel.raise();
-                }
+        let compare_all = || identities.par_iter().map(compare).collect::<Result<Vec<_>>>();
+        let attend = |_| {
+            if progress(Progress { step: "comparing the inputs", ..Progress::default() }) {
+                return Ok(());
             }
-            let result = task.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            if cancel.is_raised() { Err(Error::Interrupted) } else { result }
-        })
+            cancel.raise();
+            Err(Error::Interrupted)
+        };
+        attended(|_: Sender<()>| on_all_cores(compare_all)?, attend)?
     }
 }
 

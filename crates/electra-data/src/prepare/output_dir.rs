@@ -2,7 +2,8 @@
 //!
 //! `parts/job.json` stores the fingerprint of inputs and options, `parts/input-group-N.json` records that input
 //! group N is finished, `parts/input-group-N.counts` what was counted of its text. Where duplicates are left out,
-//! `input-group-N.hashes` stores its hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG` is the lease of a run. All are removed once the manifest exists.
+//! `input-group-N.buckets` stores its hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG` is
+//! the lease of a run. All are removed once the manifest exists.
 //!
 //! Several processes may build the same input group at once: they write the same bytes under temporary names
 //! of their own, and each renames its complete file to the same final name.
@@ -12,6 +13,7 @@
 //! be taken from a process that is dead but unknown here, and none is needed, because runs of the same fingerprint write
 //! the same bytes, and `parts/job.json` and the manifest are created only if they are absent, which keeps others out.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -19,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::clean_up::{name_of, names_in, remove_temps, temporary_folder, warn_of};
 use super::lease::{Lease, refuse_held};
 use super::pass::Pass;
-use super::place::{FINGERPRINT, LEASE, Place, remove_if_exists};
+use super::place::{FINGERPRINT, LEASE, Place, Sizes, remove_if_exists};
 use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
@@ -27,7 +29,7 @@ use crate::format::{
     saturating_sum, write_atomically,
 };
 use crate::input::{InputIdentity, SkippedRecord};
-use crate::store::{Store, url_of};
+use crate::store::{Request, Store, url_of};
 
 /// The tag of a run that does all input groups.
 pub(super) const ALL: &str = "all";
@@ -36,6 +38,10 @@ pub(super) const ALL: &str = "all";
 const CONCURRENT_UPLOADS: usize = 4;
 /// The beginning of the names of records.
 const RECORD: &str = "input-group-";
+/// The endings of the files of an input group's hashes, of those of older releases, and of what is left out of it.
+pub(super) const BUCKETED: &str = "buckets";
+pub(super) const HASHES: &str = ".hashes";
+pub(super) const DROPS: &str = "drops";
 
 /// The files and counts of a finished input group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,6 +199,12 @@ impl OutputDir {
         })
     }
 
+    /// A folder of files that is used without a claim.
+    #[cfg(test)]
+    pub fn unclaimed(dir: &Path, place: Place) -> Self {
+        Self { place, ..Self::new(dir, "", None).unwrap() }
+    }
+
     /// Uses the folder for the run that has claimed it.
     pub fn join(dir: &Path, fingerprint: &str) -> Result<Self> {
         let out = Self::new(dir, fingerprint, None)?;
@@ -251,7 +263,7 @@ impl OutputDir {
     /// The record of an input group.
     #[cfg(test)]
     pub fn record(&self, pass: &Pass, input_group: usize) -> Option<InputGroupRecord> {
-        self.records(pass, [input_group]).unwrap().remove(0)
+        self.records(pass, [input_group], &self.place.sizes().unwrap()).unwrap().remove(0)
     }
 
     /// The records of input groups; `None` for those that a pass has not finished, or that lack a file.
@@ -259,13 +271,13 @@ impl OutputDir {
         &self,
         pass: &Pass,
         input_groups: impl IntoIterator<Item = usize>,
+        sizes: &Sizes,
     ) -> Result<Vec<Option<InputGroupRecord>>> {
         let input_groups: Vec<usize> = input_groups.into_iter().collect();
         let names: Vec<_> = input_groups.iter().map(|&group| record_name(pass, group)).collect();
-        let sizes = self.place.sizes()?;
-        let found = self.place.read_all(&names, &sizes)?;
-        let record = |(group, bytes): (usize, Option<Vec<u8>>)| {
-            let record = InputGroupRecord::parse(&bytes?)?;
+        let found = self.place.read_all(&names, sizes)?;
+        let record = |(group, bytes): (usize, Vec<u8>)| {
+            let record = InputGroupRecord::parse(&bytes)?;
             let matches = record.fingerprint == self.fingerprint
                 && record.input_group == group
                 && record.drops.as_deref() == pass.digest();
@@ -283,7 +295,7 @@ impl OutputDir {
             && let Err(error) = self.check_fingerprint()
         {
             // The corpus was finished before this record was written, which must not stay behind.
-            self.remove_record(pass, record.input_group)?;
+            self.place.remove(&record_name(pass, record.input_group))?;
             return Err(error);
         }
         Ok(())
@@ -332,52 +344,29 @@ impl OutputDir {
         if let Place::Store(_) = self.place { CONCURRENT_UPLOADS } else { 0 }
     }
 
-    /// Makes an input group unfinished again.
-    pub fn remove_record(&self, pass: &Pass, input_group: usize) -> Result<()> {
-        self.place.remove(&record_name(pass, input_group))
+    /// Makes input groups unfinished again.
+    pub fn remove_records(
+        &self,
+        pass: &Pass,
+        input_groups: impl IntoIterator<Item = usize>,
+        sizes: &Sizes,
+    ) -> Result<()> {
+        let names = input_groups.into_iter().map(|group| record_name(pass, group));
+        self.place.remove_all(&names.filter(|name| sizes.of(name).is_some()).collect::<Vec<_>>())
     }
 
     /// Stores what was counted of an input group.
     pub fn save_counts(&self, input_group: usize, counts: &[u8]) -> Result<FileEntry> {
-        self.save_part(format!("{RECORD}{input_group:06}.counts"), counts)
+        let file = part_file(input_group, "counts");
+        self.write(&part_path(&file), counts)?;
+        Ok(FileEntry { file, bytes: counts.len() as u64, hash: hash_hex(counts) })
     }
 
-    /// Stores the hashes of an input group.
-    pub fn save_hashes(&self, input_group: usize, hashes: &[u8]) -> Result<FileEntry> {
-        self.save_part(format!("{RECORD}{input_group:06}.hashes"), hashes)
-    }
-
-    fn save_part(&self, file: String, bytes: &[u8]) -> Result<FileEntry> {
-        self.write(&format!("{PARTS}/{file}"), bytes)?;
-        Ok(FileEntry { file, bytes: bytes.len() as u64, hash: hash_hex(bytes) })
-    }
-
-    /// The bytes of a file beside the records. If it is damaged, it is removed, so that the next run writes it again.
-    pub fn read_part(&self, entry: &FileEntry) -> Result<Vec<u8>> {
-        let name = format!("{PARTS}/{}", entry.file);
-        let path = self.out.join(&name);
-        let bytes = self.place.read(&name)?.ok_or_else(|| Error::NotFound {
-            path: path.clone(),
-            hint: "; another run has removed it: run again".to_owned(),
-        })?;
-        if hash_hex(&bytes) == entry.hash {
-            return Ok(bytes);
-        }
-        self.place.remove(&name)?;
-        Err(Error::Damaged {
-            path,
-            reason: "its checksum does not hold; it was removed: run again".to_owned(),
-        })
-    }
-
-    /// Stores what is left out of an input group.
-    pub fn save_drops(&self, input_group: usize, bytes: &[u8]) -> Result<()> {
-        self.write(&drops_name(input_group), bytes)
-    }
-
-    /// What was stored by `save_drops`; `None` if nothing was.
-    pub fn drops(&self, input_group: usize) -> Result<Option<Vec<u8>>> {
-        self.place.read(&drops_name(input_group))
+    /// Removes a damaged file beside the records, so that the next run writes it again, and returns the error.
+    pub fn damaged(&self, file: &str) -> Error {
+        let path = self.out.join(part_path(file));
+        let reason = "its checksum does not hold; it was removed: run again".to_owned();
+        self.place.remove(&part_path(file)).err().unwrap_or(Error::Damaged { path, reason })
     }
 
     /// Takes a folder with another fingerprint, if nothing in it is finished and no other run is active.
@@ -422,13 +411,34 @@ fn has_records(parts: &Path) -> Result<bool> {
 
 fn record_name(pass: &Pass, input_group: usize) -> String {
     match pass {
-        Pass::Build(_) => format!("{PARTS}/{RECORD}{input_group:06}.json"),
-        Pass::Hash(_) => format!("{PARTS}/{RECORD}{input_group:06}.hashes.json"),
+        Pass::Build(_) => part_path(&part_file(input_group, "json")),
+        Pass::Hash(_) => part_path(&part_file(input_group, "hashes.json")),
     }
 }
 
-fn drops_name(input_group: usize) -> String {
-    format!("{PARTS}/{RECORD}{input_group:06}.drops")
+/// The name of a file of an input group.
+pub(super) fn part_file(input_group: usize, ending: &str) -> String {
+    format!("{RECORD}{input_group:06}.{ending}")
+}
+
+/// Its name in the output folder.
+pub(super) fn part_path(file: &str) -> String {
+    format!("{PARTS}/{file}")
+}
+
+/// A range of it.
+pub(super) fn part_request(file: &str, range: Range<u64>) -> Request {
+    Request { name: part_path(file), range, version: None }
+}
+
+/// All of it.
+pub(super) fn whole_part(file: &FileEntry) -> Request {
+    part_request(&file.file, 0..file.bytes)
+}
+
+/// The bytes of some ranges.
+pub(super) fn total(ranges: &[Request]) -> u64 {
+    ranges.iter().map(|request| request.range.end - request.range.start).sum()
 }
 
 /// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.

@@ -57,7 +57,8 @@ pub(super) fn num_pipelines(pass: &Pass, threads: usize, num_groups: usize) -> u
     threads.div_ceil(per_pipeline).min(num_groups).max(1)
 }
 
-/// Builds input groups with so many workers. The first error stops all pipelines; finished groups are kept.
+/// Builds input groups with so many workers, and returns how much was built. The first error stops all pipelines;
+/// finished groups are kept.
 ///
 /// `progress` is called on this thread.
 pub(super) fn build(
@@ -68,9 +69,9 @@ pub(super) fn build(
     skips: &SkipLog,
     read: &ReadGroup,
     progress: &mut dyn FnMut(Progress) -> bool,
-) -> Result<()> {
+) -> Result<Progress> {
     if todo.is_empty() {
-        return Ok(());
+        return Ok(Progress::default());
     }
     let shared = Shared {
         todo,
@@ -134,8 +135,9 @@ pub(super) fn build(
     match shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
         Some(error) => Err(error),
         None => {
-            reporter.finish(shared.progress());
-            Ok(())
+            let built = shared.progress();
+            reporter.finish(built);
+            Ok(built)
         }
     }
 }
@@ -180,6 +182,7 @@ impl Shared<'_> {
             // Tokens are counted before their document is.
             documents: self.written.documents.load(Ordering::Acquire),
             tokens: self.written.tokens.load(Ordering::Acquire),
+            step: "",
         }
     }
 }

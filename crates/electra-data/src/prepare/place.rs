@@ -2,8 +2,11 @@
 
 use std::collections::HashMap;
 use std::io::ErrorKind::NotFound;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use super::progress::Step;
 use crate::error::{Error, Result};
 use crate::format::{MANIFEST, Manifest, write_atomically};
 use crate::regular_file;
@@ -15,6 +18,11 @@ pub(super) const FINGERPRINT: &str = "job.json";
 pub(super) const LEASE: &str = ".lock-";
 /// The largest file of a corpus, besides its shards, that is read.
 const MAX_BYTES: u64 = 1 << 30;
+/// The most bytes, and ranges, that are read at once.
+const BATCH_BYTES: u64 = 32 << 20;
+const BATCH_RANGES: usize = 1 << 10;
+/// Small files that are written at once.
+const CONCURRENT_WRITES: usize = 16;
 
 /// A folder, or a folder in an object store.
 #[derive(Debug)]
@@ -24,12 +32,12 @@ pub(super) enum Place {
 }
 
 /// The lengths of files: looked up in a folder, listed before in a store.
-pub(super) enum Sizes<'a> {
-    Folder(&'a Path),
+pub(super) enum Sizes {
+    Folder(PathBuf),
     Store(HashMap<String, u64>),
 }
 
-impl Sizes<'_> {
+impl Sizes {
     /// The length of a file; `None` if it does not exist.
     pub fn of(&self, name: &str) -> Option<u64> {
         match self {
@@ -46,9 +54,9 @@ impl Place {
     }
 
     /// The lengths of all its files.
-    pub fn sizes(&self) -> Result<Sizes<'_>> {
+    pub fn sizes(&self) -> Result<Sizes> {
         Ok(match self {
-            Self::Folder(dir) => Sizes::Folder(dir),
+            Self::Folder(dir) => Sizes::Folder(dir.clone()),
             Self::Store(store) => {
                 let objects = store.list("")?.into_iter();
                 Sizes::Store(objects.map(|object| (object.name, object.size)).collect())
@@ -71,25 +79,64 @@ impl Place {
         }
     }
 
-    /// The bytes of many small files; `None` for those that do not exist or cannot be read.
-    pub fn read_all(&self, names: &[String], sizes: &Sizes) -> Result<Vec<Option<Vec<u8>>>> {
+    /// The bytes of many small files; none for those that do not exist or cannot be read.
+    pub fn read_all(&self, names: &[String], sizes: &Sizes) -> Result<Vec<Vec<u8>>> {
         let Self::Store(store) = self else {
-            return Ok(names.iter().map(|name| self.read(name).unwrap_or(None)).collect());
+            return Ok(names.iter().map(|name| self.read(name).ok().flatten().unwrap_or_default()).collect());
         };
-        let mut found: Vec<_> = names.iter().map(|_| None).collect();
-        let (numbers, requests): (Vec<_>, Vec<_>) = names
-            .iter()
-            .enumerate()
-            .filter_map(|(number, name)| {
-                let range = 0..sizes.of(name).filter(|&size| size > 0)?;
-                Some((number, Request { name: name.clone(), range, version: None }))
-            })
-            .unzip();
-        store.read_ranges(&requests, &Cancel::default(), |request, bytes| {
-            found[numbers[request]] = Some(bytes.to_vec());
-            Ok(())
-        })?;
+        let whole = |name: &String| {
+            let range = 0..sizes.of(name).unwrap_or(0);
+            Request { name: name.clone(), range, version: None }
+        };
+        read_ranges(store, &names.iter().map(whole).collect::<Vec<_>>())
+    }
+
+    /// The bytes of ranges of many files, in order; in a store they are read side by side.
+    fn read_ranges(&self, ranges: &[Request]) -> Result<Vec<Vec<u8>>> {
+        let mut found = vec![Vec::new(); ranges.len()];
+        match self {
+            Self::Folder(dir) => {
+                for (Request { name, range, .. }, bytes) in ranges.iter().zip(&mut found) {
+                    let (path, length) = (dir.join(name), range.end - range.start);
+                    bytes.resize(length as usize, 0);
+                    let read = regular_file::open(&path).and_then(|f| f.read_exact_at(bytes, range.start));
+                    read.map_err(|error| Error::io(path, error))?;
+                }
+            }
+            Self::Store(store) => return read_ranges(store, ranges),
+        }
         Ok(found)
+    }
+
+    /// Calls `each` with the bytes of ranges of many files, batch by batch and in order, and with the number of the
+    /// batch's first range. Holds about 32 MB.
+    pub fn read_batches(
+        &self,
+        step: &Step,
+        ranges: &[Request],
+        mut each: impl FnMut(usize, Vec<Vec<u8>>) -> Result<()>,
+    ) -> Result<()> {
+        for batch in batches(ranges) {
+            let bytes = self.read_ranges(&ranges[batch.clone()])?;
+            let read = bytes.iter().map(|bytes| bytes.len() as u64).sum();
+            each(batch.start, bytes)?;
+            step.advance(read)?;
+        }
+        Ok(())
+    }
+
+    /// Writes small files, side by side.
+    pub fn write_all(&self, tag: &str, files: &[(String, Vec<u8>)]) -> Result<()> {
+        let cancel = Cancel::default();
+        let write = |files: &[(String, Vec<u8>)]| {
+            cancel.carry(|| files.iter().try_for_each(|(name, bytes)| self.write(name, tag, bytes)))
+        };
+        std::thread::scope(|scope| {
+            let shares = files.chunks(files.len().div_ceil(CONCURRENT_WRITES).max(1));
+            let writers: Vec<_> = shares.map(|share| scope.spawn(move || write(share))).collect();
+            let mut outcomes = writers.into_iter().map(|writer| writer.join());
+            outcomes.try_for_each(|outcome| outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
     }
 
     /// Writes a small file; `tag` identifies the run.
@@ -106,9 +153,18 @@ impl Place {
 
     /// Removes a file if it exists.
     pub fn remove(&self, name: &str) -> Result<()> {
+        self.remove_all(&[name.to_owned()])
+    }
+
+    /// Removes those of these files that exist. If that fails, all are tried.
+    pub fn remove_all(&self, names: &[String]) -> Result<()> {
         match self {
-            Self::Folder(dir) => remove_if_exists(&dir.join(name)),
-            Self::Store(store) => store.delete(&[name.to_owned()]),
+            Self::Folder(dir) => {
+                let removed: Vec<_> = names.iter().map(|name| remove_if_exists(&dir.join(name))).collect();
+                removed.into_iter().collect()
+            }
+            Self::Store(_) if names.is_empty() => Ok(()),
+            Self::Store(store) => store.delete(names),
         }
     }
 
@@ -123,6 +179,33 @@ impl Place {
             },
         }
     }
+}
+
+/// The bytes of ranges of objects, which are read side by side.
+fn read_ranges(store: &Store, ranges: &[Request]) -> Result<Vec<Vec<u8>>> {
+    let mut found = vec![Vec::new(); ranges.len()];
+    // A store has no empty ranges.
+    let filled = ranges.iter().enumerate().filter(|(_, request)| !request.range.is_empty());
+    let (numbers, requests): (Vec<_>, Vec<_>) =
+        filled.map(|(number, request)| (number, request.clone())).unzip();
+    store.read_ranges(&requests, &Cancel::default(), |request, bytes| {
+        found[numbers[request]] = bytes.to_vec();
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+/// The ranges in batches of limited size.
+fn batches(ranges: &[Request]) -> impl Iterator<Item = Range<usize>> {
+    let mut end = 0;
+    std::iter::from_fn(move || {
+        let (start, mut bytes) = (end, 0);
+        while end < ranges.len() && end < start + BATCH_RANGES && (end == start || bytes < BATCH_BYTES) {
+            bytes += ranges[end].range.end - ranges[end].range.start;
+            end += 1;
+        }
+        (start < end).then_some(start..end)
+    })
 }
 
 /// Reads the manifest of a finished corpus.

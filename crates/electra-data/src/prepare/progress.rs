@@ -1,8 +1,11 @@
 //! Progress of a run, reported to the caller about ten times per second.
 
+use std::sync::mpsc::Sender;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::store::{Cancel, attended};
 
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
@@ -17,6 +20,42 @@ pub struct Progress {
     pub documents: u64,
     /// Tokens in them.
     pub tokens: u64,
+    /// What the run does instead of reading the input; empty while it reads. Then the bytes are those of its own files.
+    pub step: &'static str,
+}
+
+/// The step that a run is at between reading its input and the end.
+#[derive(Default)]
+pub(super) struct Step(Mutex<Progress>);
+
+impl Step {
+    /// Begins a step that reads so many bytes.
+    pub fn begin(&self, step: &'static str, bytes_total: u64) {
+        self.set(|progress| *progress = Progress { step, bytes_total, ..Progress::default() });
+    }
+
+    /// Adds bytes that were read; [`Error::Interrupted`] if the run is to stop.
+    pub fn advance(&self, bytes: u64) -> Result<()> {
+        self.set(|progress| progress.bytes_done += bytes);
+        if Cancel::default().is_raised() { Err(Error::Interrupted) } else { Ok(()) }
+    }
+
+    fn set(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Runs `work` on a thread of its own and reports its steps on this one. If the run is to stop, all its requests to
+    /// stores are canceled.
+    pub fn report<T: Send>(
+        progress: &mut dyn FnMut(Progress) -> bool,
+        work: impl FnOnce(&Self) -> Result<T> + Send,
+    ) -> Result<T> {
+        // A step that takes no time is not reported.
+        let mut reporter = ProgressReporter { callback: progress, reported: Some(Instant::now()) };
+        let step = Self::default();
+        let now = || *step.0.lock().unwrap_or_else(PoisonError::into_inner);
+        attended(|_: Sender<()>| work(&step), |_| reporter.report_if_due(now))?
+    }
 }
 
 /// Limits how often a callback is called. The callback stops the run by returning `false`.

@@ -5,6 +5,7 @@
 //! same bytes. So a run that was killed can be resumed, and several machines can share the groups, with the
 //! same result.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -19,11 +20,11 @@ use super::options::{PrepareOptions, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
 use super::pass::{Decided, Pass};
 use super::pipelines::{self, Todo};
-use super::place::{Place, manifest_of};
+use super::place::{Place, Sizes, manifest_of};
 use super::plan::Plan;
 use super::process::nonce;
-use super::progress::Progress;
-use super::repeats::{Repeats, decide, digest, merge};
+use super::progress::{Progress, Step};
+use super::repeats::{Dropped, Repeats, decide, digest, merge};
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
 use crate::input::{
@@ -133,19 +134,29 @@ pub(super) struct RemainingWork {
     /// Number of records skipped by earlier runs.
     pub skipped: u64,
     /// Finished groups that must be built again, each with a file that has changed.
-    pub stale: Vec<(usize, PathBuf)>,
+    pub stale: BTreeMap<usize, PathBuf>,
 }
 
 impl RemainingWork {
+    /// The files of the output folder.
+    fn list(&self, progress: &mut dyn FnMut(Progress) -> bool) -> Result<Sizes> {
+        Step::report(progress, |step| {
+            step.begin("looking for finished input groups", 0);
+            self.out.place.sizes()
+        })
+    }
+
     /// The records of the input groups that this pass has finished.
-    fn records(&self, plan: &Plan) -> Result<Vec<Option<InputGroupRecord>>> {
-        let is_readable = |record: &InputGroupRecord| {
-            // Hashes are read in full, because the content of all input groups depends on them.
-            matches!(self.pass, Pass::Build(_))
-                || record.watched.as_ref().is_some_and(|file| self.out.read_part(file).is_ok())
-        };
-        let records = self.out.records(&self.pass, 0..plan.groups.len())?.into_iter();
-        Ok(records.map(|record| record.filter(is_readable)).collect())
+    fn records(
+        &self,
+        plan: &Plan,
+        sizes: &Sizes,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<Vec<Option<InputGroupRecord>>> {
+        Step::report(progress, |step| {
+            step.begin("reading what is finished", 0);
+            self.out.records(&self.pass, 0..plan.groups.len(), sizes)
+        })
     }
 }
 
@@ -157,8 +168,11 @@ impl PrepareRun<'_> {
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<PrepareReport> {
         self.build_files(&work, plan, progress)?;
-        if let Pass::Hash(_) = work.pass {
+        while let Pass::Hash(_) = work.pass {
             self.find_remaining(&mut work, plan, progress)?;
+            if work.todo.is_empty() {
+                break;
+            }
             self.build_files(&work, plan, progress)?;
         }
         self.finalize(&work, plan, progress)
@@ -182,7 +196,7 @@ impl PrepareRun<'_> {
         };
         self.create_validation(&out)?;
         let pass = self.options.drop_duplicates.map_or(Pass::Build(None), Pass::Hash);
-        let mut work = RemainingWork { out, pass, todo: Vec::new(), skipped: 0, stale: Vec::new() };
+        let mut work = RemainingWork { out, pass, todo: Vec::new(), skipped: 0, stale: BTreeMap::new() };
         self.find_remaining(&mut work, plan, progress)?;
         Ok(Claimed::Unfinished(Box::new(work)))
     }
@@ -194,35 +208,38 @@ impl PrepareRun<'_> {
         plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<()> {
-        let records = self.remaining_of_pass(work, plan, progress)?;
+        let sizes = work.list(progress)?;
+        let records = self.remaining_of_pass(work, &sizes, plan, progress)?;
         let (Pass::Hash(what), Some(hashed)) = (&work.pass, records) else { return Ok(()) };
         let files: Vec<FileEntry> = hashed.into_iter().filter_map(|record| record.watched).collect();
-        decide(&work.out, &files, progress)?;
+        match Step::report(progress, |step| decide(&work.out, &files, &sizes, step)) {
+            // The file was removed, so that its input group is hashed again.
+            Err(Error::Damaged { .. }) => return self.find_remaining(work, plan, progress),
+            decided => decided?,
+        }
         work.pass = Pass::Build(Some(Decided { what: *what, digest: digest(&files) }));
-        self.remaining_of_pass(work, plan, progress)?;
+        self.remaining_of_pass(work, &sizes, plan, progress)?;
         // Their shards are about to be replaced: a record of other duplicates must not name them again.
-        work.todo.iter().try_for_each(|todo| work.out.remove_record(&work.pass, todo.number))
+        work.out.remove_records(&work.pass, work.todo.iter().map(|todo| todo.number), &sizes)
     }
 
     /// Finds what is left to do in this pass; returns the records of all input groups if none is missing.
     fn remaining_of_pass(
         &self,
         work: &mut RemainingWork,
+        sizes: &Sizes,
         plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<Option<Vec<InputGroupRecord>>> {
         let (index, count) = self.options.partition.unwrap_or((1, 1));
         let is_ours = |number: usize| number % count == index - 1;
-        let mut records = work.records(plan)?;
+        let mut records = work.records(plan, sizes, progress)?;
         let comparer = Comparer { plan, verify: self.options.verify_inputs };
-        for (number, path) in comparer.stale(&records, progress)? {
-            records[number] = None;
-            if is_ours(number) {
-                work.out.remove_record(&work.pass, number)?;
-                work.stale.retain(|(known, _)| *known != number);
-                work.stale.push((number, path));
-            }
-        }
+        let stale = comparer.stale(&records, progress)?;
+        stale.iter().for_each(|(number, _)| records[*number] = None);
+        let stale: BTreeMap<_, _> = stale.into_iter().filter(|(number, _)| is_ours(*number)).collect();
+        work.out.remove_records(&work.pass, stale.keys().copied(), sizes)?;
+        work.stale.extend(stale);
         work.skipped = self.check_skipped(records.iter().flatten())?;
         work.todo = (0..plan.groups.len())
             .filter(|&number| is_ours(number) && records[number].is_none())
@@ -254,6 +271,7 @@ impl PrepareRun<'_> {
             &read,
             progress,
         )
+        .map(drop)
     }
 
     fn documents(
@@ -279,7 +297,7 @@ impl PrepareRun<'_> {
             Claim::Finished(_) => return Err(self.occupied("already")),
             Claim::Ours(out) => *out,
         };
-        out.remove_record(&pass, 0)?;
+        out.remove_records(&pass, [0], &out.place.sizes()?)?;
         self.create_validation(&out)?;
         let documents = Mutex::new(documents);
         let read = |_: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
@@ -305,8 +323,9 @@ impl PrepareRun<'_> {
             out.abandon();
         }
         built?;
-        let records = out.records(&pass, [0])?;
-        self.corpus_of(&out, records, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
+        let records = out.records(&pass, [0], &out.place.sizes()?)?;
+        let report = PrepareReport { num_input_groups: 1, ..PrepareReport::default() };
+        self.corpus_of(&out, records, report, progress)
     }
 
     /// Makes a corpus of the records of all input groups, or counts what is missing.
@@ -316,7 +335,7 @@ impl PrepareRun<'_> {
         plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<PrepareReport> {
-        let mut records = work.records(plan)?;
+        let mut records = work.records(plan, &work.list(progress)?, progress)?;
         let unhashed = records.iter().filter(|record| record.is_none()).count();
         // Runs of other partitions may have read the inputs at another time, and decide themselves when to build a
         // group again. To this run, a group that does not match is missing.
@@ -328,14 +347,14 @@ impl PrepareRun<'_> {
         }
         let report = PrepareReport {
             rebuilt_input_groups: work.stale.len(),
-            changed_input: work.stale.first().map(|(_, path)| path.clone()),
+            changed_input: work.stale.values().next().cloned(),
             ..report_of(plan)
         };
         if let Pass::Hash(_) = work.pass {
             let report = PrepareReport { unhashed_input_groups: unhashed, ..report };
-            return self.corpus_of(&work.out, vec![None; plan.groups.len()], report);
+            return self.corpus_of(&work.out, vec![None; plan.groups.len()], report, progress);
         }
-        self.corpus_of(&work.out, records, report)
+        self.corpus_of(&work.out, records, report, progress)
     }
 
     fn corpus_of(
@@ -343,6 +362,7 @@ impl PrepareRun<'_> {
         out: &OutputDir,
         records: Vec<Option<InputGroupRecord>>,
         report: PrepareReport,
+        progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<PrepareReport> {
         let missing = records.iter().filter(|record| record.is_none()).count();
         let records: Vec<_> = records.into_iter().flatten().collect();
@@ -368,18 +388,21 @@ impl PrepareRun<'_> {
             });
         }
         self.check_skipped(&records)?;
-        let counts: Option<Vec<&FileEntry>> = records.iter().map(|record| record.watched.as_ref()).collect();
-        let counts = counts.map(|files| merge(files.into_iter().map(|file| out.read_part(file))));
-        let (repeats, dropped) = counts.transpose()?.unzip();
-        let finalizer = Finalizer {
-            out,
-            tokenizer: self.tokenizer,
-            spec: shard_spec(self.tokenizer, &out.attempt),
-            options: self.options.to_json(),
-            dropped: dropped.unwrap_or_default(),
-            wants_validation: self.options.validation_fraction > 0.0,
-        };
-        let manifest = finalizer.finalize(records)?;
+        let counts: Option<Vec<FileEntry>> = records.iter().map(|record| record.watched.clone()).collect();
+        let (repeats, manifest) = Step::report(progress, |step| {
+            let counts = counts.map(|files| merge(out, &files, step));
+            let (repeats, dropped): (Option<Repeats>, Option<Dropped>) = counts.transpose()?.unzip();
+            step.begin("writing the manifest", 0);
+            let finalizer = Finalizer {
+                out,
+                tokenizer: self.tokenizer,
+                spec: shard_spec(self.tokenizer, &out.attempt),
+                options: self.options.to_json(),
+                dropped: dropped.unwrap_or_default(),
+                wants_validation: self.options.validation_fraction > 0.0,
+            };
+            Ok((repeats, finalizer.finalize(records)?))
+        })?;
         self.complete(&manifest, PrepareReport { repeats, ..report })
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU64;
 use serde::{Deserialize, Serialize};
 
 use super::options::PrepareOptions;
-use super::output_dir::OutputDir;
+use super::output_dir::{InputGroupRecord, OutputDir};
 use super::pass::Pass;
 use super::pipelines::{self, Todo};
 use super::place::{Place, manifest_of};
@@ -154,9 +154,13 @@ impl PrepareJob {
     }
 
     /// Makes the corpus of what the tasks have built; incomplete if one of them has not run.
-    pub fn finish(&self, tokenizer: &Tokenizer) -> Result<PrepareReport> {
+    pub fn finish(
+        &self,
+        tokenizer: &Tokenizer,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<PrepareReport> {
         let run = PrepareRun { tokenizer, out: &self.out, options: &self.options };
-        run.unless_finished(run.finalize(&self.work, &self.plan, &mut |_| true), &self.plan)
+        run.unless_finished(run.finalize(&self.work, &self.plan, progress), &self.plan)
     }
 
     fn to_text(&self, value: &impl Serialize) -> Result<String> {
@@ -225,8 +229,9 @@ impl TaskSettings {
             ..PrepareOptions::default()
         };
         let run = PrepareRun { tokenizer, out: &self.out, options: &options };
-        let records = || out.records(&self.pass, groups.iter().map(|group| group.number));
-        let unfinished = groups.iter().zip(records()?).filter(|(_, record)| record.is_none());
+        let sizes = out.place.sizes()?;
+        let known = out.records(&self.pass, groups.iter().map(|group| group.number), &sizes)?;
+        let unfinished = groups.iter().zip(&known).filter(|(_, record)| record.is_none());
         let todo: Vec<Todo> =
             unfinished.map(|(group, _)| Todo { number: group.number, bytes: group.bytes }).collect();
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
@@ -237,7 +242,7 @@ impl TaskSettings {
         };
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
         let num_pipelines = pipelines::num_pipelines(&self.pass, threads, todo.len());
-        pipelines::build(
+        let built = pipelines::build(
             &run.builder(&out, &self.pass, cancel),
             threads,
             num_pipelines,
@@ -246,14 +251,12 @@ impl TaskSettings {
             &read,
             progress,
         )?;
-        let mut report = TaskReport::default();
-        for (group, record) in groups.iter().zip(records()?) {
-            let Some(record) = record else { continue };
-            report.documents += record.documents;
-            report.tokens += record.num_tokens();
-            report.bytes += group.bytes;
-        }
-        Ok(report)
+        let known = || known.iter().flatten();
+        Ok(TaskReport {
+            documents: built.documents + known().map(|record| record.documents).sum::<u64>(),
+            tokens: built.tokens + known().map(InputGroupRecord::num_tokens).sum::<u64>(),
+            bytes: groups.iter().map(|group| group.bytes).sum(),
+        })
     }
 }
 

@@ -1,5 +1,6 @@
 //! Pipelines, tasks and finalizing at the same time.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -62,7 +63,10 @@ fn build(pipelines: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Resu
     let todo: Vec<Todo> = (0..groups).map(|number| Todo { number, bytes: 1 }).collect();
     let read = |number: usize, _: &AtomicU64, to: &mut Batcher<'_>| read(number, to);
     let outcome = pipelines::build(&builder, 8, pipelines, &todo, skips, &read, &mut |_| true);
-    (outcome, (0..groups).filter(|&group| out.record(&Pass::Build(None), group).is_some()).collect())
+    (
+        outcome.map(drop),
+        (0..groups).filter(|&group| out.record(&Pass::Build(None), group).is_some()).collect(),
+    )
 }
 
 #[test]
@@ -170,7 +174,7 @@ fn tasks_make_the_same_corpus() {
         let own = job_tokenizer(&settings).unwrap();
         prepare_input_groups(&settings, groups, &own, 1, &mut |_| true).unwrap()
     };
-    assert_eq!(job.finish(&tokenizer).unwrap().missing_input_groups, groups.len());
+    assert_eq!(job.finish(&tokenizer, &mut |_| true).unwrap().missing_input_groups, groups.len());
     // Each group by two tasks at once.
     let done: Vec<TaskReport> = std::thread::scope(|scope| {
         let tasks: Vec<_> = [0, 0, 1, 1]
@@ -184,7 +188,7 @@ fn tasks_make_the_same_corpus() {
     });
     assert_eq!(done[0], done[1]);
     assert_eq!(done[0].documents + done[2].documents, local.num_documents);
-    let found = job.finish(&tokenizer).unwrap();
+    let found = job.finish(&tokenizer, &mut |_| true).unwrap();
     assert_eq!((found.complete, found.content_hash), (true, local.content_hash));
     // A task that comes late finds nothing to do, and the folder is as it should be.
     let late = prepare_input_groups(&settings, &groups[..1], &tokenizer, 1, &mut |_| true).unwrap();
@@ -231,7 +235,7 @@ fn several_can_finalize_at_once() {
             pass: Pass::Build(None),
             todo: Vec::new(),
             skipped: 0,
-            stale: Vec::new(),
+            stale: BTreeMap::new(),
         });
         let start = Barrier::new(works.len());
         std::thread::scope(|scope| {

@@ -17,7 +17,7 @@ use crate::tokenizer::{Characters, Meaning, VocabTrie};
 
 /// BERT's tokenizer maps longer words to [UNK], so they are not counted.
 const MAX_WORD_CHARS: usize = 100;
-/// Distinct words kept in memory; beyond that, words seen once are dropped.
+/// Distinct words kept in memory; beyond that, the rarest are dropped.
 const MAX_WORDS: usize = 1 << 24;
 
 type Read<'a> = Box<dyn FnOnce(&mut Batcher) -> Result<()> + Send + 'a>;
@@ -126,9 +126,24 @@ impl Levels {
             merge(&mut self.levels[level], words);
         }
         self.drop_lowest();
-        if self.levels.iter().map(|words| words.len()).sum::<usize>() > MAX_WORDS {
-            self.levels.iter_mut().for_each(|words| words.retain(|_, count| *count > 1));
+        self.drop_rare(MAX_WORDS);
+    }
+
+    /// If there are more words than `max`, drops the rarest until at most half as many are left, so that it is long until
+    /// the next time. Returns how often all words were looked at.
+    fn drop_rare(&mut self, max: usize) -> u32 {
+        let mut scans = 0;
+        if self.len() > max {
+            while self.len() > max / 2 {
+                self.levels.iter_mut().for_each(|words| words.retain(|_, count| *count > 1 << scans));
+                scans += 1;
+            }
         }
+        scans
+    }
+
+    fn len(&self) -> usize {
+        self.levels.iter().map(|words| words.len()).sum()
     }
 
     fn drop_lowest(&mut self) {
@@ -213,5 +228,18 @@ mod tests {
             assert_eq!((again.words, again.sampled), (first.words.clone(), first.sampled));
         }
         assert_eq!(count(&documents, u64::MAX, 3).words["every"], 20_000);
+    }
+
+    #[test]
+    fn many_words_that_are_repeated_are_bounded_and_seldom_looked_at() {
+        let (mut levels, mut scans) = (Levels { levels: vec![Counts::new()], ..Levels::default() }, 0);
+        for batch in 0..200 {
+            let rare = (0..50).map(|word| (CompactString::from(format!("{batch} {word}")), 2));
+            merge(&mut levels.levels[0], rare.chain([("frequent".into(), 100)]).collect());
+            scans += levels.drop_rare(1_000);
+            assert!(levels.len() <= 1_000);
+        }
+        assert_eq!(levels.levels[0]["frequent"], 20_000);
+        assert!(scans <= 2 * 200 * 50 / 500, "{scans}");
     }
 }

@@ -9,6 +9,9 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::Store;
 
 /// A fault in a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +39,10 @@ pub(crate) enum Fault {
 /// The requests that the server has seen, and the faults that it is to inject.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
+    /// Method and target of all requests.
+    pub requests: Vec<String>,
+    /// How long each of them takes.
+    pub delay: Duration,
     /// The ranges of files that were served as requested.
     pub served: Vec<(String, Range<u64>)>,
     /// The ending of the names of files that faults affect; by default that of token files.
@@ -69,6 +76,14 @@ impl TestServer {
             }
         });
         Self { url, log }
+    }
+
+    /// Its bucket `data`, to write to.
+    pub fn bucket(&self) -> Store {
+        let endpoint = self.url.trim_end_matches("/data");
+        let variables = [("aws_endpoint_url", endpoint), ("aws_skip_signature", "true")];
+        let variables = variables.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
+        Store::configured("s3://data", true, variables).unwrap()
     }
 
     pub fn log(&self) -> std::sync::MutexGuard<'_, Log> {
@@ -114,6 +129,12 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
             }
         }
         let method = line.split(' ').next().unwrap();
+        let delay = {
+            let mut log = log.lock().unwrap();
+            log.requests.push(line.rsplit_once(' ').unwrap().0.to_owned());
+            log.delay
+        };
+        std::thread::sleep(delay);
         if !["GET", "HEAD"].contains(&method) {
             let mut body = vec![0; length];
             if input.read_exact(&mut body).is_err()
@@ -180,7 +201,7 @@ fn answer(
         connection.write_all(head.as_bytes()).ok()?;
         for piece in body.chunks(if slow { body.len().div_ceil(6) } else { body.len() }.max(1)) {
             connection.write_all(piece).ok()?;
-            std::thread::sleep(std::time::Duration::from_secs(slow.into()));
+            std::thread::sleep(Duration::from_secs(slow.into()));
         }
         Some(())
     };
@@ -212,7 +233,7 @@ fn answer(
         None => send("200 OK", "", length, &body),
     };
     if fault == Some(Fault::Stall) {
-        std::thread::sleep(std::time::Duration::from_secs(60));
+        std::thread::sleep(Duration::from_secs(60));
     }
     (!matches!(fault, Some(Fault::Cut | Fault::Stall))).then_some(()).and(sent)
 }
@@ -240,7 +261,7 @@ fn take(
     match (method, fault) {
         (_, Some(Fault::Unavailable)) => status = "503 Service Unavailable",
         (_, Some(Fault::Forbidden)) => status = "403 Forbidden",
-        (_, Some(Fault::Stall)) => std::thread::sleep(std::time::Duration::from_secs(60)),
+        (_, Some(Fault::Stall)) => std::thread::sleep(Duration::from_secs(60)),
         (_, Some(Fault::Cut)) => {
             std::fs::write(&path, body).unwrap(); // stored, but the answer is lost
             return None;

@@ -2,9 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::frequent::{Frequent, GroupFrequent, Line};
+use super::frequent::{Frequent, Line};
 use super::sample::Sample;
 use crate::error::{Error, Result};
+use crate::format::{FileEntry, hash_hex};
+use crate::prepare::output_dir::{OutputDir, total, whole_part};
+use crate::prepare::progress::Step;
 
 /// Distinct documents, or lines, that are counted exactly in an input group …
 const GROUP_CAPACITY: usize = 1 << 18;
@@ -56,12 +59,20 @@ pub(in crate::prepare) struct Dropped {
     pub emptied_documents: u64,
 }
 
-/// The counts of an input group.
+impl std::ops::AddAssign for Dropped {
+    fn add_assign(&mut self, other: Self) {
+        self.documents += other.documents;
+        self.lines += other.lines;
+        self.emptied_documents += other.emptied_documents;
+    }
+}
+
+/// The counts of an input group or a corpus.
 #[derive(Debug)]
-pub(in crate::prepare) struct GroupCounts {
+pub(in crate::prepare) struct Counts {
     documents: Sample,
     lines: Sample,
-    frequent: GroupFrequent,
+    frequent: Frequent,
     pub dropped: Dropped,
 }
 
@@ -82,15 +93,21 @@ struct StoredSample {
     len: usize,
 }
 
-impl Default for GroupCounts {
+/// Bytes of a hash with its count.
+const ENTRY: usize = 12;
+
+impl Default for Counts {
     fn default() -> Self {
-        let sample = || Sample::new(GROUP_CAPACITY);
-        let (frequent, dropped) = (GroupFrequent::default(), Dropped::default());
-        Self { documents: sample(), lines: sample(), frequent, dropped }
+        Self::new(GROUP_CAPACITY)
     }
 }
 
-impl GroupCounts {
+impl Counts {
+    fn new(capacity: usize) -> Self {
+        let (documents, lines) = (Sample::new(capacity), Sample::new(capacity));
+        Self { documents, lines, frequent: Frequent::default(), dropped: Dropped::default() }
+    }
+
     pub fn add_document(&mut self, hash: u64) {
         self.documents.add(hash);
     }
@@ -106,7 +123,7 @@ impl GroupCounts {
         self.lines.finish();
         let (documents, lines) = (self.documents.sorted(), self.lines.sorted());
         let stored = |sample: &Sample, len| StoredSample { total: sample.total, limit: sample.limit, len };
-        let (frequent, frequent_error) = self.frequent.lines();
+        let (frequent, frequent_error) = self.frequent.repeated();
         let head = serde_json::to_vec(&Stored {
             documents: stored(&self.documents, documents.len()),
             lines: stored(&self.lines, lines.len()),
@@ -122,17 +139,7 @@ impl GroupCounts {
         }
         Ok(bytes)
     }
-}
 
-/// The counts of several input groups.
-struct CorpusCounts {
-    documents: Sample,
-    lines: Sample,
-    frequent: Frequent,
-    dropped: Dropped,
-}
-
-impl CorpusCounts {
     /// Adds what was counted in an input group; `None` if `into_bytes` did not write this.
     fn merge(&mut self, bytes: &[u8]) -> Option<()> {
         let (length, rest) = bytes.split_first_chunk()?;
@@ -142,12 +149,10 @@ impl CorpusCounts {
         for (sample, stored, entries) in
             [(&mut self.documents, stored.documents, documents), (&mut self.lines, stored.lines, lines)]
         {
-            sample.merge(stored.total, stored.limit, entries.chunks_exact(ENTRY).map(entry));
+            sample.merge(stored.total, stored.limit, entries.as_chunks().0.iter().map(entry));
         }
         self.frequent.merge(stored.frequent, stored.frequent_error);
-        self.dropped.documents += stored.dropped.documents;
-        self.dropped.lines += stored.dropped.lines;
-        self.dropped.emptied_documents += stored.dropped.emptied_documents;
+        self.dropped += stored.dropped;
         Some(())
     }
 
@@ -157,48 +162,47 @@ impl CorpusCounts {
             repeated: sample.total - sample.num_distinct(),
             sampled: sample.one_of(),
         };
-        let is_exact = self.lines.is_exact();
+        let (is_exact, (lines, most_repeated_error)) = (self.lines.is_exact(), self.frequent.repeated());
         let occurrences = |line: &Line| if is_exact { self.lines.count(line.hash) } else { line.count };
         let mut named: Vec<_> =
-            self.frequent.lines().map(|line| (occurrences(line), &line.text, line.hash)).collect();
-        named.sort_unstable_by(|a, b| b.0.cmp(&a.0).then_with(|| (a.1, a.2).cmp(&(b.1, b.2))));
+            lines.into_iter().map(|line| (occurrences(&line), line.text, line.hash)).collect();
+        named.sort_unstable_by(|a, b| b.0.cmp(&a.0).then_with(|| (&a.1, a.2).cmp(&(&b.1, b.2))));
         let most_repeated = named.into_iter().take(NAMED);
         Repeats {
             documents: count(&self.documents),
             lines: count(&self.lines),
             most_repeated: most_repeated
-                .map(|(count, text, _)| RepeatedLine { text: text.to_string(), count })
+                .map(|(count, text, _)| RepeatedLine { text: text.into(), count })
                 .collect(),
-            most_repeated_error: self.frequent.error,
+            most_repeated_error,
         }
     }
 }
 
-/// Bytes of a hash with its count.
-const ENTRY: usize = 12;
-
-fn entry(bytes: &[u8]) -> (u64, u32) {
-    let (hash, count) = bytes.split_at(8);
-    (u64::from_le_bytes(array(hash)), u32::from_le_bytes(array(count)))
-}
-
-fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    let mut array = [0; N];
-    array.copy_from_slice(bytes);
-    array
+fn entry(bytes: &[u8; ENTRY]) -> (u64, u32) {
+    let [a, b, c, d, e, f, g, h, count @ ..] = *bytes;
+    (u64::from_le_bytes([a, b, c, d, e, f, g, h]), u32::from_le_bytes(count))
 }
 
 /// The counts of a corpus, from the files of all its input groups.
-pub(in crate::prepare) fn merge(files: impl Iterator<Item = Result<Vec<u8>>>) -> Result<(Repeats, Dropped)> {
-    let sample = || Sample::new(CORPUS_CAPACITY);
-    let (frequent, dropped) = (Frequent::default(), Dropped::default());
-    let mut all = CorpusCounts { documents: sample(), lines: sample(), frequent, dropped };
-    for bytes in files {
-        all.merge(&bytes?).ok_or_else(|| {
-            Error::Input(
-                "another version of electra-fast has begun this corpus; start in another --out".to_owned(),
-            )
-        })?;
-    }
+pub(in crate::prepare) fn merge(
+    out: &OutputDir,
+    files: &[FileEntry],
+    step: &Step,
+) -> Result<(Repeats, Dropped)> {
+    let mut all = Counts::new(CORPUS_CAPACITY);
+    let requests: Vec<_> = files.iter().map(whole_part).collect();
+    step.begin("adding up counts", total(&requests));
+    out.place.read_batches(step, &requests, |start, counts| {
+        files[start..].iter().zip(counts).try_for_each(|(file, bytes)| {
+            if hash_hex(&bytes) != file.hash {
+                return Err(out.damaged(&file.file));
+            }
+            all.merge(&bytes).ok_or_else(|| {
+                let message = "another version of electra-fast has begun this corpus; start in another --out";
+                Error::Input(message.to_owned())
+            })
+        })
+    })?;
     Ok((all.report(), all.dropped))
 }

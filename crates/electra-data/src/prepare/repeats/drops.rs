@@ -1,17 +1,24 @@
 //! Which documents or lines of a corpus are not the first of their kind, decided by the hashes of all of them.
 
+use std::ops::Range;
+
 use ahash::AHashSet;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::buckets::{BUCKETS, Head, to_bytes, unsealed};
 use super::hasher::BLANK;
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, hash_hex};
-use crate::prepare::output_dir::OutputDir;
-use crate::prepare::progress::Progress;
+use crate::prepare::output_dir::{
+    BUCKETED, DROPS, HASHES, OutputDir, part_file, part_path, part_request, total, whole_part,
+};
+use crate::prepare::place::Sizes;
+use crate::prepare::progress::Step;
 
-/// Hashes that are held at a time, in about 300 MB. The hashes are read again for each so many.
+/// Hashes that are held at a time, in about 300 MB.
 const HELD: u64 = 29_000_000;
-const HASH: usize = size_of::<u64>();
+/// Files that are written at once.
+const WRITTEN: usize = 256;
 
 /// The documents or lines of an input group that are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -20,41 +27,51 @@ pub(in crate::prepare) struct Drops {
     pub len: u64,
     /// xxh3-64 of their hashes.
     pub hash: u64,
-    /// A bit for each, the lowest of a byte first.
-    bits: Vec<u8>,
+    bits: Bits,
 }
 
 impl Drops {
-    fn of(hashes: &[u8]) -> Self {
-        let len = hashes.len() / HASH;
-        Self { len: len as u64, hash: xxh3_64(hashes), bits: vec![0; len.div_ceil(8)] }
-    }
-
     pub fn contains(&self, index: u64) -> bool {
-        let byte = self.bits.get((index / 8) as usize);
-        byte.is_some_and(|byte| byte >> (index % 8) & 1 == 1)
+        self.bits.get(index as usize)
     }
 
     /// The bytes of the file that stores them; `digest` is that of the hashes of the whole corpus.
     fn to_bytes(&self, digest: &str) -> Vec<u8> {
         let mut bytes =
-            [digest.as_bytes(), &self.len.to_le_bytes(), &self.hash.to_le_bytes(), &self.bits].concat();
+            [digest.as_bytes(), &self.len.to_le_bytes(), &self.hash.to_le_bytes(), &self.bits.0].concat();
         bytes.extend(xxh3_64(&bytes).to_le_bytes());
         bytes
     }
 
     /// What is left out of an input group, if it was decided by hashes with this digest.
     pub fn read(out: &OutputDir, input_group: usize, digest: &str) -> Result<Option<Self>> {
-        Ok(out.drops(input_group)?.and_then(|bytes| Self::parse(&bytes, digest)))
+        let bytes = out.place.read(&part_path(&part_file(input_group, DROPS)))?;
+        Ok(bytes.and_then(|bytes| Self::parse(&bytes, digest)))
     }
 
     fn parse(bytes: &[u8], digest: &str) -> Option<Self> {
-        let (bytes, checksum) = bytes.split_last_chunk()?;
-        let (len, rest) = bytes.strip_prefix(digest.as_bytes())?.split_first_chunk()?;
+        let (len, rest) = unsealed(bytes)?.strip_prefix(digest.as_bytes())?.split_first_chunk()?;
         let (hash, bits) = rest.split_first_chunk()?;
-        let is_sound = xxh3_64(bytes) == u64::from_le_bytes(*checksum);
         let (len, hash) = (u64::from_le_bytes(*len), u64::from_le_bytes(*hash));
-        is_sound.then(|| Self { len, hash, bits: bits.to_vec() })
+        Some(Self { len, hash, bits: Bits(bits.to_vec()) })
+    }
+}
+
+/// A bit for each document or line, the lowest of a byte first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Bits(Vec<u8>);
+
+impl Bits {
+    fn new(len: usize) -> Self {
+        Self(vec![0; len.div_ceil(8)])
+    }
+
+    fn get(&self, index: usize) -> bool {
+        self.0.get(index / 8).is_some_and(|byte| byte >> (index % 8) & 1 == 1)
+    }
+
+    fn set(&mut self, index: usize) {
+        self.0[index / 8] |= 1 << (index % 8);
     }
 }
 
@@ -63,58 +80,158 @@ pub(in crate::prepare) fn digest(files: &[FileEntry]) -> String {
     hash_hex(files.iter().map(|file| &*file.hash).collect::<String>().as_bytes())
 }
 
+/// Stores the hashes of an input group, each as 8 bytes. The entry has the hash of these, not of the file, whose pieces
+/// have checksums of their own.
+pub(super) fn save_hashes(out: &OutputDir, input_group: usize, hashes: &[u8]) -> Result<FileEntry> {
+    let (entry, bytes) = bucketed(input_group, hashes)?;
+    out.write(&part_path(&entry.file), &bytes)?;
+    Ok(entry)
+}
+
+fn bucketed(input_group: usize, hashes: &[u8]) -> Result<(FileEntry, Vec<u8>)> {
+    let bytes = to_bytes(hashes).ok_or_else(|| {
+        Error::Input(format!("input group {input_group} has 2^32 lines or more; divide its file"))
+    })?;
+    let (file, hash) = (part_file(input_group, BUCKETED), hash_hex(hashes));
+    Ok((FileEntry { file, bytes: bytes.len() as u64, hash }, bytes))
+}
+
 /// Decides which documents or lines are left out, and stores it for each input group, unless it is stored. `files` are
 /// the hashes of all input groups in order.
 pub(in crate::prepare) fn decide(
     out: &OutputDir,
     files: &[FileEntry],
-    progress: &mut dyn FnMut(Progress) -> bool,
+    sizes: &Sizes,
+    step: &Step,
 ) -> Result<()> {
     let digest = digest(files);
-    let known = (0..files.len()).map(|group| Ok(Drops::read(out, group, &digest)?.is_some()));
-    if known.collect::<Result<Vec<_>>>()?.into_iter().all(|is_known| is_known) {
+    if are_known(out, files.len(), sizes, &digest, step)? {
         return Ok(());
     }
-    let mut read = |file: &FileEntry| {
-        if !progress(Progress::default()) {
-            return Err(Error::Interrupted);
-        }
-        out.read_part(file)
+    let files = in_buckets(out, files, step)?;
+    step.begin("finding duplicates", files.iter().map(|file| file.bytes).sum());
+    let mut read = |ranges: &[(usize, Range<u64>)], each: &mut Each| {
+        let request = |(group, range): &(usize, Range<u64>)| part_request(&files[*group].file, range.clone());
+        let requests: Vec<_> = ranges.iter().map(request).collect();
+        out.place.read_batches(step, &requests, |start, pieces| {
+            let mut pieces = ranges[start..].iter().zip(pieces);
+            let damaged = pieces.find(|((group, _), piece)| !each(*group, piece));
+            damaged.map_or(Ok(()), |((group, _), _)| Err(out.damaged(&files[*group].file)))
+        })
     };
-    let num_hashes = files.iter().map(|file| file.bytes / HASH as u64).sum();
-    let drops = find(files, num_hashes, HELD, &mut read)?;
-    let mut found = drops.iter().enumerate();
-    found.try_for_each(|(group, drops)| out.save_drops(group, &drops.to_bytes(&digest)))
+    let lengths: Vec<u64> = files.iter().map(|file| file.bytes).collect();
+    find(&lengths, HELD, &mut read, &mut |drops| {
+        let files = drops
+            .iter()
+            .map(|(group, drops)| (part_path(&part_file(*group, DROPS)), drops.to_bytes(&digest)));
+        out.place.write_all(&out.attempt, &files.collect::<Vec<_>>())
+    })
 }
 
-/// Finds the documents or lines whose hash has occurred before, and holds about `held` hashes at a time.
-pub(super) fn find<F>(
-    files: &[F],
-    num_hashes: u64,
-    held: u64,
-    read: &mut dyn FnMut(&F) -> Result<Vec<u8>>,
-) -> Result<Vec<Drops>> {
-    let (mut found, passes): (Vec<Drops>, _) = (Vec::new(), num_hashes.div_ceil(held).max(1));
-    for pass in 0..passes {
-        let is_of_pass = |hash: u64| (u128::from(hash) * u128::from(passes)) >> 64 == u128::from(pass);
-        let mut seen = AHashSet::with_capacity(num_hashes.min(held) as usize);
-        for (group, file) in files.iter().enumerate() {
-            let hashes = read(file)?;
-            if pass == 0 {
-                found.push(Drops::of(&hashes));
+/// Whether it is stored for all input groups.
+fn are_known(out: &OutputDir, num_groups: usize, sizes: &Sizes, digest: &str, step: &Step) -> Result<bool> {
+    let whole = |group| {
+        let file = part_file(group, DROPS);
+        Some(part_request(&file, 0..sizes.of(&part_path(&file))?))
+    };
+    let Some(requests) = (0..num_groups).map(whole).collect::<Option<Vec<_>>>() else { return Ok(false) };
+    let mut are_known = true;
+    step.begin("reading which duplicates were found", total(&requests));
+    out.place.read_batches(step, &requests, |_, files| {
+        are_known &= files.iter().all(|bytes| Drops::parse(bytes, digest).is_some());
+        Ok(())
+    })?;
+    Ok(are_known)
+}
+
+/// The files in buckets: those of older releases, which hold the hashes in order, are converted.
+fn in_buckets(out: &OutputDir, files: &[FileEntry], step: &Step) -> Result<Vec<FileEntry>> {
+    let mut files = files.to_vec();
+    let old: Vec<_> = (0..files.len()).filter(|&group| files[group].file.ends_with(HASHES)).collect();
+    let requests: Vec<_> = old.iter().map(|&group| whole_part(&files[group])).collect();
+    step.begin("converting the hashes of an older release", total(&requests));
+    out.place.read_batches(step, &requests, |start, contents| {
+        let mut converted = Vec::new();
+        for (&group, hashes) in old[start..].iter().zip(contents) {
+            if hash_hex(&hashes) != files[group].hash {
+                return Err(out.damaged(&files[group].file));
             }
-            for (index, hash) in hashes.chunks_exact(HASH).map(to_hash).enumerate() {
-                if hash != BLANK && is_of_pass(hash) && !seen.insert(hash) {
-                    found[group].bits[index / 8] |= 1 << (index % 8);
+            let (entry, bytes) = bucketed(group, &hashes)?;
+            converted.push((part_path(&entry.file), bytes));
+            files[group] = entry;
+        }
+        out.place.write_all(&out.attempt, &converted)
+    })?;
+    Ok(files)
+}
+
+/// Takes a range of the file of an input group; returns whether it is sound.
+pub(super) type Each<'a> = dyn FnMut(usize, &[u8]) -> bool + 'a;
+/// Reads ranges of the files of input groups in order.
+pub(super) type Read<'a> = dyn FnMut(&[(usize, Range<u64>)], &mut Each) -> Result<()> + 'a;
+
+/// Finds the documents or lines whose hash has occurred before, in files of these lengths, and holds about `held`
+/// hashes at a time, or those of a bucket.
+pub(super) fn find(
+    lengths: &[u64],
+    held: u64,
+    read: &mut Read,
+    save: &mut dyn FnMut(Vec<(usize, Drops)>) -> Result<()>,
+) -> Result<()> {
+    let mut heads = Vec::new();
+    let ranges: Vec<_> = (0..lengths.len()).map(|group| (group, Head::RANGE)).collect();
+    let mut add = |group: usize, bytes: &[u8]| {
+        Head::parse(bytes, lengths[group]).map(|head| heads.push(head)).is_some()
+    };
+    read(&ranges, &mut add)?;
+    // By bucket, until the order is known.
+    let mut repeated: Vec<_> = heads.iter().map(|head| Bits::new(head.len())).collect();
+    for buckets in passes(&heads, held) {
+        let num_hashes = heads.iter().map(|head| head.numbers(&buckets).len() as u64).sum::<u64>();
+        let mut seen = AHashSet::with_capacity(num_hashes.min(held) as usize);
+        let filled = heads.iter().enumerate().filter(|(_, head)| !head.numbers(&buckets).is_empty());
+        let ranges: Vec<_> = filled.map(|(group, head)| (group, head.range(&buckets))).collect();
+        read(&ranges, &mut |group, bytes| {
+            let mut mark = |number, hash| {
+                if hash != BLANK && !seen.insert(hash) {
+                    repeated[group].set(number);
                 }
+            };
+            heads[group].for_each(&buckets, bytes, &mut mark).is_some()
+        })?;
+    }
+    let ranges: Vec<_> = heads.iter().map(Head::first_bytes).enumerate().collect();
+    for ranges in ranges.chunks(WRITTEN) {
+        let mut drops = Vec::new();
+        read(ranges, &mut |group, bytes| {
+            let found = in_order(&heads[group], bytes, &repeated[group]);
+            found.map(|found| drops.push((group, found))).is_some()
+        })?;
+        save(drops)?;
+    }
+    Ok(())
+}
+
+/// Buckets that are compared at a time: they have about `held` hashes.
+fn passes(heads: &[Head], held: u64) -> Vec<Range<usize>> {
+    let of_bucket = |bucket| heads.iter().map(|head| head.numbers(&(bucket..bucket + 1)).len() as u64).sum();
+    let (mut passes, mut sum): (Vec<Range<usize>>, u64) = (Vec::new(), 0);
+    for bucket in 0..BUCKETS {
+        let added: u64 = of_bucket(bucket);
+        match passes.last_mut() {
+            Some(pass) if sum + added <= held => (pass.end, sum) = (bucket + 1, sum + added),
+            _ => {
+                passes.push(bucket..bucket + 1);
+                sum = added;
             }
         }
     }
-    Ok(found)
+    passes
 }
 
-fn to_hash(bytes: &[u8]) -> u64 {
-    let mut hash = [0; HASH];
-    hash.copy_from_slice(bytes);
-    u64::from_le_bytes(hash)
+fn in_order(head: &Head, first_bytes: &[u8], repeated: &Bits) -> Option<Drops> {
+    let mut bits = Bits::new(head.len());
+    let are_repeated = head.order(first_bytes)?.map(|number| repeated.get(number));
+    are_repeated.enumerate().filter(|(_, is_repeated)| *is_repeated).for_each(|(index, _)| bits.set(index));
+    Some(Drops { len: head.len() as u64, hash: head.hash, bits })
 }

@@ -1,22 +1,30 @@
 //! Counting and dropping against a dictionary of all texts.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use xxhash_rust::xxh3::xxh3_64;
 
-use super::counts::GroupCounts;
-use super::drops::find;
+use super::buckets::{Head, to_bytes};
+use super::counts::Counts;
+use super::drops::{Drops, Each, find, save_hashes};
 use super::hasher::{Ended, Hasher};
 use super::sample::Sample;
 use super::*;
-use crate::error::Error;
-use crate::format::{Corpus, VALIDATION};
+use crate::error::{Error, Result};
+use crate::format::{Corpus, VALIDATION, hash_hex};
 use crate::input::{InvalidUtf8, Mark, ReadOptions, TextSource};
+use crate::prepare::output_dir::{InputGroupRecord, OutputDir};
+use crate::prepare::place::{Place, Sizes};
+use crate::prepare::progress::{Progress, Step};
 use crate::prepare::{
     DropDuplicates, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, job_tokenizer, prepare,
     prepare_input_groups,
 };
+use crate::store::test_server::TestServer;
 use crate::tokenizer::Tokenizer;
 
 fn tokenizer(dir: &Path) -> Tokenizer {
@@ -231,19 +239,31 @@ proptest! {
     }
 
     #[test]
-    fn what_has_occurred_before_is_found_in_any_number_of_passes(
+    fn what_has_occurred_before_is_found_by_reading_every_hash_once(
         groups in prop::collection::vec(prop::collection::vec(0_u64..40, 0..30), 0..5), held in 1_u64..200
     ) {
-        let groups: Vec<Vec<u64>> = groups
-            .iter()
-            .map(|group| group.iter().map(|hash| hash.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect())
-            .collect();
-        let mut read = |group: &Vec<u64>| Ok(group.iter().flat_map(|hash| hash.to_le_bytes()).collect());
-        let num_hashes = groups.iter().map(|group| group.len() as u64).sum();
-        let found = find(&groups, num_hashes, held, &mut read).unwrap();
+        let spread = |hash: &u64| hash.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let groups: Vec<Vec<u64>> = groups.iter().map(|group| group.iter().map(spread).collect()).collect();
+        let bytes = |group: &Vec<u64>| group.iter().flat_map(|hash| hash.to_le_bytes()).collect::<Vec<_>>();
+        let files: Vec<Vec<u8>> = groups.iter().map(|group| to_bytes(&bytes(group)).unwrap()).collect();
+        let lengths: Vec<u64> = files.iter().map(|file| file.len() as u64).collect();
+        let (mut bytes_read, mut found) = (0, Vec::new());
+        let mut read = |ranges: &[(usize, Range<u64>)], each: &mut Each| {
+            for (group, range) in ranges {
+                bytes_read += range.end - range.start;
+                assert!(each(*group, &files[*group][range.start as usize..range.end as usize]));
+            }
+            Ok(())
+        };
+        find(&lengths, held, &mut read, &mut |drops| {
+            found.extend(drops);
+            Ok(())
+        }).unwrap();
+        prop_assert!(bytes_read <= lengths.iter().sum::<u64>());
         let mut seen = HashSet::from([0]);
-        for (group, drops) in groups.iter().zip(&found) {
-            prop_assert_eq!(drops.len, group.len() as u64);
+        prop_assert_eq!(found.len(), groups.len());
+        for (number, (group, (of, drops))) in groups.iter().zip(&found).enumerate() {
+            prop_assert_eq!((*of, drops.len, drops.hash), (number, group.len() as u64, xxh3_64(&bytes(group))));
             for (index, hash) in group.iter().enumerate() {
                 prop_assert_eq!(drops.contains(index as u64), !seen.insert(*hash) && *hash != 0);
             }
@@ -268,7 +288,7 @@ proptest! {
 #[test]
 fn the_most_repeated_of_a_long_text_are_found_within_the_bound() {
     // 600 different lines, repeated 100 to 699 times, among 600,000 that occur once, in two input groups.
-    let mut groups = [GroupCounts::default(), GroupCounts::default()];
+    let mut groups = [Counts::default(), Counts::default()];
     let mut counts = HashMap::new();
     for n in 0..1_200_000_u64 {
         let number = if n % 2 == 0 { n / 2 % 600 } else { 1_000 + n };
@@ -281,8 +301,13 @@ fn the_most_repeated_of_a_long_text_are_found_within_the_bound() {
             *counts.entry(text).or_insert(0) += 1;
         }
     }
-    let files = groups.into_iter().map(|group| Ok(group.into_bytes().unwrap()));
-    let found = merge(files).unwrap().0;
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("parts")).unwrap();
+    let out = OutputDir::unclaimed(dir.path(), Place::Folder(dir.path().to_owned()));
+    let save =
+        |(number, counts): (usize, Counts)| out.save_counts(number, &counts.into_bytes().unwrap()).unwrap();
+    let files: Vec<_> = groups.into_iter().enumerate().map(save).collect();
+    let found = merge(&out, &files, &Step::default()).unwrap().0;
     assert_eq!(found.lines.total, counts.values().sum::<u64>());
     let repeated = found.lines.total - counts.len() as u64;
     let error = found.lines.repeated.abs_diff(repeated) as f64 / counts.len() as f64;
@@ -356,36 +381,122 @@ fn interrupted(dir: &Path) -> (Tokenizer, PathBuf, PathBuf, PrepareOptions, Stri
     (tokenizer, texts, out, options, expected)
 }
 
+/// Replaces the hashes of all input groups by files as older releases wrote them: the hashes in order.
+fn in_the_old_layout(parts: &Path) {
+    for number in 0.. {
+        let path = |ending: &str| parts.join(format!("input-group-{number:06}.{ending}"));
+        let Ok(file) = std::fs::read(path("buckets")) else { return };
+        let piece = |range: Range<u64>| &file[range.start as usize..range.end as usize];
+        let head = Head::parse(piece(Head::RANGE), file.len() as u64).unwrap();
+        let mut hashes = Vec::new();
+        head.for_each(&(0..256), piece(head.range(&(0..256))), |_, hash| hashes.push(hash)).unwrap();
+        let order = head.order(piece(head.first_bytes())).unwrap();
+        let bytes: Vec<u8> = order.flat_map(|number| hashes[number].to_le_bytes()).collect();
+        let mut record = InputGroupRecord::parse(&std::fs::read(path("hashes.json")).unwrap()).unwrap();
+        let entry = record.watched.as_mut().unwrap();
+        assert_eq!(entry.hash, hash_hex(&bytes));
+        (entry.file, entry.bytes) = (entry.file.replace("buckets", "hashes"), bytes.len() as u64);
+        std::fs::write(path("hashes"), bytes).unwrap();
+        std::fs::write(path("hashes.json"), record.sealed().unwrap()).unwrap();
+        std::fs::remove_file(path("buckets")).unwrap();
+    }
+}
+
 #[test]
-fn damaged_files_are_written_again() {
+fn damaged_files_are_written_again_and_those_of_older_releases_are_read() {
     type Damage = fn(&mut Vec<u8>);
     let flip = |bytes: &mut Vec<u8>| bytes[0] ^= 1;
+    let flip_last = |bytes: &mut Vec<u8>| *bytes.last_mut().unwrap() ^= 1;
     let cut = |bytes: &mut Vec<u8>| bytes.truncate(bytes.len() - 1);
-    let damages: [(&str, Damage); 7] = [
+    let damages: [(&str, Damage); 11] = [
+        ("000000.buckets", flip),
+        ("000000.buckets", flip_last),
+        ("000000.buckets", |bytes| bytes[1_041] ^= 1), // in the first bytes
+        ("000001.buckets", cut),
+        ("000000.hashes", |_| {}),
         ("000000.hashes", flip),
-        ("000001.hashes", cut),
         ("000000.hashes.json", flip),
         ("000001.drops", flip),
         ("000000.drops", Vec::clear),
         ("000001.counts", flip),
         ("000001.counts", cut),
     ];
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, texts, begun, options, expected) = interrupted(dir.path());
     for (number, (name, damage)) in damages.into_iter().enumerate() {
-        let dir = tempfile::tempdir().unwrap();
-        let (tokenizer, texts, out, options, expected) = interrupted(dir.path());
-        let path = out.join("parts").join(format!("input-group-{name}"));
-        let mut bytes = std::fs::read(&path).unwrap();
+        let out = dir.path().join(number.to_string());
+        let (parts, copied) = (out.join("parts"), begun.join("parts"));
+        std::fs::create_dir_all(&parts).unwrap();
+        for (from, to) in [(&begun, &out), (&copied, &parts)] {
+            for entry in std::fs::read_dir(from).unwrap().map(|entry| entry.unwrap()) {
+                if entry.path().is_file() {
+                    std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+                }
+            }
+        }
+        if name.ends_with(".hashes") {
+            in_the_old_layout(&parts);
+        }
+        if name.ends_with("buckets") || name.ends_with("hashes") {
+            // Otherwise it is known what they decide.
+            std::fs::remove_file(parts.join("input-group-000001.drops")).unwrap();
+        }
+        let path = parts.join(format!("input-group-{name}"));
+        let mut bytes = std::fs::read(&path).unwrap_or_default();
         damage(&mut bytes);
         std::fs::write(&path, bytes).unwrap();
         let again =
             || prepare(TextSource::Files(vec![texts.clone()]), &tokenizer, &out, &options, &mut |_| true);
         let found = match again() {
             // Only when counts are added up are they read.
-            Err(Error::Damaged { .. }) if number == 5 => again(),
+            Err(Error::Damaged { .. }) if number == 9 => again(),
             found => found,
         };
-        assert_eq!(found.unwrap().content_hash, expected, "{name}");
+        let found = found.unwrap();
+        assert_eq!(found.content_hash, expected, "{name}");
     }
+}
+
+#[test]
+fn a_store_reads_the_groups_side_by_side() {
+    const GROUPS: usize = 60;
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("parts")).unwrap();
+    let local = OutputDir::unclaimed(dir.path(), Place::Folder(dir.path().to_owned()));
+    let hashes = |group: usize| [7, 7 + group as u64].map(|hash: u64| (hash << 50).to_le_bytes()).concat();
+    let hashed: Vec<_> =
+        (0..GROUPS).map(|group| save_hashes(&local, group, &hashes(group)).unwrap()).collect();
+    let counts = |group| local.save_counts(group, &Counts::default().into_bytes().unwrap()).unwrap();
+    let counted: Vec<_> = (0..GROUPS).map(counts).collect();
+    let server = TestServer::start(dir.path());
+    let out = OutputDir::unclaimed(dir.path(), Place::Store(server.bucket()));
+    server.log().delay = Duration::from_millis(30);
+    let timed = |what: &str, most_requests: usize, work: &(dyn Fn(&Step) -> Result<()> + Sync)| {
+        let before = server.log().requests.len();
+        let start = Instant::now();
+        Step::report(&mut |_| true, work).unwrap();
+        let (requests, time) = (server.log().requests.len() - before, start.elapsed());
+        assert!(
+            requests <= most_requests && time < Duration::from_millis(900),
+            "{what}: {requests}, {time:?}"
+        );
+    };
+    timed("counts", GROUPS, &|step| merge(&out, &counted, step).map(drop));
+    let sizes = Sizes::Store(HashMap::new());
+    // Three reads, a write and a look at its length for each group.
+    timed("hashes", 5 * GROUPS, &|step| decide(&out, &hashed, &sizes, step));
+    let drops = Drops::read(&local, GROUPS - 1, &digest(&hashed)).unwrap().unwrap();
+    assert_eq!([0, 1].map(|index| drops.contains(index)), [true, false]);
+    // The end of the run is noticed while the store hangs.
+    server.log().delay = Duration::from_secs(20);
+    let (start, mut steps) = (Instant::now(), Vec::new());
+    let mut stop = |progress: Progress| {
+        steps.push((progress.step, progress.bytes_total));
+        false
+    };
+    let stopped = Step::report(&mut stop, |step| merge(&out, &counted, step).map(drop));
+    assert!(matches!(stopped, Err(Error::Interrupted)) && start.elapsed() < Duration::from_secs(1));
+    assert_eq!(steps, [("adding up counts", counted.iter().map(|file| file.bytes).sum())]);
 }
 
 #[test]
@@ -444,11 +555,11 @@ fn tasks_hash_and_then_build_the_same_corpus() {
     };
     let hashed = run_tasks(&job);
     assert!(hashed > 3);
-    assert_eq!(job.finish(&tokenizer).unwrap().missing_input_groups, hashed);
+    assert_eq!(job.finish(&tokenizer, &mut |_| true).unwrap().missing_input_groups, hashed);
     assert!(job.next_pass(&tokenizer, &mut |_| true).unwrap());
     assert_eq!(run_tasks(&job), hashed);
     assert!(!job.next_pass(&tokenizer, &mut |_| true).unwrap());
-    assert_eq!(job.finish(&tokenizer).unwrap().content_hash, expected);
+    assert_eq!(job.finish(&tokenizer, &mut |_| true).unwrap().content_hash, expected);
 }
 
 #[test]

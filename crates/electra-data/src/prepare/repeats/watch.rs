@@ -3,8 +3,8 @@
 
 use xxhash_rust::xxh3::Xxh3;
 
-use super::counts::GroupCounts;
-use super::drops::Drops;
+use super::counts::Counts;
+use super::drops::{Drops, save_hashes};
 use super::frequent::TEXT_BYTES;
 use super::hasher::{BLANK, Ended, Hasher};
 use crate::error::{Error, Result};
@@ -56,7 +56,7 @@ impl Watch for HashWriter<'_> {
     }
 
     fn end(&mut self) -> Result<FileEntry> {
-        self.out.save_hashes(self.group, &std::mem::take(&mut self.hashes))
+        save_hashes(self.out, self.group, &std::mem::take(&mut self.hashes))
     }
 }
 
@@ -73,7 +73,7 @@ struct Counter<'a> {
 struct GroupState {
     number: usize,
     hasher: Hasher,
-    counts: GroupCounts,
+    counts: Counts,
     /// The beginning of a line that is read in several texts.
     beginning: String,
     drops: Option<Dropping>,
@@ -148,7 +148,7 @@ impl Dropping {
     }
 
     /// Whether the end of a line or document is kept, with the text of the line.
-    fn keeps(&mut self, ended: Ended, counts: &mut GroupCounts) -> bool {
+    fn keeps(&mut self, ended: Ended, counts: &mut Counts) -> bool {
         let is_duplicate = self.is_in_duplicate();
         match (self.what, ended) {
             (DropDuplicates::Documents, Ended::Line(_)) => return !is_duplicate,
