@@ -1,5 +1,4 @@
-//! Corrupted corpora: flipped bits, truncated files, random bytes, and forged counts with correct checksums.
-//! Each must give a one-line error or a sound result.
+//! Corrupted corpora: flipped bits, truncated files, and forged counts with correct checksums. Each must give a one-line error or a sound result.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,9 +6,9 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use serde_json::Value;
 
+use super::LoaderOptions;
 use super::batch_loader::Loader;
 use super::tests::named;
-use super::{LoaderOptions, LoaderState};
 use crate::format::testing::{HEADER_BYTES, forge, rewrite_manifest, write_corpus};
 use crate::format::{Corpus, MANIFEST, Manifest, Shard, hash_hex, verify};
 
@@ -129,69 +128,35 @@ fn odd_number() -> impl Strategy<Value = u64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn a_forged_header_is_rejected_or_consistent(
-        shard in 0_usize..2, lines in any::<bool>(),
-        changes in prop::collection::vec((1_usize..HEADER_BYTES / 8, odd_number()), 1..3),
+    fn what_is_forged_with_its_checksums_is_rejected_or_consistent(
+        shard in 0_usize..2, lines: bool,
+        words in prop::collection::vec((1_usize..HEADER_BYTES / 8, odd_number()), 0..3),
+        others in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+        number in prop::option::weighted(0.2, (0_usize..64, odd_number())),
     ) {
         let dir = small_corpus();
-        forge(dir.path(), shard, lines, |bytes| for (word, value) in changes {
-            bytes[word * 8..word * 8 + 8].copy_from_slice(&value.to_le_bytes());
+        forge(dir.path(), shard, lines, |bytes| {
+            for (word, value) in words {
+                bytes[word * 8..word * 8 + 8].copy_from_slice(&value.to_le_bytes());
+            }
+            for (at, value) in others {
+                bytes[HEADER_BYTES + at.index(bytes.len() - HEADER_BYTES)] = value;
+            }
         });
-        all_errors(dir.path());
-    }
-
-    #[test]
-    fn forged_tables_and_ids_are_rejected_or_consistent(
-        shard in 0_usize..2, lines in any::<bool>(),
-        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
-    ) {
-        let dir = small_corpus();
-        forge(dir.path(), shard, lines, |bytes| for (at, value) in changes {
-            let at = HEADER_BYTES + at.index(bytes.len() - HEADER_BYTES);
-            bytes[at] = value;
-        });
-        all_errors(dir.path());
-    }
-
-    #[test]
-    fn forged_numbers_in_the_manifest_are_rejected_or_consistent(which in 0_usize..64, value in odd_number()) {
-        let dir = small_corpus();
-        let path = dir.path().join(MANIFEST);
-        let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        let mut numbers = Vec::new();
-        numbers_of(&mut json, &mut numbers);
-        let count = numbers.len();
-        *numbers[which % count] = value.into();
-        match serde_json::from_value::<Manifest>(json.clone()) {
-            Ok(manifest) => std::fs::write(&path, manifest.seal().canonical()).unwrap(),
-            Err(_) => std::fs::write(&path, json.to_string()).unwrap(),
+        if let Some((which, value)) = number {
+            let path = dir.path().join(MANIFEST);
+            let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+            let mut numbers = Vec::new();
+            numbers_of(&mut json, &mut numbers);
+            let count = numbers.len();
+            *numbers[which % count] = value.into();
+            let sealed = serde_json::from_value(json.clone()).map(|manifest: Manifest| manifest.seal().canonical());
+            std::fs::write(&path, sealed.unwrap_or_else(|_| json.to_string())).unwrap();
         }
         all_errors(dir.path());
-    }
-
-    #[test]
-    fn random_bytes_are_rejected(bytes in prop::collection::vec(any::<u8>(), 0..300), which in 0_usize..6) {
-        let dir = small_corpus();
-        std::fs::write(&files(dir.path())[which], &bytes).unwrap();
-        prop_assert!(!all_errors(dir.path()).is_empty());
-        prop_assert!(LoaderState::from_json(&String::from_utf8_lossy(&bytes)).is_err());
-    }
-
-    #[test]
-    fn a_forged_position_is_rejected_or_consistent(
-        field in prop::sample::select(vec!["epoch", "group", "row", "seed"]), value in odd_number(),
-    ) {
-        let dir = small_corpus();
-        let mut loader = Loader::new(Arc::new(Corpus::open(dir.path()).unwrap()), &options()).unwrap();
-        let mut json: Value = serde_json::from_str(&loader.state().to_json().unwrap()).unwrap();
-        json[field] = value.into();
-        match LoaderState::from_json(&json.to_string()).and_then(|state| loader.restore(&state)) {
-            Ok(()) => prop_assert!(loader.all(|batch| batch.is_ok())),
-            Err(error) => prop_assert!(error.to_string().starts_with("state: "), "{}", error),
-        }
     }
 }
 

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::mixture_tests::corpora;
-use super::tests::{documents, hash, loader_of, options, rows};
+use super::tests::{corpora, documents, hash, loader_of, options, rows};
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::format::testing::write_corpus;
 use crate::format::{CacheOptions, Corpus};
@@ -40,17 +39,6 @@ fn state(ranks: &[Loader]) -> LoaderState {
 }
 
 #[test]
-fn batches_are_the_same_for_any_number_of_ranks() {
-    let dir = tempfile::tempdir().unwrap();
-    for corpora in [&corpora(dir.path())[..], &corpora(dir.path())[1..2]] {
-        let expected = next(&mut ranks(corpora, 1), 60);
-        for world_size in [2, 3, 5, 8, 16, 30] {
-            assert_eq!(next(&mut ranks(corpora, world_size), 60), expected, "{world_size} ranks");
-        }
-    }
-}
-
-#[test]
 fn the_order_of_lanes_is_fixed() {
     // As for the golden hashes of one corpus: saved states of running trainings depend on this.
     let dir = tempfile::tempdir().unwrap();
@@ -63,7 +51,8 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
     fn a_run_resumes_on_any_number_of_ranks(
-        before in 1_i64..12, after in 1_i64..12, done in 0_usize..50, is_mixture: bool,
+        before in 1_i64..17, after in prop::sample::select(vec![1, 2, 3, 5, 8, 30]), done in 0_usize..50,
+        is_mixture: bool,
     ) {
         let dir = tempfile::tempdir().unwrap();
         let corpora = corpora(dir.path());

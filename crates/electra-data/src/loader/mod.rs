@@ -11,8 +11,6 @@ mod corruption;
 mod lane_tests;
 mod mask;
 mod mixture;
-#[cfg(test)]
-mod mixture_tests;
 mod options;
 mod pack;
 mod permutation;

@@ -264,7 +264,7 @@ mod tests {
     use super::*;
     use crate::format::Corpus;
     use crate::format::testing::write_corpus;
-    use crate::loader::options::{CutAt, Masking, Packing};
+    use crate::loader::options::{CutAt, Masking};
 
     /// A mixture of corpora of one token each.
     fn mixture(dir: &Path, weighted: &[(u32, f64)]) -> Mixture {
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_states_are_short() {
+    fn states_are_short_and_keep_their_first_form() {
         let dir = tempfile::tempdir().unwrap();
         let options = LoaderOptions {
             sequence_length: 32_768,
@@ -301,11 +301,6 @@ mod tests {
             assert!(json.len() < longest, "{}: {json}", json.len());
             assert_eq!(LoaderState::from_json(&json).unwrap(), state);
         }
-    }
-
-    #[test]
-    fn the_state_of_one_corpus_has_its_first_form() {
-        let dir = tempfile::tempdir().unwrap();
         let mixture = mixture(dir.path(), &[(5, 0.5)]);
         let hash = mixture.corpora()[0].corpus().content_hash();
         let json = state(&mixture, &LoaderOptions::default()).to_json().unwrap();
@@ -320,42 +315,32 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let [a, b] = [5, 6].map(|token| mixture(dir.path(), &[(token, 1.0)]));
         let [hash_a, hash_b] = [&a, &b].map(|mixture| mixture.corpora()[0].corpus().content_hash());
+        let [several, turned] =
+            [[(5, 0.7), (6, 0.3)], [(6, 0.3), (5, 0.7)]].map(|weighted| mixture(dir.path(), &weighted));
+        let equal = mixture(dir.path(), &[(5, 1.0), (6, 1.0)]);
         let ours = LoaderOptions::default();
-        let message = |state: &LoaderState, options: &LoaderOptions, mixture: &Mixture| {
-            state.positions(options, mixture).unwrap_err().to_string()
-        };
-        let single = state(&a, &ours);
-        let expected = format!("saved with corpus \"{hash_a}\" but this loader has \"{hash_b}\"");
-        assert!(message(&single, &ours, &b).contains(&expected));
-        let mut other = ours.clone();
-        other.seed = 5;
-        assert!(message(&single, &other, &a).contains("saved with seed \"0\""));
-        other = ours.clone();
-        other.sequence_length = 512;
-        assert!(message(&single, &other, &a).contains("sequence_length=128"));
-        other = ours.clone();
-        other.packing = Packing::Google;
-        assert!(message(&single, &other, &a).contains("packing=best-fit"));
-        other = ours.clone();
-        other.cut_at = CutAt::Line;
-        assert!(message(&single, &other, &a).contains("packing=best-fit cut_at=line\""));
-        // Mixtures: with one corpus, in another order, with other weights.
-        let several = mixture(dir.path(), &[(5, 0.7), (6, 0.3)]);
-        let saved = state(&several, &ours);
+        let (single, saved) = (state(&a, &ours), state(&several, &ours));
         assert!(saved.positions(&ours, &mixture(dir.path(), &[(5, 70.0), (6, 30.0)])).is_ok());
-        let both = format!("corpora \"{hash_a}, {hash_b}\"");
-        assert!(message(&saved, &ours, &a).contains(&format!("{both} but this loader has \"{hash_a}\"")));
-        assert!(message(&single, &ours, &several).contains(&format!("saved with corpora \"{hash_a}\" but")));
-        let turned = mixture(dir.path(), &[(6, 0.3), (5, 0.7)]);
-        assert!(message(&saved, &ours, &turned).contains(&format!("this loader has \"{hash_b}, {hash_a}\"")));
-        let weights = "saved with weights \"7, 3\" but this loader has \"1, 1\"";
-        assert!(message(&saved, &ours, &mixture(dir.path(), &[(5, 1.0), (6, 1.0)])).contains(weights));
+        let many = saved.to_json().unwrap().replace("\"turns\":0", &format!("\"turns\":{}", u64::MAX));
+        let many = LoaderState::from_json(&many).unwrap();
+        let long = LoaderOptions { sequence_length: 512, ..ours.clone() };
+        let lines = LoaderOptions { cut_at: CutAt::Line, ..ours.clone() };
+        for (state, options, mixture, expected) in [
+            (&single, &ours, &b, format!("saved with corpus \"{hash_a}\" but this loader has \"{hash_b}\"")),
+            (&single, &LoaderOptions { seed: 5, ..ours.clone() }, &a, "saved with seed \"0\"".to_owned()),
+            (&single, &long, &a, "sequence_length=128".to_owned()),
+            (&single, &lines, &a, "packing=best-fit cut_at=line\"".to_owned()),
+            (&saved, &ours, &a, format!("corpora \"{hash_a}, {hash_b}\" but this loader has \"{hash_a}\"")),
+            (&single, &ours, &several, format!("saved with corpora \"{hash_a}\" but")),
+            (&saved, &ours, &turned, format!("this loader has \"{hash_b}, {hash_a}\"")),
+            (&saved, &ours, &equal, "saved with weights \"7, 3\" but this loader has \"1, 1\"".to_owned()),
+            (&many, &ours, &several, "no loader has given".to_owned()),
+        ] {
+            let message = state.positions(options, mixture).unwrap_err().to_string();
+            assert!(message.contains(&expected), "{message}");
+        }
         for json in ["", "{}", "[]", "{\"epoch\": -1}", "null", "{\"corpora\": []}", "{\"corpora\": 1}"] {
             assert!(LoaderState::from_json(json).unwrap_err().to_string().starts_with("state: "));
         }
-        let many = saved.to_json().unwrap().replace("\"turns\":0", &format!("\"turns\":{}", u64::MAX));
-        assert!(
-            message(&LoaderState::from_json(&many).unwrap(), &ours, &several).contains("no loader has given")
-        );
     }
 }

@@ -1,4 +1,4 @@
-//! Loaders over small corpora: no token is lost, and threads, ranks and interruptions change nothing.
+//! Loaders over small corpora, alone and mixed: no token is lost, and threads, ranks and interruptions change nothing.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,14 +9,15 @@ use arrow_array::types::{Float32Type, Int32Type};
 use arrow_buffer::ToByteSlice;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+use super::mixture::Mixture;
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::choice::Choice;
 use crate::error::Result;
-use crate::format::Corpus;
-use crate::format::testing::write_corpus;
+use crate::format::testing::{rewrite_manifest, write_corpus};
+use crate::format::{Corpus, TokenizerEntry};
 use crate::philox::{Purpose, Stream};
 
-mod cuts;
+type Weighted = Vec<(Arc<Corpus>, Option<f64>)>;
 
 pub(super) const VOCAB: u32 = 30_000;
 
@@ -29,10 +30,33 @@ pub(super) fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {
     (0..count).map(&mut document).collect()
 }
 
-/// A corpus of several shards with about 400 tokens per document.
-fn corpus(dir: &Path, count: u32) -> Arc<Corpus> {
-    write_corpus(dir, VOCAB, &documents(count), 20_000);
+/// A corpus of several shards with about 400 tokens per document, in lines of seven tokens or one per document.
+fn corpus(dir: &Path, count: u32, has_lines: bool) -> Arc<Corpus> {
+    let mut documents = documents(count);
+    if has_lines {
+        let lines = |document: &Vec<Vec<u32>>| document[0].chunks(7).map(<[u32]>::to_vec).collect();
+        documents = documents.iter().map(lines).collect();
+    }
+    write_corpus(dir, VOCAB, &documents, 20_000);
     Arc::new(Corpus::open(dir).unwrap())
+}
+
+/// Corpora of 120, 40 and 80 of the same documents each, in shards of 500 tokens: several windows in the first.
+pub(super) fn corpora(dir: &Path) -> Vec<Arc<Corpus>> {
+    let all = documents(240);
+    let mut rest = &all[..];
+    let mut write = |(number, count): (usize, usize)| {
+        let dir = dir.join(number.to_string());
+        let (ours, others) = rest.split_at(count);
+        rest = others;
+        write_corpus(&dir, VOCAB, ours, 500);
+        Arc::new(Corpus::open(&dir).unwrap())
+    };
+    [120, 40, 80].into_iter().enumerate().map(&mut write).collect()
+}
+
+fn weighted(corpora: &[Arc<Corpus>], weights: &[f64]) -> Weighted {
+    corpora.iter().cloned().zip(weights.iter().copied().map(Some)).collect()
 }
 
 pub(super) fn options() -> LoaderOptions {
@@ -45,10 +69,14 @@ pub(super) fn options() -> LoaderOptions {
     }
 }
 
-fn loader(corpus: &Arc<Corpus>, change: impl FnOnce(&mut LoaderOptions)) -> Loader {
-    let mut options = options();
-    change(&mut options);
-    Loader::new(corpus.clone(), &options).unwrap()
+/// Options with a masking and cuts by name; ids that are no multiple of three begin a word.
+fn with(masking: &str, cut_at: &str) -> LoaderOptions {
+    let word_starts = Some((0..VOCAB).map(|id| id % 3 != 0).collect());
+    LoaderOptions { masking: named(masking), cut_at: named(cut_at), word_starts, ..options() }
+}
+
+fn mixed(corpora: &Weighted, options: &LoaderOptions) -> Loader {
+    Loader::mixture(corpora.clone(), options).unwrap()
 }
 
 /// The value of an option with this name.
@@ -87,6 +115,10 @@ pub(super) fn hash(rows: &[Vec<i32>]) -> u64 {
     hash.digest()
 }
 
+fn all_rows(loader: Loader) -> Vec<Vec<i32>> {
+    loader.flat_map(|batch| rows(&batch.unwrap())).collect()
+}
+
 pub(super) fn hashes(loader: Loader) -> Vec<u64> {
     loader.map(|batch| hash(&rows(&batch.unwrap()))).collect()
 }
@@ -96,81 +128,102 @@ fn column<'a>(batch: &'a RecordBatch, name: &str) -> &'a [i32] {
     column.values().as_primitive::<Int32Type>().values()
 }
 
-/// A number in the loader's state.
-fn state_field(loader: &Loader, field: &str) -> u64 {
-    let state: serde_json::Value = serde_json::from_str(&loader.state().to_json().unwrap()).unwrap();
-    state[field].as_u64().unwrap()
-}
-
 #[test]
-fn ranks_together_give_the_global_batches() {
+fn ranks_threads_batch_sizes_and_interruptions_change_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 300);
-    let global: Vec<_> = loader(&corpus, |_| {}).map(|batch| rows(&batch.unwrap())).collect();
-    for world_size in [2, 3, 5, 8, 50] {
-        let mut ranks: Vec<_> = (0..world_size)
-            .map(|rank| loader(&corpus, |o| (o.rank, o.world_size) = (rank, world_size)))
-            .collect();
-        for batch in &global {
-            let parts = ranks.iter_mut().map(|rank| rows(&rank.next().unwrap().unwrap()));
-            assert_eq!(hash(&parts.flatten().collect::<Vec<_>>()), hash(batch));
+    let (plain, lines) =
+        (corpus(&dir.path().join("plain"), 150, false), corpus(&dir.path().join("lines"), 100, true));
+    let google = LoaderOptions { packing: named("google"), ..options() };
+    for (corpora, options) in [
+        (vec![(plain, None)], options()),
+        (vec![(lines.clone(), None)], with("google", "word")),
+        (vec![(lines.clone(), None)], with("google", "line")),
+        (vec![(lines, None)], google),
+        (weighted(&corpora(dir.path()), &[0.45, 0.35, 0.2]), options()),
+    ] {
+        let changed = |change: &dyn Fn(&mut LoaderOptions)| {
+            let mut options = options.clone();
+            change(&mut options);
+            mixed(&corpora, &options)
+        };
+        let mut whole = changed(&|_| {});
+        let (mut batches, mut states) = (Vec::new(), vec![(whole.state(), whole.passes())]);
+        while let Some(batch) = whole.next() {
+            batches.push(rows(&batch.unwrap()));
+            states.push((whole.state(), whole.passes()));
         }
-        assert!(ranks.iter_mut().all(|rank| rank.next().is_none()));
+        let expected = batches.concat();
+        for batch_size in [1, 5, 4096] {
+            assert!(all_rows(changed(&|o| o.batch_size = batch_size)) == expected);
+        }
+        assert!(all_rows(changed(&|o| (o.num_threads, o.prefetch) = (3, 9))) == expected);
+        for world_size in [2, 3, 50] {
+            let rank = |rank| changed(&|o| (o.rank, o.world_size, o.prefetch) = (rank, world_size, 1));
+            let mut ranks: Vec<_> = (0..world_size).map(rank).collect();
+            for batch in &batches {
+                let parts = ranks.iter_mut().flat_map(|rank| rows(&rank.next().unwrap().unwrap()));
+                assert!(&parts.collect::<Vec<_>>() == batch);
+            }
+            assert!(ranks.iter_mut().all(|rank| rank.next().is_none()));
+        }
+        let mut resumed = changed(&|o| (o.num_threads, o.batch_size) = (2, 11));
+        for (number, (state, passes)) in states.iter().enumerate().rev() {
+            let state = LoaderState::from_json(&state.to_json().unwrap()).unwrap();
+            resumed.restore(&state).unwrap();
+            assert_eq!((resumed.state(), &resumed.passes()), (state, passes));
+            let rest: Vec<_> = resumed.by_ref().flat_map(|batch| rows(&batch.unwrap())).collect();
+            assert!(rest == batches[number..].concat(), "after {number} batches");
+        }
     }
 }
 
 #[test]
-fn threads_and_prefetch_change_nothing() {
+fn streams_are_fixed() {
+    // If this fails, the stream of rows has changed, and saved states of running trainings are invalid.
+    // Change the golden hashes only together with the options in a state.
     let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 200);
-    let expected = hashes(loader(&corpus, |_| {}));
-    assert_eq!(expected, hashes(loader(&corpus, |o| (o.num_threads, o.prefetch) = (3, 9))));
-    assert_eq!(expected, hashes(loader(&corpus, |o| o.prefetch = 1)));
-}
-
-#[test]
-fn a_resumed_loader_continues_exactly() {
-    let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 120);
-    let mut states = vec![loader(&corpus, |_| {}).state()];
-    let mut whole = loader(&corpus, |_| {});
-    let mut expected = Vec::new();
-    while let Some(batch) = whole.next() {
-        expected.push(hash(&rows(&batch.unwrap())));
-        states.push(whole.state());
-    }
-    let mut resumed = loader(&corpus, |o| o.num_threads = 2);
-    for (step, state) in states.iter().enumerate().rev() {
-        let state = LoaderState::from_json(&state.to_json().unwrap()).unwrap();
-        resumed.restore(&state).unwrap();
-        assert_eq!(resumed.state(), state);
-        let rest: Vec<_> = resumed.by_ref().map(|batch| hash(&rows(&batch.unwrap()))).collect();
-        assert_eq!(rest, expected[step..]);
-    }
+    let (plain, lines) =
+        (corpus(&dir.path().join("plain"), 60, false), corpus(&dir.path().join("lines"), 60, true));
+    let digest = |loader: Loader| {
+        let bytes: Vec<u8> = hashes(loader).iter().flat_map(|hash| hash.to_le_bytes()).collect();
+        format!("{:016x}\n", xxh3_64(&bytes))
+    };
+    let of = |corpus: &Arc<Corpus>, masking, cut_at| {
+        digest(Loader::new(corpus.clone(), &with(masking, cut_at)).unwrap())
+    };
+    let found = ["paper", "google", "bert"].map(|name| format!("{name} {}", of(&plain, name, "token")));
+    assert_eq!(found.concat(), include_str!("../../../../tests/golden/loader.txt"));
+    let of_words = [("whole-word", "token"), ("span", "token"), ("google", "word"), ("google", "line")];
+    let found =
+        of_words.map(|(masking, cut_at)| format!("{masking} {cut_at} {}", of(&lines, masking, cut_at)));
+    assert_eq!(found.concat(), include_str!("../../../../tests/golden/words.txt"));
+    let mixture = weighted(&corpora(dir.path()), &[0.6, 0.1, 0.3]);
+    assert_eq!(digest(mixed(&mixture, &options())), "e3c1866bef6ced19\n");
 }
 
 #[test]
 fn an_epoch_holds_every_token_once() {
     let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 150);
-    let mut loader = loader(&corpus, |o| (o.batch_size, o.epochs) = (16, Some(1)));
+    // Shards of 500 tokens: more than 64 blocks, so more than one window.
+    write_corpus(dir.path(), VOCAB, &documents(150), 500);
+    let mut loader = loader_of(dir.path(), &LoaderOptions { epochs: Some(1), ..options() });
     let num_rows = loader.num_rows().unwrap();
-    let (mut spans, mut seen) = (Vec::new(), 0);
-    for batch in loader.by_ref() {
+    let (mut spans, mut seen, mut windows) = (Vec::new(), 0, 0);
+    while let Some(batch) = loader.next() {
         let batch = batch.unwrap();
         seen += batch.num_rows() as u64;
         spans.extend(segments(&batch));
+        windows = windows.max(loader.positions[0][0].at.window);
     }
     assert_eq!(seen, num_rows);
-    let mut tokens: Vec<i32> = spans.iter().flatten().copied().collect();
-    let mut expected: Vec<i32> = documents(150).into_iter().flatten().flatten().map(|id| id as i32).collect();
-    // Each span is a contiguous range of one document ...
-    let texts: Vec<Vec<i32>> =
-        documents(150).into_iter().map(|d| d.into_iter().flatten().map(|id| id as i32).collect()).collect();
+    assert!(windows > 0);
+    // Each span is a contiguous range of one document, and together they have every token once.
+    let text = |document: Vec<Vec<u32>>| document.concat().into_iter().map(|id| id as i32).collect();
+    let texts: Vec<Vec<i32>> = documents(150).into_iter().map(text).collect();
     for span in &spans {
         assert!(texts.iter().any(|text| text.windows(span.len()).any(|run| run == span)));
     }
-    // ... and together they have every token once.
+    let (mut tokens, mut expected) = (spans.concat(), texts.concat());
     tokens.sort_unstable();
     expected.sort_unstable();
     assert_eq!(tokens, expected);
@@ -215,110 +268,172 @@ fn segments(batch: &RecordBatch) -> Vec<Vec<i32>> {
 #[test]
 fn seeds_and_epochs_differ() {
     let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 100);
-    let pass = |seed, skip| {
-        let mut all: Vec<_> = loader(&corpus, |o| (o.seed, o.batch_size) = (seed, 1))
-            .map(|batch| rows(&batch.unwrap()))
-            .collect();
-        let half = all.len() / 2;
-        assert_eq!(all.len(), 2 * half);
-        all.drain(skip * half..(skip + 1) * half).flatten().collect::<Vec<_>>()
-    };
-    let (first, second, other) = (pass(1, 0), pass(1, 1), pass(2, 0));
+    let corpus = corpus(dir.path(), 100, false);
+    let both = |seed| all_rows(Loader::new(corpus.clone(), &LoaderOptions { seed, ..options() }).unwrap());
+    let (first, second) = (both(1), both(2));
     assert_eq!(first.len(), second.len());
-    assert_eq!(first.len(), other.len());
-    for (a, b) in [(&first, &second), (&first, &other)] {
-        let set: std::collections::HashSet<_> = a.iter().collect();
-        let common = b.iter().filter(|row| set.contains(row)).count();
-        assert!(common * 20 < a.len(), "{common} of {} rows are the same", a.len());
+    let (first, next) = first.split_at(first.len() / 2);
+    for other in [next, &second[..next.len()]] {
+        let common = other.iter().filter(|row| first.contains(row)).count();
+        assert!(other.len() == first.len() && common * 20 < first.len(), "{common} of {} rows", first.len());
     }
-}
-
-#[test]
-fn the_bytes_of_batches_are_fixed() {
-    // If this fails, the stream of rows has changed, and saved states of running trainings are invalid.
-    // Change the golden hashes only together with the options in a state.
-    let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 60);
-    let golden = include_str!("../../../../tests/golden/loader.txt");
-    let mut lines = Vec::new();
-    for masking in ["paper", "google", "bert"] {
-        let all = hashes(loader(&corpus, |o| o.masking = named(masking)));
-        let bytes: Vec<u8> = all.iter().flat_map(|hash| hash.to_le_bytes()).collect();
-        lines.push(format!("{masking} {:016x}\n", xxh3_64(&bytes)));
-    }
-    assert_eq!(lines.concat(), golden);
-}
-
-#[test]
-fn many_blocks_and_windows_are_visited() {
-    let dir = tempfile::tempdir().unwrap();
-    // Shards of 500 tokens: more than 64 blocks, so more than one window.
-    write_corpus(dir.path(), VOCAB, &documents(150), 500);
-    let corpus = Arc::new(Corpus::open(dir.path()).unwrap());
-    let mut all = loader(&corpus, |o| o.epochs = Some(1));
-    let (mut num_tokens, mut last_window) = (0, 0);
-    while let Some(batch) = all.next() {
-        num_tokens += segments(&batch.unwrap()).concat().len() as u64;
-        last_window = last_window.max(state_field(&all, "group"));
-    }
-    assert!(last_window > 0);
-    assert_eq!((num_tokens, state_field(&all, "epoch")), (corpus.num_tokens(), 1));
-}
-
-#[test]
-fn damage_is_reported_and_nothing_hangs() {
-    let dir = tempfile::tempdir().unwrap();
-    write_corpus(dir.path(), VOCAB, &documents(900), 1 << 20);
-    let entry = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
-    let path = entry.filter(|path| path.extension().is_some_and(|e| e == "tokens")).min().unwrap();
-    let mut bytes = std::fs::read(&path).unwrap();
-    bytes[3 * 65_536 + 17] ^= 4;
-    std::fs::write(&path, bytes).unwrap();
-    let corpus = Arc::new(Corpus::open(dir.path()).unwrap());
-    let mut loader = loader(&corpus, |o| o.num_threads = 2);
-    let error = loader.find_map(Result::err).unwrap().to_string();
-    assert!(error.contains(path.file_name().unwrap().to_str().unwrap()), "{error}");
-    assert!(error.contains("block 3"), "{error}");
-    let state = loader.state();
-    assert_eq!(loader.next().unwrap().unwrap_err().to_string(), error);
-    assert_eq!(loader.state(), state);
 }
 
 #[test]
 fn states_beyond_the_end_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 20);
-    let mut loader = loader(&corpus, |_| {});
+    let corpus = corpus(dir.path(), 20, false);
+    let mut loader = Loader::new(corpus, &options()).unwrap();
     let before = loader.state();
     let json = before.to_json().unwrap();
-    for (from, to) in
-        [("\"epoch\":0", "\"epoch\":3"), ("\"group\":0", "\"group\":9"), ("\"row\":0", "\"row\":99999")]
+    let end = u64::from(u32::MAX);
+    for (field, value) in
+        [("epoch", 3), ("epoch", end), ("group", 9), ("group", end), ("row", 99_999), ("row", u64::MAX)]
     {
-        let state = LoaderState::from_json(&json.replace(from, to)).unwrap();
+        let changed = json.replace(&format!("\"{field}\":0"), &format!("\"{field}\":{value}"));
+        let state = LoaderState::from_json(&changed).unwrap();
         let message = loader.restore(&state).unwrap_err().to_string();
         assert!(message.contains("beyond the end"), "{message}");
         assert_eq!(loader.state(), before);
     }
 }
 
+/// The stream of rows of each corpus alone, under its seed in a mixture.
+fn alone(corpora: &[Arc<Corpus>], epochs: i64) -> Vec<Vec<Vec<i32>>> {
+    let mixture =
+        Mixture::new(weighted(corpora, &vec![1.0; corpora.len()]), options().seed as u64, 1).unwrap();
+    let stream = |(corpus, seed): (&Arc<Corpus>, u64)| {
+        let options = LoaderOptions { seed: seed as i64, epochs: Some(epochs), ..options() };
+        all_rows(Loader::new(corpus.clone(), &options).unwrap())
+    };
+    corpora.iter().zip(mixture.corpora().iter().map(|blocks| blocks.seed())).map(stream).collect()
+}
+
 #[test]
-fn batches_outlive_their_loader_and_buffers_are_not_shared() {
+fn a_mixture_interleaves_the_streams_of_its_corpora_in_proportion() {
     let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 200);
-    let kept: Vec<_> = loader(&corpus, |_| {}).map(Result::unwrap).collect();
-    let hashes_kept: Vec<_> = kept.iter().map(|batch| hash(&rows(batch))).collect();
-    assert_eq!(hashes_kept, hashes(loader(&corpus, |_| {})));
+    let corpora = corpora(dir.path());
+    let alone = alone(&corpora, 2);
+    let weights = [0.2, 0.3, 0.5];
+    let mixed = all_rows(mixed(&weighted(&corpora, &weights), &options()));
+    assert_eq!(mixed.len(), alone.iter().map(Vec::len).sum::<usize>());
+    let mut given = [0; 3];
+    let mut finished = Vec::new();
+    for (row, values) in (1..).zip(&mixed) {
+        // The next one of a corpus in its own order.
+        let corpus = (0..3).find(|&corpus| alone[corpus].get(given[corpus]) == Some(values)).unwrap();
+        given[corpus] += 1;
+        if finished.is_empty() {
+            for (given, weight) in given.iter().zip(weights) {
+                assert!((*given as f64 - f64::from(row) * weight).abs() < 1.0);
+            }
+        }
+        if given[corpus] == alone[corpus].len() {
+            finished.push(corpus);
+        }
+    }
+    // All have been read twice, and ended at different times.
+    assert_eq!((finished, given.to_vec()), (vec![1, 2, 0], alone.iter().map(Vec::len).collect()));
+}
+
+#[test]
+fn without_weights_all_corpora_end_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let corpora = corpora(dir.path());
+    let unweighted = corpora.iter().map(|corpus| (corpus.clone(), None)).collect();
+    let mut loader = Loader::mixture(unweighted, &LoaderOptions { batch_size: 1, ..options() }).unwrap();
+    let rows = 2 * loader.num_rows().unwrap() as usize;
+    assert_eq!(loader.by_ref().take(rows / 2).count(), rows / 2);
+    assert!(loader.passes().iter().all(|passes| (passes - 1.0).abs() < 0.05), "{:?}", loader.passes());
+    assert_eq!(loader.by_ref().count(), rows - rows / 2);
+    assert_eq!(loader.passes(), [2.0; 3]);
+    assert_eq!(
+        loader.contents().unwrap().tokens,
+        corpora.iter().map(|corpus| corpus.num_tokens()).sum::<u64>()
+    );
+}
+
+#[test]
+fn damage_is_reported_after_the_batches_before_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = LoaderOptions { batch_size: 4, num_threads: 2, ..options() };
+    let expected = hashes(mixed(&weighted(&corpora(dir.path()), &[1.0; 3]), &options));
+    // The first window of the first corpus holds 64 of its blocks, each of which is a shard.
+    let files = std::fs::read_dir(dir.path().join("0")).unwrap().map(|entry| entry.unwrap().path());
+    let path = files.filter(|path| path.extension().is_some_and(|kind| kind == "tokens")).max().unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[100] ^= 4;
+    std::fs::write(&path, bytes).unwrap();
+    let open = |number: u32| Arc::new(Corpus::open(&dir.path().join(number.to_string())).unwrap());
+    let mut damaged = mixed(&weighted(&[0, 1, 2].map(open), &[1.0; 3]), &options);
+    let mut before = Vec::new();
+    let error = loop {
+        match damaged.next().unwrap() {
+            Ok(batch) => before.push(hash(&rows(&batch))),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.starts_with(&format!("{}: block 0 of ", path.display())), "{error}");
+    assert!(!before.is_empty() && before == expected[..before.len()]);
+    let state = damaged.state();
+    assert_eq!(damaged.next().unwrap().unwrap_err().to_string(), error);
+    assert_eq!(damaged.state(), state);
 }
 
 #[test]
 fn dropping_a_busy_loader_ends_its_threads() {
     let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 100);
+    let corpora = corpora(dir.path());
     for taken in 0..4 {
-        let mut loader = loader(&corpus, |o| (o.epochs, o.num_threads) = (None, 2));
-        assert_eq!(loader.by_ref().take(taken).count(), taken);
-        drop(loader);
+        let options = LoaderOptions { epochs: None, num_threads: 2, ..options() };
+        assert_eq!(mixed(&weighted(&corpora, &[1.0, 2.0, 1.0]), &options).take(taken).count(), taken);
     }
-    assert_eq!(Arc::strong_count(&corpus), 1);
+    assert!(corpora.iter().all(|corpus| Arc::strong_count(corpus) == 1));
+}
+
+#[test]
+fn word_starts_of_another_vocabulary_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = with("google", "word");
+    options.word_starts = Some(Arc::new([true; 7]));
+    let message = Loader::new(corpus(dir.path(), 3, false), &options).err().unwrap().to_string();
+    assert!(message.contains("vocab.txt has 7 entries, not 30000"), "{message}");
+}
+
+#[test]
+fn what_is_no_mixture_is_refused_in_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let corpora = corpora(dir.path());
+    let refused = |corpora: Weighted| {
+        let message = Loader::mixture(corpora, &options()).err().unwrap().to_string();
+        assert!(!message.contains('\n'));
+        message.replace(dir.path().to_str().unwrap(), "DIR")
+    };
+    for (weight, named) in [(0.0, "0"), (-0.5, "-0.5"), (f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
+        let message = refused(weighted(&corpora, &[1.0, weight, 1.0]));
+        assert_eq!(message, format!("DIR/1: weight {named}: must be a number above 0"));
+    }
+    assert!(refused(weighted(&corpora, &[1e300, 1.0])).contains("too far apart"));
+    let mut some = weighted(&corpora, &[1.0, 1.0]);
+    some[1].1 = None;
+    assert_eq!(refused(some), "DIR/1: has no weight; give every corpus one, or none");
+    let twice = [corpora[0].clone(), corpora[1].clone(), corpora[0].clone()];
+    assert!(
+        refused(weighted(&twice, &[1.0; 3])).starts_with("DIR/0 and DIR/0 are the same corpus (content hash")
+    );
+    assert!(refused(Vec::new()).starts_with("there is no corpus"));
+    let empty = dir.path().join("empty");
+    write_corpus(&empty, VOCAB, &[], 500);
+    let empty = [corpora[0].clone(), Arc::new(Corpus::open(&empty).unwrap())];
+    assert!(refused(weighted(&empty, &[1.0; 2])).starts_with("DIR/empty: the corpus has no tokens"));
+    // Equal entries can have other roles.
+    let changes: [fn(&mut TokenizerEntry); 2] =
+        [|tokenizer| tokenizer.special_tokens.mask = 9, |tokenizer| tokenizer.hash = format!("{:016x}", 8)];
+    let differences = ["special tokens;", "vocabularies (hashes 0000000000000007 and"];
+    for (change, difference) in changes.into_iter().zip(differences) {
+        rewrite_manifest(&dir.path().join("2"), |manifest| change(&mut manifest.tokenizer));
+        let other = [corpora[0].clone(), Arc::new(Corpus::open(&dir.path().join("2")).unwrap())];
+        let message = refused(weighted(&other, &[1.0; 2]));
+        assert!(message.starts_with(&format!("DIR/0 and DIR/2 have different {difference}")), "{message}");
+    }
 }

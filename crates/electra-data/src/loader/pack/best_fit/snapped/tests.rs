@@ -100,18 +100,6 @@ proptest! {
 }
 
 #[test]
-fn one_endless_word_fills_rows() {
-    let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), &[vec![10_000]]);
-    let table = (0..VOCAB).map(|_| false).collect();
-    for points in [CutPoints::Words(table), CutPoints::lines()] {
-        let mut packer = SnappedPacker::new(64, 1, points);
-        let rows = packer.pack(&corpus.shard(0), 0..10_000, RngCounter { epoch: 3, block: 0 }).unwrap();
-        assert_eq!(rows.len(), 10_000_usize.div_ceil(62));
-    }
-}
-
-#[test]
 fn lines_longer_than_rows_are_cut_and_others_whole() {
     let dir = tempfile::tempdir().unwrap();
     let documents = [vec![20, 20, 20, 150, 20]];
@@ -127,15 +115,4 @@ fn lines_longer_than_rows_are_cut_and_others_whole() {
         );
         assert!(starts.contains(&110) && starts.contains(&160), "{starts:?}");
     }
-}
-
-#[test]
-fn epochs_differ() {
-    let dir = tempfile::tempdir().unwrap();
-    let documents: Vec<Vec<u32>> = (0..20).map(|n| vec![7 + n % 5; 60]).collect();
-    let corpus = corpus(dir.path(), &documents);
-    let total = documents.iter().flatten().sum();
-    let mut packer = SnappedPacker::new(64, 1, CutPoints::lines());
-    let mut of = |epoch| spans(&mut packer, &corpus.shard(0), &[0, total], epoch, 64);
-    assert_ne!(of(0), of(1));
 }
