@@ -12,7 +12,6 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use super::mixture::Mixture;
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::choice::Choice;
-use crate::error::Result;
 use crate::format::testing::{rewrite_manifest, write_corpus};
 use crate::format::{Corpus, TokenizerEntry};
 use crate::philox::{Purpose, Stream};
@@ -360,7 +359,7 @@ fn damage_is_reported_after_the_batches_before_it() {
     let expected = hashes(mixed(&weighted(&corpora(dir.path()), &[1.0; 3]), &options));
     // The first window of the first corpus holds 64 of its blocks, each of which is a shard.
     let files = std::fs::read_dir(dir.path().join("0")).unwrap().map(|entry| entry.unwrap().path());
-    let path = files.filter(|path| path.extension().is_some_and(|kind| kind == "tokens")).max().unwrap();
+    let path = files.filter(|path| path.extension().is_some_and(|kind| kind == "tokens")).min().unwrap();
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[100] ^= 4;
     std::fs::write(&path, bytes).unwrap();
