@@ -12,7 +12,7 @@ use libfuzzer_sys::fuzz_target;
 mod strings;
 
 static ALL: LazyLock<Vec<(String, Tokenizer)>> =
-    LazyLock::new(|| strings::tokenizers(None, tempfile::tempdir().expect("a temporary folder").path()));
+    LazyLock::new(|| strings::tokenizers(tempfile::tempdir().expect("a temporary folder").path()));
 
 fuzz_target!(|bytes: &[u8]| {
     let Some((first, bytes)) = bytes.split_first() else { return };

@@ -1,6 +1,6 @@
 //! Random strings that are hard to tokenize, and a vocabulary to split them with.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use electra_data::Tokenizer;
 
@@ -25,37 +25,12 @@ impl Numbers {
 /// Ranges of code points with special cases: Latin, marks, Greek, Cyrillic, Hebrew, Arabic, Indic,
 /// Tibetan, Jamo, Greek with accents, spaces and format characters, kana and tone marks, CJK, Hangul,
 /// private use and CJK compatibility, presentation forms, emoji, music, rarer CJK, tags and variants.
-const RANGES: [(u32, u32); 30] = [
-    (0x20, 0x7f),
-    (0x20, 0x7f),
-    (0, 0x20),
-    (0x7f, 0x100),
-    (0x100, 0x250),
-    (0x300, 0x370),
-    (0x300, 0x370),
-    (0x370, 0x530),
-    (0x590, 0x700),
-    (0x900, 0xe00),
-    (0xf00, 0xfff),
-    (0x1100, 0x1200),
-    (0x1ab0, 0x1b00),
-    (0x1dc0, 0x1f00),
-    (0x1f00, 0x2000),
-    (0x2000, 0x2070),
-    (0x20d0, 0x2100),
-    (0x2100, 0x2200),
-    (0x3000, 0x3100),
-    (0x4e00, 0x9fff),
-    (0xac00, 0xd7a4),
-    (0xd7b0, 0xd800),
-    (0xe000, 0xfb00),
-    (0xfb00, 0x1_0000),
-    (0x1_0000, 0x1_2000),
-    (0x1_6ff0, 0x1_7000),
-    (0x1_d100, 0x1_d800),
-    (0x1_f300, 0x1_fb00),
-    (0x2_a6d0, 0x2_fa20),
-    (0xe_0000, 0xe_0200),
+const RANGES: [u32; 60] = [
+    0x20, 0x7f, 0x20, 0x7f, 0, 0x20, 0x7f, 0x100, 0x100, 0x250, 0x300, 0x370, 0x300, 0x370, 0x370, 0x530,
+    0x590, 0x700, 0x900, 0xe00, 0xf00, 0xfff, 0x1100, 0x1200, 0x1ab0, 0x1b00, 0x1dc0, 0x1f00, 0x1f00, 0x2000,
+    0x2000, 0x2070, 0x20d0, 0x2100, 0x2100, 0x2200, 0x3000, 0x3100, 0x4e00, 0x9fff, 0xac00, 0xd7a4, 0xd7b0,
+    0xd800, 0xe000, 0xfb00, 0xfb00, 0x10000, 0x10000, 0x12000, 0x16ff0, 0x17000, 0x1d100, 0x1d800, 0x1f300,
+    0x1fb00, 0x2a6d0, 0x2fa20, 0xe0000, 0xe0200,
 ];
 /// Combining marks that are not stripped, and characters that may occur between them.
 const MARKS: &str = "\
@@ -64,28 +39,8 @@ const MARKS: &str = "\
 const CHOSEN: &str = "\
     []#\u{fffd}\u{feff}\u{d7ff}\u{e000}\u{10ffff}\u{85}\u{a0}\u{2028}\u{3000}\u{130}\u{3a3}\u{3c2}\
     \u{1e9e}\u{212a}\u{fb01}\u{37e}\u{1fef}\u{2001}\u{f900}\u{2f800}\u{e0001}";
-const WORDS: [&str; 20] = [
-    "the",
-    "The",
-    "unaffable",
-    "don't",
-    "[MASK]",
-    "##ing",
-    "naïve",
-    "Café",
-    "e\u{301}clair",
-    "日本語",
-    "한국어",
-    "Привет",
-    "ΣΊΣΥΦΟΣ",
-    "İstanbul",
-    "electroencephalograph",
-    "internationalization",
-    "0x1F",
-    "“quoted”",
-    "—",
-    "résumé’s",
-];
+const WORDS: &str = "the The unaffable don't [MASK] ##ing naïve Café e\u{301}clair 日本語 한국어 Привет ΣΊΣΥΦΟΣ \
+    İstanbul electroencephalograph internationalization 0x1F “quoted” — résumé’s";
 
 /// A string of up to about 60 characters; one in fifty has a very long word.
 pub fn random_string(numbers: &mut Numbers) -> String {
@@ -98,14 +53,14 @@ pub fn random_string(numbers: &mut Numbers) -> String {
             (1, _) | (_, 4) => text.push(numbers.one_of(&chars(MARKS))),
             (2, _) | (_, 5) => text.push(numbers.one_of(&chars(CHOSEN))),
             (3 | 4, _) | (_, 6..9) => {
-                let (from, to) = numbers.one_of(&RANGES);
-                text.push(any_char(numbers, from, to));
+                let at = 2 * numbers.below(RANGES.len() / 2);
+                text.push(any_char(numbers, RANGES[at], RANGES[at + 1]));
             }
             (5, _) | (_, 9..11) => {
                 let length = 1 + numbers.below(20);
                 text.extend((0..length).map(|_| any_char(numbers, 0x30, 0x7b)));
             }
-            _ => text.push_str(numbers.one_of(&WORDS)),
+            _ => text.push_str(numbers.one_of(&WORDS.split(' ').collect::<Vec<_>>())),
         }
     }
     if numbers.below(50) == 0 {
@@ -134,7 +89,7 @@ fn vocabulary() -> Vec<String> {
     for c in letters {
         entries.extend([c.to_string(), format!("##{c}")]);
     }
-    for word in WORDS {
+    for word in WORDS.split(' ') {
         let chars: Vec<char> = word.chars().collect();
         for (start, length) in
             (0..chars.len()).flat_map(|start| [(start, 2), (start, 3), (start, 5), (start, 8)])
@@ -148,60 +103,31 @@ fn vocabulary() -> Vec<String> {
     entries
 }
 
-/// Named tokenizers with all combinations of BERT's options, for the given vocabulary or the built-in one.
-pub fn tokenizers(vocab: Option<&Path>, dir: &Path) -> Vec<(String, Tokenizer)> {
-    let entries = match vocab {
-        Some(path) => {
-            std::fs::read_to_string(path).expect("a vocabulary").lines().map(str::to_owned).collect()
-        }
-        None => vocabulary(),
+/// Named tokenizers with all combinations of BERT's options.
+pub fn tokenizers(dir: &Path) -> Vec<(String, Tokenizer)> {
+    let open = |name: &str, text: &str, lowercase, strip_accents| {
+        let path = dir.join(name);
+        std::fs::write(&path, text).expect("a place to write");
+        Tokenizer::from_file(&path, lowercase, strip_accents).expect("a tokenizer")
     };
-    let mut all = Vec::new();
-    for options in 0..16 {
-        let [lowercase, strip, clean, chinese] = [1, 2, 4, 8].map(|bit| options & bit == 0);
+    let entries = vocabulary().join("\n");
+    let options = (0..16).map(|options| [1, 2, 4, 8].map(|bit| options & bit == 0));
+    let tokenizer = |[lowercase, strip, clean, chinese]: [bool; 4]| {
+        let plain = open("vocab.txt", &entries, Some(lowercase), Some(strip));
         let name =
             format!("lowercase {lowercase}, strip_accents {strip}, clean_text {clean}, chinese {chinese}");
-        let path = if clean && chinese {
-            write(dir, "vocab.txt", &entries.join("\n"))
-        } else {
-            let vocab: serde_json::Map<String, serde_json::Value> =
-                entries.iter().zip(0..).map(|(entry, id)| (entry.clone(), id.into())).collect();
-            write(dir, "tokenizer.json", &json(vocab, lowercase, strip, clean, chinese).to_string())
-        };
-        let own = |value| (clean && chinese).then_some(value);
-        all.push((name, Tokenizer::from_file(&path, own(lowercase), own(strip)).expect("a tokenizer")));
-    }
-    all
-}
-
-fn json(
-    vocab: serde_json::Map<String, serde_json::Value>,
-    lowercase: bool,
-    strip: bool,
-    clean: bool,
-    chinese: bool,
-) -> serde_json::Value {
-    let special = |(id, name): (usize, &str)| {
-        serde_json::json!({"id": id, "content": name, "single_word": false, "lstrip": false, "rstrip": false,
-                           "normalized": false, "special": true})
+        if clean && chinese {
+            return (name, plain);
+        }
+        let mut json: serde_json::Value =
+            serde_json::from_str(&plain.to_json().expect("rules")).expect("JSON");
+        let rules = &mut json["normalizer"];
+        (rules["clean_text"], rules["handle_chinese_chars"]) = (clean.into(), chinese.into());
+        if strip == lowercase {
+            rules["strip_accents"] = serde_json::Value::Null; // means the same
+        }
+        json["truncation"] = serde_json::json!({"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0});
+        (name, open("tokenizer.json", &json.to_string(), None, None))
     };
-    let added: Vec<_> =
-        ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"].into_iter().enumerate().map(special).collect();
-    serde_json::json!({
-        "version": "1.0", "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
-        "padding": null, "added_tokens": added,
-        // `null` where that means the same.
-        "normalizer": {"type": "BertNormalizer", "clean_text": clean, "handle_chinese_chars": chinese,
-                       "strip_accents": if strip == lowercase { None } else { Some(strip) }, "lowercase": lowercase},
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {"type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2]}, "decoder": null,
-        "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-                  "max_input_chars_per_word": 100, "vocab": vocab},
-    })
-}
-
-fn write(dir: &Path, name: &str, text: &str) -> PathBuf {
-    let path = dir.join(name);
-    std::fs::write(&path, text).expect("a place to write");
-    path
+    options.map(tokenizer).collect()
 }
