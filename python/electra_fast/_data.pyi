@@ -11,7 +11,19 @@ VERSION: str
 class Tokenizer:
     """See `electra_fast.data.corpus.Tokenizer`; ids are bytes of little-endian u32."""
 
-    def __init__(self, path: str, lowercase: bool | None = None, strip_accents: bool | None = None) -> None: ...
+    def __init__(
+        self,
+        path: str,
+        lowercase: bool | None = None,
+        strip_accents: bool | None = None,
+        names: Sequence[str | None] = ...,
+    ) -> None: ...
+    @staticmethod
+    def beside_manifest(path: str, lowercase: bool | None, strip_accents: bool | None) -> Tokenizer | None: ...
+    @staticmethod
+    def disagreement(vocab_txt: str, json: str) -> str | None: ...
+    def rules(self) -> str: ...
+    def token_to_id(self, token: str) -> int | None: ...
     @staticmethod
     def restored(
         path: str,

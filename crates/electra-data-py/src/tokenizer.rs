@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use electra_data::SpecialNames;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::corpus::{Corpus, url_of};
+use crate::corpus::Corpus;
 use crate::errors::raise;
 use crate::interruption::interruptible;
 use crate::process::PerProcess;
@@ -22,19 +23,44 @@ pub(crate) struct Tokenizer {
 
 #[pymethods]
 impl Tokenizer {
+    /// Opens a file, whatever is beside it; `names` are those of pad, unk, cls, sep and mask if not the usual ones.
     #[new]
-    #[pyo3(signature = (path, lowercase=None, strip_accents=None))]
+    #[pyo3(signature = (path, lowercase=None, strip_accents=None, names=SpecialNames::default()))]
     fn new(
         py: Python,
         path: PathBuf,
         lowercase: Option<bool>,
         strip_accents: Option<bool>,
+        names: SpecialNames,
     ) -> PyResult<Self> {
-        url_of(path.clone())?; // the error for a missing file must not show a secret in it
-        let inner = py
-            .detach(|| electra_data::Tokenizer::from_file(&path, lowercase, strip_accents))
-            .map_err(raise)?;
-        Ok(Self { inner: PerProcess::new(inner) })
+        let open = || electra_data::Tokenizer::with_names(&path, lowercase, strip_accents, &names);
+        py.detach(open).map(Self::of).map_err(raise)
+    }
+
+    /// The tokenizer that a file beside the manifest of its corpus has there; None for any other file.
+    #[staticmethod]
+    fn beside_manifest(
+        path: PathBuf,
+        lowercase: Option<bool>,
+        strip_accents: Option<bool>,
+    ) -> PyResult<Option<Self>> {
+        let found = electra_data::Tokenizer::beside_manifest(&path, lowercase, strip_accents);
+        Ok(found.map_err(raise)?.map(Self::of))
+    }
+
+    /// What differs between the entries of a vocab.txt and of a tokenizer.json, if anything does.
+    #[staticmethod]
+    fn disagreement(vocab_txt: PathBuf, json: PathBuf) -> PyResult<Option<String>> {
+        electra_data::Tokenizer::disagreement(&vocab_txt, &json).map_err(raise)
+    }
+
+    /// Everything but the entries, as JSON.
+    fn rules(&self, py: Python) -> PyResult<String> {
+        Ok(self.get(py)?.rules())
+    }
+
+    fn token_to_id(&self, py: Python, token: &str) -> PyResult<Option<u32>> {
+        Ok(self.get(py)?.token_to_id(token))
     }
 
     /// A tokenizer from the values of `path`, `file`, `settings` and `special_tokens` of another one.

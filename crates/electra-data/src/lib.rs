@@ -35,4 +35,4 @@ pub use prepare::{
     prepare_input_groups, text_sample, train_vocab, verify,
 };
 pub use store::{attended, check_url, delete_objects, download, list_objects, upload, url_of};
-pub use tokenizer::{Encoder, Pieces, Tokenizer};
+pub use tokenizer::{Encoder, Pieces, SpecialNames, Tokenizer};

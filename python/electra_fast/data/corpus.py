@@ -17,6 +17,7 @@ from electra_fast import _data
 from electra_fast.data.coverage import Coverage
 from electra_fast.data.inputs import StrPath
 from electra_fast.data.pair_template import PairTemplate, template_of
+from electra_fast.data.tokenizer_folder import open_tokenizer
 from electra_fast.errors import InputError
 
 Ids = NDArray[np.int32]
@@ -59,8 +60,10 @@ class Tokenizer:
         ValueError: It is not a tokenizer, or it lacks a special token (the message names it).
     """
 
+    _inferred = False
+
     def __init__(self, path: StrPath, *, lowercase: bool | None = None, strip_accents: bool | None = None) -> None:
-        self._inner = _data.Tokenizer(os.fspath(path), lowercase, strip_accents)
+        self._inner, self._inferred = open_tokenizer(os.fspath(path), lowercase, strip_accents)
 
     def __getstate__(self) -> tuple[Any, ...]:
         return (os.fspath(self._inner.path), self._inner.file, self._inner.settings, self._inner.special_tokens)
@@ -153,7 +156,7 @@ class Tokenizer:
     @property
     def casing_inferred(self) -> bool:
         """True if no file states the settings of a `vocab.txt`, so that they were inferred from its entries."""
-        return self._inner.casing_inferred
+        return self._inferred
 
     @property
     def options(self) -> dict[str, bool | None]:

@@ -27,6 +27,7 @@ from electra_fast.data.inputs import (
 from electra_fast.data.prepare_executor import prepare_on
 from electra_fast.data.prepare_report import PrepareReport, alphabet, guess, summary
 from electra_fast.data.text_sample import sample_texts, sample_warnings
+from electra_fast.data.tokenizer_folder import open_tokenizer
 from electra_fast.errors import InputError
 from electra_fast.progress import ReadingProgress
 
@@ -251,7 +252,7 @@ def train_vocab(
         bar.warn(passed_over_warning(report))
         if report["skipped_records"]:
             bar.warn(skipped_lines(report["skipped_records"], report["first_skipped"], None))
-        for warning in sample_warnings(beginning, _data.Tokenizer(os.fspath(out))):
+        for warning in sample_warnings(beginning, open_tokenizer(os.fspath(out))[0]):
             bar.warn(warning)
     return int(report["num_entries"])
 

@@ -1,7 +1,6 @@
 //! Text to token ids: opening a tokenizer's file, and a fast path for BERT's WordPiece.
 
 mod ascii;
-mod folder;
 mod names;
 mod normalize;
 mod offsets;
@@ -15,6 +14,7 @@ mod word_starts;
 mod wordpiece;
 
 pub use offsets::Pieces;
+pub use open::SpecialNames;
 pub use tokenize::{Encoder, Tokenizer};
 
 pub(crate) use normalize::{Characters, Meaning};

@@ -63,6 +63,11 @@ impl Tokenizer {
         guarded(&self.path, || self.inner.decode(ids, false).map_err(failed))
     }
 
+    /// The id of an entry or added token.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
     /// The vocabulary entry with this id.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
@@ -181,66 +186,35 @@ mod tests {
 
     const VOCAB: &str = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nun\n##able\n##s\nmask\n[\n]\ncafe\n";
 
-    fn open(vocab: &str) -> Result<Tokenizer> {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("vocab.txt");
-        std::fs::write(&path, vocab).unwrap();
-        Tokenizer::from_file(&path, None, None)
+    fn open(vocab: &str) -> Tokenizer {
+        let names = Default::default();
+        Tokenizer::from_vocab(Path::new("vocab.txt"), vocab.into(), None, None, &names).unwrap()
     }
 
     #[test]
     fn words_are_split_and_names_of_special_tokens_are_text() {
-        let tokenizer = open(VOCAB).unwrap();
+        let tokenizer = open(VOCAB);
         let ids = tokenizer.encode_batch(&["Unables [MASK] Café", "xyz", ""]).unwrap();
         assert_eq!(ids, [vec![5, 6, 7, 9, 8, 10, 11], vec![1], vec![]]);
         assert_eq!((tokenizer.vocab_size(), tokenizer.special_tokens().mask), (12, 4));
     }
 
     #[test]
-    fn case_is_detected() {
-        assert_eq!(open(VOCAB).unwrap().settings(), (Some(true), Some(true)));
-        assert_eq!(open(&VOCAB.replace("cafe", "Cafe")).unwrap().settings(), (Some(false), Some(false)));
-    }
-
-    #[test]
     fn line_ends_and_a_byte_order_mark_do_not_change_the_hash_but_settings_do() {
         for same in [VOCAB.replace('\n', "\r\n"), format!("\u{feff}{VOCAB}")] {
-            let (same, plain) = (open(&same).unwrap(), open(VOCAB).unwrap());
+            let (same, plain) = (open(&same), open(VOCAB));
             assert_eq!((same.hash(), same.special_tokens()), (plain.hash(), plain.special_tokens()));
             assert_eq!(same.content_hash().unwrap(), plain.content_hash().unwrap());
         }
-        assert_ne!(open(VOCAB).unwrap().hash(), open(&VOCAB.replace("cafe", "Cafe")).unwrap().hash());
+        assert_ne!(open(VOCAB).hash(), open(&VOCAB.replace("cafe", "Cafe")).hash());
     }
 
     #[test]
     fn of_several_special_names_the_first_is_used() {
         let names = "<pad>\n<unk>\n<s>\n</s>\n<cls>\n<sep>\n<mask>\na\n";
-        let tokenizer = open(names).unwrap();
+        let tokenizer = open(names);
         assert_eq!(tokenizer.special_tokens(), SpecialTokens { pad: 0, unk: 1, cls: 4, sep: 5, mask: 6 });
         assert_eq!(tokenizer.encode_batch(&["a x"]).unwrap(), [[7, 1]]);
         assert!(tokenizer.is_fast());
-    }
-
-    #[test]
-    fn a_folder_is_searched() {
-        let dir = tempfile::tempdir().unwrap();
-        let open = || Tokenizer::from_file(dir.path(), None, None);
-        let error = open().err().unwrap().to_string();
-        assert!(error.contains("tokenizer.json: not found, nor vocab.txt, nor either of them in"), "{error}");
-        for place in ["generator", "discriminator", "tokenizer", "."] {
-            std::fs::create_dir_all(dir.path().join(place)).unwrap();
-            std::fs::write(dir.path().join(place).join("vocab.txt"), VOCAB).unwrap();
-            let json = open().unwrap().to_json().unwrap();
-            let expected = dir.path().join(place).join("vocab.txt").canonicalize().unwrap();
-            assert_eq!(open().unwrap().path().canonicalize().unwrap(), expected);
-            std::fs::write(dir.path().join(place).join("tokenizer.json"), json).unwrap();
-            assert!(open().unwrap().path().ends_with("tokenizer.json"), "{place}");
-        }
-    }
-
-    #[test]
-    fn a_missing_special_token_is_named() {
-        let error = open(&VOCAB.replace("[MASK]", "x")).err().unwrap().to_string();
-        assert!(error.contains("no [MASK] in the vocabulary"), "{error}");
     }
 }

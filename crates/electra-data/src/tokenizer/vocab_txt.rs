@@ -22,8 +22,6 @@ pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 pub(super) struct Case {
     pub lowercase: bool,
     pub strip_accents: bool,
-    /// Whether Chinese characters are words by themselves.
-    pub chinese: bool,
 }
 
 /// A WordPiece vocabulary, one entry per line.
@@ -37,30 +35,32 @@ pub(super) struct Vocabulary<'a> {
     pub unknown: &'a str,
 }
 
-/// The lines of a `vocab.txt` without trailing whitespace. The index of a line is its id.
-pub(super) fn entries<'a>(path: &Path, file: &'a [u8]) -> Result<Vec<&'a str>> {
-    let text = std::str::from_utf8(file).map_err(|error| {
-        let (path, at) = (path.display(), error.valid_up_to());
-        Error::Input(format!("{path}: invalid UTF-8 at byte {at}; a vocabulary is UTF-8 text"))
-    })?;
-    let text = text.strip_suffix('\n').unwrap_or(text);
-    Ok(text.split('\n').map(str::trim_end).collect())
-}
+impl<'a> Vocabulary<'a> {
+    /// The lines of a `vocab.txt` without trailing whitespace. The index of a line is its id.
+    pub fn new(path: &'a Path, file: &'a [u8]) -> Result<Self> {
+        let text = std::str::from_utf8(file).map_err(|error| {
+            let (path, at) = (path.display(), error.valid_up_to());
+            Error::Input(format!("{path}: invalid UTF-8 at byte {at}; a vocabulary is UTF-8 text"))
+        })?;
+        let text = text.strip_suffix('\n').unwrap_or(text);
+        let entries: Vec<&str> = text.split('\n').map(str::trim_end).collect();
+        let ids = entries.iter().zip(0..).map(|(entry, id)| ((*entry).to_owned(), id)).collect();
+        Ok(Self { path, entries, ids, unknown: "" })
+    }
 
-impl Vocabulary<'_> {
     /// The tokenizer that follows BERT's rules.
     pub fn tokenizer(&self, case: Case) -> Result<Tokenizer> {
         let failed = |error: tokenizers::Error| unusable(self.path, &error);
         let builder = WordPiece::builder().vocab(self.ids.clone()).unk_token(self.unknown.to_owned());
         let mut tokenizer = Tokenizer::new(builder.build().map_err(failed)?);
-        let normalizer = BertNormalizer::new(true, case.chinese, Some(case.strip_accents), case.lowercase);
+        let normalizer = BertNormalizer::new(true, true, Some(case.strip_accents), case.lowercase);
         tokenizer.with_normalizer(Some(normalizer)).map_err(failed)?;
         tokenizer.with_pre_tokenizer(Some(BertPreTokenizer)).with_decoder(Some(WordPieceDecoder::default()));
         Ok(tokenizer)
     }
 
-    /// Rejects a `tokenizer.json` that has other entries, or the same entries with other ids.
-    pub fn check_agrees(&self, json: &Path, tokenizer: &Tokenizer) -> Result<()> {
+    /// What differs if a `tokenizer.json` has other entries, or the same entries with other ids.
+    pub fn disagreement(&self, json: &Path, tokenizer: &Tokenizer) -> Option<String> {
         let added = tokenizer.get_added_tokens_decoder();
         let mut here: Vec<(&String, u32)> = self.ids.iter().map(|(entry, &id)| (entry, id)).collect();
         here.sort_unstable_by_key(|&(_, id)| id);
@@ -79,13 +79,13 @@ impl Vocabulary<'_> {
                 format!("{entry:?} has the id {id} in the former, {other} in the latter")
             }
             (None, Some((entry, id))) => format!("the former lacks {entry:?}, id {id} of the latter"),
-            (None, None) => return Ok(()),
+            (None, None) => return None,
         };
-        Err(Error::Input(format!(
+        Some(format!(
             "{} and {} disagree: {differs}; keep the one that the model was trained with and move the other away",
             self.path.display(),
             json.display()
-        )))
+        ))
     }
 
     /// Lowercased unless that would change an ordinary entry; accents are then stripped unless that would.
@@ -99,7 +99,7 @@ impl Vocabulary<'_> {
             Ok(changed.get() == text)
         };
         let lowercase = leaves_alone(false, true)?;
-        Ok(Case { lowercase, strip_accents: lowercase && leaves_alone(true, false)?, chinese: true })
+        Ok(Case { lowercase, strip_accents: lowercase && leaves_alone(true, false)? })
     }
 
     /// Whether accents are stripped if only `lowercase` is given: inferred from the entries, or by BERT's rule.
@@ -111,14 +111,6 @@ impl Vocabulary<'_> {
 
 fn is_bracketed(entry: &str) -> bool {
     entry.starts_with('[') && entry.ends_with(']')
-}
-
-pub(super) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
-    match std::fs::read(path) {
-        Ok(file) => Ok(Some(file)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::io(path, error)),
-    }
 }
 
 /// Turns a panic into an error: the `tokenizers` crate panics on some files, when it opens them or at the first text.
@@ -135,40 +127,29 @@ pub(super) fn unusable(path: &Path, error: &dyn std::fmt::Display) -> Error {
 mod tests {
     use super::*;
 
-    const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
-    const CASED: Case = Case { lowercase: false, strip_accents: false, chinese: true };
-    const UNCASED: Case = Case { lowercase: true, strip_accents: true, chinese: true };
-
-    fn vocabulary<'a>(path: &'a Path, words: &[&'a str]) -> Vocabulary<'a> {
-        let entries = [&SPECIAL, words].concat();
-        let ids = entries.iter().zip(0..).map(|(entry, id)| ((*entry).to_owned(), id)).collect();
-        Vocabulary { path, entries, ids, unknown: "[UNK]" }
-    }
-
     #[test]
     fn lines_are_read_as_by_the_crate() {
         let file = "[UNK]\nthe \ncat\r\n\n\u{3000}\na\u{2028}b\nx\u{1c}\ndog\u{a0}".as_bytes();
-        let lines = entries(Path::new("vocab.txt"), file).unwrap();
-        assert_eq!(lines, ["[UNK]", "the", "cat", "", "", "a\u{2028}b", "x\u{1c}", "dog"]);
-        let theirs = WordPiece::read_bytes(file).unwrap();
-        let ours: AHashMap<String, u32> = lines.into_iter().map(str::to_owned).zip(0..).collect();
-        assert_eq!(ours, theirs);
+        let ours = Vocabulary::new(Path::new("vocab.txt"), file).unwrap();
+        assert_eq!(ours.entries, ["[UNK]", "the", "cat", "", "", "a\u{2028}b", "x\u{1c}", "dog"]);
+        assert_eq!(ours.ids, WordPiece::read_bytes(file).unwrap());
     }
 
     #[test]
     fn the_casing_inferred_from_what_the_rules_would_change() {
-        let guess = |words: &[&str]| vocabulary(Path::new("vocab.txt"), words).inferred_case().unwrap();
+        let guess = |words: &[&str]| {
+            let file = words.join("\n");
+            let case =
+                Vocabulary::new(Path::new("vocab.txt"), file.as_bytes()).unwrap().inferred_case().unwrap();
+            (case.lowercase, case.strip_accents)
+        };
         for word in ["A", "Ä", "##É", "İ"] {
-            assert_eq!(guess(&["a", word, "b"]), CASED, "{word}");
+            assert_eq!(guess(&["a", word, "[CLS]"]), (false, false), "{word}");
         }
         for word in ["é", "##é", "が", "##が", "한", "\u{301}", "ที่", "हूँ"] {
-            assert_eq!(
-                guess(&["a", word, "b"]),
-                Case { lowercase: true, strip_accents: false, chinese: true },
-                "{word}"
-            );
+            assert_eq!(guess(&["a", word, "[CLS]"]), (true, false), "{word}");
         }
         // ℝ is a capital without a small letter; the accents of the last ones cannot be taken off.
-        assert_eq!(guess(&["a", "か", "\u{1112}", "ℝ", "ß", "ł", "##ø", "東"]), UNCASED);
+        assert_eq!(guess(&["a", "か", "\u{1112}", "ℝ", "ß", "ł", "##ø", "東"]), (true, true));
     }
 }

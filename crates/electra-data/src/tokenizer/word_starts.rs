@@ -68,8 +68,10 @@ mod tests {
             _ => format!("\"unk_token\": \"[UNK]\", \"vocab\": {{{ids}}}"),
         };
         let json = format!("{{\"model\": {{\"type\": {model:?}, {vocab}}}{rules}}}");
+        let special = crate::format::SpecialTokens { pad: 0, unk: 1, cls: 2, sep: 3, mask: 4 };
+        let file = ("tokenizer.json", json.into_bytes());
         let tokenizer =
-            Tokenizer::from_bytes(Path::new("tokenizer.json"), json.into_bytes(), None, None).unwrap();
+            Tokenizer::restored(Path::new("tokenizer.json"), file, (None, None), special).unwrap();
         let starts = tokenizer.word_starts()?;
         assert!(starts[1], "[UNK] is a word");
         Some(starts[SPECIAL.len()..].to_vec())
@@ -87,16 +89,10 @@ mod tests {
         assert_eq!(found, Some(vec![true, false, true, false]));
         let replace = r#", "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}"#;
         assert_eq!(starts("BPE", replace, &["▁cat", "s"]), Some(vec![true, false]));
+        assert_eq!(
+            starts("WordPiece", "", &["un", "##able", "#", "Ġx"]),
+            Some(vec![true, false, true, true])
+        );
         assert_eq!(starts("WordLevel", r#", "pre_tokenizer": {"type": "Whitespace"}"#, &["cat"]), None);
-    }
-
-    #[test]
-    fn continuing_prefixes_are_those_of_the_model() {
-        let tokenizer = |entries: &str| {
-            let file = format!("{}\n{entries}\n", SPECIAL.join("\n")).into_bytes();
-            Tokenizer::from_bytes(Path::new("vocab.txt"), file, Some(true), None).unwrap()
-        };
-        let starts = tokenizer("un\n##able\n#\nĠx").word_starts().unwrap();
-        assert_eq!(starts[SPECIAL.len()..], [true, false, true, true]);
     }
 }
