@@ -244,13 +244,28 @@ def test_memory_is_used_again(open_loader: Open):
     [
         ({"sequence_length": 7}, "sequence_length = 7: must be from 8 to 32768"),
         ({"rank": 2, "world_size": 2}, "rank = 2: must be from 0 to 1"),
-        ({"mask_prob": float("nan")}, "mask_prob = NaN"),
+        ({"mask_prob": float("nan")}, "mask_prob = NaN: must lie between 0 and 1"),
+        ({"mask_prob": 0}, "mask_prob = 0: must lie"),
         ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit" or "google"'),
+        ({"masking": "roberta"}, 'masking = "roberta": unknown; choose "paper", "google", "bert", "whole-word" or "span"'),
+        ({"cut_at": "line", "packing": "google"}, 'cut_at = "line" needs packing = "best-fit"'),
         ({"seed": -1}, "seed = -1: must be from 0"),
+        ({"seed": "a"}, 'seed = "a": invalid type: string "a", expected i64'),
+        ({"batch_size": 0}, "batch_size = 0: must be from 1"),
+        ({"world_size": -(2**63)}, "world_size = -9223372036854775808: must be from 1"),
+        ({"num_threads": 0}, "num_threads = 0: must be from 1 to 256"),
+        ({"prefetch": 0}, "prefetch = 0: must be from 1 to 1024"),
+        ({"epochs": 0}, "epochs = 0: must be from 1"),
+        ({"cache_bytes": -1}, "cache_bytes = -1: must be from 0"),
+        ({"batch_size": 2**24, "sequence_length": 32}, "batch_size = 16777216: 536870912 tokens per rank; at most"),
+        ({"lanes": 0}, "lanes = 0: must be from 1 to 23"),
+        ({"lanes": 100, "batch_size": 128}, "lanes = 100: must divide batch_size = 128; 64 is the largest that does"),
+        ({"lanes": 23, "epochs": 1}, "epochs = 1 needs lanes = 1, not 23"),
+        ({"lanes": 23, "epochs": None}, "lanes = 23: {corpus} has 1 blocks of 262144 tokens, and each lane needs one"),
     ],
 )
-def test_wrong_options_are_named(open_loader: Open, change: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+def test_wrong_options_are_named(open_loader: Open, corpus: Path, change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match="^" + re.escape(message.replace("{corpus}", str(corpus)))):
         open_loader(**change)
 
 

@@ -35,6 +35,7 @@ def folders(tmp_path_factory, tiny_text, tiny_vocab):
         ("wiki", tiny_text[:20], 0.2),
         ("books", tiny_text[20:30], 0.2),
         ("news", tiny_text[30:], 0.0),
+        ("blank", [], 0.0),
     ):
         ef.prepare(iter(documents), vocab=str(tiny_vocab), out=out / name, holdout=holdout, progress=False)
     return out
@@ -215,6 +216,11 @@ class TestTraining:
 REFUSED = [
     (["wiki:0.7", "none:0.3"], "none: "),
     (["wiki:nan", "books:1"], "wiki: weight NaN: must be a number above 0"),
+    (["wiki:0", "books:1"], "wiki: weight 0: must be a number above 0"),
+    (["wiki:inf", "books:1"], "wiki: weight inf: must be a number above 0"),
+    (["wiki:1", "books"], "books: has no weight; give every corpus one, or none"),
+    (["wiki:1e300", "books:1"], "too far apart, or of too many digits; round them"),
+    (["wiki:1", "blank:1"], "blank: the corpus has no tokens; prepare it from other input"),
     (["wiki:0.7", "wiki:0.3"], "wiki and wiki are the same corpus (content hash"),
     (["wiki:1", "foreign:1"], "wiki and foreign have different vocabularies (hashes "),
 ]

@@ -150,12 +150,6 @@ impl Tokenizer {
         Ok(self.get(py)?.settings())
     }
 
-    /// Whether the settings were inferred from the entries.
-    #[getter]
-    fn casing_inferred(&self, py: Python) -> PyResult<bool> {
-        Ok(self.get(py)?.casing_inferred())
-    }
-
     #[getter]
     fn path(&self, py: Python) -> PyResult<PathBuf> {
         Ok(self.get(py)?.path().to_owned())

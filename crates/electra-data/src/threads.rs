@@ -43,21 +43,3 @@ fn pool() -> Result<&'static ProcessPool> {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use rayon::prelude::*;
-
-    use super::*;
-
-    #[test]
-    fn all_callers_share_one_pool() {
-        let pools = std::thread::scope(|scope| {
-            let callers: Vec<_> =
-                (0..8).map(|_| scope.spawn(|| pool().map(std::ptr::from_ref).unwrap() as usize)).collect();
-            callers.into_iter().map(|caller| caller.join().unwrap()).collect::<Vec<_>>()
-        });
-        assert!(pools.windows(2).all(|pair| pair[0] == pair[1]));
-        assert_eq!(on_all_cores(|| (0..1000).into_par_iter().sum::<i32>()).unwrap(), 499_500);
-    }
-}

@@ -62,7 +62,7 @@ def open_tokenizer(
     _data.url_of(path)  # the error for a missing file must not show a secret in it
     path = _locate(path)
     if (known := _data.Tokenizer.beside_manifest(path, lowercase, strip_accents)) is not None:
-        return known, known.casing_inferred
+        return known, False
     if not path.endswith(".json"):
         return _open_vocab(path, lowercase, strip_accents)
     if lowercase is not None or strip_accents is not None or not os.path.exists(path):

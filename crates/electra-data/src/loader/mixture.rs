@@ -273,13 +273,4 @@ mod tests {
         turns.finish(1);
         assert_eq!(turns.next(), None);
     }
-
-    #[test]
-    fn seeds_differ_by_corpus_and_by_seed() {
-        let seeds = [(1, "0f"), (2, "0f"), (1, "1f"), (1, "0f00000000000000000000000000000f")];
-        let seeds: Vec<_> = seeds.iter().map(|(seed, hash)| derived_seed(*seed, hash)).collect();
-        let distinct: std::collections::HashSet<_> = seeds.iter().collect();
-        assert_eq!(distinct.len(), seeds.len());
-        assert!(seeds.iter().all(|&seed| i64::try_from(seed).is_ok()));
-    }
 }

@@ -117,14 +117,6 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn every_byte_is_classified() {
-        for byte in 0..=255_u8 {
-            let bits = alphanumeric(u64::from_le_bytes([byte; 8]));
-            assert_eq!(bits, if byte.is_ascii_alphanumeric() { HIGH } else { 0 }, "{byte}");
-        }
-    }
-
     proptest! {
         #[test]
         fn windows_agree_with_the_plain_way(text in prop::collection::vec(prop_oneof![

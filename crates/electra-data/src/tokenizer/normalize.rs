@@ -23,7 +23,7 @@ const PAGE: usize = 256;
 const PAGES: usize = 0x11_0000 / PAGE;
 
 /// The meaning of a character.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Meaning {
     /// It is removed.
     Nothing,
@@ -191,50 +191,4 @@ fn id_of(c: char, trie: &VocabTrie) -> u32 {
     let mut ids = Vec::new();
     trie.split(c.encode_utf8(&mut [0; 4]).as_bytes(), &mut ids);
     ids[0] // `split` appends at least one id, and no entry is shorter than a character
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn meanings(lowercase: bool, strip: bool, characters: &str) -> Vec<Meaning> {
-        let vocab: ahash::AHashMap<String, u32> =
-            ["[UNK]", "—", "日", "."].iter().zip(0..).map(|(entry, id)| ((*entry).to_owned(), id)).collect();
-        let model = tokenizers::models::wordpiece::WordPiece::builder().vocab(vocab).build().unwrap();
-        let trie = VocabTrie::new(&model).unwrap();
-        let all = Characters::new(BertNormalizer::new(true, true, Some(strip), lowercase));
-        characters.chars().map(|c| all.meaning(c, &trie)).collect()
-    }
-
-    #[test]
-    fn kinds_of_characters() {
-        use Meaning::{Alone, Letter, Letters, Nothing, Space, Unclear};
-        let text = "aÉ\u{301}\u{2003}\u{200b}\0—日本\u{302e}각İ";
-        let stripped = [Letter('a'), Letter('e'), Nothing, Space, Nothing, Nothing];
-        assert_eq!(meanings(true, true, text)[..6], stripped);
-        let rest = [Alone(1), Alone(2), Alone(0), Unclear, Letters(1), Letter('i')];
-        assert_eq!(meanings(true, true, text)[6..], rest);
-        let kept = [Letter('A'), Letter('É'), Letter('\u{301}')];
-        assert_eq!(meanings(false, false, "AÉ\u{301}"), kept);
-        assert_eq!(meanings(true, false, "É\u{302e}İ"), [Letter('é'), Letter('\u{302e}'), Letters(0)]);
-    }
-
-    #[test]
-    fn marks_that_move_are_found() {
-        // Classes 0, 0, 0, 0, then 1, 9, 7, 129, 216, 220, 230, 240.
-        let classes = "ßд日\u{903}\u{334}\u{94d}\u{5bc}\u{f71}\u{1d165}\u{316}\u{301}\u{345}";
-        let traits = Traits::of(&[classes.to_owned(), "—".to_owned()]).unwrap();
-        assert!(classes.chars().map(|c| traits.movable.contains(&c)).eq((0..12).map(|n| n > 3)));
-        assert_eq!(traits.split_off, BTreeSet::from(['—']));
-    }
-
-    #[test]
-    fn changing_together_is_changing_each() {
-        for text in ["abc", "a|c", ""] {
-            let texts: Vec<char> = text.chars().collect();
-            let twice = change_each(&texts, |text| Ok(text.chars().flat_map(|c| [c, c]).collect())).unwrap();
-            assert_eq!(twice.len(), texts.len());
-            assert_eq!(twice.concat().len(), 2 * texts.len());
-        }
-    }
 }

@@ -102,15 +102,14 @@ impl Tokenizer {
         if file.starts_with(BYTE_ORDER_MARK) {
             file.drain(..BYTE_ORDER_MARK.len());
         }
-        let mut vocabulary = Vocabulary::new(path, &file)?;
+        let vocabulary = Vocabulary::new(path, &file)?;
         let special = find_special(path, &|name| vocabulary.ids.get(name).copied(), names)?;
-        vocabulary.unknown = vocabulary.entries[special.unk as usize];
         let mut case = match lowercase {
             Some(lowercase) => Case { lowercase, strip_accents: vocabulary.strips_accents(lowercase)? },
             None => vocabulary.inferred_case()?,
         };
         case.strip_accents = strip_accents.unwrap_or(case.strip_accents);
-        let inner = vocabulary.tokenizer(case)?;
+        let inner = vocabulary.tokenizer(case, special.unk)?;
         let mut hash = Xxh3::new();
         hash.update(format!("vocab.txt {} {}", case.lowercase, case.strip_accents).as_bytes());
         for entry in &vocabulary.entries {
@@ -118,8 +117,7 @@ impl Tokenizer {
             hash.update(entry.as_bytes());
         }
         let vocab_size = vocabulary.entries.len() as u32;
-        let tokenizer = Self::new(path, "vocab.txt", inner, special, vocab_size, hash.digest())?;
-        Ok(Self { file, case: Some(case), casing_inferred: lowercase.is_none(), ..tokenizer })
+        Self::new(path, ("vocab.txt", file), Some(case), (inner, special, vocab_size), hash.digest())
     }
 
     fn of_json(
@@ -141,34 +139,20 @@ impl Tokenizer {
             // Earlier releases split these.
             hash.update(b"whole");
         }
-        let tokenizer = Self::new(path, JSON, inner, special, vocab_size, hash.digest())?;
-        Ok(Self { file, ..tokenizer })
+        Self::new(path, (JSON, file), None, (inner, special, vocab_size), hash.digest())
     }
 
     fn new(
         path: &Path,
-        file_name: &'static str,
-        mut inner: tokenizers::Tokenizer,
-        special_tokens: SpecialTokens,
-        vocab_size: u32,
+        (file_name, file): (&'static str, Vec<u8>),
+        case: Option<Case>,
+        (mut inner, special_tokens, vocab_size): (tokenizers::Tokenizer, SpecialTokens, u32),
         hash: u64,
     ) -> Result<Self> {
         let text = for_text(&mut inner, special_tokens)?;
         let fast = FastWordPiece::new(text.as_ref().unwrap_or(&inner));
-        let (path, file, case, casing_inferred) = (path.to_owned(), Vec::new(), None, false);
-        Ok(Self {
-            inner,
-            text,
-            fast,
-            path,
-            file_name,
-            file,
-            case,
-            casing_inferred,
-            special_tokens,
-            vocab_size,
-            hash,
-        })
+        let path = path.to_owned();
+        Ok(Self { inner, text, fast, path, file_name, file, case, special_tokens, vocab_size, hash })
     }
 
     /// What differs between the entries of a `vocab.txt` and of a `tokenizer.json`, and what to do.

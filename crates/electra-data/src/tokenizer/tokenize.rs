@@ -29,7 +29,6 @@ pub struct Tokenizer {
     pub(super) file: Vec<u8>,
     /// The settings of a `vocab.txt`.
     pub(super) case: Option<Case>,
-    pub(super) casing_inferred: bool,
     pub(super) special_tokens: SpecialTokens,
     pub(super) vocab_size: u32,
     pub(super) hash: u64,
@@ -128,11 +127,6 @@ impl Tokenizer {
         (self.case.map(|case| case.lowercase), self.case.map(|case| case.strip_accents))
     }
 
-    /// Whether the settings of a `vocab.txt` were inferred from its entries.
-    pub fn casing_inferred(&self) -> bool {
-        self.casing_inferred
-    }
-
     /// The name and bytes under which a corpus or a run keeps a copy of this tokenizer.
     pub fn file(&self) -> (&'static str, &[u8]) {
         (self.file_name, &self.file)
@@ -189,14 +183,6 @@ mod tests {
     fn open(vocab: &str) -> Tokenizer {
         let names = Default::default();
         Tokenizer::from_vocab(Path::new("vocab.txt"), vocab.into(), None, None, &names).unwrap()
-    }
-
-    #[test]
-    fn words_are_split_and_names_of_special_tokens_are_text() {
-        let tokenizer = open(VOCAB);
-        let ids = tokenizer.encode_batch(&["Unables [MASK] Café", "xyz", ""]).unwrap();
-        assert_eq!(ids, [vec![5, 6, 7, 9, 8, 10, 11], vec![1], vec![]]);
-        assert_eq!((tokenizer.vocab_size(), tokenizer.special_tokens().mask), (12, 4));
     }
 
     #[test]

@@ -31,8 +31,6 @@ pub(super) struct Vocabulary<'a> {
     pub entries: Vec<&'a str>,
     /// The last of equal entries counts, as in BERT's own code.
     pub ids: AHashMap<String, u32>,
-    /// The entry for unknown words.
-    pub unknown: &'a str,
 }
 
 impl<'a> Vocabulary<'a> {
@@ -45,13 +43,14 @@ impl<'a> Vocabulary<'a> {
         let text = text.strip_suffix('\n').unwrap_or(text);
         let entries: Vec<&str> = text.split('\n').map(str::trim_end).collect();
         let ids = entries.iter().zip(0..).map(|(entry, id)| ((*entry).to_owned(), id)).collect();
-        Ok(Self { path, entries, ids, unknown: "" })
+        Ok(Self { path, entries, ids })
     }
 
-    /// The tokenizer that follows BERT's rules.
-    pub fn tokenizer(&self, case: Case) -> Result<Tokenizer> {
+    /// The tokenizer that follows BERT's rules, given the entry for unknown words.
+    pub fn tokenizer(&self, case: Case, unknown: u32) -> Result<Tokenizer> {
         let failed = |error: tokenizers::Error| unusable(self.path, &error);
-        let builder = WordPiece::builder().vocab(self.ids.clone()).unk_token(self.unknown.to_owned());
+        let builder =
+            WordPiece::builder().vocab(self.ids.clone()).unk_token(self.entries[unknown as usize].to_owned());
         let mut tokenizer = Tokenizer::new(builder.build().map_err(failed)?);
         let normalizer = BertNormalizer::new(true, true, Some(case.strip_accents), case.lowercase);
         tokenizer.with_normalizer(Some(normalizer)).map_err(failed)?;

@@ -65,7 +65,10 @@ mod tests {
                 format!("\"unk_id\": 1, \"vocab\": [{}]", scores.collect::<Vec<_>>().join(", "))
             }
             "BPE" => format!("\"merges\": [], \"vocab\": {{{ids}}}"),
-            _ => format!("\"unk_token\": \"[UNK]\", \"vocab\": {{{ids}}}"),
+            _ => {
+                let pieces = r###""continuing_subword_prefix": "##", "max_input_chars_per_word": 100"###;
+                format!("\"unk_token\": \"[UNK]\", {pieces}, \"vocab\": {{{ids}}}")
+            }
         };
         let json = format!("{{\"model\": {{\"type\": {model:?}, {vocab}}}{rules}}}");
         let special = crate::format::SpecialTokens { pad: 0, unk: 1, cls: 2, sep: 3, mask: 4 };

@@ -1,29 +1,43 @@
-//! Masks against their stated distributions.
+//! Masks against their rules and stated distributions.
+
+use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 
+use super::words::MAX_SPAN;
 use super::*;
 use crate::philox::Purpose;
 
 const TOKENS: SpecialTokens = SpecialTokens { pad: 0, unk: 1, cls: 2, sep: 3, mask: 4 };
 const VOCAB: u32 = 1000;
-pub(super) const CASES: u32 = 20_000;
+const CASES: u32 = 20_000;
+const ALL: [Masking; 5] = [Masking::Paper, Masking::Google, Masking::Bert, Masking::WholeWord, Masking::Span];
 
-/// A row `[CLS] 100 101 … [SEP]` of `used` tokens.
-fn row(used: usize) -> Vec<i32> {
-    let mut row: Vec<i32> = (99..99 + used as i32).collect();
-    (row[0], row[used - 1]) = (2, 3);
-    row
+/// Even ids begin words, odd ones continue them.
+fn masker(masking: Masking, prob: f64, length: usize) -> Masker {
+    let starts: Vec<bool> = (0..VOCAB).map(|id| id % 2 == 0).collect();
+    Masker::new(masking, prob, length, TOKENS, VOCAB, Some(&starts))
 }
 
-pub(super) struct Masked {
-    pub row: Vec<i32>,
-    pub positions: Vec<i32>,
-    pub originals: Vec<i32>,
-    pub count: usize,
+/// A row `[CLS] words [SEP]` of words with these numbers of tokens.
+fn row(words: &[usize]) -> Vec<i32> {
+    let tokens = words.iter().flat_map(|&len| (0..len).map(|piece| 10 + i32::from(piece > 0)));
+    [2].into_iter().chain(tokens).chain([3]).collect()
 }
 
-pub(super) fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
+/// A row of `used` tokens in words of one token.
+fn row_of(used: usize) -> Vec<i32> {
+    row(&vec![1; used - 2])
+}
+
+struct Masked {
+    row: Vec<i32>,
+    positions: Vec<i32>,
+    originals: Vec<i32>,
+    count: usize,
+}
+
+fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
     let mut stream = Stream::new(42, Purpose::Mask, [0, 0, number]);
     let (mut positions, mut originals) = (vec![-1; masker.slots()], vec![-1; masker.slots()]);
     let mut row = row.to_vec();
@@ -31,30 +45,93 @@ pub(super) fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
     Masked { row, positions, originals, count }
 }
 
-fn masker(masking: Masking, prob: f64, length: usize) -> Masker {
-    Masker::new(masking, prob, length, TOKENS, VOCAB, None)
+/// How often each position of a row is drawn.
+fn counts(masker: &mut Masker, row: &[i32]) -> Vec<f64> {
+    let mut counts = vec![0.0; row.len()];
+    for number in 0..CASES {
+        let Masked { positions, count, .. } = masked(masker, row, number);
+        positions[..count].iter().for_each(|&position| counts[position as usize] += 1.0);
+    }
+    counts
 }
 
-pub(super) fn near(value: f64, expected: f64, tolerance: f64) {
+fn near(value: f64, expected: f64, tolerance: f64) {
     assert!((value - expected).abs() < tolerance, "{value} is not {expected}");
 }
 
-/// Chi-squared of counts that should be equal, in standard deviations above its mean.
-pub(super) fn unevenness(counts: &[f64]) -> f64 {
+/// Asserts that chi-squared of counts that should be equal is less than four standard deviations above its mean.
+fn assert_even(counts: &[f64]) {
     let mean = counts.iter().sum::<f64>() / counts.len() as f64;
     let chi2: f64 = counts.iter().map(|count| (count - mean).powi(2) / mean).sum();
     let freedom = (counts.len() - 1) as f64;
-    (chi2 - freedom) / (2.0 * freedom).sqrt()
+    assert!((chi2 - freedom) / (2.0 * freedom).sqrt() < 4.0, "{counts:?}");
+}
+
+/// The words of a row, by another way than the masker's: between separators, runs that begin at even ids.
+fn words(row: &[i32]) -> Vec<Vec<usize>> {
+    let mut words: Vec<Vec<usize>> = Vec::new();
+    let mut separated = true;
+    for (position, id) in row.iter().enumerate() {
+        let is_special = [2, 3, 4].contains(id);
+        match words.last_mut() {
+            Some(word) if !is_special && !separated && id % 2 == 1 => word.push(position),
+            _ if !is_special => words.push(vec![position]),
+            _ => {}
+        }
+        separated = is_special;
+    }
+    words
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3000))]
+
+    #[test]
+    fn ordinary_tokens_are_masked_in_whole_words_and_all_is_recorded(
+        inner in prop::collection::vec(prop_oneof![1..5_i32, 5..900_i32, 5..40_i32, Just(7)], 1..100),
+        prob in 0.01..0.99_f64, number: u32, masking in prop::sample::select(ALL.to_vec()),
+    ) {
+        let mut masker = masker(masking, prob, 100);
+        let words = words(&inner);
+        let Masked { row, positions, originals, count } = masked(&mut masker, &inner, number);
+        let wanted = match masking {
+            Masking::Paper => (prob * inner.len() as f64).ceil() as usize,
+            _ => ((prob * inner.len() as f64).round_ties_even() as usize).clamp(1, masker.slots()),
+        };
+        let used: HashSet<usize> = positions[..count].iter().map(|&position| position as usize).collect();
+        prop_assert!(masking == Masking::Google || used.len() == count);
+        for (&position, &id) in positions[..count].iter().zip(&originals) {
+            prop_assert!(inner[position as usize] == id && ![2, 3, 4].contains(&id));
+            let may_stay = matches!(masking, Masking::Google | Masking::Bert);
+            prop_assert!(may_stay || row[position as usize] == 4);
+        }
+        prop_assert!((0..inner.len()).all(|position| used.contains(&position) || row[position] == inner[position]));
+        prop_assert!(positions[count..].iter().chain(&originals[count..]).all(|&value| value == 0));
+        let of_words = matches!(masking, Masking::WholeWord | Masking::Span);
+        if !of_words || words.iter().all(|word| word.len() > wanted) {
+            // Tokens are masked one by one, also if no word fits.
+            let candidates = words.concat().len();
+            let all = masking == Masking::Google && candidates > 0;
+            prop_assert_eq!(count, if all { wanted } else { wanted.min(candidates) });
+            return Ok(());
+        }
+        prop_assert!((1..=wanted).contains(&count));
+        for word in &words {
+            let parts = word.iter().filter(|position| used.contains(position)).count();
+            prop_assert!(parts == 0 || parts == word.len(), "a word is masked in part");
+            prop_assert!(parts > 0 || count + word.len() > wanted, "a word would still fit");
+        }
+    }
 }
 
 #[test]
 fn slots_and_counts_are_the_published_ones() {
-    for masking in [Masking::Google, Masking::Bert, Masking::WholeWord, Masking::Span] {
+    for masking in &ALL[1..] {
         let slots = [(128, 0.15), (512, 0.15), (512, 0.25), (8, 0.01)].map(|(n, p)| masking.slots(n, p));
         assert_eq!(slots, [19, 79, 130, 1]);
     }
     assert_eq!([128, 512].map(|length| Masking::Paper.slots(length, 0.15)), [20, 77]);
-    let count = |masking, used: usize| masked(&mut masker(masking, 0.15, 128), &row(used), 0).count;
+    let count = |masking, used: usize| masked(&mut masker(masking, 0.15, 128), &row_of(used), 0).count;
     assert_eq!([100, 101].map(|used| count(Masking::Paper, used)), [15, 16]);
     assert_eq!([30, 50, 3].map(|used| count(Masking::Google, used)), [4, 8, 1]); // 4.5 and 7.5 round to even
     assert_eq!([128, 3].map(|used| count(Masking::Bert, used)), [19, 1]);
@@ -63,97 +140,92 @@ fn slots_and_counts_are_the_published_ones() {
 #[test]
 fn google_draws_with_replacement() {
     let mut masker = masker(Masking::Google, 0.15, 128);
-    let original = row(128);
     let (mut distinct, mut kept) = (0, 0);
-    let mut counts = vec![0.0; 128];
     for number in 0..CASES {
-        let result = masked(&mut masker, &original, number);
+        let result = masked(&mut masker, &row_of(128), number);
         let mut times = [0; 128];
         result.positions.iter().for_each(|&position| times[position as usize] += 1);
         distinct += times.iter().filter(|&&n| n > 0).count();
-        for position in 0..128 {
-            counts[position] += f64::from(times[position]);
-            kept += usize::from(times[position] == 1 && result.row[position] == original[position]);
-        }
+        kept += (0..128).filter(|&position| times[position] == 1 && result.row[position] == 10).count();
     }
     let cases = f64::from(CASES);
     near(distinct as f64 / cases, 17.69, 0.04); // 126 (1 - (125/126)^19)
     let singles = 19.0 * (125.0_f64 / 126.0).powi(18) * cases;
     near(kept as f64 / singles, 0.15, 0.003);
-    assert_eq!((counts[0], counts[127]), (0.0, 0.0));
-    assert!(unevenness(&counts[1..127]) < 4.0);
+    assert_even(&counts(&mut masker, &row_of(128))[1..127]);
 }
 
 #[test]
 fn bert_replaces_eight_one_one() {
     let mut masker = masker(Masking::Bert, 0.15, 128);
-    let original = row(128);
-    let (mut mask, mut random, mut counts) = (0.0, 0.0, vec![0.0; 128]);
-    let mut random_ids = vec![0.0; 10];
+    let (mut mask, mut random_ids) = (0.0, vec![0.0; 10]);
     for number in 0..CASES {
-        let result = masked(&mut masker, &original, number);
+        let result = masked(&mut masker, &row_of(128), number);
         for &position in &result.positions[..result.count] {
-            counts[position as usize] += 1.0;
             match result.row[position as usize] {
                 4 => mask += 1.0,
-                id if id != original[position as usize] => {
-                    random += 1.0;
-                    random_ids[id as usize / 100] += 1.0;
-                }
-                _ => {}
+                10 => {}
+                id => random_ids[id as usize / 100] += 1.0,
             }
         }
     }
     let all = f64::from(CASES) * 19.0;
     near(mask / all, 0.8 + 0.1 / 1000.0, 0.004);
-    near(random / all, 0.1 * 0.998, 0.004);
-    assert!(unevenness(&counts[1..127]) < 4.0);
-    assert!(unevenness(&random_ids) < 4.0);
+    near(random_ids.iter().sum::<f64>() / all, 0.1 * 0.998, 0.004);
+    assert_even(&random_ids);
+    assert_even(&counts(&mut masker, &row_of(128))[1..127]);
 }
 
 #[test]
-fn paper_masks_every_pair_of_positions_alike() {
-    let mut masker = masker(Masking::Paper, 0.3, 8);
-    let mut pairs = std::collections::HashMap::new();
-    for number in 0..CASES {
-        let mut chosen = masked(&mut masker, &row(6), number).positions[..2].to_vec();
-        chosen.sort_unstable();
-        *pairs.entry(chosen).or_insert(0.0) += 1.0;
+fn every_pair_of_positions_is_masked_alike_and_spans_do_not_cross_separators() {
+    let separated = vec![2, 10, 3, 2, 10, 3, 2, 10, 3, 2, 10, 3];
+    for (masking, prob, row) in [(Masking::Paper, 0.3, row_of(6)), (Masking::Span, 0.17, separated)] {
+        let mut masker = masker(masking, prob, row.len() + 1);
+        let mut pairs = HashMap::new();
+        for number in 0..CASES {
+            let mut chosen = masked(&mut masker, &row, number).positions[..2].to_vec();
+            chosen.sort_unstable();
+            *pairs.entry(chosen).or_insert(0.0) += 1.0;
+        }
+        assert_eq!(pairs.len(), 6);
+        assert_even(&pairs.into_values().collect::<Vec<_>>());
     }
-    assert_eq!(pairs.len(), 6);
-    assert!(unevenness(&pairs.into_values().collect::<Vec<_>>()) < 4.0);
 }
 
-proptest! {
-    #[test]
-    fn only_candidates_are_masked_and_all_is_recorded(
-        inner in prop::collection::vec(prop_oneof![Just(1), Just(2), Just(3), Just(4), 5..900_i32], 1..100),
-        prob in 0.01..0.99_f64, number: u32, which in 0..3_usize,
-    ) {
-        let masking = [Masking::Paper, Masking::Google, Masking::Bert][which];
-        let mut masker = masker(masking, prob, 100);
-        let candidates = inner.iter().filter(|&&id| ![2, 3, 4].contains(&id)).count();
-        let result = masked(&mut masker, &inner, number);
-        let wanted = match masking {
-            Masking::Paper => (prob * inner.len() as f64).ceil() as usize,
-            _ => ((prob * inner.len() as f64).round_ties_even() as usize).clamp(1, masker.slots()),
-        };
-        let capped = if masking == Masking::Google && candidates > 0 { wanted } else { wanted.min(candidates) };
-        prop_assert_eq!(result.count, capped);
-        let used = &result.positions[..result.count];
-        for (&position, &id) in used.iter().zip(&result.originals) {
-            prop_assert_eq!(inner[position as usize], id);
-            prop_assert!(![2, 3, 4].contains(&id));
-            if masking == Masking::Paper {
-                prop_assert_eq!(result.row[position as usize], 4);
-            }
-        }
-        let distinct: std::collections::HashSet<_> = used.iter().collect();
-        prop_assert!(masking == Masking::Google || distinct.len() == used.len());
-        for (position, (now, before)) in (0..).zip(result.row.iter().zip(&inner)) {
-            prop_assert!(now == before || distinct.contains(&position));
-        }
-        prop_assert!(result.positions[result.count..].iter().all(|&position| position == 0));
-        prop_assert!(result.originals[result.count..].iter().all(|&id| id == 0));
+#[test]
+fn words_of_equal_length_are_equally_likely() {
+    let lengths: Vec<usize> = (0..40).map(|word| 1 + word % 2 * 2).collect();
+    let row = row(&lengths);
+    let found = counts(&mut masker(Masking::WholeWord, 0.15, 128), &row);
+    for length in [1, 3] {
+        let of_length = words(&row).into_iter().filter(|word| word.len() == length);
+        assert_even(&of_length.map(|word| found[word[0]]).collect::<Vec<_>>());
+    }
+    // One endless word is masked token by token.
+    assert_even(&counts(&mut masker(Masking::Span, 0.15, 128), &self::row(&[126]))[1..127]);
+}
+
+#[test]
+fn spans_mask_all_but_the_first_words_of_a_segment_alike() {
+    let found = counts(&mut masker(Masking::Span, 0.15, 128), &row_of(122));
+    assert_even(&found[3..119]);
+    // The first word is masked only if an n-gram begins with it: 11/18 as often, but for overlaps and the budget.
+    let middle = found[3..119].iter().sum::<f64>() / 116.0;
+    near(found[1] / middle, 11.0 / 18.0, 0.08);
+}
+
+#[test]
+fn lengths_of_spans_are_proportional_to_their_inverse() {
+    let mut begun = [0.0; MAX_SPAN];
+    let mut masker = masker(Masking::Span, 0.003, 1002);
+    for number in 0..CASES {
+        // Three tokens, so that the budget cuts off no first n-gram.
+        let result = masked(&mut masker, &row_of(1002), number);
+        assert_eq!(result.count, 3);
+        let run = (1..3).take_while(|&n| result.positions[n] == result.positions[0] + n as i32).count();
+        begun[run] += 1.0;
+    }
+    for (found, share) in begun.into_iter().zip([6.0, 3.0, 2.0]) {
+        near(found / f64::from(CASES), share / 11.0, 0.014);
     }
 }

@@ -127,6 +127,3 @@ fn draw_length(stream: &mut Stream) -> usize {
         _ => 3,
     }
 }
-
-#[cfg(test)]
-mod tests;

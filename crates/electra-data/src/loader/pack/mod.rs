@@ -51,6 +51,8 @@ pub(super) struct Span {
     pub boundary: Boundary,
 }
 
+const _: () = assert!(size_of::<Span>() == 8);
+
 impl Span {
     /// Positions that the span takes in its row, with its special tokens.
     pub fn num_positions(&self) -> usize {
@@ -167,15 +169,5 @@ impl Packer {
             PackerKind::Snapped(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
             PackerKind::Google(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn plans_are_small() {
-        assert_eq!(size_of::<Span>(), 8);
     }
 }

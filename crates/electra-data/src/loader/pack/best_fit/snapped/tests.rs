@@ -98,21 +98,3 @@ proptest! {
         check(&spans(&mut packer, shard, &edges, epoch, length), total, &words, &firsts, full);
     }
 }
-
-#[test]
-fn lines_longer_than_rows_are_cut_and_others_whole() {
-    let dir = tempfile::tempdir().unwrap();
-    let documents = [vec![20, 20, 20, 150, 20]];
-    let corpus = corpus(dir.path(), &documents);
-    for epoch in 0..20 {
-        let mut packer = SnappedPacker::new(52, 1, CutPoints::lines());
-        let spans = spans(&mut packer, &corpus.shard(0), &[0, 230], epoch, 52);
-        let starts: Vec<u32> = spans.iter().map(|span| span.start).collect();
-        assert!(starts.contains(&60), "{starts:?}"); // the long line begins a row: it does not fit beside another
-        assert!(
-            starts.iter().all(|start| [0, 20, 40, 60].contains(start) || (61..=210).contains(start)),
-            "{starts:?}"
-        );
-        assert!(starts.contains(&110) && starts.contains(&160), "{starts:?}");
-    }
-}
