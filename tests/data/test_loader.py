@@ -24,11 +24,21 @@ import torch
 
 from electra_fast.config.config import Config
 from electra_fast.data.inspect import inspect, show_row
-from electra_fast.data.loader import BatchLoader, rows_of, to_torch
+from electra_fast.data.loader import BatchLoader, merge_states, rows_of, to_torch
+from electra_fast.data.prepare import prepare
 
 LENGTH = 64
 PUBLISHED = {"masking": "google", "mask_prob": 0.15}
 Open = Callable[..., BatchLoader]
+
+
+@pytest.fixture(scope="module")
+def folder_of_lanes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of four blocks."""
+    folder = tmp_path_factory.mktemp("lanes")
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    prepare(iter(["a " * 1000] * 1000), vocab=folder / "vocab.txt", out=folder / "shards", progress=False)
+    return folder / "shards"
 
 
 @pytest.fixture
@@ -141,11 +151,45 @@ def test_a_state_fits_another_batch_size_and_world(open_loader: Open):
     rest = digest(list(loader))
     assert digest(list(resumed(batch_size=1))) == rest
     assert digest([next(resumed(batch_size=10_000, rank=rank, world_size=2)) for rank in (0, 1)]) == rest
+    beyond = "beyond the end of the corpus or of its epochs"
     before = loader.state()
-    for wrong in ({}, before | {"row": -1}, before | {"seed": 6}, before | {"x": 1}):
-        with pytest.raises(ValueError, match="^state: "):
+    for wrong, message in (
+        ({}, "give what state.. returned, unchanged"),
+        ({"corpora": []}, "missing field `seed`"),
+        ({"corpora": 1}, "invalid type"),
+        (before | {"row": -1}, "invalid value"),
+        (before | {"x": 1}, "unknown field"),
+        (before | {"seed": 6}, 'saved with seed "6" but this loader has "5"; create the loader with the same settings'),
+        (before | {"options": "cut_at=line"}, 'saved with options "cut_at=line" but this loader has "sequence_length='),
+        (before | {"corpus": "0f"}, 'saved with corpus "0f" but this loader has "'),
+        (before | {"epoch": 3}, f"epoch 3 is {beyond}"),
+        (before | {"epoch": 2**32 - 1}, f"epoch 4294967295 is {beyond}"),
+        (before | {"epoch": 0, "group": 9}, f"group 9 is {beyond}"),
+        (before | {"epoch": 0, "group": 2**32 - 1}, f"group 4294967295 is {beyond}"),
+        (before | {"epoch": 0, "row": 99_999}, f"row 99999 is {beyond}"),
+        (before | {"epoch": 0, "row": 2**64 - 1}, f"row 18446744073709551615 is {beyond}"),
+    ):
+        with pytest.raises(ValueError, match=f"^state: .*{message}"):
             loader.restore(wrong)
-    assert loader.state() == before
+        assert loader.state() == before
+
+
+def test_a_rank_needs_the_lanes_that_its_rows_come_from(folder_of_lanes: Path):
+    first, second = (
+        BatchLoader(folder_of_lanes, sequence_length=8, batch_size=8, lanes=4, rank=rank, world_size=2)
+        for rank in (0, 1)
+    )
+    with pytest.raises(ValueError, match=r"^state: has no lane 2; merge the states of all ranks \(merge_states\)$"):
+        second.restore(first.state())
+    first.restore(merge_states([first.state(), second.state()]))
+    before = first.state()
+    next(first)
+    with pytest.raises(ValueError, match="^states of different loaders or batches cannot be merged: "):
+        merge_states([before, first.state()])
+    with pytest.raises(ValueError, match="^there is no state to merge"):
+        merge_states([])
+    with pytest.raises(ValueError, match='packing=best-fit" but this loader has ".* lanes=4"'):
+        first.restore(BatchLoader(folder_of_lanes, sequence_length=8, batch_size=8).state())
 
 
 def test_tensors_have_their_shapes_and_share_memory(open_loader: Open):
@@ -244,10 +288,14 @@ def test_memory_is_used_again(open_loader: Open):
     [
         ({"sequence_length": 7}, "sequence_length = 7: must be from 8 to 32768"),
         ({"rank": 2, "world_size": 2}, "rank = 2: must be from 0 to 1"),
-        ({"mask_prob": float("nan")}, "mask_prob = NaN: must lie between 0 and 1"),
-        ({"mask_prob": 0}, "mask_prob = 0: must lie"),
+        ({"mask_prob": float("nan")}, "mask_prob = NaN: not a finite number"),
+        ({"mask_prob": 0}, "mask_prob = 0: must lie between 0 and 1, both excluded"),
+        ({"mask_prob": 1.0}, "mask_prob = 1: must lie"),
         ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit" or "google"'),
-        ({"masking": "roberta"}, 'masking = "roberta": unknown; choose "paper", "google", "bert", "whole-word" or "span"'),
+        (
+            {"masking": "roberta"},
+            'masking = "roberta": unknown; choose "paper", "google", "bert", "whole-word" or "span"',
+        ),
         ({"cut_at": "line", "packing": "google"}, 'cut_at = "line" needs packing = "best-fit"'),
         ({"seed": -1}, "seed = -1: must be from 0"),
         ({"seed": "a"}, 'seed = "a": invalid type: string "a", expected i64'),

@@ -35,7 +35,6 @@ def folders(tmp_path_factory, tiny_text, tiny_vocab):
         ("wiki", tiny_text[:20], 0.2),
         ("books", tiny_text[20:30], 0.2),
         ("news", tiny_text[30:], 0.0),
-        ("blank", [], 0.0),
     ):
         ef.prepare(iter(documents), vocab=str(tiny_vocab), out=out / name, holdout=holdout, progress=False)
     return out
@@ -125,6 +124,13 @@ class TestLoader:
             other.restore(state)
         with pytest.raises(ValueError, match=r"saved with corpora .* but this loader has"):
             BatchLoader(folders / "wiki", **OPTIONS).restore(state)
+        turned = BatchLoader({folders / "books": 0.3, folders / "wiki": 0.7}, **OPTIONS)
+        hashes = ", ".join(member["corpus"] for member in state["corpora"])
+        with pytest.raises(ValueError, match=f'saved with corpora "{hashes}" but this loader has "'):
+            turned.restore(state)
+        state["corpora"][0]["turns"] = 2**64 - 1
+        with pytest.raises(ValueError, match="turns 18446744073709551615: no loader has given so many rows"):
+            BatchLoader(mixed, **OPTIONS).restore(state)
 
 
 class TestMixture:
@@ -220,7 +226,6 @@ REFUSED = [
     (["wiki:inf", "books:1"], "wiki: weight inf: must be a number above 0"),
     (["wiki:1", "books"], "books: has no weight; give every corpus one, or none"),
     (["wiki:1e300", "books:1"], "too far apart, or of too many digits; round them"),
-    (["wiki:1", "blank:1"], "blank: the corpus has no tokens; prepare it from other input"),
     (["wiki:0.7", "wiki:0.3"], "wiki and wiki are the same corpus (content hash"),
     (["wiki:1", "foreign:1"], "wiki and foreign have different vocabularies (hashes "),
 ]

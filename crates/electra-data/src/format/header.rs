@@ -47,12 +47,9 @@ impl FileKind {
         }
     }
 
-    fn from_code(kind: u16, width: u16) -> Option<Self> {
-        match (kind, width) {
-            (1, 2 | 4) => Some(Self::Tokens { width }),
-            (2, 0) => Some(Self::Lines),
-            _ => None,
-        }
+    fn from_code(code: (u16, u16)) -> Option<Self> {
+        let kinds = [Self::Tokens { width: 2 }, Self::Tokens { width: 4 }, Self::Lines];
+        kinds.into_iter().find(|kind| kind.code() == code)
     }
 }
 
@@ -85,12 +82,13 @@ impl Layout {
         let table = rest.checked_sub(8 * num_blocks)?;
         let index = table.checked_sub(index_bytes.checked_next_multiple_of(8)?)?;
         let consistent = table.div_ceil(BLOCK_BYTES as u64) == num_blocks && index >= HEADER_BYTES as u64;
-        Some(Self {
-            index: usize::try_from(index).ok().filter(|_| consistent)?,
-            table: usize::try_from(table).ok()?,
-            num_blocks: usize::try_from(num_blocks).ok()?,
-            file_length: usize::try_from(file_length).ok()?,
-        })
+        if consistent { Self::new(index, table, num_blocks, file_length) } else { None }
+    }
+
+    fn new(index: u64, table: u64, num_blocks: u64, file_length: u64) -> Option<Self> {
+        let parts = [index, table, num_blocks, file_length].map(|n| usize::try_from(n).ok());
+        let [Some(index), Some(table), Some(num_blocks), Some(file_length)] = parts else { return None };
+        Some(Self { index, table, num_blocks, file_length })
     }
 }
 
@@ -103,12 +101,7 @@ impl Header {
         let table = align(index.checked_add(index_length)?)?;
         let num_blocks = table.div_ceil(BLOCK_BYTES as u64);
         let file_length = table.checked_add(num_blocks.checked_mul(8)?)?.checked_add(8)?;
-        Some(Layout {
-            index: usize::try_from(index).ok()?,
-            table: usize::try_from(table).ok()?,
-            num_blocks: usize::try_from(num_blocks).ok()?,
-            file_length: usize::try_from(file_length).ok()?,
-        })
+        Layout::new(index, table, num_blocks, file_length)
     }
 
     /// The header as it is stored on disk.
@@ -138,7 +131,8 @@ impl Header {
         }
         let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let long = |at: usize| read_u64(&bytes[at..]);
-        let kind = FileKind::from_code(short(12), short(14)).ok_or("unknown kind of shard in the header")?;
+        let kind =
+            FileKind::from_code((short(12), short(14))).ok_or("unknown kind of shard in the header")?;
         let header = Self {
             kind,
             num_tokens: long(16),

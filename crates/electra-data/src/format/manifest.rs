@@ -22,7 +22,7 @@ pub(super) const MAX_TOKENIZER_BYTES: u64 = 1 << 28;
 pub(crate) const PARTS: &str = "parts";
 
 /// Ids of the five special tokens that training needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpecialTokens {
     /// Fills the end of a row.
     pub pad: u32,
@@ -37,7 +37,7 @@ pub struct SpecialTokens {
 }
 
 /// The tokenizer that made the corpus. A copy of its file is stored beside the manifest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TokenizerEntry {
     /// `vocab.txt` or `tokenizer.json`.
     pub file: String,
@@ -100,7 +100,7 @@ fn is_plain(name: &str) -> bool {
 }
 
 /// The manifest. Fields are in the order in which they are stored.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Manifest {
     pub format_version: u32,
     /// The program that wrote it, with its version.
@@ -147,22 +147,11 @@ impl Manifest {
         Self {
             format_version: FORMAT_VERSION,
             written_by: format!("electra-fast {}", env!("CARGO_PKG_VERSION")),
-            content_hash: String::new(),
-            num_tokens: 0,
-            num_documents: 0,
-            empty_documents: 0,
-            skipped_records: 0,
-            skipped_hash: None,
-            dropped_documents: 0,
-            emptied_documents: 0,
-            dropped_lines: 0,
             token_bytes,
             tokenizer,
-            fingerprint: String::new(),
             options: serde_json::json!({}),
-            has_validation: false,
             shards,
-            checksum: String::new(),
+            ..Self::default()
         }
     }
 

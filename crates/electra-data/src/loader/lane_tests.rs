@@ -97,31 +97,6 @@ fn lanes_read_the_rows_of_an_epoch_once() {
 }
 
 #[test]
-fn a_state_without_the_lanes_of_a_rank_is_rejected() {
-    let dir = tempfile::tempdir().unwrap();
-    let corpora = &corpora(dir.path())[..1];
-    let mut two = ranks(corpora, 2);
-    next(&mut two, 3);
-    let error = |state: &LoaderState, to: &mut Loader| to.restore(state).unwrap_err().to_string();
-    let part = two[0].state();
-    two[0].restore(&part).unwrap();
-    assert_eq!(
-        error(&part, &mut two[1]),
-        "state: has no lane 4; merge the states of all ranks (merge_states)"
-    );
-    next(&mut two[..1], 1);
-    let merged = LoaderState::merged(vec![part, two[0].state()]).unwrap_err().to_string();
-    assert!(merged.starts_with("states of different loaders or batches cannot be merged"), "{merged}");
-    let message = error(&loader_of(dir.path().join("0").as_path(), &options()).state(), &mut two[0]);
-    assert!(
-        message.contains("packing=best-fit\" but this loader has") && message.contains("lanes=8"),
-        "{message}"
-    );
-    let few = Loader::new(corpora[0].clone(), &LoaderOptions { lanes: 4_096, batch_size: 4_096, ..laned() });
-    assert!(few.err().unwrap().to_string().contains("and each lane needs one"));
-}
-
-#[test]
 #[cfg(target_os = "linux")] // only there has a store's corpus a cache
 fn nodes_fetch_their_own_lanes_only() {
     use crate::store::test_server::TestServer;

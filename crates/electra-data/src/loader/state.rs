@@ -309,38 +309,4 @@ mod tests {
             format!(r#""epoch":0,"group":0,"row":0,"seed":0,"corpus":"{hash}","options":"{options}""#);
         assert_eq!(json, format!("{{{fields}}}"));
     }
-
-    #[test]
-    fn a_state_of_another_loader_is_rejected() {
-        let dir = tempfile::tempdir().unwrap();
-        let [a, b] = [5, 6].map(|token| mixture(dir.path(), &[(token, 1.0)]));
-        let [hash_a, hash_b] = [&a, &b].map(|mixture| mixture.corpora()[0].corpus().content_hash());
-        let [several, turned] =
-            [[(5, 0.7), (6, 0.3)], [(6, 0.3), (5, 0.7)]].map(|weighted| mixture(dir.path(), &weighted));
-        let equal = mixture(dir.path(), &[(5, 1.0), (6, 1.0)]);
-        let ours = LoaderOptions::default();
-        let (single, saved) = (state(&a, &ours), state(&several, &ours));
-        assert!(saved.positions(&ours, &mixture(dir.path(), &[(5, 70.0), (6, 30.0)])).is_ok());
-        let many = saved.to_json().unwrap().replace("\"turns\":0", &format!("\"turns\":{}", u64::MAX));
-        let many = LoaderState::from_json(&many).unwrap();
-        let long = LoaderOptions { sequence_length: 512, ..ours.clone() };
-        let lines = LoaderOptions { cut_at: CutAt::Line, ..ours.clone() };
-        for (state, options, mixture, expected) in [
-            (&single, &ours, &b, format!("saved with corpus \"{hash_a}\" but this loader has \"{hash_b}\"")),
-            (&single, &LoaderOptions { seed: 5, ..ours.clone() }, &a, "saved with seed \"0\"".to_owned()),
-            (&single, &long, &a, "sequence_length=128".to_owned()),
-            (&single, &lines, &a, "packing=best-fit cut_at=line\"".to_owned()),
-            (&saved, &ours, &a, format!("corpora \"{hash_a}, {hash_b}\" but this loader has \"{hash_a}\"")),
-            (&single, &ours, &several, format!("saved with corpora \"{hash_a}\" but")),
-            (&saved, &ours, &turned, format!("this loader has \"{hash_b}, {hash_a}\"")),
-            (&saved, &ours, &equal, "saved with weights \"7, 3\" but this loader has \"1, 1\"".to_owned()),
-            (&many, &ours, &several, "no loader has given".to_owned()),
-        ] {
-            let message = state.positions(options, mixture).unwrap_err().to_string();
-            assert!(message.contains(&expected), "{message}");
-        }
-        for json in ["", "{}", "[]", "{\"epoch\": -1}", "null", "{\"corpora\": []}", "{\"corpora\": 1}"] {
-            assert!(LoaderState::from_json(json).unwrap_err().to_string().starts_with("state: "));
-        }
-    }
 }

@@ -268,25 +268,6 @@ fn seeds_and_epochs_differ() {
     }
 }
 
-#[test]
-fn states_beyond_the_end_are_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 20, false);
-    let mut loader = Loader::new(corpus, &options()).unwrap();
-    let before = loader.state();
-    let json = before.to_json().unwrap();
-    let end = u64::from(u32::MAX);
-    for (field, value) in
-        [("epoch", 3), ("epoch", end), ("group", 9), ("group", end), ("row", 99_999), ("row", u64::MAX)]
-    {
-        let changed = json.replace(&format!("\"{field}\":0"), &format!("\"{field}\":{value}"));
-        let state = LoaderState::from_json(&changed).unwrap();
-        let message = loader.restore(&state).unwrap_err().to_string();
-        assert!(message.contains("beyond the end"), "{message}");
-        assert_eq!(loader.state(), before);
-    }
-}
-
 /// The stream of rows of each corpus alone, under its seed in a mixture.
 fn alone(corpora: &[Arc<Corpus>], epochs: i64) -> Vec<Vec<Vec<i32>>> {
     let mixture =
@@ -393,13 +374,16 @@ fn word_starts_of_another_vocabulary_are_refused() {
 }
 
 #[test]
-fn corpora_with_other_special_tokens_are_refused() {
+fn corpora_with_other_special_tokens_or_without_tokens_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let corpora = corpora(dir.path());
+    let first = corpora(dir.path()).remove(0);
     rewrite_manifest(&dir.path().join("2"), |manifest| manifest.tokenizer.special_tokens.mask = 9);
-    let other = Arc::new(Corpus::open(&dir.path().join("2")).unwrap());
-    let refused = Loader::mixture(weighted(&[corpora[0].clone(), other], &[1.0; 2]), &options());
-    assert!(
-        refused.err().unwrap().to_string().contains("/2 have different special tokens; prepare one again")
-    );
+    write_corpus(&dir.path().join("3"), VOCAB, &[], 500);
+    for (name, message) in
+        [("2", "/2 have different special tokens; "), ("3", "/3: the corpus has no tokens; ")]
+    {
+        let other = Arc::new(Corpus::open(&dir.path().join(name)).unwrap());
+        let refused = Loader::mixture(weighted(&[first.clone(), other], &[1.0; 2]), &options());
+        assert!(refused.err().unwrap().to_string().contains(message), "{message}");
+    }
 }
