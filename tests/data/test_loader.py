@@ -174,6 +174,19 @@ def test_a_state_fits_another_batch_size_and_world(open_loader: Open):
         assert loader.state() == before
 
 
+def test_the_longest_state_is_short_and_has_its_first_form(open_loader: Open):
+    state = open_loader(
+        sequence_length=32_768, mask_prob=1 / 3, seed=2**63 - 1, masking="whole-word", cut_at="line", batch_size=1
+    ).state()
+    assert list(state) == ["epoch", "group", "row", "seed", "corpus", "options"]
+    row = "sequence_length=32768 masking=whole-word mask_prob=0.3333333333333333"
+    assert state["options"] == f"{row} packing=best-fit cut_at=line"
+    largest = state | {"epoch": 2**32 - 1, "group": 2**32 - 1, "row": 2**64 - 1}
+    assert len(json.dumps(largest, separators=(",", ":"))) < 256
+    usual = "sequence_length=64 masking=google mask_prob=0.15 packing=best-fit"
+    assert open_loader().state()["options"] == usual
+
+
 def test_a_rank_needs_the_lanes_that_its_rows_come_from(folder_of_lanes: Path):
     first, second = (
         BatchLoader(folder_of_lanes, sequence_length=8, batch_size=8, lanes=4, rank=rank, world_size=2)

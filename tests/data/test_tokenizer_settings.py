@@ -178,6 +178,33 @@ def test_every_kind(kind: str, added: bool, tmp_path: Path) -> None:
     assert Tokenizer.of(corpus).special_tokens == Tokenizer(tmp_path / "shards").special_tokens == corpus.special_tokens
 
 
+MARKS = dict.fromkeys(KINDS, "##") | {
+    "byte-level BPE": "Ġ",
+    "byte-level BPE with a first space": "Ġ",
+    "BPE of marked words": "▁",
+    "BPE of whole words": None,
+    "Unigram": "▁",
+    "Unigram of bytes": "▁",
+    "Unigram without a splitter": "▁",
+    "words": None,
+    "words and punctuation": None,
+}
+"""The mark of what begins a word, or of what continues one (`##`)."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_vocabulary_marks_words_in_its_way(kind: str, tmp_path: Path) -> None:
+    tokenizer, mark = Tokenizer(saved(kind, tmp_path / "a", False)), MARKS[kind]
+    starts = tokenizer.word_starts()
+    if mark is None:
+        assert starts is None
+        return
+    assert starts is not None and len(starts) == tokenizer.vocab_size and not all(starts)
+    for number, begins in enumerate(starts):
+        entry, special = tokenizer.id_to_token(number), number in tokenizer.special_tokens.values()
+        assert begins == (special or entry.startswith(mark) == (mark != "##")), entry
+
+
 def marker(content: str, **flags: bool) -> dict[str, Any]:
     return {"content": content, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False} | flags
 

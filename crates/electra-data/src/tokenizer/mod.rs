@@ -3,7 +3,6 @@
 mod ascii;
 mod names;
 mod normalize;
-mod offsets;
 mod open;
 mod tokenize;
 mod tokenizer_json;
@@ -13,9 +12,8 @@ mod word_cache;
 mod word_starts;
 mod wordpiece;
 
-pub use offsets::Pieces;
 pub use open::SpecialNames;
-pub use tokenize::{Encoder, Tokenizer};
+pub use tokenize::{Encoder, Pieces, Tokenizer};
 
 pub(crate) use normalize::{Characters, Meaning};
 pub(crate) use vocab_trie::VocabTrie;

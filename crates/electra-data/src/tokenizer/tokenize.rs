@@ -34,6 +34,17 @@ pub struct Tokenizer {
     pub(super) hash: u64,
 }
 
+/// The pieces of a text in order, and their positions in it. All fields have one entry per piece.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pieces {
+    /// The ids that [`Tokenizer::encode_batch`] gives.
+    pub ids: Vec<u32>,
+    /// The first character of each piece and the one after its last, as code points of the original text.
+    pub offsets: Vec<[u32; 2]>,
+    /// The word (pre-token) that each piece is part of. Ascending from 0; a word without pieces leaves a gap.
+    pub words: Vec<u32>,
+}
+
 impl Tokenizer {
     /// An encoder of many texts on one thread.
     pub fn encoder(&self) -> Encoder<'_> {
@@ -48,6 +59,26 @@ impl Tokenizer {
             Ok(ids)
         };
         on_all_cores(|| texts.par_iter().map_init(|| self.encoder(), encode).collect())?
+    }
+
+    /// The pieces of each text with their offsets, computed on all cores.
+    ///
+    /// Offsets are of the text as given, before it is normalized: the piece `cafe` of `Café` has 0 and 4. The `tokenizers`
+    /// crate computes them, so this is slower than [`Tokenizer::encode_batch`].
+    pub fn encode_batch_with_offsets(&self, texts: &[impl AsRef<str> + Sync]) -> Result<Vec<Pieces>> {
+        on_all_cores(|| texts.par_iter().map(|text| self.pieces(text.as_ref())).collect())?
+    }
+
+    fn pieces(&self, text: &str) -> Result<Pieces> {
+        let encode = || self.for_text().encode_char_offsets(text, false).map_err(|e| failed_on(text, &e));
+        let encoding = guarded(&self.path, encode)?;
+        let words = encoding.get_word_ids().iter();
+        Ok(Pieces {
+            ids: encoding.get_ids().to_vec(),
+            offsets: encoding.get_offsets().iter().map(|&(start, end)| [start as u32, end as u32]).collect(),
+            // Only special tokens have no word, and none are added.
+            words: words.map(|word| word.unwrap_or_default()).collect(),
+        })
     }
 
     /// The ids that the `tokenizers` crate gives a text, as the reference for [`Encoder`].
@@ -169,7 +200,7 @@ impl Encoder<'_> {
     }
 }
 
-pub(super) fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {
+fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {
     let start: String = text.chars().take(40).collect();
     Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
 }
