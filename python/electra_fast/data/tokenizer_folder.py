@@ -120,7 +120,8 @@ def _open_vocab(path: str, lowercase: bool | None, strip_accents: bool | None) -
     case = case or guess
     if strip_accents is not None:
         case = case._replace(strip_accents=strip_accents)
-    tokenizer = _data.Tokenizer(path, case.lowercase, case.strip_accents, names)
+    is_guessed = case[:2] == guess[:2]
+    tokenizer = plain if is_guessed else _data.Tokenizer(path, case.lowercase, case.strip_accents, names)
     rules = Rules(tokenizer)
     added = folder.add_tokens(rules) if other is None else other.rules.own_tokens()
     if case.chinese and not added and _has_usual_names(tokenizer):
