@@ -21,8 +21,8 @@ const MAX_BYTES: u64 = 1 << 30;
 /// The most bytes, and ranges, that are read at once.
 const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_RANGES: usize = 1 << 10;
-/// Small files that are written at once.
-const CONCURRENT_WRITES: usize = 16;
+/// Small files that are written, or looked for, at once.
+const SIDE_BY_SIDE: usize = 16;
 
 /// A folder, or a folder in an object store.
 #[derive(Debug)]
@@ -62,6 +62,16 @@ impl Place {
                 Sizes::Store(objects.map(|object| (object.name, object.size)).collect())
             }
         })
+    }
+
+    /// The lengths of a few of its files, without listing it.
+    pub fn sizes_of(&self, names: &[String]) -> Result<Sizes> {
+        let Self::Store(store) = self else { return self.sizes() };
+        let size = |name: &String| match store.head(name) {
+            Err(Error::NotFound { .. }) => Ok(None),
+            found => found.map(|object| Some((name.clone(), object.size))),
+        };
+        Ok(Sizes::Store(side_by_side(names, size)?.into_iter().flatten().collect()))
     }
 
     /// The bytes of a file; `None` if it does not exist.
@@ -127,16 +137,7 @@ impl Place {
 
     /// Writes small files, side by side.
     pub fn write_all(&self, tag: &str, files: &[(String, Vec<u8>)]) -> Result<()> {
-        let cancel = Cancel::default();
-        let write = |files: &[(String, Vec<u8>)]| {
-            cancel.carry(|| files.iter().try_for_each(|(name, bytes)| self.write(name, tag, bytes)))
-        };
-        std::thread::scope(|scope| {
-            let shares = files.chunks(files.len().div_ceil(CONCURRENT_WRITES).max(1));
-            let writers: Vec<_> = shares.map(|share| scope.spawn(move || write(share))).collect();
-            let mut outcomes = writers.into_iter().map(|writer| writer.join());
-            outcomes.try_for_each(|outcome| outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        })
+        side_by_side(files, |(name, bytes)| self.write(name, tag, bytes)).map(drop)
     }
 
     /// Writes a small file; `tag` identifies the run.
@@ -179,6 +180,19 @@ impl Place {
             },
         }
     }
+}
+
+/// Does some work for all items, on several threads because it waits for a disk or store.
+fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+    let cancel = Cancel::default();
+    let work_on = |share: &[T]| cancel.carry(|| share.iter().map(&work).collect::<Result<Vec<R>>>());
+    std::thread::scope(|scope| {
+        let shares = items.chunks(items.len().div_ceil(SIDE_BY_SIDE).max(1));
+        let threads: Vec<_> = shares.map(|share| scope.spawn(|| work_on(share))).collect();
+        let outcomes = threads.into_iter().map(|thread| thread.join());
+        let done = outcomes.map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        Ok(done.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+    })
 }
 
 /// The bytes of ranges of objects, which are read side by side.

@@ -297,7 +297,7 @@ impl PrepareRun<'_> {
             Claim::Finished(_) => return Err(self.occupied("already")),
             Claim::Ours(out) => *out,
         };
-        out.remove_records(&pass, [0], &out.place.sizes()?)?;
+        out.remove_record(&pass, 0)?;
         self.create_validation(&out)?;
         let documents = Mutex::new(documents);
         let read = |_: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
@@ -323,7 +323,7 @@ impl PrepareRun<'_> {
             out.abandon();
         }
         built?;
-        let records = out.records(&pass, [0], &out.place.sizes()?)?;
+        let records = out.few_records(&pass, &[0])?;
         let report = PrepareReport { num_input_groups: 1, ..PrepareReport::default() };
         self.corpus_of(&out, records, report, progress)
     }

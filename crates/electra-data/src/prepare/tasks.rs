@@ -229,8 +229,8 @@ impl TaskSettings {
             ..PrepareOptions::default()
         };
         let run = PrepareRun { tokenizer, out: &self.out, options: &options };
-        let sizes = out.place.sizes()?;
-        let known = out.records(&self.pass, groups.iter().map(|group| group.number), &sizes)?;
+        let numbers: Vec<_> = groups.iter().map(|group| group.number).collect();
+        let known = out.few_records(&self.pass, &numbers)?;
         let unfinished = groups.iter().zip(&known).filter(|(_, record)| record.is_none());
         let todo: Vec<Todo> =
             unfinished.map(|(group, _)| Todo { number: group.number, bytes: group.bytes }).collect();

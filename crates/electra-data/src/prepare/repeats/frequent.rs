@@ -12,8 +12,8 @@ const KEPT: usize = 1 << 13;
 /// Bytes of text that are kept of a line.
 pub(super) const TEXT_BYTES: usize = 200;
 
-/// A line with its beginning, which is empty until the line is repeated.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// A line that is repeated, with its beginning.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Line {
     pub hash: u64,
     pub count: u64,
@@ -23,46 +23,55 @@ pub(super) struct Line {
 /// The most repeated lines.
 #[derive(Debug, Default)]
 pub(super) struct Frequent {
-    lines: AHashMap<u64, Line>,
-    /// A line has occurred at most so many times more than its count, which is 0 for a line that is not kept.
+    counts: AHashMap<u64, u64>,
+    /// Those of lines that have occurred again while they were counted.
+    texts: AHashMap<u64, Box<str>>,
+    /// A line has occurred at most so many times more than is counted.
     error: u64,
 }
 
 impl Frequent {
     /// Counts an occurrence of a line.
     pub fn add(&mut self, hash: u64, text: &str) {
-        let line = self.lines.entry(hash).or_default();
-        line.count += 1;
-        if line.count > 1 && line.text.is_empty() {
-            let text = text.trim();
-            (line.hash, line.text) = (hash, text[..character_boundary(text, TEXT_BYTES)].into());
+        let count = self.counts.entry(hash).or_default();
+        *count += 1;
+        if *count > 1 {
+            self.texts.entry(hash).or_insert_with(|| {
+                let text = text.trim();
+                text[..character_boundary(text, TEXT_BYTES)].into()
+            });
         }
         self.reduce();
     }
 
     /// Adds the lines of an input group.
     pub fn merge(&mut self, lines: Vec<Line>, error: u64) {
-        self.error += error;
-        for line in lines {
-            self.lines.entry(line.hash).or_insert(Line { count: 0, ..line.clone() }).count += line.count;
+        for Line { hash, count, text } in lines {
+            *self.counts.entry(hash).or_default() += count;
+            self.texts.entry(hash).or_insert(text);
         }
+        self.error += error;
         self.reduce();
     }
 
     fn reduce(&mut self) {
-        if self.lines.len() > 2 * KEPT {
-            let mut counts: Vec<u64> = self.lines.values().map(|line| line.count).collect();
+        if self.counts.len() > 2 * KEPT {
+            let mut counts: Vec<u64> = self.counts.values().copied().collect();
             let (_, &mut median, _) = counts.select_nth_unstable(KEPT);
-            self.lines.values_mut().for_each(|line| line.count = line.count.saturating_sub(median));
-            self.lines.retain(|_, line| line.count > 0);
+            self.counts.retain(|_, count| {
+                *count = count.saturating_sub(median);
+                *count > 0
+            });
+            self.texts.retain(|hash, _| self.counts.contains_key(hash));
             self.error += median;
         }
     }
 
     /// The lines that are repeated, by hash, and how many times more they, and others, occur at most.
     pub fn repeated(&self) -> (Vec<Line>, u64) {
-        let repeated = self.lines.values().filter(|line| !line.text.is_empty());
-        let mut lines: Vec<Line> = repeated.cloned().collect();
+        let line =
+            |(&hash, text): (&u64, &Box<str>)| Line { hash, count: self.counts[&hash], text: text.clone() };
+        let mut lines: Vec<Line> = self.texts.iter().map(line).collect();
         lines.sort_unstable_by_key(|line| line.hash);
         // Lines that have occurred once are not among them.
         (lines, self.error + 1)

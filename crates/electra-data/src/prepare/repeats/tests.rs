@@ -20,10 +20,7 @@ use crate::input::{InvalidUtf8, Mark, ReadOptions, TextSource};
 use crate::prepare::output_dir::{InputGroupRecord, OutputDir};
 use crate::prepare::place::{Place, Sizes};
 use crate::prepare::progress::{Progress, Step};
-use crate::prepare::{
-    DropDuplicates, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, job_tokenizer, prepare,
-    prepare_input_groups,
-};
+use crate::prepare::{DropDuplicates, PrepareOptions, PrepareReport, prepare};
 use crate::store::test_server::TestServer;
 use crate::tokenizer::Tokenizer;
 
@@ -535,38 +532,4 @@ fn a_changed_input_changes_what_is_left_out_of_the_others() {
     assert!(report.complete && report.rebuilt_input_groups > 0);
     let expected = run(&folder, &dir.path().join("expected"), &tokenizer, &options);
     assert_eq!(report.content_hash, expected.content_hash);
-}
-
-#[test]
-fn tasks_hash_and_then_build_the_same_corpus() {
-    let dir = tempfile::tempdir().unwrap();
-    let (tokenizer, texts, _, options, expected) = interrupted(dir.path());
-    let out = dir.path().join("by-tasks");
-    let opened = PrepareJob::open(&[texts], &tokenizer, &out, options, &mut |_| true).unwrap();
-    let OpenedJob::Unfinished(mut job) = opened else { panic!("there is no corpus yet") };
-    let run_tasks = |job: &PrepareJob| {
-        let (settings, groups) = (job.settings(&tokenizer).unwrap(), job.input_groups());
-        let own = job_tokenizer(&settings).unwrap();
-        for &(number, _) in &groups {
-            let group = job.input_group(number).unwrap();
-            prepare_input_groups(&settings, &[group], &own, 1, &mut |_| true).unwrap();
-        }
-        groups.len()
-    };
-    let hashed = run_tasks(&job);
-    assert!(hashed > 3);
-    assert_eq!(job.finish(&tokenizer, &mut |_| true).unwrap().missing_input_groups, hashed);
-    assert!(job.next_pass(&tokenizer, &mut |_| true).unwrap());
-    assert_eq!(run_tasks(&job), hashed);
-    assert!(!job.next_pass(&tokenizer, &mut |_| true).unwrap());
-    assert_eq!(job.finish(&tokenizer, &mut |_| true).unwrap().content_hash, expected);
-}
-
-#[test]
-fn documents_cannot_be_read_twice() {
-    let dir = tempfile::tempdir().unwrap();
-    let (tokenizer, source) = (tokenizer(dir.path()), TextSource::Documents(Box::new(std::iter::empty())));
-    let dropping = options(Some(DropDuplicates::Lines));
-    let refused = prepare(source, &tokenizer, &dir.path().join("out"), &dropping, &mut |_| true).unwrap_err();
-    assert!(refused.to_string().contains("drop_duplicates needs files"), "{refused}");
 }
