@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::output_dir::{InputGroupRecord, OutputDir};
 use super::place::Place;
 use super::plan::Plan;
-use super::progress::Progress;
+use super::progress::{Progress, Report};
 use crate::error::{Error, Result};
 use crate::format::hash_hex;
 use crate::input::{Comparison, InputFile, InputFormat, InputIdentity};
@@ -41,7 +41,7 @@ impl Comparer<'_> {
     pub fn stale(
         &self,
         records: &[Option<InputGroupRecord>],
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<Vec<(usize, PathBuf)>> {
         let identities = records.iter().flatten();
         let identities: Vec<_> = identities
@@ -73,7 +73,7 @@ impl Comparer<'_> {
     }
 
     /// Fails if an input of the finished corpus in `dir` has changed.
-    pub fn check_finished(&self, dir: &Path, progress: &mut dyn FnMut(Progress) -> bool) -> Result<()> {
+    pub fn check_finished(&self, dir: &Path, progress: &mut Report) -> Result<()> {
         // Older releases wrote no list: then names and sizes count, which are in the fingerprint.
         let list = read(dir)?.unwrap_or_default();
         let mut unrecorded: HashMap<&str, &InputFile> = HashMap::new();
@@ -143,7 +143,7 @@ impl Comparer<'_> {
     fn compare(
         &self,
         identities: Vec<&InputIdentity>,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<Vec<(Comparison, &InputFile)>> {
         let (files, cancel) = (self.files(), &self.plan.inputs.cancel);
         let compare = |identity: &&InputIdentity| match files.get(&*identity.file) {

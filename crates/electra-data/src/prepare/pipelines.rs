@@ -16,7 +16,7 @@ use crossbeam_channel::{RecvTimeoutError, bounded};
 use super::input_group::{InputGroupBuilder, PipelineWriter, Written, line_cut, tokenize};
 use super::output_dir::InputGroupRecord;
 use super::pass::Pass;
-use super::progress::{Progress, ProgressReporter};
+use super::progress::{Progress, ProgressReporter, Report};
 use super::repeats::watch;
 use crate::error::{Error, Result};
 use crate::input::{Batcher, Intake, SkipLog, TextBatch, with_workers};
@@ -68,7 +68,7 @@ pub(super) fn build(
     todo: &[Todo],
     skips: &SkipLog,
     read: &ReadGroup,
-    progress: &mut dyn FnMut(Progress) -> bool,
+    progress: &mut Report,
 ) -> Result<Progress> {
     if todo.is_empty() {
         return Ok(Progress::default());

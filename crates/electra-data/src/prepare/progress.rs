@@ -24,6 +24,9 @@ pub struct Progress {
     pub step: &'static str,
 }
 
+/// Called with the progress of a run; returns whether it is to go on.
+pub type Report<'a> = dyn FnMut(Progress) -> bool + 'a;
+
 /// The step that a run is at between reading its input and the end.
 #[derive(Default)]
 pub(super) struct Step(Mutex<Progress>);
@@ -46,10 +49,7 @@ impl Step {
 
     /// Runs `work` on a thread of its own and reports its steps on this one. If the run is to stop, all its requests to
     /// stores are canceled.
-    pub fn report<T: Send>(
-        progress: &mut dyn FnMut(Progress) -> bool,
-        work: impl FnOnce(&Self) -> Result<T> + Send,
-    ) -> Result<T> {
+    pub fn report<T: Send>(progress: &mut Report, work: impl FnOnce(&Self) -> Result<T> + Send) -> Result<T> {
         // A step that takes no time is not reported.
         let mut reporter = ProgressReporter { callback: progress, reported: Some(Instant::now()) };
         let step = Self::default();
@@ -60,12 +60,12 @@ impl Step {
 
 /// Limits how often a callback is called. The callback stops the run by returning `false`.
 pub(super) struct ProgressReporter<'a> {
-    callback: &'a mut dyn FnMut(Progress) -> bool,
+    callback: &'a mut Report<'a>,
     reported: Option<Instant>,
 }
 
 impl<'a> ProgressReporter<'a> {
-    pub fn new(callback: &'a mut dyn FnMut(Progress) -> bool) -> Self {
+    pub fn new(callback: &'a mut Report<'a>) -> Self {
         Self { callback, reported: None }
     }
 

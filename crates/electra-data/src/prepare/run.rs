@@ -23,7 +23,7 @@ use super::pipelines::{self, Todo};
 use super::place::{Place, Sizes, manifest_of};
 use super::plan::Plan;
 use super::process::nonce;
-use super::progress::{Progress, Step};
+use super::progress::{Report, Step};
 use super::repeats::{Dropped, Repeats, decide, digest, merge};
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
@@ -94,7 +94,7 @@ pub fn prepare(
     tokenizer: &Tokenizer,
     out: &Path,
     options: &PrepareOptions,
-    progress: &mut dyn FnMut(Progress) -> bool,
+    progress: &mut Report,
 ) -> Result<PrepareReport> {
     options.check()?;
     let run = PrepareRun { tokenizer, out, options };
@@ -139,7 +139,7 @@ pub(super) struct RemainingWork {
 
 impl RemainingWork {
     /// The files of the output folder.
-    fn list(&self, progress: &mut dyn FnMut(Progress) -> bool) -> Result<Sizes> {
+    fn list(&self, progress: &mut Report) -> Result<Sizes> {
         Step::report(progress, |step| {
             step.begin("looking for finished input groups", 0);
             self.out.place.sizes()
@@ -151,7 +151,7 @@ impl RemainingWork {
         &self,
         plan: &Plan,
         sizes: &Sizes,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<Vec<Option<InputGroupRecord>>> {
         Step::report(progress, |step| {
             step.begin("reading what is finished", 0);
@@ -165,21 +165,22 @@ impl PrepareRun<'_> {
         &self,
         mut work: RemainingWork,
         plan: &Plan,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<PrepareReport> {
         self.build_files(&work, plan, progress)?;
-        while let Pass::Hash(_) = work.pass {
-            self.find_remaining(&mut work, plan, progress)?;
-            if work.todo.is_empty() {
+        // A disk that damages all hashes must not keep the run busy forever.
+        for _ in 0..3 {
+            if matches!(work.pass, Pass::Build(_)) || work.todo.is_empty() {
                 break;
             }
+            self.find_remaining(&mut work, plan, progress)?;
             self.build_files(&work, plan, progress)?;
         }
         self.finalize(&work, plan, progress)
     }
 
     /// Claims the folder and finds the input groups of this run's partition that are missing.
-    pub fn claim(&self, plan: &Plan, progress: &mut dyn FnMut(Progress) -> bool) -> Result<Claimed> {
+    pub fn claim(&self, plan: &Plan, progress: &mut Report) -> Result<Claimed> {
         let comparer = Comparer { plan, verify: self.options.verify_inputs };
         let out = match OutputDir::claim(self.out, &plan.fingerprint, &self.tag())? {
             Claim::Finished(manifest) if manifest.fingerprint == plan.fingerprint => {
@@ -202,12 +203,7 @@ impl PrepareRun<'_> {
     }
 
     /// Finds what is left to do. A run that leaves out duplicates builds once all input groups have been hashed.
-    pub fn find_remaining(
-        &self,
-        work: &mut RemainingWork,
-        plan: &Plan,
-        progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<()> {
+    pub fn find_remaining(&self, work: &mut RemainingWork, plan: &Plan, progress: &mut Report) -> Result<()> {
         let sizes = work.list(progress)?;
         let records = self.remaining_of_pass(work, &sizes, plan, progress)?;
         let (Pass::Hash(what), Some(hashed)) = (&work.pass, records) else { return Ok(()) };
@@ -229,7 +225,7 @@ impl PrepareRun<'_> {
         work: &mut RemainingWork,
         sizes: &Sizes,
         plan: &Plan,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<Option<Vec<InputGroupRecord>>> {
         let (index, count) = self.options.partition.unwrap_or((1, 1));
         let is_ours = |number: usize| number % count == index - 1;
@@ -248,12 +244,7 @@ impl PrepareRun<'_> {
         Ok(records.into_iter().collect())
     }
 
-    pub(super) fn build_files(
-        &self,
-        work: &RemainingWork,
-        plan: &Plan,
-        progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<()> {
+    pub(super) fn build_files(&self, work: &RemainingWork, plan: &Plan, progress: &mut Report) -> Result<()> {
         let skips = SkipLog::new(self.options.reading.skip_bad_records, work.skipped);
         let threads = self.options.num_threads();
         let num_pipelines = pipelines::num_pipelines(&work.pass, threads, work.todo.len());
@@ -277,7 +268,7 @@ impl PrepareRun<'_> {
     fn documents(
         &self,
         documents: Box<dyn Iterator<Item = Result<String>> + Send + '_>,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<PrepareReport> {
         if self.options.partition.is_some() {
             return Err(Error::Input("a partition needs files as input, not documents".to_owned()));
@@ -333,7 +324,7 @@ impl PrepareRun<'_> {
         &self,
         work: &RemainingWork,
         plan: &Plan,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<PrepareReport> {
         let mut records = work.records(plan, &work.list(progress)?, progress)?;
         let unhashed = records.iter().filter(|record| record.is_none()).count();
@@ -362,7 +353,7 @@ impl PrepareRun<'_> {
         out: &OutputDir,
         records: Vec<Option<InputGroupRecord>>,
         report: PrepareReport,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<PrepareReport> {
         let missing = records.iter().filter(|record| record.is_none()).count();
         let records: Vec<_> = records.into_iter().flatten().collect();

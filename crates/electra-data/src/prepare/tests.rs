@@ -70,21 +70,6 @@ fn build(pipelines: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Resu
 }
 
 #[test]
-fn a_pipeline_for_two_workers() {
-    assert_eq!(
-        [1, 2, 3, 8].map(|threads| pipelines::num_pipelines(&Pass::Build(None), threads, 100)),
-        [1, 1, 2, 4]
-    );
-    assert_eq!(
-        (
-            pipelines::num_pipelines(&Pass::Build(None), 8, 1),
-            pipelines::num_pipelines(&Pass::Build(None), 8, 3)
-        ),
-        (1, 3)
-    );
-}
-
-#[test]
 fn pipelines_read_at_the_same_time() {
     let together = Barrier::new(4);
     let read = |_: usize, to: &mut Batcher<'_>| {

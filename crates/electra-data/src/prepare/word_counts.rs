@@ -6,7 +6,7 @@ use ahash::AHashMap;
 use compact_str::CompactString;
 use tokenizers::normalizers::BertNormalizer;
 
-use super::progress::{Progress, ProgressReporter};
+use super::progress::{Progress, ProgressReporter, Report};
 use crate::error::Result;
 use crate::input::{
     Batcher, Cut, Inputs, Intake, Mark, PassedOver, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord,
@@ -50,11 +50,7 @@ struct BatchCounts {
 
 impl WordCounter<'_> {
     /// Counts the words in a sample of a source; the result does not depend on the number of threads.
-    pub fn count(
-        &self,
-        source: TextSource,
-        progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<WordCounts> {
+    pub fn count(&self, source: TextSource, progress: &mut Report) -> Result<WordCounts> {
         let (characters, no_entries) = (Characters::new(self.normalizer), VocabTrie::empty());
         let ends_word = |c| matches!(characters.meaning(c, &no_entries), Meaning::Space | Meaning::Alone(_));
         let intake = Intake {

@@ -69,9 +69,9 @@ impl Frequent {
 
     /// The lines that are repeated, by hash, and how many times more they, and others, occur at most.
     pub fn repeated(&self) -> (Vec<Line>, u64) {
-        let line =
-            |(&hash, text): (&u64, &Box<str>)| Line { hash, count: self.counts[&hash], text: text.clone() };
-        let mut lines: Vec<Line> = self.texts.iter().map(line).collect();
+        let lines = self.texts.iter();
+        let lines = lines.map(|(&hash, text)| Line { hash, count: self.counts[&hash], text: text.clone() });
+        let mut lines: Vec<Line> = lines.collect();
         lines.sort_unstable_by_key(|line| line.hash);
         // Lines that have occurred once are not among them.
         (lines, self.error + 1)
