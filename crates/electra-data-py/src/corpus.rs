@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use electra_data::Error;
+use electra_data::{CacheOptions, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -26,7 +26,7 @@ impl Corpus {
     #[new]
     #[pyo3(signature = (path, content_hash=None))]
     fn new(py: Python, path: PathBuf, content_hash: Option<&str>) -> PyResult<Self> {
-        let inner = interruptible(py, || open(&path, content_hash))?;
+        let inner = interruptible(py, || open(&path, content_hash, None))?;
         Ok(Self { path: absolute(&path)?, inner: PerProcess::new(inner) })
     }
 
@@ -46,10 +46,20 @@ impl Corpus {
         interruptible(py, || electra_data::Coverage::of_corpus(&corpus, &tokenizer)).map(coverage_tuple)
     }
 
-    /// How often each id occurs, as the bytes of little-endian u64.
-    fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+    /// How often each id occurs, as the bytes of little-endian u64. What is read of a store goes to the cache in a
+    /// folder, of so many bytes.
+    #[pyo3(signature = (cache=None))]
+    fn token_counts<'py>(
+        &self,
+        py: Python<'py>,
+        cache: Option<(PathBuf, u64)>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let inner = self.get(py)?;
-        let counts = interruptible(py, || inner.token_counts())?;
+        let cache = cache.map(|(dir, bytes)| CacheOptions { dir, bytes });
+        let counts = interruptible(py, || match &cache {
+            None => inner.token_counts(),
+            Some(_) => open(&self.path, Some(inner.content_hash()), cache.as_ref())?.token_counts(),
+        })?;
         let bytes: Vec<u8> = counts.into_iter().flat_map(u64::to_le_bytes).collect();
         Ok(PyBytes::new(py, &bytes))
     }
@@ -130,12 +140,16 @@ impl Corpus {
 impl Corpus {
     /// The corpus of this process. A forked child opens it again.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
-        self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash())).map_err(raise))
+        self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash()), None).map_err(raise))
     }
 }
 
-fn open(path: &Path, content_hash: Option<&str>) -> Result<electra_data::Corpus, Error> {
-    let corpus = electra_data::Corpus::open(path)?;
+fn open(
+    path: &Path,
+    content_hash: Option<&str>,
+    cache: Option<&CacheOptions>,
+) -> Result<electra_data::Corpus, Error> {
+    let corpus = electra_data::Corpus::open_with(path, cache)?;
     match (content_hash, corpus.content_hash()) {
         (Some(expected), found) if expected != found => Err(Error::Input(format!(
             "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus again",

@@ -171,8 +171,8 @@ class Corpus(Sequence[Ids]):
     """A folder that `prepare` finished: `len(corpus)` is the number of documents, `corpus[i]` the ids of one.
 
     Opening reads only the manifest; a block of a file is verified against its checksum when it is first read. The
-    folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); fetched blocks are then kept in a
-    temporary file for the lifetime of this object.
+    folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); the last gibibyte that was fetched is
+    then kept in temporary files for the lifetime of this object.
 
     Raises:
         FileNotFoundError: The folder, or a manifest in it, does not exist.
@@ -231,13 +231,17 @@ class Corpus(Sequence[Ids]):
         """Coverage by the vocabulary, [UNK] and tokens per word, of at most 2^24 evenly spaced tokens."""
         return Coverage(*self._inner.coverage(Tokenizer.of(self)._inner))
 
-    def token_counts(self) -> NDArray[np.int64]:
+    def token_counts(self, cache: tuple[str, int] | None = None) -> NDArray[np.int64]:
         """Number of occurrences of each id in the documents: int64, shape [vocab_size].
 
         Special tokens other than [UNK] are not stored, so they count 0. Reads the whole corpus on all cores, without
         the GIL; a damaged block raises ValueError.
+
+        Args:
+            cache: Folder and size limit of a cache that keeps what is fetched from an object store, as the `cache_dir`
+                and `cache_bytes` of a `BatchLoader` that will read it again.
         """
-        return np.frombuffer(self._inner.token_counts(), dtype="<u8").astype(np.int64)
+        return np.frombuffer(self._inner.token_counts(cache), dtype="<u8").astype(np.int64)
 
     @property
     def content_hash(self) -> str:

@@ -121,18 +121,20 @@ class Mixture:
         found = {corpus.content_hash: folder for corpus, folder in opened if corpus.num_tokens}
         return list(found.values()) or None
 
-    def token_counts(self) -> NDArray[np.int64] | NDArray[np.float64]:
+    def token_counts(self, cache: tuple[str, int] | None = None) -> NDArray[np.int64] | NDArray[np.float64]:
         """Expected number of occurrences of each id in as many tokens as the corpora have: shape [vocab_size].
 
         The int64 counts of a single corpus. For several, fp64, each corpus scaled to its share of the tokens; without
-        weights, this is the sum of the counts. Reads all tokens.
+        weights, this is the sum of the counts. Reads all tokens; `cache` is that of `Corpus.token_counts`, for all.
         """
+        if cache is not None:
+            cache = cache[0], cache[1] // len(self.corpora)
         if self.is_single:
-            return self.corpora[0].token_counts()
+            return self.corpora[0].token_counts(cache)
         parts = zip(self.shares, self.corpora, strict=True)
         expected = np.zeros(self.vocab_size)
         for share, corpus in parts:
-            expected += share * self.num_tokens / corpus.num_tokens * corpus.token_counts()
+            expected += share * self.num_tokens / corpus.num_tokens * corpus.token_counts(cache)
         return expected
 
     def names(self) -> list[str]:

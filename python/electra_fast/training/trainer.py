@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from electra_fast.card import device_peak
-from electra_fast.data.loader import BatchLoader, merge_states
+from electra_fast.data.loader import BatchLoader, default_cache_dir, merge_states
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
 from electra_fast.errors import (
     Diverged,
@@ -148,7 +148,10 @@ class Trainer:
         """Gives the proposal the token counts of the mixture, which takes seconds for billions of tokens."""
         assert self.model.proposal is not None
         start = time.perf_counter()
-        self.model.proposal.set_counts(torch.from_numpy(self.world.from_first(self.mixture.token_counts)))
+        data = self.config.data
+        cache = data.cache_dir or default_cache_dir(), data.cache_bytes  # training reads the corpus again
+        counts = self.world.from_first(lambda: self.mixture.token_counts(cache))
+        self.model.proposal.set_counts(torch.from_numpy(counts))
         seconds = time.perf_counter() - start
         self.notes.append(
             f"generator.kind = unigram: counted {self.mixture.num_tokens / 1e6:.2f} M tokens in {seconds:.1f} s"

@@ -11,7 +11,7 @@ use super::atomic_file::{write_atomically, write_error};
 use super::block_cache::{BlockCache, CacheOptions, Pins};
 use super::checksum::hash_hex;
 use super::damage::{access_error, damaged};
-use super::header::{BLOCK_BYTES, HEADER_BYTES};
+use super::header::{BLOCK_BYTES, HEADER_BYTES, Layout};
 use super::manifest::{MANIFEST, MAX_TOKENIZER_BYTES, Manifest, SpecialTokens, saturating_sum};
 use super::mmap::MappedFile;
 use super::shard::Shard;
@@ -25,6 +25,8 @@ pub(crate) const VALIDATION: &str = "holdout";
 const CHECKED_SHARDS: usize = 1_000;
 /// Files that stay mapped when they are not in use. Linux allows 65,530 maps per process.
 const MAX_MAPPED: usize = 16_384;
+/// Shards of a corpus in a store that stay open when they are not in use.
+const MAX_IDLE: usize = 16;
 
 /// A corpus on disk or in an object store. Opening it reads the manifest and, unless there are thousands of shards or
 /// they are in a store, checks the lengths of the files.
@@ -48,8 +50,8 @@ impl Corpus {
         Self::open_with(dir, None)
     }
 
-    /// As [`Corpus::open`]; a corpus in an object store is cached according to `options`, or in a private temporary
-    /// file.
+    /// As [`Corpus::open`]; a corpus in an object store is cached according to `options`, or in private temporary
+    /// files that take at most a gibibyte.
     pub fn open_with(dir: &Path, options: Option<&CacheOptions>) -> Result<Self> {
         let url = url_of(dir);
         let dir = url.as_ref().map_or(dir.to_owned(), PathBuf::from);
@@ -101,7 +103,10 @@ impl Corpus {
         let mut slot = lock(&self.shards[number]);
         let open = || match &self.cache {
             None => Shard::new(&self.dir, &self.manifest, &self.manifest.shards[number]),
-            Some(cache) => Shard::cached(cache, number, &self.manifest),
+            Some(cache) => {
+                self.close_idle_beyond(MAX_IDLE); // their tables take space on the disk
+                Shard::cached(cache, number, &self.manifest)
+            }
         };
         slot.get_or_insert_with(|| Arc::new(open())).clone()
     }
@@ -114,13 +119,18 @@ impl Corpus {
     /// Unmaps the shards that are not in use, if very many files are mapped.
     pub fn close_idle(&self) {
         if MappedFile::num_mapped() > MAX_MAPPED {
-            for slot in &self.shards {
-                let mut slot = lock(slot);
-                if slot.as_ref().is_some_and(|shard| Arc::strong_count(shard) == 1) {
-                    *slot = None;
-                }
-            }
+            self.close_idle_beyond(0);
         }
+    }
+
+    /// Unmaps the shards that are not in use, except for so many.
+    fn close_idle_beyond(&self, count: usize) {
+        // A shard that is being opened is in use.
+        let slots = self.shards.iter().filter_map(|slot| slot.try_lock().ok());
+        let is_idle = |slot: &MutexGuard<'_, Option<Arc<Shard>>>| {
+            slot.as_ref().is_some_and(|shard| Arc::strong_count(shard) == 1)
+        };
+        slots.filter(is_idle).skip(count).for_each(|mut slot| *slot = None);
     }
 
     /// Fetches everything that is needed to read these ranges of tokens, so many tokens before and after each and, with
@@ -135,25 +145,22 @@ impl Corpus {
         let Some(cache) = &self.cache else { return Ok(None) };
         let with_margin = |(number, tokens): &(usize, Range<u32>)| {
             let end = (u64::from(tokens.end) + u64::from(after)).min(self.shard_size(*number).1);
-            (self.shard(*number), tokens.start.saturating_sub(before)..end as u32)
+            (*number, self.shard(*number), tokens.start.saturating_sub(before)..end as u32)
         };
-        let shards: Vec<_> = parts.iter().map(with_margin).collect();
-        let mut tables: Vec<Range<u64>> =
-            shards.iter().flat_map(|(shard, _)| shard.table_blocks(cache, false)).collect();
+        let parts: Vec<_> = parts.iter().map(with_margin).collect();
+        let tokens =
+            parts.iter().map(|(number, shard, tokens)| (cache.file(2 * number), shard.token_bytes(tokens)));
+        let mut ranges: Vec<_> = tokens.collect();
         if lines {
-            tables.extend(shards.iter().flat_map(|(shard, _)| shard.table_blocks(cache, true)));
+            ranges.extend(parts.iter().map(|(number, ..)| (cache.file(2 * number + 1), 0..HEADER_BYTES)));
         }
-        let mut pins = vec![cache.pin(tables.clone())?];
-        cache.fetch(&tables, cancel)?;
-        let mut bodies: Vec<Range<u64>> =
-            shards.iter().filter_map(|(shard, tokens)| shard.token_blocks(cache, tokens)).collect();
+        let mut pins = vec![cache.pin(&ranges, cancel)?];
         if lines {
-            for (shard, tokens) in &shards {
-                bodies.extend(shard.line_blocks(cache, tokens)?);
-            }
+            let lines = |(number, shard, tokens): &(usize, Arc<Shard>, Range<u32>)| {
+                Ok((cache.file(2 * number + 1), shard.line_bytes(tokens)?))
+            };
+            pins.push(cache.pin(&parts.iter().map(lines).collect::<Result<Vec<_>>>()?, cancel)?);
         }
-        pins.push(cache.pin(bodies.clone())?);
-        cache.fetch(&bodies, cancel)?;
         Ok(Some(pins))
     }
 
@@ -171,25 +178,20 @@ impl Corpus {
     /// dropped. `None` for a corpus on disk.
     pub(crate) fn prefetch_tables(&self, shard: usize, lines: bool) -> Result<Option<Pins>> {
         let Some(cache) = &self.cache else { return Ok(None) };
-        let shard = self.shard(shard);
-        let files = [Some(false), lines.then_some(true)];
-        let tables: Vec<_> =
-            files.into_iter().flatten().flat_map(|lines| shard.table_blocks(cache, lines)).collect();
-        let pins = cache.pin(tables.clone())?;
-        cache.fetch(&tables, &Cancel::default())?;
-        Ok(Some(pins))
+        let files = [(cache.file(2 * shard), 0..0), (cache.file(2 * shard + 1), 0..HEADER_BYTES)];
+        cache.pin(&files[..1 + usize::from(lines)], &Cancel::default()).map(Some)
     }
 
     /// Estimates how many bytes [`Corpus::prefetch`] fetches for `tokens` tokens of a shard, and for the shard's
     /// tables.
     pub(crate) fn prefetch_bytes(&self, shard: usize, tokens: u64, lines: bool) -> (u64, u64) {
         let Some(cache) = &self.cache else { return (0, 0) };
-        let files = (0..=usize::from(lines)).map(|file| cache.geometry(2 * shard + file));
-        files.fold((0, 0), |(body, tables), geometry| {
-            let tail = geometry.bytes_of(&geometry.tail());
-            let share = geometry.index.saturating_mul(tokens) / self.shard_size(shard).1.max(1);
+        let files = (0..=usize::from(lines)).map(|file| cache.layout(2 * shard + file));
+        files.fold((0, 0), |(body, tables), Layout { index, file_length, .. }| {
+            let share = (index as u64).saturating_mul(tokens) / self.shard_size(shard).1.max(1);
             // A range may begin and end inside a checksummed block.
-            (body + (share + 2 * BLOCK_BYTES as u64).min(geometry.bytes), tables + tail.end - tail.start)
+            let (length, block) = (file_length as u64, BLOCK_BYTES as u64);
+            (body + (share + 2 * block).min(length), tables + length - index as u64 / block * block)
         })
     }
 

@@ -7,7 +7,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::checksum::{hash_hex, hex128};
 use super::damage::damaged;
-use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header};
+use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header, Layout};
 use crate::error::{Error, Result};
 use crate::regular_file;
 use crate::store::Store;
@@ -84,11 +84,11 @@ impl ShardEntry {
         let kind = FileKind::Tokens { width };
         let body_length = num_tokens.saturating_mul(width.into());
         let header = Header { kind, num_tokens, num_documents, tokenizer_hash: 0, body_length };
-        let min_lines_bytes = num_documents.saturating_mul(9).saturating_add(HEADER_BYTES as u64);
+        let lines = Layout::from_length(self.lines.bytes, num_documents.saturating_mul(8));
         (1..=u64::from(u32::MAX)).contains(&num_tokens)
             && (1..=num_tokens).contains(&num_documents)
             && header.layout().is_some_and(|layout| layout.file_length as u64 == self.tokens.bytes)
-            && self.lines.bytes > min_lines_bytes
+            && lines.is_some_and(|layout| (layout.index - HEADER_BYTES) as u64 >= num_documents)
             && is_plain(&self.tokens.file)
             && is_plain(&self.lines.file)
     }

@@ -2,8 +2,8 @@
 //! whether the file has been written to since. If a file is truncated while it is mapped, `bus_error` explains the
 //! crash, on Linux.
 //!
-//! The file is on disk, or it is the sparse local copy of one in an object store (see `block_cache`), whose blocks are
-//! fetched when they are first read unless they have been prefetched.
+//! The file is on disk, or in an object store. Then runs of its blocks are mapped (see `block_cache`), which are fetched
+//! when they are first read unless they have been prefetched.
 
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -14,14 +14,15 @@ use std::time::SystemTime;
 
 use memmap2::Mmap;
 
-use super::block_cache::BlockCache;
+use super::block_cache::{BlockCache, CachedFile, Pins};
 #[cfg(target_os = "linux")]
 use super::bus_error;
-use super::checksum::{block_hash, hash_hex};
+use super::checksum::block_hash;
 use super::damage::{access_error, damaged};
 use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, read_u64};
 use crate::error::{Error, Result};
 use crate::regular_file;
+use crate::store::Cancel;
 
 /// Files that this process has mapped.
 static NUM_MAPPED: AtomicUsize = AtomicUsize::new(0);
@@ -34,17 +35,16 @@ const CACHE_LINE: usize = 64;
 #[derive(Debug)]
 pub(super) struct MappedFile {
     path: PathBuf,
-    map: Mmap,
     pub header: Header,
     pub layout: Layout,
     backing: Backing,
 }
 
-/// Where the bytes come from, and which blocks have been verified: one bit each.
+/// Where the bytes come from. A local file has a bit for each block that has been verified.
 #[derive(Debug)]
 enum Backing {
-    Local { verified: Box<[AtomicU64]>, modified: Option<SystemTime>, inode: u64 },
-    Cached { cache: Arc<BlockCache>, first: u64 },
+    Local { map: Mmap, verified: Box<[AtomicU64]>, modified: Option<SystemTime>, inode: u64 },
+    Cached { cache: Arc<BlockCache>, file: Arc<CachedFile> },
 }
 
 impl MappedFile {
@@ -70,32 +70,33 @@ impl MappedFile {
             let expected = layout.file_length;
             return Err(damaged(path, format!("{} bytes instead of {expected}: truncated", map.len())));
         }
+        let table_end = layout.file_length - 8;
+        if block_hash(&map[layout.table..table_end]) != read_u64(&map[table_end..]) {
+            return Err(damaged(path, "the table of checksums is damaged".into()));
+        }
         let verified = (0..layout.num_blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        let backing = Backing::Local { verified, modified, inode };
-        let mapped = Self::new(path.to_owned(), map, header, layout, backing);
-        mapped.check_table()?;
+        let backing = Backing::Local { map, verified, modified, inode };
+        let mapped = Self::new(path.to_owned(), header, layout, backing);
         mapped.check_block(0)?;
         Ok(mapped)
     }
 
-    fn new(path: PathBuf, map: Mmap, header: Header, layout: Layout, backing: Backing) -> Self {
+    fn new(path: PathBuf, header: Header, layout: Layout, backing: Backing) -> Self {
         NUM_MAPPED.fetch_add(1, Ordering::Relaxed);
-        Self { path, map, header, layout, backing }
+        Self { path, header, layout, backing }
     }
 
-    /// Maps the cached copy of a file in an object store. Its header must be `expected`, except that a line file's
-    /// header gives the length of its body. Fetches the tables at the file's end unless they are present.
-    pub fn cached(cache: &Arc<BlockCache>, file: usize, expected: Header) -> Result<Self> {
-        let (geometry, path) = (cache.geometry(file), cache.url(file));
-        cache.require(geometry.tail())?;
-        let map = cache.map(file)?;
-        let layout = geometry.layout();
-        let backing = Backing::Cached { cache: cache.clone(), first: geometry.first };
-        let mut mapped = Self::new(path, map, expected, layout, backing);
-        mapped.check_cached_table(cache, file)?;
+    /// Maps the tables of a file in an object store; they are fetched unless they are present. Its header must be
+    /// `expected`, except that a line file's header gives the length of its body.
+    pub fn cached(cache: &Arc<BlockCache>, number: usize, expected: Header) -> Result<Self> {
+        let (file, path) = (cache.file(number), cache.url(number));
+        cache.pin(&[(file.clone(), 0..0)], &Cancel::default())?;
+        let layout = file.layout;
+        let mut mapped = Self::new(path, expected, layout, Backing::Cached { cache: cache.clone(), file });
         if expected.kind == FileKind::Lines {
-            let start: [u8; HEADER_BYTES] = *mapped.bytes(0..HEADER_BYTES)?.first_chunk().expect("64 bytes");
-            mapped.header = Header::parse(&start)
+            let mut start = Vec::with_capacity(HEADER_BYTES);
+            mapped.read(0..HEADER_BYTES, |bytes| start.extend_from_slice(bytes))?;
+            mapped.header = Header::parse(start.first_chunk().expect("64 bytes"))
                 .map_err(|reason| damaged(&mapped.path, format!("block 0: {reason}")))?;
         }
         if mapped.header.layout() != Some(layout) {
@@ -122,13 +123,13 @@ impl MappedFile {
     /// Rejects a file that was written to after it was mapped, judging by its length and modification time, because
     /// verified blocks are not verified again. Removing or replacing the file does not change the mapped bytes.
     pub fn expect_unchanged(&self) -> Result<()> {
-        let Backing::Local { modified, inode, .. } = &self.backing else {
-            return Ok(()); // nobody but this crate writes to the cache
+        let Backing::Local { map, modified, inode, .. } = &self.backing else {
+            return Ok(()); // the files of a cache do not change
         };
         let Some(now) = std::fs::metadata(&self.path).ok().filter(|now| now.ino() == *inode) else {
             return Ok(());
         };
-        let (length, expected) = (now.len(), self.map.len());
+        let (length, expected) = (now.len(), map.len());
         if length != expected as u64 {
             let what = if length < expected as u64 { "cut off" } else { "changed" };
             let reason = format!("{length} bytes instead of {expected}: {what} while it was in use");
@@ -140,54 +141,53 @@ impl MappedFile {
         Ok(())
     }
 
-    /// The bytes of a range, after verifying every block that it touches.
+    /// Calls `read` with the bytes of a range, in one or more pieces, after verifying every block that it touches.
+    #[inline]
+    pub fn read(&self, range: Range<usize>, mut read: impl FnMut(&[u8])) -> Result<()> {
+        match &self.backing {
+            Backing::Local { .. } => self.bytes(range).map(read),
+            Backing::Cached { cache, file } => cache.read(file, range, &mut read),
+        }
+    }
+
+    /// The bytes of a range of the table of documents, or of anything in a local file, after verifying every block that
+    /// it touches.
     #[inline]
     pub fn bytes(&self, range: Range<usize>) -> Result<&[u8]> {
+        let (map, verified) = match &self.backing {
+            Backing::Local { map, verified, .. } => (map, verified),
+            Backing::Cached { file, .. } => return Ok(file.tail(range)),
+        };
         if !range.is_empty() {
-            let blocks = range.start / BLOCK_BYTES..(range.end - 1) / BLOCK_BYTES + 1;
-            for block in blocks.clone() {
-                let (word, bit) = self.verified(block);
-                if word.load(Ordering::Relaxed) & bit == 0 {
-                    self.require(block..blocks.end)?;
+            for block in range.start / BLOCK_BYTES..(range.end - 1) / BLOCK_BYTES + 1 {
+                if verified[block / 64].load(Ordering::Acquire) >> (block % 64) & 1 == 0 {
                     self.check_block(block)?;
                 }
             }
         }
-        Ok(&self.map[range])
-    }
-
-    /// The word and the bit that say whether a block has been verified.
-    #[inline]
-    fn verified(&self, block: usize) -> (&AtomicU64, u64) {
-        match &self.backing {
-            Backing::Local { verified, .. } => (&verified[block / 64], 1 << (block % 64)),
-            Backing::Cached { cache, first, .. } => {
-                let block = first + block as u64;
-                (cache.verified.at(block as usize / 64), 1 << (block % 64))
-            }
-        }
-    }
-
-    /// Fetches absent blocks.
-    fn require(&self, blocks: Range<usize>) -> Result<()> {
-        match &self.backing {
-            Backing::Local { .. } => Ok(()),
-            Backing::Cached { cache, first, .. } => {
-                cache.require(first + blocks.start as u64..first + blocks.end as u64)
-            }
-        }
+        Ok(&map[range])
     }
 
     /// Prefetches a range into the processor's cache, without waiting and without verifying it.
     #[inline]
     pub fn prefetch(&self, range: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
-        if let Some(bytes) = self.map.get(range) {
+        {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            for line in bytes.chunks(CACHE_LINE) {
-                // SAFETY: a prefetch is a hint that never faults, whatever the address, and every x86-64
-                // has SSE.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+            let prefetch = |bytes: &[u8]| {
+                for line in bytes.chunks(CACHE_LINE) {
+                    // SAFETY: a prefetch is a hint that never faults, whatever the address, and every x86-64
+                    // has SSE.
+                    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+                }
+            };
+            match &self.backing {
+                Backing::Local { map, .. } => map.get(range).into_iter().for_each(prefetch),
+                Backing::Cached { file, .. } => {
+                    for (run, part) in file.parts(range) {
+                        let _ = file.read(run, &part, prefetch); // what is absent is no hint
+                    }
+                }
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -196,13 +196,26 @@ impl MappedFile {
 
     /// The checksums of all blocks. The manifest stores their hash, which covers the whole content.
     pub fn table(&self) -> &[u8] {
-        &self.map[self.layout.table..self.layout.file_length - 8]
+        let range = self.layout.table..self.layout.file_length - 8;
+        match &self.backing {
+            Backing::Local { map, .. } => &map[range],
+            Backing::Cached { file, .. } => file.tail(range),
+        }
     }
 
-    /// The numbers of all blocks whose checksum is wrong. Fetches the whole file if it is in a store.
-    pub fn damaged_blocks(&self) -> Result<Vec<usize>> {
-        self.require(0..self.layout.num_blocks)?;
-        Ok((0..self.layout.num_blocks).filter(|&block| self.check_block(block).is_err()).collect())
+    /// The numbers of all blocks whose checksum is wrong. A file in a store is fetched whole, and stays mapped until the
+    /// pins are dropped; damage is an error there.
+    pub fn damaged_blocks(&self) -> Result<(Vec<usize>, Option<Pins>)> {
+        match &self.backing {
+            Backing::Local { .. } => {
+                let blocks = 0..self.layout.num_blocks;
+                Ok((blocks.filter(|&block| self.check_block(block).is_err()).collect(), None))
+            }
+            Backing::Cached { cache, file } => {
+                let whole = (file.clone(), 0..self.layout.table);
+                Ok((Vec::new(), Some(cache.pin(&[whole], &Cancel::default())?)))
+            }
+        }
     }
 
     /// The path of the file.
@@ -210,45 +223,17 @@ impl MappedFile {
         &self.path
     }
 
-    fn check_table(&self) -> Result<()> {
-        let stored = read_u64(&self.map[self.layout.file_length - 8..]);
-        if block_hash(self.table()) == stored {
-            return Ok(());
-        }
-        Err(damaged(&self.path, "the table of checksums is damaged".into()))
-    }
-
     #[cold]
     fn check_block(&self, block: usize) -> Result<()> {
+        let Backing::Local { map, verified, .. } = &self.backing else { return Ok(()) };
         self.expect_unchanged()?;
-        if !self.is_sound(block) {
-            if let Backing::Cached { cache, first, .. } = &self.backing {
-                cache.restore(first + block as u64)?; // a machine crash lost what had been written
-            }
-            if !self.is_sound(block) {
-                let count = self.layout.num_blocks;
-                return Err(damaged(&self.path, format!("block {block} of {count} is damaged")));
-            }
-        }
-        let (word, bit) = self.verified(block);
-        word.fetch_or(bit, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn is_sound(&self, block: usize) -> bool {
         let end = ((block + 1) * BLOCK_BYTES).min(self.layout.table);
-        block_hash(&self.map[block * BLOCK_BYTES..end]) == read_u64(&self.table()[block * 8..])
-    }
-
-    /// The table of checksums must be the one that the manifest names.
-    fn check_cached_table(&self, cache: &BlockCache, file: usize) -> Result<()> {
-        if hash_hex(self.table()) != cache.hash(file) {
-            cache.restore(cache.geometry(file).table_block())?;
+        if block_hash(&map[block * BLOCK_BYTES..end]) != read_u64(&self.table()[block * 8..]) {
+            let count = self.layout.num_blocks;
+            return Err(damaged(&self.path, format!("block {block} of {count} is damaged")));
         }
-        if hash_hex(self.table()) == cache.hash(file) {
-            return Ok(());
-        }
-        Err(damaged(&self.path, "the table of checksums is damaged".into()))
+        verified[block / 64].fetch_or(1 << (block % 64), Ordering::Release);
+        Ok(())
     }
 }
 

@@ -107,19 +107,24 @@ impl Shard {
         let end = start.checked_add(out.len() as u64).filter(|&end| end <= self.num_tokens);
         let Some(end) = end else { return Err(self.out_of_range(start, out.len())) };
         let width = usize::from(self.width);
-        let bytes = file.bytes(HEADER_BYTES + start as usize * width..HEADER_BYTES + end as usize * width)?;
-        let mut is_sound = true;
-        if width == 2 {
-            for (slot, id) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *slot = i32::from(u16::from_le_bytes(*id));
-                is_sound &= (*slot as u32) < self.vocab_size;
+        let (mut is_sound, mut used) = (true, 0);
+        let range = HEADER_BYTES + start as usize * width..HEADER_BYTES + end as usize * width;
+        // No piece ends within a token.
+        file.read(range, |bytes| {
+            let slots = out[used..].iter_mut();
+            if width == 2 {
+                for (slot, id) in slots.zip(bytes.as_chunks::<2>().0) {
+                    *slot = i32::from(u16::from_le_bytes(*id));
+                    is_sound &= (*slot as u32) < self.vocab_size;
+                }
+            } else {
+                for (slot, id) in slots.zip(bytes.as_chunks::<4>().0) {
+                    *slot = i32::from_le_bytes(*id);
+                    is_sound &= (*slot as u32) < self.vocab_size;
+                }
             }
-        } else {
-            for (slot, id) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *slot = i32::from_le_bytes(*id);
-                is_sound &= (*slot as u32) < self.vocab_size;
-            }
-        }
+            used += bytes.len() / width;
+        })?;
         if is_sound { Ok(()) } else { Err(self.outside_vocabulary(start, out)) }
     }
 
@@ -153,8 +158,14 @@ impl Shard {
             return Err(damaged(file.path(), format!("document {document}: offsets out of order")));
         }
         lengths.clear();
-        decode_lengths(file.bytes(HEADER_BYTES + start..HEADER_BYTES + end)?, lengths)
-            .ok_or_else(|| damaged(file.path(), format!("document {document}: unreadable line lengths")))
+        let (mut state, mut is_sound) = ((0, 0), true);
+        file.read(HEADER_BYTES + start..HEADER_BYTES + end, |bytes| {
+            is_sound &= decode_lengths(bytes, &mut state, lengths).is_some();
+        })?;
+        if is_sound && state.1 == 0 {
+            return Ok(());
+        }
+        Err(damaged(file.path(), format!("document {document}: unreadable line lengths")))
     }
 
     /// The error for a document whose line lengths do not add up to its length.
@@ -215,24 +226,14 @@ impl Shard {
         }
     }
 
-    /// The cache blocks that hold the tables of this shard's token file or line file, whose header is needed as well.
-    pub(super) fn table_blocks(&self, cache: &BlockCache, lines: bool) -> Vec<Range<u64>> {
-        let Some((_, number)) = self.cache else { return Vec::new() };
-        let file = cache.geometry(2 * number + usize::from(lines));
-        let header = lines.then(|| file.first..file.first + 1);
-        header.into_iter().chain([file.tail()]).collect()
+    /// Where these tokens are in their file.
+    pub(super) fn token_bytes(&self, tokens: &Range<u32>) -> Range<usize> {
+        let at = |token: u32| HEADER_BYTES + token as usize * usize::from(self.width);
+        at(tokens.start)..at(tokens.end)
     }
 
-    /// The cache blocks that hold these tokens.
-    pub(super) fn token_blocks(&self, cache: &BlockCache, tokens: &Range<u32>) -> Option<Range<u64>> {
-        let (_, number) = self.cache.as_ref()?;
-        let at = |token: u32| HEADER_BYTES as u64 + u64::from(token) * u64::from(self.width);
-        Some(cache.geometry(2 * number).blocks_of(at(tokens.start)..at(tokens.end)))
-    }
-
-    /// The cache blocks that hold the line lengths of the documents that overlap these tokens.
-    pub(super) fn line_blocks(&self, cache: &BlockCache, tokens: &Range<u32>) -> Result<Option<Range<u64>>> {
-        let Some((_, number)) = self.cache else { return Ok(None) };
+    /// Where the line lengths of the documents that overlap these tokens are in their file.
+    pub(super) fn line_bytes(&self, tokens: &Range<u32>) -> Result<Range<usize>> {
         let ends = self.document_ends()?;
         let first = ends.partition_point(|&end| end <= tokens.start);
         // One document more: the first one after the range may be read too.
@@ -243,8 +244,7 @@ impl Shard {
         } else {
             self.lines()?.header.body_length as usize
         };
-        let bytes = (HEADER_BYTES + start) as u64..(HEADER_BYTES + end.max(start)) as u64;
-        Ok(Some(cache.geometry(2 * number + 1).blocks_of(bytes)))
+        Ok(HEADER_BYTES + start..HEADER_BYTES + end.max(start))
     }
 
     /// Where the line lengths of a document begin.
@@ -271,9 +271,10 @@ impl Shard {
     }
 }
 
-/// Appends all unsigned LEB128 numbers in `bytes`; `None` if one is too large or cut off.
-fn decode_lengths(bytes: &[u8], lengths: &mut Vec<u32>) -> Option<()> {
-    let (mut value, mut shift) = (0_u32, 0);
+/// Appends all unsigned LEB128 numbers in `bytes`; `None` if one is too large. The state is that of a number that the
+/// next bytes continue: its value so far, and the bits of it.
+fn decode_lengths(bytes: &[u8], state: &mut (u32, u32), lengths: &mut Vec<u32>) -> Option<()> {
+    let (mut value, mut shift) = *state;
     for &byte in bytes {
         let bits = u32::from(byte & 0x7f);
         let shifted = bits.checked_shl(shift)?;
@@ -287,7 +288,8 @@ fn decode_lengths(bytes: &[u8], lengths: &mut Vec<u32>) -> Option<()> {
             (value, shift) = (0, 0);
         }
     }
-    (shift == 0).then_some(())
+    *state = (value, shift);
+    Some(())
 }
 
 #[cfg(test)]
@@ -296,11 +298,18 @@ mod tests {
 
     #[test]
     fn line_lengths_decode() {
-        let mut lengths = vec![7];
-        decode_lengths(&[0, 5, 0x80, 1, 0xff, 0xff, 0xff, 0xff, 0x0f], &mut lengths).unwrap();
-        assert_eq!(lengths, [7, 0, 5, 128, u32::MAX]);
-        assert!(decode_lengths(&[0x80], &mut lengths).is_none());
-        assert!(decode_lengths(&[0x80; 9], &mut lengths).is_none());
-        assert!(decode_lengths(&[0xff, 0xff, 0xff, 0xff, 0x1f], &mut lengths).is_none());
+        let bytes = [0, 5, 0x80, 1, 0xff, 0xff, 0xff, 0xff, 0x0f];
+        for cut in 0..bytes.len() {
+            let (mut lengths, mut state) = (vec![7], (0, 0));
+            for piece in [&bytes[..cut], &bytes[cut..]] {
+                decode_lengths(piece, &mut state, &mut lengths).unwrap();
+            }
+            assert_eq!((lengths, state.1), (vec![7, 0, 5, 128, u32::MAX], 0));
+        }
+        let (mut lengths, mut state) = (vec![], (0, 0));
+        assert!(decode_lengths(&[0x80], &mut state, &mut lengths).is_some() && state.1 > 0);
+        for long in [&[0x80; 9][..], &[0xff, 0xff, 0xff, 0xff, 0x1f]] {
+            assert!(decode_lengths(long, &mut (0, 0), &mut lengths).is_none());
+        }
     }
 }

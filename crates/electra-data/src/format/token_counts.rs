@@ -1,51 +1,54 @@
 //! Counts of each token in a corpus: the weights of a unigram distribution.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::corpus::Corpus;
-use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::store::Cancel;
 use crate::threads::on_all_cores;
 
 /// Tokens read at a time: their ids stay in the processor's cache.
 const CHUNK_TOKENS: u64 = 1 << 15;
-/// At least this many chunks share one table of counts, which has an entry for every entry of the vocabulary.
-const MIN_CHUNKS: usize = 32;
+/// Tokens that share one table of counts, which has an entry for every entry of the vocabulary. They are fetched at a
+/// time from an object store.
+const PART_TOKENS: u64 = 1 << 21;
 
 impl Corpus {
     /// How often each of the [`Corpus::vocab_size`] ids occurs in all documents. Every block is verified, as for
     /// [`Corpus::document`].
     pub fn token_counts(&self) -> Result<Vec<u64>> {
-        let chunks: Vec<(usize, u64)> = (0..self.num_shards())
-            .flat_map(|shard| {
-                let starts = (0..self.shard_size(shard).1).step_by(CHUNK_TOKENS as usize);
-                starts.map(move |start| (shard, start))
-            })
-            .collect();
+        let parts = (0..self.num_shards()).flat_map(|shard| {
+            let size = self.shard_size(shard).1;
+            let starts = (0..size).step_by(PART_TOKENS as usize);
+            starts.map(move |start| (shard, start as u32..size.min(start + PART_TOKENS) as u32))
+        });
+        let parts: Vec<(usize, Range<u32>)> = parts.collect();
         let zeros = || vec![0; self.vocab_size() as usize];
         let add = |mut sum: Vec<u64>, counts: Vec<u64>| {
             sum.iter_mut().zip(counts).for_each(|(total, count)| *total += count);
             Ok(sum)
         };
         let cancel = Cancel::default();
-        let count = |counts, &(shard, start): &(usize, u64)| match cancel.is_raised() {
+        let count = |counts, part| match cancel.is_raised() {
             true => Err(Error::Interrupted),
-            false => cancel.carry(|| count_chunk(&self.shard(shard), start, counts)),
+            false => cancel.carry(|| self.count_part(part, counts)),
         };
-        on_all_cores(|| {
-            let chunks = chunks.par_iter().with_min_len(MIN_CHUNKS);
-            chunks.try_fold(zeros, count).try_reduce(zeros, add)
-        })?
+        on_all_cores(|| parts.par_iter().try_fold(zeros, count).try_reduce(zeros, add))?
     }
-}
 
-fn count_chunk(shard: &Shard, start: u64, mut counts: Vec<u64>) -> Result<Vec<u64>> {
-    let mut ids = vec![0; CHUNK_TOKENS.min(shard.num_tokens() - start) as usize];
-    shard.expect_unchanged()?;
-    shard.copy_tokens(start, &mut ids)?;
-    ids.iter().for_each(|&id| counts[id as usize] += 1);
-    Ok(counts)
+    fn count_part(&self, part: &(usize, Range<u32>), mut counts: Vec<u64>) -> Result<Vec<u64>> {
+        let (shard, tokens) = (self.shard(part.0), u64::from(part.1.start)..u64::from(part.1.end));
+        let _pins = self.prefetch(std::slice::from_ref(part), (0, 0), false, &Cancel::default())?;
+        for start in tokens.clone().step_by(CHUNK_TOKENS as usize) {
+            let mut ids = vec![0; CHUNK_TOKENS.min(tokens.end - start) as usize];
+            shard.expect_unchanged()?;
+            shard.copy_tokens(start, &mut ids)?;
+            ids.iter().for_each(|&id| counts[id as usize] += 1);
+        }
+        Ok(counts)
+    }
 }
 
 #[cfg(test)]

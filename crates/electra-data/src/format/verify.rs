@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::block_cache::BlockCache;
+use super::block_cache::{BlockCache, Pins};
 use super::checksum::hash_hex;
 use super::corpus::VALIDATION;
 use super::damage::damaged;
@@ -121,8 +121,10 @@ impl Verifier {
                 }
             }
         };
-        let mut errors = check_file(shard.tokens(), &entry.tokens);
-        errors.extend(check_file(shard.lines(), &entry.lines));
+        // What is read of a store stays mapped, since it is read again below.
+        let (mut errors, _pins) = check_file(shard.tokens(), &entry.tokens);
+        let (more, _more_pins) = check_file(shard.lines(), &entry.lines);
+        errors.extend(more);
         if errors.is_empty() {
             errors.extend(check_tables(&shard).err());
             errors.extend(check_ids(&shard).err());
@@ -131,14 +133,10 @@ impl Verifier {
     }
 }
 
-fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> Vec<Error> {
-    let file = match file {
-        Ok(file) => file,
-        Err(error) => return vec![error],
-    };
-    let blocks = match file.damaged_blocks() {
-        Ok(blocks) => blocks,
-        Err(error) => return vec![error],
+fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> (Vec<Error>, Option<Pins>) {
+    let (file, (blocks, pins)) = match file.and_then(|file| Ok((file, file.damaged_blocks()?))) {
+        Ok(found) => found,
+        Err(error) => return (vec![error], None),
     };
     let count = file.layout.num_blocks;
     let mut errors: Vec<Error> = blocks
@@ -148,7 +146,7 @@ fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> Vec<Error> {
     if errors.is_empty() && hash_hex(file.table()) != entry.hash {
         errors.push(damaged(file.path(), "it is not the file that the manifest means".into()));
     }
-    errors
+    (errors, pins)
 }
 
 /// The lines of every document must add up to its length.

@@ -97,7 +97,6 @@ fn lanes_read_the_rows_of_an_epoch_once() {
 }
 
 #[test]
-#[cfg(target_os = "linux")] // only there has a store's corpus a cache
 fn nodes_fetch_their_own_lanes_only() {
     use crate::store::test_server::TestServer;
     // Eight shards of eight blocks.

@@ -16,7 +16,6 @@ mod pack;
 mod permutation;
 mod position;
 #[cfg(test)]
-#[cfg(target_os = "linux")] // only there has a store's corpus a cache
 mod remote_tests;
 mod shuffle_window;
 mod state;

@@ -2,11 +2,12 @@
 //! servers that misbehave.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::tests::{hashes, loader_of, named, rows};
-use super::{Loader, LoaderOptions};
+use super::{Loader, LoaderOptions, LoaderState};
 use crate::error::{Error, Result};
 use crate::format::testing::write_corpus;
 use crate::format::{CacheOptions, Corpus, verify};
@@ -47,12 +48,17 @@ fn token_bytes(dir: &Path) -> u64 {
     tokens.map(|file| file.metadata().unwrap().len()).sum()
 }
 
-/// Bytes on disk of all files of a cache.
-fn disk_usage(dir: &Path) -> u64 {
-    use std::os::unix::fs::MetadataExt;
+/// The files of the runs in a cache.
+fn runs(dir: &Path) -> Vec<PathBuf> {
     let folder = std::fs::read_dir(dir.join("cache")).unwrap().next().unwrap().unwrap().path();
-    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
-    files.filter(|f| f.file_name() != "state").map(|f| 512 * f.metadata().unwrap().blocks()).sum()
+    let files = std::fs::read_dir(folder.join("runs")).unwrap();
+    files.map(|entry| entry.unwrap().path()).collect()
+}
+
+/// Bytes on disk of these files, of which other threads may remove some.
+fn disk_usage(files: &[PathBuf]) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    files.iter().filter_map(|file| file.metadata().ok()).map(|found| 512 * found.blocks()).sum()
 }
 
 #[test]
@@ -115,7 +121,7 @@ fn a_cache_of_three_windows_stays_small_and_fetches_each_block_once() {
     let (mut found, mut largest) = (Vec::new(), 0);
     for batch in remote.by_ref() {
         found.push(super::tests::hash(&rows(&batch.unwrap())));
-        largest = largest.max(disk_usage(scratch.path()));
+        largest = largest.max(disk_usage(&runs(scratch.path())));
     }
     assert_eq!(found, local);
     assert!(largest <= limit + (1 << 20), "{largest} of {limit}");
@@ -224,16 +230,22 @@ fn what_a_crash_lost_is_fetched_again() {
     write(corpus.path());
     let server = TestServer::start(corpus.path());
     let local = hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap());
-    let folder = std::fs::read_dir(scratch.path().join("cache")).unwrap().next().unwrap().unwrap().path();
-    // The state says that these blocks are present: zeros in the tokens, a lost table, a file that is gone.
-    let wipe = |name: &str, at: u64, count: usize| {
-        let file = std::fs::File::options().write(true).open(folder.join(name)).unwrap();
-        std::os::unix::fs::FileExt::write_all_at(&file, &vec![0; count], at).unwrap();
-    };
-    wipe("shard-000000-000.tokens", 70_000, 200_000);
-    let length = folder.join("shard-000000-001.tokens").metadata().unwrap().len();
-    wipe("shard-000000-001.tokens", length - 100, 100);
-    std::fs::remove_file(folder.join("shard-000000-002.tokens")).unwrap();
+    // Zeros in blocks and tables, files that are cut off or gone.
+    let mut files = runs(scratch.path());
+    files.sort();
+    assert!(
+        files.len() > 12 && files.iter().all(|file| !file.to_string_lossy().contains(".lock")),
+        "{files:?}"
+    );
+    for (number, path) in files.iter().enumerate() {
+        let file = std::fs::File::options().write(true).open(path).unwrap();
+        match number % 4 {
+            0 => std::os::unix::fs::FileExt::write_all_at(&file, &[0; 70_000], 7_000).unwrap(),
+            1 => file.set_len(1_000).unwrap(),
+            2 => std::fs::remove_file(path).unwrap(),
+            _ => {}
+        }
+    }
     assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap()), local);
 }
 
@@ -272,4 +284,105 @@ fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
     let start = std::time::Instant::now();
     drop(loader); // the request would be repeated for three minutes
     assert!(start.elapsed() < std::time::Duration::from_secs(30));
+}
+
+const READER: &str = "ELECTRA_FAST_TEST_READER";
+
+/// How the three readers of the test below read: packing, cuts, seed.
+const READERS: [(&str, &str, i64); 3] =
+    [("best-fit", "token", 1), ("google", "token", 2), ("best-fit", "line", 3)];
+
+fn reader_options(number: usize) -> LoaderOptions {
+    let (packing, cut_at, seed) = READERS[number];
+    let (packing, cut_at) = (named(packing), named(cut_at));
+    LoaderOptions { packing, cut_at, seed, batch_size: 1_000, sequence_length: 128, ..options() }
+}
+
+/// A process of the test below. Appends a line for each batch, and resumes after the last one.
+#[test]
+fn a_reader_in_a_process_of_its_own() {
+    let Ok(job) = std::env::var(READER) else { return };
+    let [number, url, dir, bytes, output] = job.split(' ').collect::<Vec<_>>()[..] else { panic!("{job}") };
+    let cache = CacheOptions { dir: dir.into(), bytes: bytes.parse().unwrap() };
+    let corpus = Arc::new(Corpus::open_with(Path::new(url), Some(&cache)).unwrap());
+    let mut loader = Loader::new(corpus, &reader_options(number.parse().unwrap())).unwrap();
+    let earlier = std::fs::read_to_string(output).unwrap_or_default();
+    if let Some((_, state)) = earlier.lines().last().and_then(|line| line.split_once(' ')) {
+        loader.restore(&LoaderState::from_json(state).unwrap()).unwrap();
+    }
+    let mut output = std::fs::File::options().create(true).append(true).open(output).unwrap();
+    while let Some(batch) = loader.next() {
+        let (hash, state) = (super::tests::hash(&rows(&batch.unwrap())), loader.state().to_json().unwrap());
+        output.write_all(format!("{hash} {state}\n").as_bytes()).unwrap();
+    }
+}
+
+/// Readers of different rows, in a cache that holds neither the corpus nor what they have in use, which are killed and
+/// suspended all the time.
+#[test]
+fn streams_are_those_from_disk_whatever_happens_to_readers_of_a_small_cache() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write_blocks(corpus.path());
+    let server = TestServer::start(corpus.path());
+    let local: Vec<Vec<u64>> =
+        (0..3).map(|number| hashes(loader_of(corpus.path(), &reader_options(number)))).collect();
+    let needed = |number| {
+        let refused = cached(&server, scratch.path(), 1, &reader_options(number)).err().unwrap().to_string();
+        refused.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    let bytes = (0..3).map(needed).max().unwrap();
+    let output = |number: usize| scratch.path().join(number.to_string());
+    let start = |number: usize| {
+        let (url, dir, output) = (&server.url, scratch.path().join("cache"), output(number));
+        let job = format!("{number} {url} {} {bytes} {}", dir.display(), output.display());
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["a_reader_in_a_process_of_its_own"])
+            .env(READER, job)
+            .stdout(std::process::Stdio::null());
+        command.spawn().unwrap()
+    };
+    let found = |number: usize| -> Vec<u64> {
+        let text = std::fs::read_to_string(output(number)).unwrap_or_default();
+        text.lines().map(|line| line.split_once(' ').unwrap().0.parse().unwrap()).collect()
+    };
+    let mut readers: Vec<_> = (0..3).map(|number| (start(number), 0)).collect();
+    let (mut kills, mut stops) = (0, 0);
+    while (0..3).any(|number| found(number).len() < local[number].len()) {
+        for (number, (reader, killed_at)) in readers.iter_mut().enumerate() {
+            let (done, all) = (found(number).len(), local[number].len());
+            if done < all && done >= *killed_at + all / 6 {
+                reader.kill().unwrap();
+                reader.wait().unwrap();
+                (*reader, *killed_at, kills) = (start(number), found(number).len(), kills + 1);
+            }
+            let ended = reader.try_wait().unwrap();
+            assert!(ended.is_none_or(|status| status.success()), "reader {number} failed at {done} of {all}");
+        }
+        let (reader, _) = &readers[stops % 3];
+        for signal in [libc::SIGSTOP, libc::SIGCONT] {
+            // SAFETY: the call takes numbers only; the process is a child that has not been waited for.
+            unsafe { libc::kill(reader.id() as libc::pid_t, signal) };
+            std::thread::sleep(std::time::Duration::from_millis(30));
+        }
+        stops += 1;
+    }
+    readers.iter_mut().for_each(|(reader, _)| assert!(reader.wait().unwrap().success()));
+    assert_eq!((0..3).map(found).collect::<Vec<_>>(), local);
+    assert!(kills >= 6 && stops >= 10, "{kills} and {stops}");
+    let total: u64 =
+        std::fs::read_dir(corpus.path()).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
+    assert!(bytes < total * 3 / 4, "a cache of {bytes} of {total} bytes");
+}
+
+/// Five windows of blocks, each in a shard of its own of two checksummed blocks and its tables.
+fn write_blocks(dir: &Path) {
+    let mut stream = Stream::new(9, Purpose::Tie, [0; 3]);
+    let mut document = |_| -> Vec<Vec<u32>> {
+        (0..1 + stream.below(40))
+            .map(|_| (0..stream.below(400)).map(|_| 5 + stream.below(30_000)).collect())
+            .collect()
+    };
+    let documents: Vec<_> = (0..6_000).map(&mut document).collect();
+    write_corpus(dir, 30_005, &documents, 65_536);
 }

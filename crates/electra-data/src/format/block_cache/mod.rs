@@ -1,40 +1,46 @@
-//! A local cache of a corpus in an object store: one sparse file per file of the corpus, filled block by block.
+//! A local cache of a corpus in an object store: one file per run of eight blocks, filled block by block.
 //!
-//! A block is what a checksum covers (64 KiB), or the table of checksums at the end of a file. A reader pins the blocks
-//! that it is about to use (`BlockCache::pin`) and fetches those that are absent (`fetch`). Each is verified before it
-//! counts as present. When the cache is full, blocks that no reader on the node has pinned are evicted by punching
-//! holes in the files. Nothing on disk is trusted: every process verifies each block again on first use, because a
-//! machine crash may lose blocks that the state lists as present.
+//! A block is what a checksum covers (64 KiB). A reader pins the blocks that it is about to use (`BlockCache::pin`):
+//! it maps their runs, verifies them and fetches what is absent. What it has mapped is protected by the system, which
+//! keeps the bytes of a file that is removed or replaced. So a full cache simply removes the files that were not used
+//! for longest (`folder`). Nothing on disk is trusted: a block that was lost or damaged counts as absent.
 
-mod fetch;
-mod geometry;
-#[cfg_attr(not(target_os = "linux"), path = "unshared.rs")]
-mod locks;
-mod state;
+mod file;
+mod file_system;
+mod folder;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use memmap2::{Mmap, MmapOptions};
 
-use self::locks::punch_hole;
-use self::state::SharedState;
-use super::atomic_file::write_error;
+pub(super) use self::file::CachedFile;
+use self::file::{Pin, RUN_BYTES, blocks_of};
+use self::folder::{Claim, Folder};
 use super::damage::damaged;
-use super::header::BLOCK_BYTES;
-use super::manifest::Manifest;
+use super::header::Layout;
+use super::manifest::{FileEntry, Manifest};
 use crate::error::{Error, Result};
-use crate::store::{Cancel, Store};
+use crate::store::{Cancel, Request, Store};
 
-pub(super) use self::geometry::FileGeometry;
-use self::geometry::Files;
-pub(super) use self::state::Words;
-
-/// How many ranges that were read without being pinned first stay pinned.
-const MAX_UNANNOUNCED: usize = 4_096;
+/// Bytes of what was read without being pinned first that stay mapped; a private cache keeps nothing else.
+const KEPT_BYTES: usize = if cfg!(test) { 4 << 20 } else { 1 << 30 };
+/// The most that one request asks for, unless it is a tail.
+const REQUEST_BYTES: usize = 8 << 20;
+/// Runs that are claimed at the same time: each has a file open.
+const MAX_CLAIMS: usize = 64;
+/// How often a damaged block is fetched before it becomes an error.
+const ATTEMPTS: usize = 3;
+/// How often a reader checks whether another one has fetched a block.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// How often a reader that fetches shows that it is active.
+const TOUCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Where a corpus in a store is cached, and how much of it.
 #[derive(Clone, Debug)]
@@ -48,314 +54,300 @@ pub struct CacheOptions {
 /// The cache of one corpus, opened by one reader.
 #[derive(Debug)]
 pub(super) struct BlockCache {
-    storage: Storage,
     store: Store,
-    files: Files,
-    state: SharedState,
-    limit: u64,
-    /// How often each range of blocks is pinned by this reader.
-    pins: Mutex<BTreeMap<(u64, u64), usize>>,
-    /// Ranges that were read without being pinned first, which stay pinned until many others have been.
-    unannounced: Mutex<VecDeque<(u64, u64)>>,
-    /// One bit per block: set once this process has verified it, and cleared when it is no longer pinned.
-    pub verified: Words,
+    manifest: Arc<Manifest>,
+    /// What the readers of this node share. A private cache has unnamed files instead, which last while they are mapped.
+    folder: Option<Folder>,
+    files: Mutex<HashMap<usize, Weak<CachedFile>>>,
+    kept: Mutex<VecDeque<Pin>>,
 }
 
-/// Where the blocks are kept.
-#[derive(Debug)]
-enum Storage {
-    /// A folder with one sparse file per file of the corpus, shared by the readers of this node.
-    Folder(PathBuf),
-    /// An unnamed file that holds all of them: the system removes it when its only reader ends, however that ends.
-    /// Each file of the corpus gets a place when it is first used, because all together may exceed what a file can have.
-    Private(File, Mutex<Places>),
-}
-
-/// Where files of the corpus begin in a private cache, and where the next one will.
+/// Runs that stay mapped until this is dropped.
 #[derive(Debug, Default)]
-struct Places {
-    begin: HashMap<usize, u64>,
-    end: u64,
+pub(crate) struct Pins(Vec<Pin>);
+
+/// A run and the blocks of it that are wanted.
+struct Want {
+    pin: Pin,
+    blocks: u8,
 }
 
-/// Blocks that are not evicted until this is dropped.
-#[derive(Debug)]
-pub(crate) struct Pins {
-    cache: Arc<BlockCache>,
-    ranges: Vec<Range<u64>>,
+/// Consecutive blocks of a run that are to be fetched.
+struct Part<'a> {
+    want: &'a Want,
+    blocks: u8,
+    range: Range<usize>,
+    claim: Rc<Claim>,
 }
 
 impl BlockCache {
     /// The cache of a corpus in a store: shared by all readers on this node, or private without options.
     pub fn open(store: Store, manifest: &Arc<Manifest>, options: Option<&CacheOptions>) -> Result<Self> {
-        let files = Files::new(manifest, store.url())?;
-        let num_blocks = files.num_blocks();
-        let (storage, limit) = match options {
-            Some(_) if cfg!(not(target_os = "linux")) => {
-                let url = store.url();
-                return Err(Error::Input(format!(
-                    "{url}: the cache of a corpus in an object store needs Linux; copy the corpus to a local folder"
-                )));
-            }
-            Some(options) => {
-                // The checksum of the manifest, because the content hash does not cover lengths.
-                let dir = options.dir.join(&manifest.checksum);
-                std::fs::create_dir_all(&dir).map_err(|error| write_error(&dir, error))?;
-                (Storage::Folder(dir), options.bytes)
-            }
-            None => {
-                let file = tempfile::tempfile().map_err(|error| write_error(&std::env::temp_dir(), error))?;
-                (Storage::Private(file, Mutex::default()), u64::MAX)
-            }
-        };
-        let state = SharedState::open(storage.dir(), num_blocks, |block| {
-            let bytes = files.geometry(files.of_block(block)).bytes_of(&(block..block + 1));
-            bytes.end - bytes.start
-        })?;
-        let verified = Words::private(num_blocks.div_ceil(64) as usize)?;
-        let (pins, unannounced) = (Mutex::default(), Mutex::default());
-        Ok(Self { storage, store, files, state, limit, pins, unannounced, verified })
+        let folder = options.map(|options| Folder::open(options, &manifest.checksum)).transpose()?;
+        let (files, kept) = (Mutex::default(), Mutex::default());
+        Ok(Self { store, manifest: manifest.clone(), folder, files, kept })
     }
 
-    /// The geometry of a file: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
-    pub fn geometry(&self, file: usize) -> FileGeometry {
-        self.files.geometry(file)
-    }
-
-    /// The hash of a file's table of checksums, as in the manifest.
-    pub fn hash(&self, file: usize) -> &str {
-        &self.files.entry(file).hash
-    }
-
-    fn geometry_at(&self, block: u64) -> FileGeometry {
-        self.geometry(self.file_of(block))
-    }
-
-    /// The folder of the cached files; a private cache has none.
+    /// The folder of the cache; a private one has none.
     pub fn dir(&self) -> Option<&Path> {
-        self.storage.dir()
+        self.folder.as_ref().map(|folder| &*folder.dir)
     }
 
-    /// The most bytes that are kept; a private cache has no limit.
+    /// The most bytes that are kept; a private cache keeps little.
     pub fn limit(&self) -> Option<u64> {
-        self.dir().map(|_| self.limit)
+        self.folder.as_ref().map(|folder| folder.limit)
     }
 
-    /// Where the bytes of a file are kept.
-    fn path(&self, file: usize) -> PathBuf {
-        self.dir().map_or_else(std::env::temp_dir, |dir| dir.join(&self.files.entry(file).file))
-    }
-
-    /// The URL of a file.
-    pub fn url(&self, file: usize) -> PathBuf {
-        PathBuf::from(format!("{}/{}", self.store.url(), self.files.entry(file).file))
-    }
-
-    /// A read-only map of a file's cached copy.
-    pub fn map(&self, number: usize) -> Result<Mmap> {
-        let (geometry, (file, begin)) = (self.geometry(number), self.local_file(number)?);
-        let length = usize::try_from(geometry.bytes).unwrap_or(usize::MAX);
-        // SAFETY: the file has this length. Its bytes change only when blocks are fetched or evicted, and blocks are
-        // read only while they are pinned and after they were verified.
-        let map = unsafe { MmapOptions::new().offset(begin).len(length).map(&file) };
-        map.map_err(|error| Error::io(self.path(number), error))
-    }
-
-    /// The sparse file that holds the cached blocks of a file, and where in it that file begins.
-    fn local_file(&self, number: usize) -> Result<(File, u64)> {
-        let (geometry, path) = (self.geometry(number), self.path(number));
-        if let Storage::Private(file, places) = &self.storage {
-            let mut places = places.lock().unwrap_or_else(PoisonError::into_inner);
-            let begin = places.begin.get(&number).copied().unwrap_or(places.end);
-            if begin == places.end {
-                let end = begin + geometry.bytes.next_multiple_of(BLOCK_BYTES as u64);
-                file.set_len(end).map_err(|error| write_error(&path, error))?;
-                (_, places.end) = (places.begin.insert(number, begin), end);
-            }
-            return Ok((file.try_clone().map_err(|error| Error::io(path, error))?, begin));
-        }
-        let file = File::options().create(true).truncate(false).read(true).write(true).open(&path);
-        let file = file.map_err(|error| write_error(&path, error))?;
-        let length = || file.metadata().map(|found| found.len()).map_err(|error| Error::io(&path, error));
-        if length()? != geometry.bytes {
-            let held = self.state.hold()?;
-            // It is new or was removed, unless another reader has just created it.
-            if length()? != geometry.bytes {
-                self.state.present(geometry.blocks()).for_each(|block| self.clear(&held, block));
-                file.set_len(geometry.bytes).map_err(|error| write_error(&path, error))?;
-            }
-        }
-        Ok((file, 0))
-    }
-
-    /// Protects blocks from eviction until the result is dropped.
-    pub fn pin(self: &Arc<Self>, ranges: Vec<Range<u64>>) -> Result<Pins> {
-        self.change_pins(|pins| {
-            ranges.iter().for_each(|range| *pins.entry((range.start, range.end)).or_default() += 1);
-        })?;
-        Ok(Pins { cache: self.clone(), ranges })
-    }
-
-    /// Fetches blocks that are read without being pinned first, if they are absent, and pins them until thousands of
-    /// others have been read in the same way.
-    ///
-    /// The table that verifies them stays pinned too, because this process verifies them on first use.
-    pub fn require(&self, blocks: Range<u64>) -> Result<()> {
-        let table = self.geometry_at(blocks.start).table_block();
-        for range in [table..table + 1, blocks.clone()] {
-            if self.dir().is_some() && !self.is_pinned(&range) {
-                self.pin_unannounced((range.start, range.end))?;
-            }
-        }
-        self.fetch(std::slice::from_ref(&blocks), &Cancel::default())
-    }
-
-    fn pin_unannounced(&self, key: (u64, u64)) -> Result<()> {
-        self.change_pins(|pins| *pins.entry(key).or_default() += 1)?;
-        let mut ranges = self.unannounced.lock().unwrap_or_else(PoisonError::into_inner);
-        ranges.push_back(key);
-        let oldest = (ranges.len() > MAX_UNANNOUNCED).then(|| ranges.pop_front()).flatten();
-        drop(ranges);
-        oldest.map_or(Ok(()), |(start, end)| self.unpin(std::slice::from_ref(&(start..end))))
-    }
-
-    fn is_pinned(&self, blocks: &Range<u64>) -> bool {
-        let pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
-        pins.keys().any(|&(start, end)| start <= blocks.start && blocks.end <= end)
-    }
-
-    fn unpin(&self, ranges: &[Range<u64>]) -> Result<()> {
-        ranges.iter().for_each(|range| self.forget(range.clone()));
-        self.change_pins(|pins| {
-            for range in ranges {
-                let key = (range.start, range.end);
-                if let Some(count) = pins.get_mut(&key) {
-                    *count -= 1;
-                    if *count == 0 {
-                        pins.remove(&key);
-                    }
-                }
-            }
-        })?;
-        // Once more: another thread may have verified one while it was still pinned.
-        ranges.iter().for_each(|range| self.forget(range.clone()));
-        Ok(())
-    }
-
-    fn change_pins(&self, change: impl FnOnce(&mut BTreeMap<(u64, u64), usize>)) -> Result<()> {
-        let mut pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut pins);
-        if self.dir().is_none() {
-            return Ok(()); // a private cache evicts nothing
-        }
-        let ranges: Vec<Range<u64>> = pins.keys().map(|&(start, end)| start..end).collect();
-        self.state.hold()?.set_in_use(ranges.iter())
-    }
-
-    /// Fetches a block again whose bytes on disk have changed.
-    pub fn restore(&self, block: u64) -> Result<()> {
-        self.clear(&self.state.hold()?, block);
-        self.fetch(std::slice::from_ref(&(block..block + 1)), &Cancel::default())
-    }
-
-    /// Evicts blocks that no reader uses until there is room for this many bytes, tables last. If all are in use, the
-    /// cache exceeds its limit for a while.
-    fn make_room(&self, bytes: u64) -> Result<()> {
-        if self.state.used().saturating_add(bytes) <= self.limit {
-            return Ok(());
-        }
-        let held = self.state.hold()?;
-        let in_use = held.in_use()?;
-        let (num_blocks, hand) = (self.files.num_blocks(), held.hand());
-        for spare_tables in [true, false] {
-            for part in [hand..num_blocks, 0..hand] {
-                let mut next = 0; // the first range in use that may contain the block
-                for block in self.state.present(part) {
-                    if self.state.used().saturating_add(bytes) <= self.limit {
-                        held.set_hand(block);
-                        return Ok(());
-                    }
-                    while next < in_use.len() && in_use[next].end <= block {
-                        next += 1;
-                    }
-                    let mut near = in_use[next..].iter().take_while(|range| range.start <= block);
-                    let is_spared = spare_tables && self.is_table(block);
-                    if !is_spared && !near.any(|range| range.contains(&block)) {
-                        self.evict(&held, block)?;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether a block has what many blocks of tokens need: tables, or line lengths.
-    fn is_table(&self, block: u64) -> bool {
-        let file = self.file_of(block);
-        !file.is_multiple_of(2) || self.geometry(file).tail().contains(&block)
-    }
-
-    fn evict(&self, held: &state::Held, block: u64) -> Result<()> {
-        self.clear(held, block);
-        let number = self.file_of(block);
-        let (geometry, path) = (self.geometry(number), self.path(number));
-        let file = File::options().write(true).open(&path).map_err(|error| Error::io(&path, error))?;
-        punch_hole(&file, geometry.bytes_of(&(block..block + 1))).map_err(|error| {
-            let advice =
-                format!("{error}: no holes in files; put data.cache_dir on a local disk (ext4, xfs, btrfs)");
-            Error::io(&path, std::io::Error::new(error.kind(), advice))
+    /// A file of the corpus: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
+    pub fn file(&self, number: usize) -> Arc<CachedFile> {
+        let mut files = lock(&self.files);
+        files.get(&number).and_then(Weak::upgrade).unwrap_or_else(|| {
+            let hash = self.entry(number).hash.clone();
+            let file = Arc::new(CachedFile::new(number, self.url(number), self.layout(number), hash));
+            files.insert(number, Arc::downgrade(&file));
+            file
         })
     }
 
-    fn clear(&self, held: &state::Held, block: u64) {
-        let bytes = self.geometry_at(block).bytes_of(&(block..block + 1));
-        held.clear_present(block, bytes.end - bytes.start);
-        self.forget(block..block + 1);
+    /// The URL of a file.
+    pub fn url(&self, number: usize) -> PathBuf {
+        PathBuf::from(format!("{}/{}", self.store.url(), self.entry(number).file))
     }
 
-    /// Makes this process verify blocks again on their next use.
-    fn forget(&self, blocks: Range<u64>) {
-        for block in blocks {
-            let word = self.verified.at(block as usize / 64);
-            word.fetch_and(!(1 << (block % 64)), std::sync::atomic::Ordering::Relaxed);
+    fn entry(&self, number: usize) -> &FileEntry {
+        let shard = &self.manifest.shards[number / 2];
+        if number.is_multiple_of(2) { &shard.tokens } else { &shard.lines }
+    }
+
+    /// Where the parts of a file are, computed from the manifest.
+    pub fn layout(&self, number: usize) -> Layout {
+        let documents = self.manifest.shards[number / 2].num_documents;
+        let index_width = if number.is_multiple_of(2) { 4 } else { 8 };
+        let layout = Layout::from_length(self.entry(number).bytes, index_width * documents);
+        layout.expect("checked when the manifest was read")
+    }
+
+    /// Maps ranges of bytes, and the tails of their files, until the result is dropped. Fetches what is absent.
+    pub fn pin(&self, ranges: &[(Arc<CachedFile>, Range<usize>)], cancel: &Cancel) -> Result<Pins> {
+        let (mut tails, mut runs) = (BTreeMap::new(), BTreeMap::new());
+        for (file, range) in ranges {
+            let want = |run| move || Want { pin: Pin::new(file, run), blocks: 0 };
+            tails.entry(file.number).or_insert_with(want(file.tail_run())).blocks = 1;
+            for (run, part) in file.parts(range.clone()) {
+                runs.entry((file.number, run)).or_insert_with(want(run)).blocks |= blocks_of(&part);
+            }
+        }
+        let (tails, runs) = (tails.into_values().collect::<Vec<_>>(), runs.into_values().collect::<Vec<_>>());
+        self.fetch(&tails, cancel)?; // nothing can be verified without them
+        self.fetch(&runs, cancel)?;
+        Ok(Pins(tails.into_iter().chain(runs).map(|want| want.pin).collect()))
+    }
+
+    /// Calls `read` with the bytes of a range, in pieces. What is not mapped is fetched, and stays mapped for a while.
+    #[inline]
+    pub fn read(
+        &self,
+        file: &Arc<CachedFile>,
+        range: Range<usize>,
+        mut read: impl FnMut(&[u8]),
+    ) -> Result<()> {
+        let mut pins = None;
+        for (run, part) in file.parts(range.clone()) {
+            while file.read(run, &part, &mut read).is_none() {
+                pins = Some(self.pin(&[(file.clone(), part.start..range.end)], &Cancel::default())?);
+            }
+        }
+        pins.into_iter().for_each(|pins| self.keep(pins));
+        let tail = file.tail_range().start;
+        if range.end > tail {
+            read(file.tail(range.start.max(tail)..range.end));
+        }
+        Ok(())
+    }
+
+    /// Keeps some of the runs that were read last.
+    fn keep(&self, pins: Pins) {
+        let mut kept = lock(&self.kept);
+        kept.extend(pins.0);
+        let size = |pin: &Pin| RUN_BYTES + pin.file.tail_range().len();
+        let mut total: usize = kept.iter().map(size).sum();
+        while total > KEPT_BYTES
+            && let Some(pin) = kept.pop_front()
+        {
+            total -= size(&pin);
         }
     }
 
-    fn file_of(&self, block: u64) -> usize {
-        self.files.of_block(block)
-    }
-
-    fn damaged(&self, file: usize, reason: String) -> Error {
-        damaged(&self.url(file), reason)
-    }
-
-    fn cannot_write(&self, path: &Path, error: std::io::Error) -> Error {
-        if !matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded) {
-            return Error::io(path, error);
+    /// Maps all blocks that are wanted. Readers of the same node that want the same ones share the work.
+    fn fetch(&self, wants: &[Want], cancel: &Cancel) -> Result<()> {
+        let start = Instant::now();
+        let mut absent: Vec<&Want> = wants.iter().collect();
+        loop {
+            absent.retain(|want| self.absent(want) != 0);
+            if absent.is_empty() {
+                return Ok(());
+            }
+            if cancel.is_raised() {
+                return Err(Error::Interrupted);
+            }
+            let claims =
+                absent.iter().filter_map(|want| Some((*want, self.claim(&want.pin, start.elapsed())?)));
+            // Another reader may have fetched some of it before it was claimed.
+            let parts = claims.take(MAX_CLAIMS).flat_map(|(want, claim)| self.parts(want, &Rc::new(claim)));
+            let parts: Vec<_> = parts.collect();
+            if parts.is_empty() {
+                cancel.wait(POLL_INTERVAL);
+            }
+            self.fetch_parts(parts, cancel)?;
         }
-        let limit = self.limit;
-        let advice =
-            format!("{error}: lower data.cache_bytes ({limit} now) or choose another data.cache_dir");
-        Error::io(path, std::io::Error::new(error.kind(), advice))
+    }
+
+    fn claim(&self, pin: &Pin, waited: Duration) -> Option<Claim> {
+        match &self.folder {
+            Some(folder) => folder.claim(&name_of(pin), waited),
+            None => Some(Claim::private()),
+        }
+    }
+
+    /// The wanted blocks of a run that are neither mapped nor in the folder. Those in the folder are mapped.
+    fn absent(&self, want: &Want) -> u8 {
+        let absent = want.pin.absent(want.blocks);
+        if absent != 0
+            && let Some(file) = self.folder.as_ref().and_then(|folder| folder.find(&name_of(&want.pin)))
+            && let Ok(map) = map(&want.pin, &file)
+        {
+            want.pin.adopt(map, want.blocks);
+            return want.pin.absent(want.blocks);
+        }
+        absent
+    }
+
+    /// The blocks of a run that are absent, as ranges of bytes.
+    fn parts<'a>(&self, want: &'a Want, claim: &Rc<Claim>) -> Vec<Part<'a>> {
+        let absent = self.absent(want);
+        let is_absent = |block: u32| absent >> block & 1 == 1;
+        let starts = (0..8).filter(|&block| is_absent(block) && (block == 0 || !is_absent(block - 1)));
+        let part = |start: u32| {
+            let end = (start..8).find(|&block| !is_absent(block)).unwrap_or(8);
+            let blocks = (1_u16 << end) - (1 << start);
+            let range = want.pin.file.block_range(want.pin.run, start..end);
+            Part { want, blocks: blocks as u8, range, claim: claim.clone() }
+        };
+        starts.map(part).collect()
+    }
+
+    /// Fetches parts of runs, which are in order.
+    fn fetch_parts(&self, mut parts: Vec<Part<'_>>, cancel: &Cancel) -> Result<()> {
+        if let Some(folder) = &self.folder {
+            folder.make_room(parts.iter().map(|part| part.range.len() as u64).sum());
+        }
+        let mut touched = Instant::now();
+        for attempt in 1..=ATTEMPTS {
+            let mut groups: Vec<Option<Vec<Part<'_>>>> = merged(parts).into_iter().map(Some).collect();
+            let requests: Vec<Request> = groups.iter().flatten().map(|group| self.request(group)).collect();
+            let mut bad = Vec::new();
+            self.store.read_ranges(&requests, cancel, |number, bytes| {
+                let mut left = bytes;
+                for part in groups[number].take().into_iter().flatten() {
+                    let bytes = left.split_off(..part.range.len()).unwrap_or_default();
+                    match self.accept(&part, bytes) {
+                        Err(Error::Damaged { .. }) if attempt < ATTEMPTS => bad.push(part),
+                        outcome => outcome?,
+                    }
+                }
+                if touched.elapsed() > TOUCH_INTERVAL {
+                    groups.iter().flatten().flatten().for_each(|part| part.claim.touch());
+                    touched = Instant::now();
+                }
+                Ok(())
+            })?;
+            parts = bad;
+        }
+        Ok(())
+    }
+
+    fn request(&self, parts: &[Part<'_>]) -> Request {
+        let (first, last) = (&parts[0], &parts[parts.len() - 1]);
+        let name = self.entry(first.want.pin.file.number).file.clone();
+        Request { name, range: first.range.start as u64..last.range.end as u64, version: None }
+    }
+
+    /// Writes a run with the blocks that were fetched, verifies and maps it, and shares it.
+    fn accept(&self, part: &Part<'_>, bytes: &[u8]) -> Result<()> {
+        let Some(folder) = &self.folder else {
+            let file = tempfile::tempfile().map_err(|error| self.cannot_write(error))?;
+            return self.fill(part, bytes, &file);
+        };
+        let file = folder.temporary().map_err(|error| self.cannot_write(error))?;
+        self.fill(part, bytes, file.as_file())?;
+        folder.publish(file, &name_of(&part.want.pin)).map_err(|error| self.cannot_write(error))
+    }
+
+    fn fill(&self, part: &Part<'_>, bytes: &[u8], file: &File) -> Result<()> {
+        let pin = &part.want.pin;
+        let run = pin.file.run_range(pin.run);
+        let write = |at: usize, bytes: &[u8]| file.write_all_at(bytes, at as u64);
+        let written = file
+            .set_len(run.len() as u64)
+            .and_then(|()| pin.for_each_block(write))
+            .and_then(|()| write(part.range.start - run.start, bytes))
+            .and_then(|()| map(pin, file));
+        match pin.adopt(written.map_err(|error| self.cannot_write(error))?, part.blocks) {
+            None => Ok(()),
+            Some(reason) => Err(damaged(&pin.file.url, reason)),
+        }
+    }
+
+    /// An error while writing, with what helps.
+    fn cannot_write(&self, error: std::io::Error) -> Error {
+        match &self.folder {
+            Some(folder) => folder.cannot_write(error),
+            None => {
+                let advice = format!("{error}: set TMPDIR to a folder that can be written and has more room");
+                Error::io(std::env::temp_dir(), std::io::Error::new(error.kind(), advice))
+            }
+        }
     }
 }
 
-impl Storage {
-    fn dir(&self) -> Option<&Path> {
-        match self {
-            Self::Folder(dir) => Some(dir),
-            Self::Private(..) => None,
-        }
-    }
+/// The name of a run's file.
+fn name_of(pin: &Pin) -> String {
+    format!("{}.{}", pin.file.number, pin.run)
 }
 
-impl Drop for Pins {
-    fn drop(&mut self) {
-        // If the state cannot be written, the blocks stay in use, which is safe.
-        let _ = self.cache.unpin(&self.ranges);
+/// Maps the file of a run; an error if it is too short, as after a crash of the machine.
+fn map(pin: &Pin, file: &File) -> std::io::Result<Mmap> {
+    let length = pin.file.run_range(pin.run).len();
+    if file.metadata()?.len() != length as u64 {
+        return Err(std::io::ErrorKind::UnexpectedEof.into());
     }
+    // SAFETY: this program never changes the file of a run once it is written, and reads only blocks that it has
+    // verified. As for any map, other programs could.
+    unsafe { MmapOptions::new().len(length).map(file) }
+}
+
+/// Groups parts that follow each other in a file, for one request each.
+fn merged(parts: Vec<Part<'_>>) -> Vec<Vec<Part<'_>>> {
+    let mut groups: Vec<Vec<Part<'_>>> = Vec::new();
+    for part in parts {
+        let number = part.want.pin.file.number;
+        match groups.last_mut() {
+            Some(group)
+                if group.last().is_some_and(|last| last.range.end == part.range.start)
+                    && group[0].want.pin.file.number == number
+                    && part.range.end - group[0].range.start <= REQUEST_BYTES =>
+            {
+                group.push(part);
+            }
+            _ => groups.push(vec![part]),
+        }
+    }
+    groups
+}
+
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
-#[cfg(target_os = "linux")]
 mod tests;

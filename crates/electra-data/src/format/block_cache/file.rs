@@ -1,0 +1,219 @@
+//! The runs of a file of the corpus that this process has mapped.
+//!
+//! A file is divided into runs of eight blocks; the last run is its tail, the tables of documents and checksums. The
+//! tail stays mapped as long as the file is in use. Any other run is mapped while it is pinned, and has a bit for each
+//! block that has been verified.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
+
+use memmap2::Mmap;
+
+use crate::format::checksum::{block_hash, hash_hex};
+use crate::format::header::{BLOCK_BYTES, Layout, read_u64};
+
+/// Bytes of a run: a multiple of every page size.
+pub(super) const RUN_BYTES: usize = 8 * BLOCK_BYTES;
+
+/// A file of a corpus in an object store, as far as it is mapped.
+#[derive(Debug)]
+pub(in crate::format) struct CachedFile {
+    pub number: usize,
+    pub url: PathBuf,
+    pub layout: Layout,
+    /// The hash of the table of checksums, from the manifest.
+    hash: String,
+    tail: OnceLock<Mmap>,
+    runs: Box<[RwLock<Slot>]>,
+}
+
+/// A run, which is mapped while it is pinned.
+#[derive(Debug, Default)]
+struct Slot {
+    map: Option<Mmap>,
+    /// A bit for each verified block.
+    sound: u8,
+    pins: usize,
+}
+
+/// Keeps a run mapped. The map is also what protects its bytes: the system keeps those of a file that was removed.
+#[derive(Debug)]
+pub(super) struct Pin {
+    pub file: Arc<CachedFile>,
+    pub run: usize,
+}
+
+impl CachedFile {
+    /// A file of which nothing is mapped.
+    pub fn new(number: usize, url: PathBuf, layout: Layout, hash: String) -> Self {
+        let num_runs = tail_start(&layout).div_ceil(RUN_BYTES);
+        let runs = (0..num_runs).map(|_| RwLock::default()).collect();
+        Self { number, url, layout, hash, tail: OnceLock::new(), runs }
+    }
+
+    /// The number of the last run.
+    pub fn tail_run(&self) -> usize {
+        self.runs.len()
+    }
+
+    /// The bytes of the tail.
+    pub fn tail_range(&self) -> Range<usize> {
+        tail_start(&self.layout)..self.layout.file_length
+    }
+
+    /// The mapped bytes of a range of the tail, which must have been fetched.
+    pub fn tail(&self, range: Range<usize>) -> &[u8] {
+        let start = self.tail_range().start;
+        self.tail.get().map_or(&[], |map| &map[range.start - start..range.end - start])
+    }
+
+    /// The bytes of a run.
+    pub fn run_range(&self, run: usize) -> Range<usize> {
+        let start = run * RUN_BYTES;
+        if run == self.tail_run() {
+            self.tail_range()
+        } else {
+            start..self.tail_range().start.min(start + RUN_BYTES)
+        }
+    }
+
+    /// The bytes of some blocks of a run. The tail counts as one block.
+    pub fn block_range(&self, run: usize, blocks: Range<u32>) -> Range<usize> {
+        let range = self.run_range(run);
+        if run == self.tail_run() {
+            return range;
+        }
+        let at = |block: u32| range.end.min(range.start + block as usize * BLOCK_BYTES);
+        at(blocks.start)..at(blocks.end)
+    }
+
+    /// A range of bytes by runs, without the tail: each with the part of it in this run.
+    pub fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let end = range.end.min(self.tail_range().start);
+        let start = range.start.min(end);
+        let runs = if start < end { start / RUN_BYTES..end.div_ceil(RUN_BYTES) } else { 0..0 };
+        runs.map(move |run| {
+            let whole = run * RUN_BYTES..(run + 1) * RUN_BYTES;
+            (run, start.max(whole.start)..end.min(whole.end))
+        })
+    }
+
+    /// Calls `read` with these bytes of a run if they are mapped and verified; `None` if not.
+    #[inline]
+    pub fn read<T>(&self, run: usize, range: &Range<usize>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        let slot = self.runs[run].read().unwrap_or_else(PoisonError::into_inner);
+        let (wanted, start) = (blocks_of(range), run * RUN_BYTES);
+        let map = slot.map.as_ref().filter(|_| slot.sound & wanted == wanted)?;
+        Some(read(&map[range.start - start..range.end - start]))
+    }
+
+    /// What is wrong with a block of a run, whose bytes these are.
+    fn damage(&self, run: usize, block: u32, bytes: &[u8]) -> Option<String> {
+        let Layout { table, num_blocks, file_length, .. } = self.layout;
+        let is_tail = run == self.tail_run();
+        let (start, tail) = (self.run_range(run).start, self.tail_range());
+        let table = if is_tail { &bytes[table - start..] } else { self.tail(table..file_length) };
+        let (table, hash) = table.split_at(table.len() - 8);
+        if is_tail && (hash_hex(table) != self.hash || block_hash(table) != read_u64(hash)) {
+            return Some("the table of checksums is not that of the manifest".into());
+        }
+        let first = start / BLOCK_BYTES;
+        let blocks =
+            if is_tail { first..num_blocks } else { first + block as usize..first + block as usize + 1 };
+        let end = |number: usize| {
+            ((number + 1) * BLOCK_BYTES).min(if is_tail { self.layout.table } else { tail.start })
+        };
+        blocks
+            .into_iter()
+            .find(|&number| {
+                let bytes = &bytes[number * BLOCK_BYTES - start..end(number) - start];
+                block_hash(bytes) != read_u64(&table[8 * number..])
+            })
+            .map(|number| format!("block {number} of {num_blocks} is damaged in the store"))
+    }
+}
+
+impl Pin {
+    /// Pins a run, which may not be mapped yet.
+    pub fn new(file: &Arc<CachedFile>, run: usize) -> Self {
+        let pin = Self { file: file.clone(), run };
+        if let Some(mut slot) = pin.slot() {
+            slot.pins += 1;
+        }
+        pin
+    }
+
+    /// The run, unless it is the tail.
+    fn slot(&self) -> Option<RwLockWriteGuard<'_, Slot>> {
+        self.file.runs.get(self.run).map(|slot| slot.write().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Which of these blocks are not mapped and verified, after looking at those of the map.
+    pub fn absent(&self, wanted: u8) -> u8 {
+        let Some(mut slot) = self.slot() else { return u8::from(self.file.tail.get().is_none()) };
+        let Slot { map: Some(map), sound, .. } = &mut *slot else { return wanted };
+        *sound |= self.verified(map, wanted & !*sound).0;
+        wanted & !*sound
+    }
+
+    /// Uses the map of a file if it has all blocks that the present one has; `wanted` are verified as well. Returns
+    /// what is wrong with one of those that it does not have.
+    pub fn adopt(&self, map: Mmap, wanted: u8) -> Option<String> {
+        let Some(mut slot) = self.slot() else {
+            let (_, damage) = self.verified(&map, 1);
+            if damage.is_none() {
+                let _ = self.file.tail.set(map); // another thread may have been faster
+            }
+            return damage;
+        };
+        let (sound, damage) = self.verified(&map, wanted | slot.sound);
+        if sound & slot.sound == slot.sound {
+            (slot.map, slot.sound) = (Some(map), sound);
+        }
+        damage
+    }
+
+    fn verified(&self, map: &Mmap, wanted: u8) -> (u8, Option<String>) {
+        let (mut sound, mut damage) = (0, None);
+        for block in (0..8).filter(|block| wanted >> block & 1 == 1) {
+            match self.file.damage(self.run, block, map) {
+                None => sound |= 1 << block,
+                found => damage = damage.or(found),
+            }
+        }
+        (sound, damage)
+    }
+
+    /// Calls `each` with the verified blocks of the map, and the offset of each in the file.
+    pub fn for_each_block<E>(&self, mut each: impl FnMut(usize, &[u8]) -> Result<(), E>) -> Result<(), E> {
+        let Some(slot) = self.slot() else { return Ok(()) };
+        let (Some(map), start) = (&slot.map, self.file.run_range(self.run).start) else { return Ok(()) };
+        for block in (0..8).filter(|block| slot.sound >> block & 1 == 1) {
+            let range = self.file.block_range(self.run, block..block + 1);
+            each(range.start - start, &map[range.start - start..range.end - start])?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let Some(mut slot) = self.slot() else { return };
+        slot.pins -= 1;
+        if slot.pins == 0 {
+            *slot = Slot::default();
+        }
+    }
+}
+
+fn tail_start(layout: &Layout) -> usize {
+    layout.index / BLOCK_BYTES * BLOCK_BYTES
+}
+
+/// A bit for each block that a range of a run's bytes touches.
+pub(super) fn blocks_of(range: &Range<usize>) -> u8 {
+    let first = range.start % RUN_BYTES / BLOCK_BYTES;
+    let count = range.end.div_ceil(BLOCK_BYTES) - range.start / BLOCK_BYTES;
+    (((1_u16 << count) - 1) << first) as u8
+}

@@ -1,0 +1,197 @@
+//! The folder of a cache that the readers of a node share.
+//!
+//! ```text
+//! DIR/cached-CHECKSUM/          one folder for each manifest; a copy of the tokenizer is here, too
+//!     runs/FILE.RUN             a run of a file: blocks that were fetched are at their places, the others are holes
+//!     runs/FILE.RUN.lock        empty, and locked by the reader that fetches the run
+//! ```
+//! A run is written under a temporary name, renamed into place and never changed; one with more blocks replaces it. So
+//! any reader may remove any file at any time, and whoever has mapped it keeps the bytes. Locks only save requests.
+
+use std::fs::{File, TryLockError};
+use std::io::{Error as IoError, ErrorKind};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use tempfile::NamedTempFile;
+
+use super::{CacheOptions, file_system};
+use crate::error::{Error, Result};
+
+/// How long a reader waits for another one that makes no progress: as long as a request may take without a byte.
+pub(super) const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
+/// The part of the free space that a reader fills before it counts again, because others fill it as well.
+const SHARE: u64 = 16;
+/// The part of the limit that is freed in addition, so that not every fetch counts.
+const SLACK: u64 = 64;
+
+/// A shared folder and its limit.
+#[derive(Debug)]
+pub(super) struct Folder {
+    pub dir: PathBuf,
+    pub limit: u64,
+    runs: PathBuf,
+    /// Bytes that may be written before the files are counted again.
+    budget: Mutex<u64>,
+}
+
+/// The right to fetch a run, which ends when it is dropped or its process ends.
+#[derive(Debug)]
+pub(super) struct Claim(Option<(File, PathBuf)>);
+
+impl Folder {
+    /// Opens or creates the folder for a manifest with this checksum.
+    pub fn open(options: &CacheOptions, checksum: &str) -> Result<Self> {
+        file_system::check(&options.dir)?;
+        // The checksum of the manifest, because the content hash does not cover lengths.
+        let dir = options.dir.join(format!("cached-{checksum}"));
+        let folder = Self { runs: dir.join("runs"), dir, limit: options.bytes, budget: Mutex::new(0) };
+        if !folder.runs.exists() {
+            folder.create()?;
+            mention_earlier(&options.dir);
+        }
+        Ok(folder)
+    }
+
+    fn create(&self) -> Result<()> {
+        std::fs::create_dir_all(&self.runs).map_err(|error| self.cannot_write(error))
+    }
+
+    fn path(&self, run: &str) -> PathBuf {
+        self.runs.join(run)
+    }
+
+    /// A run's file, which counts as used now.
+    pub fn find(&self, run: &str) -> Option<File> {
+        let file = File::open(self.path(run)).ok()?;
+        let _ = file.set_modified(SystemTime::now()); // fails for the file of another user, which is evicted sooner
+        Some(file)
+    }
+
+    /// Claims a run for fetching; `None` while another reader has it that was active within `PATIENCE`.
+    pub fn claim(&self, run: &str, waited: Duration) -> Option<Claim> {
+        let path = self.path(&format!("{run}.lock"));
+        let lock = File::options().create(true).append(true).open(&path);
+        // Without locks, for whatever reason, readers fetch for themselves.
+        let Ok(lock) = lock else { return Some(Claim(None)) };
+        if let Err(TryLockError::WouldBlock) = lock.try_lock() {
+            let touched = lock.metadata().and_then(|found| found.modified()).ok();
+            let age = touched.and_then(|time| time.elapsed().ok()).unwrap_or_default();
+            return (age.max(waited) > PATIENCE).then_some(Claim(None));
+        }
+        let claim = Claim(Some((lock, path)));
+        claim.touch();
+        Some(claim)
+    }
+
+    /// A temporary file for a run.
+    pub fn temporary(&self) -> std::io::Result<NamedTempFile> {
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".tmp-").permissions(PermissionsExt::from_mode(0o666)); // less the umask
+        match builder.tempfile_in(&self.runs) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                std::fs::create_dir_all(&self.runs)?; // it was removed while in use
+                builder.tempfile_in(&self.runs)
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Puts a complete run into place.
+    pub fn publish(&self, file: NamedTempFile, run: &str) -> std::io::Result<()> {
+        match file.persist(self.path(run)) {
+            Err(error) if error.error.kind() != ErrorKind::NotFound => Err(error.error),
+            _ => Ok(()), // if another reader has removed the temporary file, only this one has the run
+        }
+    }
+
+    /// Removes the files that were not used for longest until there is room for this many bytes.
+    pub fn make_room(&self, bytes: u64) {
+        let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(rest) = budget.checked_sub(bytes) {
+            *budget = rest;
+            return;
+        }
+        let mut files = self.files();
+        let mut total = files.iter().map(|(_, bytes, _)| bytes).sum::<u64>().saturating_add(bytes);
+        if total > self.limit {
+            files.sort();
+            for (_, bytes, path) in files {
+                if total <= self.limit - self.limit / SLACK {
+                    break;
+                }
+                if std::fs::remove_file(path).is_ok() {
+                    total -= bytes;
+                }
+            }
+        }
+        *budget = self.limit.saturating_sub(total) / SHARE;
+    }
+
+    /// All files: when they were last used, and their bytes on disk.
+    fn files(&self) -> Vec<(SystemTime, u64, PathBuf)> {
+        let entries = std::fs::read_dir(&self.runs).into_iter().flatten().flatten();
+        let described = |entry: std::fs::DirEntry| {
+            let found = entry.metadata().ok()?; // not if another reader has just removed it
+            Some((found.modified().ok()?, 512 * found.blocks(), entry.path()))
+        };
+        entries.filter_map(described).collect()
+    }
+
+    /// An error while writing, with what helps.
+    pub fn cannot_write(&self, error: IoError) -> Error {
+        use ErrorKind::{PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+        let advice = match error.kind() {
+            StorageFull | QuotaExceeded => {
+                format!("lower data.cache_bytes ({} now) or choose another data.cache_dir", self.limit)
+            }
+            PermissionDenied | ReadOnlyFilesystem => "choose another data.cache_dir".to_owned(),
+            _ => return Error::io(&self.runs, error),
+        };
+        Error::io(&self.runs, IoError::new(error.kind(), format!("{error}: {advice}")))
+    }
+}
+
+impl Claim {
+    /// The claim of a reader that shares nothing.
+    pub fn private() -> Self {
+        Self(None)
+    }
+
+    /// Tells the others that this reader is active.
+    pub fn touch(&self) {
+        if let Some((lock, _)) = &self.0 {
+            let _ = lock.set_modified(SystemTime::now());
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some((lock, path)) = &self.0 {
+            // A reader that has just opened the file locks one without a name, and finds that the run is there.
+            let _ = std::fs::remove_file(path);
+            let _ = lock.unlock(); // a forked child may have the file open
+        }
+    }
+}
+
+/// Says which folders an earlier version of this program has left, once for each new folder.
+fn mention_earlier(dir: &Path) {
+    use std::io::Write;
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let earlier: Vec<_> =
+        entries.filter(|path| path.join("state").is_file() && path.join("lock").is_file()).collect();
+    if let [first, rest @ ..] = &earlier[..] {
+        let names = rest
+            .iter()
+            .fold(first.display().to_string(), |names, path| format!("{names} {}", path.display()));
+        // Not `eprintln`, which panics where standard error is closed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "note: caches of an earlier version are not used any more; delete {names}"
+        );
+    }
+}
