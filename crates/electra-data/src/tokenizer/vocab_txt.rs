@@ -1,7 +1,6 @@
 //! `vocab.txt`: its entries, BERT's rules, and the case, which the file itself does not store.
 //!
-//! The case comes from a file beside it, written by `vocab`, Hugging Face or `prepare`. Only if there is none, it is
-//! inferred from the entries.
+//! The caller gives the case, or it is inferred from the entries.
 
 use std::path::Path;
 

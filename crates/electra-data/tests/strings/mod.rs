@@ -3,23 +3,10 @@
 use std::path::Path;
 
 use electra_data::Tokenizer;
+use electra_data::philox::Stream;
 
-/// SplitMix64: the same numbers everywhere.
-pub struct Numbers(pub u64);
-
-impl Numbers {
-    /// The next number below `bound`.
-    pub fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((u128::from(z ^ (z >> 31)) * bound as u128) >> 64) as usize
-    }
-
-    fn one_of<T: Copy>(&mut self, items: &[T]) -> T {
-        items[self.below(items.len())]
-    }
+fn one_of<T: Copy>(numbers: &mut Stream, items: &[T]) -> T {
+    items[numbers.below(items.len() as u32) as usize]
 }
 
 /// Ranges of code points with special cases: Latin, marks, Greek, Cyrillic, Hebrew, Arabic, Indic,
@@ -43,29 +30,31 @@ const WORDS: &str = "the The unaffable don't [MASK] ##ing naïve Café e\u{301}c
     İstanbul electroencephalograph internationalization 0x1F “quoted” — résumé’s";
 
 /// A string of up to about 60 characters; one in fifty has a very long word.
-pub fn random_string(numbers: &mut Numbers) -> String {
+pub fn random_string(numbers: &mut Stream) -> String {
     let mut text = String::new();
     let (parts, flavor) = (1 + numbers.below(24), numbers.below(8));
     for _ in 0..parts {
         match (flavor, numbers.below(16)) {
-            (_, 0..3) => text.push(numbers.one_of(&[' ', ' ', '\t', '\n', '.', ',', '-', '\''])),
+            (_, 0..3) => text.push(one_of(numbers, &[' ', ' ', '\t', '\n', '.', ',', '-', '\''])),
             (0, _) | (_, 3) => text.push(any_char(numbers, 0, 0x11_0000)),
-            (1, _) | (_, 4) => text.push(numbers.one_of(&chars(MARKS))),
-            (2, _) | (_, 5) => text.push(numbers.one_of(&chars(CHOSEN))),
+            (1, _) | (_, 4) => text.push(one_of(numbers, &chars(MARKS))),
+            (2, _) | (_, 5) => text.push(one_of(numbers, &chars(CHOSEN))),
             (3 | 4, _) | (_, 6..9) => {
-                let at = 2 * numbers.below(RANGES.len() / 2);
+                let at = 2 * numbers.below(RANGES.len() as u32 / 2) as usize;
                 text.push(any_char(numbers, RANGES[at], RANGES[at + 1]));
             }
             (5, _) | (_, 9..11) => {
                 let length = 1 + numbers.below(20);
                 text.extend((0..length).map(|_| any_char(numbers, 0x30, 0x7b)));
             }
-            _ => text.push_str(numbers.one_of(&WORDS.split(' ').collect::<Vec<_>>())),
+            _ => text.push_str(one_of(numbers, &WORDS.split(' ').collect::<Vec<_>>())),
         }
     }
     if numbers.below(50) == 0 {
-        let (c, length) =
-            (numbers.one_of(&['a', 'é', '日', '\u{ac01}', '\u{302e}', '\u{301}']), 90 + numbers.below(24));
+        let (c, length) = (
+            one_of(numbers, &['a', 'é', '日', '\u{ac01}', '\u{302e}', '\u{301}']),
+            90 + numbers.below(24) as usize,
+        );
         text.extend(std::iter::repeat_n(c, length));
     }
     text
@@ -75,9 +64,9 @@ fn chars(text: &str) -> Vec<char> {
     text.chars().collect()
 }
 
-fn any_char(numbers: &mut Numbers, from: u32, to: u32) -> char {
+fn any_char(numbers: &mut Stream, from: u32, to: u32) -> char {
     // Surrogates are not characters; use a neighbor instead.
-    char::from_u32(from + numbers.below((to - from) as usize) as u32).unwrap_or('\u{d7ff}')
+    char::from_u32(from + numbers.below(to - from)).unwrap_or('\u{d7ff}')
 }
 
 /// A vocabulary with many ways to split most strings.
