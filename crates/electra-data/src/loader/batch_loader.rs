@@ -1,6 +1,5 @@
 //! The loader: an iterator of batches whose order does not depend on threads, ranks or interruptions.
 
-use std::iter::Sum;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -140,32 +139,18 @@ impl Loader {
         Ok(())
     }
 
-    /// Rows per epoch, over all corpora. Where the number depends on the epoch (`google` packing, and cuts at words or
-    /// lines), rows of the first one. Reads the ends of all documents; for `google` and cuts at lines also all line
-    /// lengths, for cuts at words some tokens of every row.
-    pub fn num_rows(&self) -> Result<u64> {
-        self.sum_over_blocks(|blocks, packer, counter| blocks.count_rows(packer, counter))
-    }
-
-    /// What the rows of the first epoch contain, over all corpora. Packs all blocks, which reads no tokens except for
-    /// cuts at words.
+    /// What the rows of an epoch contain, over all corpora. Where this depends on the epoch (`google` packing, and cuts at
+    /// words or lines), in the first one. Packs all blocks in parallel, which reads the ends of documents; for `google`
+    /// and cuts at lines also all line lengths, for cuts at words some tokens of every row.
     pub fn contents(&self) -> Result<Contents> {
-        self.sum_over_blocks(|blocks, packer, counter| Ok(Contents::of(&blocks.rows(packer, counter)?)))
-    }
-
-    /// A sum over the blocks of the first epoch of each corpus, computed in parallel.
-    fn sum_over_blocks<T: Sum + Send>(
-        &self,
-        of: impl Fn(&Blocks, &mut Packer, RngCounter) -> Result<T> + Sync,
-    ) -> Result<T> {
         let Shared { mixture, options, .. } = &*self.shared;
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(16) as u32);
-        let sum_of = |blocks: &Blocks, first: u32| -> Result<T> {
+        let sum_of = |blocks: &Blocks, first: u32| -> Result<Contents> {
             let mut packer = Packer::new(options, blocks.seed());
             let ours = (first..blocks.len()).step_by(threads as usize);
             let of_block = |block| {
                 let _pins = blocks.pin_tables(block, packer.reads_lines())?;
-                of(blocks, &mut packer, RngCounter { epoch: 0, block })
+                Ok(Contents::of(&blocks.rows(&mut packer, RngCounter { epoch: 0, block })?))
             };
             ours.map(of_block).sum()
         };
@@ -177,6 +162,11 @@ impl Loader {
             let threads: Vec<_> = (0..threads).map(|first| scope.spawn(move || sum(first))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(stopped()))).sum()
         })
+    }
+
+    /// Rows per epoch, over all corpora: those of [`Loader::contents`].
+    pub fn num_rows(&self) -> Result<u64> {
+        Ok(self.contents()?.rows)
     }
 
     /// The weights of the corpora in lowest terms.

@@ -105,12 +105,6 @@ impl Blocks {
         self.corpus.prefetch_tables(self.locate(block).0, lines)
     }
 
-    /// The number of rows of one block.
-    pub fn count_rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<u64> {
-        let (shard, range) = self.locate(counter.block);
-        Ok(packer.count(&self.corpus.shard(shard), range, counter)? as u64)
-    }
-
     /// The rows of one block.
     pub fn rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<Rows> {
         let (shard, range) = self.locate(counter.block);
@@ -121,7 +115,7 @@ impl Blocks {
     pub fn count_window(&self, packer: &mut Packer, lane: u32, at: RowPosition) -> Result<u64> {
         let RowPosition { epoch, window, .. } = at;
         let counters = self.order.window(epoch, lane, window).into_iter();
-        counters.map(|block| self.count_rows(packer, RngCounter { epoch, block })).sum()
+        counters.map(|block| Ok(self.rows(packer, RngCounter { epoch, block })?.len() as u64)).sum()
     }
 
     /// Fetches the blocks of windows, given as lanes and positions, if they are in an object store.

@@ -160,14 +160,4 @@ impl Packer {
             PackerKind::Google(packer) => packer.pack(shard, block, counter),
         }
     }
-
-    /// The number of rows that `pack` returns; with best-fit packing and cuts anywhere, the same in every
-    /// epoch.
-    pub fn count(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<usize> {
-        match &mut self.0 {
-            PackerKind::BestFit(packer) => Ok(packer.count(shard.document_ends()?, block)),
-            PackerKind::Snapped(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
-            PackerKind::Google(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
-        }
-    }
 }

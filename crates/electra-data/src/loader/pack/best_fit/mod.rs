@@ -3,7 +3,7 @@
 //! Documents are cut into spans of at most `sequence_length - 2` tokens. A full span takes a row of its own;
 //! the remainders share rows by best-fit decreasing or, if their lengths leave gaps in any packing, are cut
 //! again to fill the rows. The epoch moves the cuts and breaks ties but never changes the lengths of the
-//! spans, so a block has the same number of rows in every epoch, and they can be counted without packing.
+//! spans, so a block has the same number of rows in every epoch.
 
 use std::ops::Range;
 
@@ -47,22 +47,6 @@ impl BestFitPacker {
         self.sort_remainders(&mut remainders, counter);
         self.pack_remainders(&remainders, rows.len(), &mut rows);
         rows
-    }
-
-    /// The number of rows that `pack` returns, in any epoch.
-    pub(super) fn count(&mut self, document_ends: &[u32], block: Range<u32>) -> usize {
-        let full = self.max_span();
-        let mut full_rows = 0;
-        let mut remainders = Vec::new();
-        for part in parts(document_ends, block) {
-            let len = part.end - part.start;
-            full_rows += (len / full) as usize;
-            remainders.extend((len % full != 0).then(|| segment(0, len % full)));
-        }
-        remainders.sort_unstable_by_key(|span| std::cmp::Reverse(span.len));
-        let mut rows = Rows::default();
-        self.pack_remainders(&remainders, full_rows, &mut rows);
-        full_rows + rows.len()
     }
 
     /// Sorts by decreasing length, equal lengths at random.

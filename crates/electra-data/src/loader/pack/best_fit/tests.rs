@@ -69,7 +69,7 @@ proptest! {
             let used: usize = rows.row(row).iter().map(|s| s.num_positions()).sum();
             prop_assert!((1..=sequence_length).contains(&used));
         }
-        prop_assert_eq!(rows.len(), packer.count(&ends, block));
+        prop_assert_eq!(rows.len(), packer.pack(&ends, block, counter(epoch ^ 1)).len());
     }
 
     #[test]
