@@ -163,6 +163,7 @@ FORMATS = {
     ".arrow": lambda: arrow_bytes(pa.ipc.new_stream),
     "-file.arrow": lambda: arrow_bytes(pa.ipc.new_file),
     "-large.parquet": lambda: arrow_bytes(pq.ParquetWriter, pa.large_string()),
+    "-dict.parquet": lambda: arrow_bytes(pq.ParquetWriter, pa.dictionary(pa.int32(), pa.string())),
     "-dict.arrow": lambda: arrow_bytes(pa.ipc.new_stream, pa.dictionary(pa.int32(), pa.string())),
 }
 
@@ -317,6 +318,7 @@ def test_a_table_without_text(vocab, tmp_path):
         ("numbers", {"text": [1]}, "no column holds strings"),
         ("other", {"body": ["a"], "n": [1]}, 'no text field "text"; there are: body'),
         ("kind", {"text": [1], "body": ["a"]}, 'column "text" is Int64, not a string; columns of strings are: body'),
+        ("list", {"text": [["a"]], "map": pa.array([[("a", "b")]], pa.map_("string", "string"))}, "no column holds"),
     ]:
         path = tmp_path / f"{name}.parquet"
         pq.write_table(pa.table(table), path)

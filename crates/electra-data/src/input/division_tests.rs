@@ -8,12 +8,14 @@ use arrow_array::{ArrayRef, DictionaryArray, RecordBatch, StringArray, types::In
 use arrow_ipc::MetadataVersion;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use proptest::prelude::*;
 
 use super::*;
 use crate::error::Result;
+use crate::store::test_server::{Log, TestServer};
 
 /// Documents of each input group, and the skipped records.
 type Found = (Vec<Vec<String>>, Vec<SkippedRecord>);
@@ -211,25 +213,71 @@ fn batches(rows: usize, rows_per_batch: usize) -> Vec<RecordBatch> {
     texts.chunks(rows_per_batch).map(batch).collect()
 }
 
-/// Writes rows as those of `batches`, in row groups of so many.
-fn write_parquet(file: std::fs::File, rows: usize, rows_per_group: usize) {
-    let schema = "message m { required binary text (UTF8); required binary other (UTF8); }";
-    let schema = Arc::new(parse_message_type(schema).unwrap());
-    let texts = (0..rows).map(|n| ByteArray::from(row_text(n).as_str())).collect();
-    let others = (0..rows).map(|n| ByteArray::from(["odd", "even"][n % 2])).collect();
-    let columns: [Vec<ByteArray>; 2] = [texts, others];
-    let mut writer = SerializedFileWriter::new(file, schema, Arc::default()).unwrap();
+/// Writes columns of text, in row groups of so many rows, and pages of 64 KiB.
+fn write_parquet(path: &Path, columns: &[(&str, Vec<String>)], rows_per_group: usize) {
+    let fields: String = columns.iter().map(|(name, _)| format!("required binary {name} (UTF8); ")).collect();
+    let schema = Arc::new(parse_message_type(&format!("message m {{ {fields} }}")).unwrap());
+    let properties = WriterProperties::builder().set_data_page_size_limit(64 << 10).set_write_batch_size(8);
+    let file = std::fs::File::create(path).unwrap();
+    let mut writer = SerializedFileWriter::new(file, schema, Arc::new(properties.build())).unwrap();
+    let rows = columns[0].1.len();
     for start in (0..rows).step_by(rows_per_group) {
         let mut group = writer.next_row_group().unwrap();
-        for values in &columns {
+        for (_, texts) in columns {
             let mut column = group.next_column().unwrap().unwrap();
-            let values = &values[start..rows.min(start + rows_per_group)];
-            column.typed::<ByteArrayType>().write_batch(values, None, None).unwrap();
+            let texts = &texts[start..rows.min(start + rows_per_group)];
+            let values: Vec<_> = texts.iter().map(|text| ByteArray::from(text.as_str())).collect();
+            column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
             column.close().unwrap();
         }
         group.close().unwrap();
     }
     writer.close().unwrap();
+}
+
+fn odd_or_even(row: usize) -> String {
+    ["odd", "even"][row % 2].to_owned()
+}
+
+#[test]
+fn a_table_in_a_store_is_read_once_and_ahead() {
+    let (dir, delay) = (tempfile::tempdir().unwrap(), std::time::Duration::from_millis(30));
+    let text = |row: usize| (0..300).map(|n| format!("{} ", row * n)).collect();
+    let reading = |fields: &[&str]| {
+        let text_fields = fields.iter().map(|&field| field.to_owned()).collect();
+        ReadOptions { text_fields, ..ReadOptions::default() }
+    };
+    let server = TestServer::start(dir.path());
+    // Row groups of many pages, many small row groups, and a small file; with a column that is not read.
+    for (rows, rows_per_group, fields, requests) in [
+        (3_000, 1_000, &["text"][..], 10),
+        (1_500, 50, &["other", "text"][..], 65),
+        (100, 50, &["text", "other"][..], 1),
+    ] {
+        let columns = [
+            ("unread", (0..rows).map(|row| row_text(row * 7)).collect()),
+            ("other", (0..rows).map(odd_or_even).collect()),
+            ("text", (0..rows).map(text).collect()),
+        ];
+        let (local, name) = (dir.path().join("a.parquet"), "a.parquet");
+        write_parquet(&local, &columns, rows_per_group);
+        let (bytes, url) = (local.metadata().unwrap().len(), format!("{}/{name}", server.url));
+        let reading = reading(fields);
+        let expected = read(&local, &reading, u64::MAX).unwrap();
+        *server.log() = Log { delay, ..Log::default() };
+        let start = std::time::Instant::now();
+        assert!(read(Path::new(&url), &reading, u64::MAX).unwrap() == expected);
+        let (elapsed, served) = (start.elapsed(), server.log().served.clone());
+        let total: u64 = served.iter().map(|(_, range)| range.end - range.start).sum();
+        println!("{elapsed:?} {} requests, {total} of {bytes} bytes", served.len());
+        assert!(served.len() <= requests, "{served:?}");
+        assert!(
+            total <= bytes && (served.len() < 20 || elapsed < delay * served.len() as u32),
+            "{elapsed:?}"
+        );
+        server.log().delay = std::time::Duration::ZERO;
+        compare(Path::new(&url), &reading, bytes / 5);
+    }
 }
 
 #[test]
@@ -238,7 +286,9 @@ fn tables_are_divided_between_row_groups_and_batches() {
     let schema = batches[0].schema();
     let path = |name: &str| dir.path().join(name);
     let create = |name: &str| std::fs::File::create(path(name)).unwrap();
-    write_parquet(create("a.parquet"), 500, 13);
+    let columns =
+        [("text", (0..500).map(row_text).collect()), ("other", (0..500).map(odd_or_even).collect())];
+    write_parquet(&path("a.parquet"), &columns, 13);
     // As pyarrow aligns it.
     let alignment = IpcWriteOptions::try_new(8, false, MetadataVersion::V5).unwrap();
     let mut table = FileWriter::try_new_with_options(create("a.arrow"), &schema, alignment).unwrap();

@@ -1,12 +1,15 @@
-//! The bytes of an input file, on disk or in an object store: read from the start, from any offset, or by ranges.
+//! The bytes of an input file, on disk or in an object store: read from the start, from any offset, or by ranges that
+//! are known in advance.
 
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{Error as IoError, ErrorKind, Read, Result as IoResult, Seek, SeekFrom};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, RecvTimeoutError};
+use bytes::Bytes;
+use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::reader::{ChunkReader, Length};
 
@@ -20,10 +23,16 @@ const LAST_REQUEST: u64 = 8 << 20;
 /// Requests in flight ahead of a sequential reader, once it has read two: a store sends a single stream at only about
 /// 100 MB/s.
 const REQUESTS_AHEAD: usize = 3;
+/// Bytes requested ahead in all columns of a table, whose ranges are known, and requests ahead in each of them.
+const COLUMNS_AHEAD: (u64, usize) = (16 << 20, 16);
+/// The first request for a table: its metadata is at the end, and a file that is not much longer is read whole.
+const TABLE_END: u64 = 64 << 10;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The last error of the store that a file is in.
 pub(super) type Failure = Arc<Mutex<Option<Error>>>;
+
+type Answer = Receiver<Result<Vec<u8>>>;
 
 /// The bytes of a file.
 pub(super) enum RawFile {
@@ -40,27 +49,50 @@ pub(super) struct StoredFile {
     /// Offset of the next byte to be read.
     position: u64,
     /// Buffered bytes, and the offset of the first one.
-    chunk: Vec<u8>,
+    chunk: Bytes,
     chunk_start: u64,
-    /// Requests whose bytes follow the chunk, with the offset after them.
-    ahead: VecDeque<(u64, Receiver<Result<Vec<u8>>>)>,
+    /// Requests ahead, in the order in which their bytes are read …
+    ahead: VecDeque<(Range<u64>, Answer)>,
+    /// … and what is requested after them.
+    planned: VecDeque<Range<u64>>,
+    /// Length of the next request, and of the longest one.
     request_bytes: u64,
+    longest_request: u64,
+    requests_ahead: usize,
+    /// Bytes that need no request, and the offset of the first one.
+    known: (u64, Bytes),
 }
 
 impl StoredFile {
     /// An object, which is read when its bytes are requested. `cancel` cancels the requests.
     pub fn new(store: Store, object: Object, cancel: Cancel, failure: Failure) -> Self {
-        let (chunk, ahead) = (Vec::new(), VecDeque::new());
         Self {
             store,
             object,
             cancel,
             failure,
             position: 0,
-            chunk,
+            chunk: Bytes::new(),
             chunk_start: 0,
-            ahead,
+            ahead: VecDeque::new(),
+            planned: VecDeque::new(),
             request_bytes: FIRST_REQUEST,
+            longest_request: LAST_REQUEST,
+            requests_ahead: 1,
+            known: (0, Bytes::new()),
+        }
+    }
+
+    /// A reader of one of several columns, which reads these ranges in order. It requests none of the buffered bytes.
+    fn column(&self, planned: VecDeque<Range<u64>>, num_columns: usize) -> Self {
+        let longest_request = (COLUMNS_AHEAD.0 / 4 / num_columns.max(1) as u64).max(FIRST_REQUEST);
+        Self {
+            planned,
+            request_bytes: longest_request.min(4 * FIRST_REQUEST),
+            longest_request,
+            requests_ahead: COLUMNS_AHEAD.1,
+            known: (self.chunk_start, self.chunk.clone()),
+            ..Self::new(self.store.clone(), self.object.clone(), self.cancel.clone(), self.failure.clone())
         }
     }
 
@@ -71,15 +103,23 @@ impl StoredFile {
         IoError::other(text)
     }
 
-    fn request(&self, start: u64, end: u64) -> IoResult<Receiver<Result<Vec<u8>>>> {
+    fn request(&self, range: Range<u64>) -> IoResult<Answer> {
+        let (first, known) = &self.known;
+        if range.start >= *first
+            && let Some(bytes) = known.get((range.start - first) as usize..(range.end - first) as usize)
+        {
+            let (sender, answer) = bounded(1);
+            let _ = sender.send(Ok(bytes.to_vec()));
+            return Ok(answer);
+        }
         let Object { name, version, .. } = self.object.clone();
-        self.store.start(Request { name, range: start..end, version }).map_err(|error| self.failed(error))
+        self.store.start(Request { name, range, version }).map_err(|error| self.failed(error))
     }
 
-    fn wait(&self, answer: &Receiver<Result<Vec<u8>>>) -> IoResult<Vec<u8>> {
+    fn wait(&self, answer: &Answer) -> IoResult<Bytes> {
         loop {
             match answer.recv_timeout(POLL_INTERVAL) {
-                Ok(bytes) => return bytes.map_err(|error| self.failed(error)),
+                Ok(bytes) => return bytes.map(Bytes::from).map_err(|error| self.failed(error)),
                 Err(RecvTimeoutError::Timeout) if self.cancel.is_raised() => {
                     return Err(self.failed(Error::Interrupted));
                 }
@@ -89,32 +129,70 @@ impl StoredFile {
         }
     }
 
+    /// Buffers the end of the file.
+    fn read_end(&mut self) -> IoResult<()> {
+        let size = self.object.size;
+        self.position = if size <= FIRST_REQUEST { 0 } else { size - TABLE_END };
+        self.read(&mut [0]).map(drop)
+    }
+
     /// Loads the chunk that contains the byte at the current position.
     fn fill(&mut self) -> IoResult<()> {
-        let end = self.chunk_start + self.chunk.len() as u64;
-        if self.position != end {
-            // After a seek.
-            (self.chunk_start, self.request_bytes) = (self.position, FIRST_REQUEST);
+        let at = self.position;
+        let is_seek = at != self.chunk_start + self.chunk.len() as u64;
+        if is_seek && self.requests_ahead <= REQUESTS_AHEAD {
             self.ahead.clear();
-        } else {
-            self.chunk_start = end;
+            self.planned.clear();
         }
-        self.chunk.clear();
-        let wanted = if self.request_bytes == FIRST_REQUEST { 1 } else { REQUESTS_AHEAD };
-        while self.ahead.len() < wanted {
-            let start = self.ahead.back().map_or(self.chunk_start, |(end, _)| *end);
-            let end = (start + self.request_bytes).min(self.object.size);
-            if start >= end {
-                break;
+        let passed = self.ahead.iter().take_while(|(range, _)| !range.contains(&at)).count();
+        self.ahead.drain(..passed);
+        if self.ahead.is_empty() {
+            let passed = self.planned.iter().take_while(|range| !range.contains(&at)).count();
+            self.planned.drain(..passed);
+            match self.planned.front_mut() {
+                Some(range) => range.start = at,
+                None => {
+                    self.planned.push_back(at..self.object.size);
+                    (self.request_bytes, self.longest_request) = (FIRST_REQUEST, LAST_REQUEST);
+                    self.requests_ahead = 1;
+                }
             }
-            let answer = self.request(start, end)?;
-            self.ahead.push_back((end, answer));
-            self.request_bytes = (2 * self.request_bytes).min(LAST_REQUEST);
         }
-        if let Some((_, answer)) = self.ahead.pop_front() {
-            self.chunk = self.wait(&answer)?;
+        self.request_ahead()?;
+        self.requests_ahead = self.requests_ahead.max(REQUESTS_AHEAD);
+        self.chunk = Bytes::new();
+        if let Some((range, answer)) = self.ahead.pop_front() {
+            (self.chunk_start, self.chunk) = (range.start, self.wait(&answer)?);
         }
         Ok(())
+    }
+
+    /// Sends requests until enough bytes are ahead: four of the longest requests.
+    fn request_ahead(&mut self) -> IoResult<()> {
+        let mut bytes_ahead = self.ahead.iter().map(|(range, _)| range.end - range.start).sum::<u64>();
+        while self.ahead.len() < self.requests_ahead && bytes_ahead < 4 * self.longest_request {
+            let Some(range) = self.planned.pop_front() else { break };
+            let (start, last) = (range.start, range.end.min(self.object.size));
+            let mut end = last.min(start + self.request_bytes);
+            if start < self.known.0 {
+                end = end.min(self.known.0);
+            }
+            if end < last {
+                self.planned.push_front(end..last);
+            }
+            if start < end {
+                self.ahead.push_back((start..end, self.request(start..end)?));
+                bytes_ahead += end - start;
+                self.request_bytes = (2 * self.request_bytes).min(self.longest_request);
+            }
+        }
+        Ok(())
+    }
+
+    /// The buffered bytes from the current position on.
+    fn buffered(&self) -> Bytes {
+        let start = self.position.checked_sub(self.chunk_start).map_or(usize::MAX, |start| start as usize);
+        if start < self.chunk.len() { self.chunk.slice(start..) } else { Bytes::new() }
     }
 }
 
@@ -123,12 +201,10 @@ impl Read for StoredFile {
         if self.position >= self.object.size || buffer.is_empty() {
             return Ok(0);
         }
-        if !(self.chunk_start..self.chunk_start + self.chunk.len() as u64).contains(&self.position) {
+        if self.buffered().is_empty() {
             self.fill()?;
         }
-        let rest = &self.chunk[(self.position - self.chunk_start) as usize..];
-        let count = rest.len().min(buffer.len());
-        buffer[..count].copy_from_slice(&rest[..count]);
+        let count = self.buffered().as_ref().read(buffer)?;
         self.position += count as u64;
         Ok(count)
     }
@@ -160,40 +236,89 @@ impl Seek for RawFile {
     }
 }
 
-impl Length for RawFile {
-    fn len(&self) -> u64 {
+/// A table on disk or in a store, or one of its columns, whose bytes are read in order.
+#[derive(Clone)]
+pub(super) enum TableFile {
+    Local(Arc<File>),
+    Stored(Arc<Mutex<StoredFile>>),
+}
+
+impl TableFile {
+    /// A file, of which a store sends the end, where the metadata is.
+    pub fn new(file: RawFile) -> IoResult<Self> {
+        Ok(match file {
+            RawFile::Local(file) => Self::Local(Arc::new(file)),
+            RawFile::Stored(mut file) => {
+                file.read_end()?;
+                Self::Stored(Arc::new(Mutex::new(*file)))
+            }
+        })
+    }
+
+    /// One of `num_columns` that are read side by side, given where its bytes are: they are requested ahead.
+    pub fn column(&self, ranges: impl Iterator<Item = Range<u64>>, num_columns: usize) -> Self {
         match self {
-            Self::Local(file) => Length::len(file),
-            Self::Stored(file) => file.object.size,
+            Self::Local(file) => Self::Local(file.clone()),
+            Self::Stored(file) => {
+                Self::Stored(Arc::new(Mutex::new(locked(file).column(ranges.collect(), num_columns))))
+            }
         }
     }
 }
 
-impl ChunkReader for RawFile {
+fn locked(file: &Mutex<StoredFile>) -> MutexGuard<'_, StoredFile> {
+    file.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Length for TableFile {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Local(file) => Length::len(&**file),
+            Self::Stored(file) => locked(file).object.size,
+        }
+    }
+}
+
+/// Reads a table in a store from an offset on.
+struct TableReader(Arc<Mutex<StoredFile>>, u64);
+
+impl Read for TableReader {
+    fn read(&mut self, buffer: &mut [u8]) -> IoResult<usize> {
+        let mut file = locked(&self.0);
+        file.position = self.1;
+        let count = file.read(buffer)?;
+        self.1 += count as u64;
+        Ok(count)
+    }
+}
+
+impl ChunkReader for TableFile {
     type T = Box<dyn Read>;
 
     fn get_read(&self, start: u64) -> ParquetResult<Self::T> {
         Ok(match self {
             Self::Local(file) => Box::new(file.get_read(start)?),
-            Self::Stored(file) => {
-                let new = StoredFile::new(
-                    file.store.clone(),
-                    file.object.clone(),
-                    file.cancel.clone(),
-                    file.failure.clone(),
-                );
-                Box::new(StoredFile { position: start, ..new })
-            }
+            Self::Stored(file) => Box::new(TableReader(file.clone(), start)),
         })
     }
 
-    fn get_bytes(&self, start: u64, length: usize) -> ParquetResult<bytes::Bytes> {
-        match self {
-            Self::Local(file) => file.get_bytes(start, length),
-            Self::Stored(file) => {
-                let answer = file.request(start, start + length as u64).and_then(|answer| file.wait(&answer));
-                Ok(answer.map_err(|error| ParquetError::External(Box::new(error)))?.into())
-            }
+    fn get_bytes(&self, start: u64, length: usize) -> ParquetResult<Bytes> {
+        let file = match self {
+            Self::Local(file) => return file.get_bytes(start, length),
+            Self::Stored(file) => file,
+        };
+        let mut file = locked(file);
+        file.position = start;
+        let buffered = file.buffered();
+        if buffered.len() >= length {
+            return Ok(buffered.slice(..length));
+        }
+        let mut bytes = Vec::new();
+        Read::by_ref(&mut *file).take(length as u64).read_to_end(&mut bytes)?;
+        if bytes.len() == length {
+            Ok(bytes.into())
+        } else {
+            Err(ParquetError::EOF("it is cut off".to_owned()))
         }
     }
 }
@@ -218,21 +343,39 @@ mod tests {
             (0..30_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         std::fs::write(dir.path().join("text"), &text).unwrap();
         let server = TestServer::start(dir.path());
+        let served = |count: usize| {
+            let log = server.log();
+            assert!(log.served.len() <= count, "{:?}", log.served);
+            log.served.iter().map(|(_, range)| range.end - range.start).sum::<u64>()
+        };
         let mut found = Vec::new();
         stored(&server).read_to_end(&mut found).unwrap();
         assert!(found == text);
-        let served: Vec<u64> = server.log().served.iter().map(|(_, range)| range.end - range.start).collect();
-        assert!(served.iter().sum::<u64>() == text.len() as u64 && served.len() < 12, "{served:?}");
+        assert_eq!(served(11), text.len() as u64);
+        // Pages of a column, the last of them in the end of the file, which is known.
+        let table = TableFile::new(stored(&server)).unwrap();
+        let ranges = [5..9_000_000, 9_000_000..9_500_000, 20_000_000..20_000_000, 29_900_000..30_000_000_u64];
+        let column = table.column(ranges.clone().into_iter(), 1);
+        for (start, end) in ranges.into_iter().flat_map(|range| {
+            let pages = range.clone().step_by(123_457).map(|start| (start, (start + 123_457).min(range.end)));
+            pages.collect::<Vec<_>>()
+        }) {
+            let mut header = [0; 30];
+            column.get_read(start).unwrap().read_exact(&mut header).unwrap();
+            let body = column.get_bytes(start + 30, (end - start) as usize - 30).unwrap();
+            assert!([&header, &*body].concat() == text[start as usize..end as usize]);
+        }
+        assert_eq!(served(30), 30_000_000 + (64 << 10) + 9_500_000 - 5 + 100_000 - (64 << 10));
         let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(20));
-        let file = std::cell::RefCell::new(stored(&server));
         let places = (0..text.len() as u64 + 10, 0_usize..3_000_000, any::<bool>());
+        let file = std::cell::RefCell::new(stored(&server));
         runner
             .run(&places, |(start, length, by_range)| {
                 let start = start.min(text.len() as u64);
                 let expected = &text[start as usize..text.len().min(start as usize + length)];
                 let mut file = file.borrow_mut();
                 let found = if by_range && !expected.is_empty() {
-                    file.get_bytes(start, expected.len()).unwrap().to_vec()
+                    column.get_bytes(start, expected.len()).unwrap().to_vec()
                 } else {
                     file.seek(SeekFrom::Start(start)).unwrap();
                     let mut found = Vec::new();

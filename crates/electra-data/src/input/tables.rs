@@ -1,19 +1,21 @@
 //! Documents from Parquet tables, and what all tables have in common.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use arrow_schema::{DataType, Field, FieldRef, Fields, Schema};
 use parquet::basic::{ConvertedType, LogicalType, Repetition, Type as PhysicalType};
-use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
+use parquet::column::reader::ColumnReaderImpl;
 use parquet::data_type::{ByteArray, ByteArrayType};
-use parquet::errors::{ParquetError, Result as ParquetResult};
-use parquet::file::metadata::ParquetMetaData;
-use parquet::file::reader::{FileReader as _, RowGroupReader, SerializedFileReader};
+use parquet::errors::Result as ParquetResult;
+use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader, RowGroupMetaData};
+use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::schema::types::Type;
 
 use super::division::Part;
 use super::input_file::InputFile;
 use super::pipeline::Batcher;
+use super::raw_file::TableFile;
 use super::read_options::{ReadOptions, missing_field};
 use super::text::MAX_LINE_BYTES;
 use crate::error::{Error, Result};
@@ -33,26 +35,36 @@ pub(super) fn read_parquet(
     to: &mut Batcher,
 ) -> Result<()> {
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
-    let table = SerializedFileReader::new(file.open_seekable()?).map_err(|e| damaged(&e))?;
-    let (metadata, descriptor) = (table.metadata(), table.metadata().file_metadata().schema_descr());
+    let table = TableFile::new(file.open_seekable()?).map_err(|e| file.unreadable(&e))?;
+    let metadata = ParquetMetaDataReader::new().parse_and_finish(&table).map_err(|e| damaged(&e))?;
+    let descriptor = metadata.file_metadata().schema_descr();
     let schema = Schema::new(arrow_fields(descriptor.root_schema()));
     let columns = text_columns(file, &schema, &reading.text_fields)?;
     let leaf = |column: &ColumnPath| {
         let names = column.names(&schema);
         (0..descriptor.num_columns()).find(|&leaf| descriptor.column(leaf).path().parts() == names)
     };
-    let leaves: Vec<usize> = columns.iter().filter_map(leaf).collect();
+    let leaves = columns.iter().map(leaf).collect::<Option<Vec<usize>>>();
+    let leaves = leaves.ok_or_else(|| damaged(&"a column of text has no values"))?;
     let groups = match part {
-        Some(part) => row_groups_of(part, file, metadata),
+        Some(part) => row_groups_of(part, file, &metadata),
         None => (0..metadata.num_row_groups()).collect(),
     };
+    let range = |group: &usize, leaf: usize| {
+        let (start, length) = metadata.row_group(*group).column(leaf).byte_range();
+        start..start.saturating_add(length)
+    };
+    let inputs: Vec<_> = leaves
+        .iter()
+        .map(|&leaf| (leaf, table.column(groups.iter().map(|group| range(group, leaf)), leaves.len())))
+        .collect();
     let num_rows = |group: &usize| metadata.row_group(*group).num_rows().max(0) as u64;
     let (size, rows) =
         (part.map_or(file.size, |part| part.end - part.start), groups.iter().map(num_rows).sum::<u64>());
     let (mut done, mut counted, mut texts) = (0, 0, Vec::with_capacity(leaves.len()));
     for group in groups {
-        let (row_group, expected) = (table.get_row_group(group).map_err(|e| damaged(&e))?, num_rows(&group));
-        let columns = leaves.iter().map(|&leaf| ParquetText::open(&*row_group, leaf));
+        let (row_group, expected) = (metadata.row_group(group), num_rows(&group));
+        let columns = inputs.iter().map(|(leaf, input)| ParquetText::open(input, row_group, *leaf));
         let mut columns = columns.collect::<ParquetResult<Vec<_>>>().map_err(|e| damaged(&e))?;
         for _ in 0..expected {
             done += 1;
@@ -131,13 +143,11 @@ struct ParquetText {
 }
 
 impl ParquetText {
-    fn open(group: &dyn RowGroupReader, column: usize) -> ParquetResult<Self> {
-        match group.get_column_reader(column)? {
-            ColumnReader::ByteArrayColumnReader(reader) => {
-                Ok(Self { reader, values: Vec::new(), levels: Vec::new() })
-            }
-            _ => Err(ParquetError::General("a column of text has another physical type".to_owned())),
-        }
+    fn open(input: &TableFile, group: &RowGroupMetaData, leaf: usize) -> ParquetResult<Self> {
+        let (column, rows) = (group.column(leaf), group.num_rows() as usize);
+        let pages = SerializedPageReader::new(Arc::new(input.clone()), column, rows, None)?;
+        let reader = ColumnReaderImpl::new(column.column_descr_ptr(), Box::new(pages));
+        Ok(Self { reader, values: Vec::new(), levels: Vec::new() })
     }
 
     /// The text of the next row, `Some(None)` for null; `None` at the end.
@@ -246,4 +256,45 @@ pub(super) fn unreadable(file: &InputFile, kind: &str, error: &dyn std::fmt::Dis
     let (path, error) = (file.path.display(), error.to_string());
     let error = error.split_whitespace().collect::<Vec<_>>().join(" "); // flatbuffers adds empty lines
     Error::Input(format!("{path}: cannot be read as {kind} ({error}); get the file again"))
+}
+
+#[cfg(test)]
+mod tests {
+    use parquet::schema::parser::parse_message_type;
+
+    use super::*;
+
+    #[test]
+    fn columns_of_strings_are_text_whatever_wrote_them() {
+        for (fields, texts) in [
+            ("required binary a (UTF8); optional binary b (STRING); required binary c (JSON);", "a, b, c"),
+            ("required binary a; required binary b (ENUM); required binary c (BSON); required int64 d;", ""),
+            (
+                "required fixed_len_byte_array(3) a; required int96 b; required boolean c; required double d;",
+                "",
+            ),
+            (
+                "optional group a { required group b.c { optional binary d (UTF8); repeated binary e (UTF8); } }",
+                "a.b.c.d",
+            ),
+            (
+                "repeated binary a (UTF8); repeated group b { required binary c (UTF8); required binary d (UTF8); }",
+                "",
+            ),
+            ("optional group a (LIST) { repeated group list { optional binary element (UTF8); } }", ""),
+            ("optional group a (LIST) { repeated binary array (UTF8); }", ""),
+            (
+                "optional group a (LIST) { repeated group bag { required binary b (UTF8); required int32 c; } }",
+                "",
+            ),
+            (
+                "required group a (MAP) { repeated group key_value { required binary key (UTF8); \
+                 optional binary value (UTF8); } } optional binary b (UTF8);",
+                "b",
+            ),
+        ] {
+            let schema = parse_message_type(&format!("message m {{ {fields} }}")).unwrap();
+            assert_eq!(names_of_texts(&arrow_fields(&schema), "").join(", "), texts, "{fields}");
+        }
+    }
 }
