@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import random
 import re
 import subprocess
 import sys
@@ -174,6 +175,81 @@ def test_dots_lead_into_objects_and_structs(vocab, tmp_path, name):
     error = "document 0: no field" if name == "memory" else "there are: (n, )?review.body, review.by"
     with pytest.raises(ValueError, match=error):
         prepare(inputs, out=tmp_path / "none", text_field="review.text", **options)
+
+
+NUMBERS = "0 -1.5 1e999 -1E+400 NaN Infinity -Infinity 01 1. .5 +1 -NaN 1NaN nan --1 1e true null tru".split()
+NUMBERS.append("9" * 400)
+STRINGS = [
+    "w1 ",
+    "NaN",
+    "é",
+    "\ufffd",
+    "\x7f",
+    "\u2028",
+    *(rf"\{each}" for each in ["n", '"', "\\", "u00e9", "q", "u12"]),
+]
+SURROGATES = [r"\ud83d", r"\uDE00", r"\ud83d\ude00"]
+
+
+def random_json(rng, depth=0):
+    """Mostly JSON, with what only Python's `json` reads and what nothing reads."""
+
+    def text():
+        pieces = rng.choices(STRINGS + 2 * SURROGATES, [9] * 10 + [1] * 2 + [4] * 6, k=rng.randint(0, 3))
+        return '"' + "".join(pieces) + '"'
+
+    kind = rng.randint(0, 9)
+    if kind < 2 and depth:
+        return rng.choice(NUMBERS[:7] * 8 + NUMBERS)
+    if kind < 7 and depth:
+        return text()
+    blank = rng.choice(["", " ", "\t"])
+    if kind == 7 and depth < 3 and depth:
+        return "[" + f"{blank},".join(random_json(rng, depth + 1) for _ in range(rng.randint(0, 2))) + "]"
+    keys = rng.choices(
+        ['"text"', r'"\u0074ext"', '"a"', '"a.b"', '"b"', text()], [6, 1, 3, 1, 3, 1], k=rng.randint(0, 4)
+    )
+    return "{" + ",".join(f"{key}{blank}:{random_json(rng, depth + (depth < 3 or 1))}" for key in keys) + "}"
+
+
+def python_text(line, field, replaced):
+    """The text of a record by Python's `json`; None if there is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    for key in [field] if isinstance(record, dict) and field in record else field.split("."):
+        if record is None:
+            return ""
+        if not isinstance(record, dict) or key not in record:
+            return None
+        record = record[key]
+    text = "" if record is None else record
+    if not isinstance(text, str):
+        return None
+    replacement = re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return replacement if replaced or replacement == text else None
+
+
+@pytest.mark.parametrize("field", ["text", "a.b"])
+@pytest.mark.parametrize("invalid_utf8", ["error", "replace"])
+def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
+    rng = random.Random(field + invalid_utf8)
+    lines = [random_json(rng) for _ in range(5_000)]
+    texts = [python_text(line, field, invalid_utf8 == "replace") for line in lines]
+    good = [line for line, text in zip(lines, texts, strict=True) if text is not None]
+    options = {"vocab": vocab, "progress": False}
+    reading = options | {"text_field": field, "invalid_utf8": invalid_utf8}
+    prepare((text for text in texts if text), out=tmp_path / "plain", **options)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    report = prepare(tmp_path / "a.jsonl", out=tmp_path / "lines", skip_bad_records=5_000, **reading)
+    listed = (tmp_path / "lines/skipped.jsonl").read_bytes().splitlines()
+    skipped = [json.loads(record)["line"] for record in listed]
+    assert skipped == [number for number, text in enumerate(texts, 1) if text is None] and 500 < len(skipped) < 4_900
+    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
+    (tmp_path / "a.json").write_text("[" + ",\n".join(good) + "]", encoding="utf-8")
+    report = prepare(tmp_path / "a.json", out=tmp_path / "list", **reading)
+    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
 
 
 KINDS = {

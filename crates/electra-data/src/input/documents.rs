@@ -1,5 +1,6 @@
 //! Files to documents: plain text and JSON here, Parquet and Arrow in `tables`.
 
+use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 
 use super::arrow::read_arrow;
@@ -154,14 +155,13 @@ fn read_json_objects(
 ) -> Result<()> {
     let mut objects = Objects::new(file.open_text(bytes)?);
     while let Some(object) = objects.next().map_err(|trouble| trouble.in_file(file))? {
-        let document = match (std::str::from_utf8(&object.bytes), reading.invalid_utf8) {
-            (Ok(text), _) => parse_record(text, reading),
-            (Err(_), InvalidUtf8::Replace) => parse_record(&String::from_utf8_lossy(&object.bytes), reading),
-            (Err(error), InvalidUtf8::Error) => {
-                let at = object.offset + error.valid_up_to() as u64;
-                Err(BadRecord::invalid(&InvalidBytes { at }))
-            }
+        let text = match reading.invalid_utf8 {
+            InvalidUtf8::Replace => Ok(String::from_utf8_lossy(&object.bytes)),
+            InvalidUtf8::Error => std::str::from_utf8(&object.bytes).map(Cow::from).map_err(|error| {
+                BadRecord::invalid(&InvalidBytes { at: object.offset + error.valid_up_to() as u64 })
+            }),
         };
+        let document = text.as_ref().map_err(BadRecord::clone).and_then(|text| parse_record(text, reading));
         match document {
             Ok(document) => to.push_document(&document)?,
             Err(bad) => {

@@ -1,5 +1,6 @@
 //! JSON records: the wanted fields of an object, and what is wrong with it.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -12,7 +13,7 @@ use super::text::InvalidBytes;
 use crate::error::Error;
 
 /// The error in a record, and the remedy.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct BadRecord {
     /// Lines from the record's first one, and the column; `None` if it is the record as a whole.
     position: Option<(usize, usize)>,
@@ -23,6 +24,13 @@ pub(super) struct BadRecord {
 impl BadRecord {
     fn new(reason: String, remedy: &'static str) -> Self {
         Self { position: None, reason, remedy }
+    }
+
+    fn broken(error: &serde_json::Error) -> Self {
+        let text = error.to_string();
+        let reason = text.split_once(" at line ").map_or(&*text, |(reason, _)| reason);
+        let position = Some((error.line().max(1) - 1, error.column()));
+        Self { position, ..Self::new(format!("broken JSON: {reason}"), "fix or remove it") }
     }
 
     pub fn invalid(bad: &InvalidBytes) -> Self {
@@ -46,10 +54,39 @@ impl BadRecord {
 }
 
 /// The text of one JSON record: the wanted fields, joined by line ends.
-pub(super) fn parse_record(record: &str, reading: &ReadOptions) -> std::result::Result<String, BadRecord> {
+pub(super) fn parse_record<'a>(
+    record: &'a str,
+    reading: &ReadOptions,
+) -> std::result::Result<Cow<'a, str>, BadRecord> {
     let fields = &reading.text_fields;
+    if let Ok(found) = deserialize(record, fields) {
+        return joined(found, fields, record);
+    }
+    let read = |half| {
+        let plain = plain(record, half);
+        let found = deserialize(&plain, fields).map_err(|error| BadRecord::broken(&error))?;
+        joined(found, fields, &plain).map(Cow::into_owned)
+    };
+    let text = read("fffd")?;
+    if reading.invalid_utf8 == InvalidUtf8::Error
+        && text.contains('\u{fffd}')
+        && read("fffe").is_ok_and(|other| other != text)
+    {
+        let reason =
+            format!("half of a surrogate pair, which is not text, in field \"{}\"", fields.join(", "));
+        return Err(BadRecord::new(reason, "fix it, or read it as U+FFFD with --invalid-utf8 replace"));
+    }
+    Ok(text.into())
+}
+
+/// The texts of fields, joined by line ends.
+fn joined<'a>(
+    found: Vec<Option<Field<'a>>>,
+    fields: &[String],
+    record: &str,
+) -> std::result::Result<Cow<'a, str>, BadRecord> {
     let mut texts = Vec::with_capacity(fields.len());
-    for (field, value) in fields.iter().zip(find_fields(record, reading)?) {
+    for (field, value) in fields.iter().zip(found) {
         match value {
             Some(Field::Text(text)) => texts.push(text),
             Some(Field::Null) => {}
@@ -58,97 +95,80 @@ pub(super) fn parse_record(record: &str, reading: &ReadOptions) -> std::result::
                 return Err(BadRecord::new(reason, "fix or remove it, or choose with --text-field"));
             }
             None => {
-                return Err(BadRecord::new(
-                    missing_field(field, &names_in(record)),
-                    "choose with --text-field",
-                ));
+                let reason = missing_field(field, &names_in(record));
+                return Err(BadRecord::new(reason, "choose with --text-field"));
             }
         }
     }
-    Ok(texts.join("\n"))
+    Ok(if texts.len() == 1 { texts.remove(0) } else { texts.join("\n").into() })
 }
 
 /// Whether a record has one of the wanted fields, with text or null.
 pub(super) fn has_text(record: &[u8], reading: &ReadOptions) -> bool {
     let is_text = |field: &Option<Field>| matches!(field, Some(Field::Text(_) | Field::Null));
-    std::str::from_utf8(record)
-        .is_ok_and(|record| find_fields(record, reading).is_ok_and(|found| found.iter().any(is_text)))
+    let record = plain(&String::from_utf8_lossy(record), "fffd");
+    deserialize(&record, &reading.text_fields).is_ok_and(|found| found.iter().any(is_text))
 }
 
 /// The values of the wanted fields.
-fn find_fields(record: &str, reading: &ReadOptions) -> std::result::Result<Vec<Option<Field>>, BadRecord> {
-    let error = match deserialize(record, &reading.text_fields) {
-        Ok(found) => return Ok(found),
-        Err(error) => error,
-    };
-    let mut remedy = "fix or remove it";
-    if let Some(plain) = plain(record)
-        && let Ok(found) = deserialize(&plain, &reading.text_fields)
-    {
-        let is_broken =
-            |field: &Option<Field>| matches!(field, Some(Field::Text(t)) if t.contains('\u{fffd}'));
-        if reading.invalid_utf8 == InvalidUtf8::Replace || !found.iter().any(is_broken) {
-            return Ok(found);
-        }
-        remedy = "fix it, or read it as U+FFFD with --invalid-utf8 replace";
-    }
-    let text = error.to_string();
-    let reason = text.split_once(" at line ").map_or(&*text, |(reason, _)| reason);
-    let position = Some((error.line().max(1) - 1, error.column()));
-    Err(BadRecord { position, ..BadRecord::new(format!("broken JSON: {reason}"), remedy) })
-}
-
-fn deserialize(record: &str, fields: &[String]) -> serde_json::Result<Vec<Option<Field>>> {
+fn deserialize<'a>(record: &'a str, fields: &[String]) -> serde_json::Result<Vec<Option<Field<'a>>>> {
     let mut parser = serde_json::Deserializer::from_str(record);
     let mut found: Vec<_> = fields.iter().map(|_| None).collect();
-    let wanted = fields.iter().map(String::as_str).enumerate().collect();
-    parser.deserialize_map(Wanted { fields: wanted, found: &mut found })?;
+    let fields =
+        fields.iter().enumerate().map(|(number, name)| Wish { number, name, key_bytes: 0 }).collect();
+    parser.deserialize_map(Wanted { fields, found: &mut found })?;
     parser.end().map(|()| found)
 }
 
-/// A record without what Python's `json` reads and JSON does not have, with the same columns: NaN and infinities become
-/// 0, and unpaired surrogates U+FFFD. `None` if it has neither.
-fn plain(record: &str) -> Option<String> {
+/// A record without what Python's `json` reads and `serde_json` does not, with the same columns: numbers, NaN and
+/// infinities become 0, and halves of surrogate pairs the character with this code.
+fn plain(record: &str, surrogate: &str) -> String {
     let (mut bytes, mut at, mut in_string) = (record.as_bytes().to_vec(), 0, false);
     while at < bytes.len() {
         let rest = &bytes[at..];
-        let constant = ["NaN", "Infinity", "-Infinity"].iter().find(|name| rest.starts_with(name.as_bytes()));
-        at += match (rest[0], constant) {
-            (b'"', _) => {
+        at += match rest[0] {
+            b'"' => {
                 in_string = !in_string;
                 1
             }
-            (b'\\', _) => match (surrogate(rest), rest.get(6..).and_then(surrogate)) {
-                (Some(0xd800..0xdc00), Some(0xdc00..)) => 12,
+            b'\\' => match (half_of_pair(rest), rest.get(6..).and_then(half_of_pair)) {
+                (Some(..0xdc00), Some(0xdc00..)) => 12,
                 (Some(_), _) => {
-                    bytes[at + 2..at + 6].copy_from_slice(b"fffd");
+                    bytes[at + 2..at + 6].copy_from_slice(surrogate.as_bytes());
                     6
                 }
                 (None, _) => 2,
             },
-            (_, Some(name)) if !in_string => {
-                bytes[at..at + name.len()].fill(b' ');
-                bytes[at] = b'0';
-                name.len()
+            _ if in_string => memchr::memchr2(b'"', b'\\', rest).unwrap_or(rest.len()),
+            _ => {
+                let ends = |byte: &u8| b",:[]{}\"\\ \t\r\n".contains(byte);
+                let length = rest.iter().position(ends).unwrap_or(rest.len());
+                if is_number(&rest[..length]) {
+                    bytes[at..at + length].fill(b' ');
+                    bytes[at] = b'0';
+                }
+                length.max(1)
             }
-            _ => 1,
         };
     }
-    String::from_utf8(bytes).ok().filter(|plain| plain != record)
+    String::from_utf8(bytes).unwrap_or_default()
 }
 
-/// The surrogate whose escape begins here.
-fn surrogate(text: &[u8]) -> Option<u16> {
+/// Whether Python's `json` reads it as a number.
+fn is_number(token: &[u8]) -> bool {
+    matches!(token, b"NaN" | b"Infinity" | b"-Infinity")
+        || (matches!(token, [b'-' | b'0'..=b'9', ..]) && serde_json::from_slice::<&RawValue>(token).is_ok())
+}
+
+/// The half of a surrogate pair whose escape begins here.
+fn half_of_pair(text: &[u8]) -> Option<u16> {
     let digits = std::str::from_utf8(text.strip_prefix(b"\\u")?.get(..4)?).ok()?;
     u16::from_str_radix(digits, 16).ok().filter(|unit| (0xd800..0xe000).contains(unit))
 }
 
 /// The names of a record's fields, and of those in its objects: `id`, `review.body`.
 fn names_in(record: &str) -> Vec<String> {
-    let fields = |object: &str| -> BTreeMap<String, Box<RawValue>> {
-        let read = |text: &str| serde_json::from_str(text).ok();
-        read(object).or_else(|| read(&plain(object)?)).unwrap_or_default()
-    };
+    let fields = |object| serde_json::from_str::<BTreeMap<String, &RawValue>>(object).unwrap_or_default();
     let names = fields(record).into_iter().flat_map(|(name, value)| {
         let inner = if value.get().starts_with('{') { fields(value.get()) } else { BTreeMap::new() };
         let inner: Vec<_> = inner.into_keys().map(|key| format!("{name}.{key}")).collect();
@@ -158,32 +178,39 @@ fn names_in(record: &str) -> Vec<String> {
 }
 
 /// A field's value; of values that are not text, only the kind.
-enum Field {
-    Text(String),
+#[derive(Clone, PartialEq)]
+enum Field<'a> {
+    Text(Cow<'a, str>),
     Null,
     Other(&'static str),
 }
 
-/// Finds the wanted fields in a JSON value and skips everything else without allocating it.
-struct Wanted<'a, 'f> {
-    /// Their numbers, and their names from here on, in which dots lead into objects; "" is the value itself.
-    fields: Vec<(usize, &'a str)>,
-    found: &'f mut [Option<Field>],
+/// A wanted field: its number, and its name from here on, in which dots lead into objects; "" is the value itself.
+struct Wish<'a> {
+    number: usize,
+    name: &'a str,
+    /// The length of the key that has led to its value so far.
+    key_bytes: usize,
 }
 
-impl Wanted<'_, '_> {
+/// Finds the wanted fields in a JSON value and skips everything else without allocating it.
+struct Wanted<'a, 'f, 'de> {
+    fields: Vec<Wish<'a>>,
+    found: &'f mut [Option<Field<'de>>],
+}
+
+impl<'de> Wanted<'_, '_, 'de> {
     /// Notes that the value is no object: null has no fields to be text.
-    fn note(self, value: impl Fn() -> Field) {
-        for (number, name) in self.fields {
-            let value = value();
-            if name.is_empty() || matches!(value, Field::Null) {
-                self.found[number] = Some(value);
+    fn note(self, value: &Field<'de>) {
+        for Wish { number, name, .. } in self.fields {
+            if name.is_empty() || *value == Field::Null {
+                self.found[number] = Some(value.clone());
             }
         }
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Wanted<'_, '_> {
+impl<'de> DeserializeSeed<'de> for Wanted<'_, '_, 'de> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<(), D::Error> {
@@ -191,7 +218,7 @@ impl<'de> DeserializeSeed<'de> for Wanted<'_, '_> {
     }
 }
 
-impl<'de> Visitor<'de> for Wanted<'_, '_> {
+impl<'de> Visitor<'de> for Wanted<'_, '_, 'de> {
     type Value = ();
 
     fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
@@ -199,17 +226,18 @@ impl<'de> Visitor<'de> for Wanted<'_, '_> {
     }
 
     fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> std::result::Result<(), M::Error> {
-        let Self { fields, found } = self;
-        while let Some(key) = map.next_key::<std::borrow::Cow<str>>()? {
+        let Self { mut fields, found } = self;
+        while let Some(key) = map.next_key::<Cow<str>>()? {
             let mut inner = Vec::new();
-            for &(number, name) in &fields {
-                match name.strip_prefix(&*key) {
-                    Some("") => inner.push((number, "")),
-                    // A field that has the whole name, with its dots, goes before one in an object.
-                    Some(rest) if rest.starts_with('.') && found[number].is_none() => {
-                        inner.push((number, &rest[1..]));
-                    }
-                    _ => {}
+            for field in &mut fields {
+                let rest = field.name.strip_prefix(&*key);
+                let rest =
+                    rest.and_then(|rest| if rest.is_empty() { Some("") } else { rest.strip_prefix('.') });
+                // Of keys with dots the longest leads to the field, and of equal ones the last.
+                if let Some(name) = rest.filter(|_| key.len() >= field.key_bytes) {
+                    field.key_bytes = key.len();
+                    found[field.number] = None;
+                    inner.push(Wish { number: field.number, name, key_bytes: 0 });
                 }
             }
             if inner.is_empty() {
@@ -218,35 +246,40 @@ impl<'de> Visitor<'de> for Wanted<'_, '_> {
                 map.next_value_seed(Wanted { fields: inner, found: &mut *found })?;
             }
         }
-        for (number, _) in fields.iter().filter(|(_, name)| name.is_empty()) {
-            found[*number] = Some(Field::Other("an object"));
+        for field in fields.iter().filter(|field| field.name.is_empty()) {
+            found[field.number] = Some(Field::Other("an object"));
         }
         Ok(())
     }
 
     fn visit_seq<S: SeqAccess<'de>>(self, mut list: S) -> std::result::Result<(), S::Error> {
         while list.next_element::<IgnoredAny>()?.is_some() {}
-        self.note(|| Field::Other("a list"));
+        self.note(&Field::Other("a list"));
         Ok(())
     }
 
     fn visit_str<E: serde::de::Error>(self, text: &str) -> std::result::Result<(), E> {
-        self.note(|| Field::Text(text.to_owned()));
+        self.note(&Field::Text(text.to_owned().into()));
+        Ok(())
+    }
+
+    fn visit_borrowed_str<E: serde::de::Error>(self, text: &'de str) -> std::result::Result<(), E> {
+        self.note(&Field::Text(text.into()));
         Ok(())
     }
 
     fn visit_unit<E: serde::de::Error>(self) -> std::result::Result<(), E> {
-        self.note(|| Field::Null);
+        self.note(&Field::Null);
         Ok(())
     }
 
     fn visit_bool<E: serde::de::Error>(self, _: bool) -> std::result::Result<(), E> {
-        self.note(|| Field::Other("a boolean"));
+        self.note(&Field::Other("a boolean"));
         Ok(())
     }
 
     fn visit_i64<E: serde::de::Error>(self, _: i64) -> std::result::Result<(), E> {
-        self.note(|| Field::Other("a number"));
+        self.note(&Field::Other("a number"));
         Ok(())
     }
 
@@ -266,6 +299,7 @@ mod tests {
     fn parse(line: &str, fields: &[&str]) -> std::result::Result<String, String> {
         let text_fields = fields.iter().map(|field| (*field).to_owned()).collect();
         parse_record(line, &ReadOptions { text_fields, ..ReadOptions::default() })
+            .map(Cow::into_owned)
             .map_err(|bad| bad.error(Path::new("a.jsonl"), 3).to_string())
     }
 
@@ -294,6 +328,8 @@ mod tests {
         assert_eq!(parse(line, &["review.by.name", "review.body", "gone.text"]).unwrap(), "n\nb");
         assert_eq!(parse(r#"{"a": {"b": "inner"}, "a.b": "literal"}"#, &["a.b"]).unwrap(), "literal");
         assert_eq!(parse(r#"{"a.b": "literal", "a": {"b": "inner"}}"#, &["a.b"]).unwrap(), "literal");
+        assert_eq!(parse(r#"{"a": {"b": "first"}, "a": {"b": "last"}}"#, &["a.b"]).unwrap(), "last");
+        assert!(parse(r#"{"a": {"b": "first"}, "a": 5}"#, &["a.b"]).unwrap_err().contains("there are: a"));
         let missing = parse(line, &["review.text"]).unwrap_err();
         assert!(missing.contains("there are: a.b, gone, id.n, review.body, review.by"), "{missing}");
         assert!(parse(line, &["review"]).unwrap_err().contains("is an object, not text"));
@@ -313,17 +349,22 @@ mod tests {
             }
         }
         for (line, part) in [
-            (r#"{"text": NaN}"#, "field \"text\" is a number"),
+            (r#"{"text": NaN}"#, "line 3: field \"text\" is a number"),
+            (r#"{"text": 1e999}"#, "line 3: field \"text\" is a number"),
+            (r#"{"x": NaN, "text": nan}"#, "line 3, column 21: broken JSON"),
+            (r#"{"x": -NaN, "text": ""}"#, "column 8: broken JSON"),
             (
                 r#"{"text": "a\ud83d"}"#,
-                "column 18: broken JSON: unexpected end of hex escape; fix it, or read it as",
+                "line 3: half of a surrogate pair, which is not text, in field \"text\"; fix it",
             ),
-            (r#"{"x": NaN, "text": nan}"#, "broken JSON"),
+            (r#"{"text": "a", "text": 5}"#, "is a number"),
+            (r#"{"text": {"x": "a"}}"#, "is an object"),
         ] {
             let error = parse(line, &["text"]).unwrap_err();
             assert!(error.contains(part), "{error}");
         }
         let reading = ReadOptions { invalid_utf8: InvalidUtf8::Replace, ..ReadOptions::default() };
         assert_eq!(parse_record(r#"{"text": "a\ud83d"}"#, &reading).unwrap(), "a\u{fffd}");
+        assert_eq!(parse("{\"text\": \"a\u{fffd}\", \"x\": \"\\ud83d\"}", &["text"]).unwrap(), "a\u{fffd}");
     }
 }
