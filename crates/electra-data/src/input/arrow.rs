@@ -320,18 +320,3 @@ impl<'a> Strings<'a> {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_text_counts_as_text() {
-        let numbers: ArrayRef = Arc::new(arrow_array::Int32Array::from(vec![1]));
-        assert!(TextColumn::of(&numbers).is_none());
-        let strings: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
-        let texts = TextColumn::of(&strings).unwrap();
-        assert_eq!((texts.at(0), texts.at(1)), (Some(Some("a")), Some(None)));
-        assert_eq!(Strings::Utf8(&StringArray::from(vec!["a"])).get(1), None);
-    }
-}

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::error::Result;
-use crate::store::test_server::{Log, TestServer};
+use crate::store::test_server::{Fault, Log, TestServer};
 
 /// Documents of each input group, and the skipped records.
 type Found = (Vec<Vec<String>>, Vec<SkippedRecord>);
@@ -243,10 +243,6 @@ fn odd_or_even(row: usize) -> String {
 fn a_table_in_a_store_is_read_once_and_ahead() {
     let (dir, delay) = (tempfile::tempdir().unwrap(), std::time::Duration::from_millis(30));
     let text = |row: usize| (0..300).map(|n| format!("{} ", row * n)).collect();
-    let reading = |fields: &[&str]| {
-        let text_fields = fields.iter().map(|&field| field.to_owned()).collect();
-        ReadOptions { text_fields, ..ReadOptions::default() }
-    };
     let server = TestServer::start(dir.path());
     // Row groups of many pages, many small row groups, and a small file; with a column that is not read.
     for (rows, rows_per_group, fields, requests) in [
@@ -259,23 +255,24 @@ fn a_table_in_a_store_is_read_once_and_ahead() {
             ("other", (0..rows).map(odd_or_even).collect()),
             ("text", (0..rows).map(text).collect()),
         ];
-        let (local, name) = (dir.path().join("a.parquet"), "a.parquet");
+        let (local, url) = (dir.path().join("a.parquet"), format!("{}/a.parquet", server.url));
         write_parquet(&local, &columns, rows_per_group);
-        let (bytes, url) = (local.metadata().unwrap().len(), format!("{}/{name}", server.url));
-        let reading = reading(fields);
+        let bytes = local.metadata().unwrap().len();
+        let text_fields = fields.iter().map(|&field| field.to_owned()).collect();
+        let reading = ReadOptions { text_fields, ..ReadOptions::default() };
         let expected = read(&local, &reading, u64::MAX).unwrap();
         *server.log() = Log { delay, ..Log::default() };
         let start = std::time::Instant::now();
         assert!(read(Path::new(&url), &reading, u64::MAX).unwrap() == expected);
         let (elapsed, served) = (start.elapsed(), server.log().served.clone());
         let total: u64 = served.iter().map(|(_, range)| range.end - range.start).sum();
-        println!("{elapsed:?} {} requests, {total} of {bytes} bytes", served.len());
         assert!(served.len() <= requests, "{served:?}");
         assert!(
             total <= bytes && (served.len() < 20 || elapsed < delay * served.len() as u32),
             "{elapsed:?}"
         );
-        server.log().delay = std::time::Duration::ZERO;
+        let faults = [Fault::Cut, Fault::Short].into();
+        *server.log() = Log { faulty: Some(".parquet"), faults, ..Log::default() };
         compare(Path::new(&url), &reading, bytes / 5);
     }
 }

@@ -1,6 +1,7 @@
 //! Files to documents: plain text and JSON here, Parquet and Arrow in `tables`.
 
 use std::borrow::Cow;
+use std::io::BufRead;
 use std::sync::atomic::AtomicU64;
 
 use super::arrow::read_arrow;
@@ -66,6 +67,24 @@ fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
     })
 }
 
+/// The text of a file, or of a part of it, which begins at `split`; the offset of its first byte; and its line ends,
+/// unless it is JSON. `None` if it is empty: the first part has all of a file that cannot be divided.
+fn open_part<'a>(
+    file: &InputFile,
+    part: Option<&Part>,
+    (split, is_json): (SplitPoint, bool),
+    bytes: &'a AtomicU64,
+) -> Result<Option<(Box<dyn BufRead + 'a>, u64, LineEndings)>> {
+    match part {
+        Some(part) if !is_indivisible(file, is_json)? => {
+            let Some(range) = split.text_of(part, file)? else { return Ok(None) };
+            Ok(Some((file.open_range(&range, bytes)?, range.start, LineEndings::Newline)))
+        }
+        Some(part) if !part.is_first() => Ok(None),
+        _ => Ok(Some((file.open_text(bytes)?, 0, LineEndings::Detect))),
+    }
+}
+
 fn read_text(
     file: &InputFile,
     part: Option<&Part>,
@@ -73,24 +92,17 @@ fn read_text(
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
-    let boundary = match reading.separator {
+    let split = match reading.separator {
         DocumentSeparator::Line => SplitPoint::Line,
         DocumentSeparator::BlankLine | DocumentSeparator::File => SplitPoint::BlankLine,
     };
-    let is_whole = part.is_some() && is_indivisible(file, false)?;
-    let (input, begin, line_ends) = match part.filter(|_| !is_whole) {
-        Some(part) => match boundary.text_of(part, file)? {
-            Some(range) => (file.open_range(&range, bytes)?, range.start, LineEndings::Newline),
-            None => return Ok(()),
-        },
-        None if part.is_some_and(|part| !part.is_first()) => return Ok(()),
-        None => (file.open_text(bytes)?, 0, LineEndings::Detect),
+    let Some((input, begin, line_ends)) = open_part(file, part, (split, false), bytes)? else {
+        return Ok(());
     };
-    let mut lines =
-        Lines::new(input, &file.path, reading.invalid_utf8, line_ends, to.cut()).beginning_at(begin, file);
+    let mut lines = Lines::new(input, (file, begin), reading.invalid_utf8, line_ends, to.cut());
     // Whether the current line and the current document have any text yet.
     let (mut line_begun, mut document_begun) = (false, reading.separator == DocumentSeparator::File);
-    while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
+    while let Some(fragment) = lines.next()? {
         let text = fragment.text.map_err(|bad| bad.in_file(&file.path))?;
         let blank = !line_begun && text.trim().is_empty() && fragment.ends_line;
         line_begun = !fragment.ends_line;
@@ -117,19 +129,13 @@ fn read_json_lines(
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
-    let is_whole = part.is_some() && is_indivisible(file, true)?;
-    let (input, begin) = match part.filter(|_| !is_whole) {
-        Some(part) => match SplitPoint::Line.text_of(part, file)? {
-            Some(range) => (file.open_range(&range, bytes)?, range.start),
-            None => return Ok(()),
-        },
-        None if part.is_some_and(|part| !part.is_first()) => return Ok(()),
-        None => (file.open_text(bytes)?, 0),
+    let Some((input, begin, _)) = open_part(file, part, (SplitPoint::Line, true), bytes)? else {
+        return Ok(());
     };
     // A record must be parsed as a whole, so its line is never cut.
-    let mut lines = Lines::new(input, &file.path, reading.invalid_utf8, LineEndings::Newline, Cut::Nowhere)
-        .beginning_at(begin, file);
-    while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
+    let (invalid, line_ends) = (reading.invalid_utf8, LineEndings::Newline);
+    let mut lines = Lines::new(input, (file, begin), invalid, line_ends, Cut::Nowhere);
+    while let Some(fragment) = lines.next()? {
         let document = match &fragment.text {
             Ok(text) if text.trim().is_empty() => continue,
             Ok(text) => parse_record(text, reading),

@@ -172,17 +172,13 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::input::{Compression, InputFormat};
 
     const SIZE: u64 = 1 << 20;
 
     /// The file as it is listed now.
     fn listed(path: &Path) -> InputFile {
         let metadata = path.metadata().unwrap();
-        let (size, modified) = (metadata.len(), metadata.modified().ok());
-        let (path, name) = (path.to_owned(), "text".to_owned());
-        let (format, compression) = (InputFormat::Text, Compression::None);
-        InputFile { path, name, size, regular: true, modified, format, compression, object: None }
+        InputFile::sample(path, metadata.len(), metadata.modified().ok())
     }
 
     /// How a file compares with its identity, or with that of a part, after one byte was changed and the modification

@@ -90,6 +90,14 @@ impl Read for CountingReader<'_> {
 }
 
 impl InputFile {
+    /// A text on disk.
+    #[cfg(test)]
+    pub fn sample(path: &std::path::Path, size: u64, modified: Option<SystemTime>) -> Self {
+        let (path, name, regular) = (path.to_owned(), "text".to_owned(), true);
+        let (format, compression) = (InputFormat::Text, Compression::None);
+        Self { path, name, size, regular, modified, format, compression, object: None }
+    }
+
     /// Makes `cancel` cancel requests to the file's store.
     pub fn cancel_with(&mut self, cancel: &Cancel) {
         if let Some(object) = &mut self.object {

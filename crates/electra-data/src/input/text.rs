@@ -72,7 +72,7 @@ fn count_lines(file: &InputFile, bytes: u64) -> Result<u64> {
 /// Reads lines from a decompressed stream.
 pub(super) struct Lines<'a, R> {
     input: R,
-    path: &'a Path,
+    file: &'a InputFile,
     invalid: InvalidUtf8,
     line_ends: LineEndings,
     cut: Cut<'a>,
@@ -87,58 +87,57 @@ pub(super) struct Lines<'a, R> {
     begin: u64,
     /// … and the number of lines before it, once an error has asked for it.
     lines_before: Option<u64>,
-    part_of: Option<&'a InputFile>,
     /// Number of the current line, from 1, counted from where this reading began.
     number: u64,
     ended_line: bool,
 }
 
 impl<'a, R: BufRead> Lines<'a, R> {
-    /// Reads a stream from its start; long lines come in fragments where `cut` allows it.
-    pub fn new(input: R, path: &'a Path, invalid: InvalidUtf8, line_ends: LineEndings, cut: Cut<'a>) -> Self {
+    /// Reads a stream that begins at this offset of a file, which is the start of a line; long lines come in fragments
+    /// where `cut` allows it.
+    pub fn new(
+        input: R,
+        (file, begin): (&'a InputFile, u64),
+        invalid: InvalidUtf8,
+        line_ends: LineEndings,
+        cut: Cut<'a>,
+    ) -> Self {
         Self {
             input,
-            path,
+            file,
             invalid,
             line_ends,
             cut,
             buffer: Vec::new(),
             start: 0,
-            offset: 0,
+            offset: begin,
             left_out: 0,
-            begin: 0,
+            begin,
             lines_before: None,
-            part_of: None,
             number: 0,
             ended_line: true,
         }
     }
 
-    /// The same for a stream that begins at this offset of a file, which is the start of a line.
-    pub fn beginning_at(self, begin: u64, file: &'a InputFile) -> Self {
-        Self { begin, offset: begin, part_of: Some(file), ..self }
-    }
-
     /// The number of the current line in the file, from 1. Counts the lines before a part of a file, so it is
     /// for errors only.
     pub fn line_number(&mut self) -> Result<u64> {
-        let before = match (self.lines_before, self.part_of) {
-            (Some(before), _) => before,
-            (None, Some(file)) => *self.lines_before.insert(count_lines(file, self.begin)?),
-            (None, None) => 0,
+        let before = match self.lines_before {
+            Some(before) => before,
+            None => *self.lines_before.insert(count_lines(self.file, self.begin)?),
         };
         Ok(before + self.number)
     }
 
-    /// The next fragment, `None` at the end; `unreadable` converts the stream's errors.
-    pub fn next(&mut self, unreadable: impl Fn(&std::io::Error) -> Error) -> Result<Option<Fragment<'_>>> {
+    /// The next fragment, `None` at the end.
+    pub fn next(&mut self) -> Result<Option<Fragment<'_>>> {
         self.number += u64::from(self.ended_line);
         if self.line_ends == LineEndings::Detect {
-            self.detect_line_ends(&unreadable)?;
+            self.detect_line_ends()?;
         }
         let (mut searched, mut limit) = (0, FRAGMENT_BYTES);
         loop {
-            if let Some((at, length)) = self.line_end(searched, &unreadable)? {
+            if let Some((at, length)) = self.line_end(searched)? {
                 return Ok(Some(self.fragment(at, length, true)));
             }
             searched = self.buffer.len() - self.start;
@@ -154,10 +153,10 @@ impl<'a, R: BufRead> Lines<'a, R> {
                 }
             }
             if searched > MAX_LINE_BYTES {
-                let (path, number) = (self.path.display(), self.line_number()?);
+                let (path, number) = (self.file.path.display(), self.line_number()?);
                 return Err(Error::Input(format!("{path}: line {number} is longer than 1 GiB; split it")));
             }
-            let more = self.read_more(&unreadable)?;
+            let more = self.read_more()?;
             if !more && searched == 0 && self.ended_line {
                 return Ok(None);
             }
@@ -168,8 +167,8 @@ impl<'a, R: BufRead> Lines<'a, R> {
     }
 
     /// Appends the stream's next bytes to the buffer; `false` at its end.
-    fn read_more(&mut self, unreadable: &impl Fn(&std::io::Error) -> Error) -> Result<bool> {
-        let chunk = self.input.fill_buf().map_err(|e| unreadable(&e))?;
+    fn read_more(&mut self) -> Result<bool> {
+        let chunk = self.input.fill_buf().map_err(|e| self.file.unreadable(&e))?;
         let length = chunk.len();
         self.buffer.drain(..std::mem::take(&mut self.start));
         self.buffer.extend_from_slice(chunk);
@@ -184,26 +183,22 @@ impl<'a, R: BufRead> Lines<'a, R> {
         let (head, tail) = (character_before(WORD_HEAD), character_before(word.len() - 1));
         if let (Err(error), InvalidUtf8::Error) = (std::str::from_utf8(&word[..tail]), self.invalid) {
             let at = self.offset + self.left_out + error.valid_up_to() as u64;
-            return Err(InvalidBytes { at }.in_file(self.path));
+            return Err(InvalidBytes { at }.in_file(&self.file.path));
         }
         self.left_out += (tail - head) as u64;
         self.buffer.drain(self.start + head..self.start + tail);
         Ok(())
     }
 
-    fn detect_line_ends(&mut self, unreadable: &impl Fn(&std::io::Error) -> Error) -> Result<()> {
-        while self.buffer.len() < FRAGMENT_BYTES && self.read_more(unreadable)? {}
+    fn detect_line_ends(&mut self) -> Result<()> {
+        while self.buffer.len() < FRAGMENT_BYTES && self.read_more()? {}
         let is_old = has_old_line_ends(&self.buffer[..self.buffer.len().min(FRAGMENT_BYTES)]);
         self.line_ends = if is_old { LineEndings::Universal } else { LineEndings::Newline };
         Ok(())
     }
 
     /// Position and length of the next line ending in the buffer, from `searched` on.
-    fn line_end(
-        &mut self,
-        searched: usize,
-        unreadable: &impl Fn(&std::io::Error) -> Error,
-    ) -> Result<Option<(usize, usize)>> {
+    fn line_end(&mut self, searched: usize) -> Result<Option<(usize, usize)>> {
         let rest = &self.buffer[self.start + searched..];
         if self.line_ends != LineEndings::Universal {
             return Ok(memchr::memchr(b'\n', rest).map(|at| (searched + at, 1)));
@@ -212,7 +207,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
         if self.buffer[self.start + at] == b'\n' {
             return Ok(Some((at, 1)));
         }
-        let followed = self.start + at + 1 < self.buffer.len() || self.read_more(unreadable)?;
+        let followed = self.start + at + 1 < self.buffer.len() || self.read_more()?;
         let is_pair = followed && self.buffer[self.start + at + 1] == b'\n';
         Ok(Some((at, if is_pair { 2 } else { 1 })))
     }
@@ -267,141 +262,109 @@ mod tests {
 
     use super::*;
 
-    fn read(bytes: &[u8], invalid: InvalidUtf8, cut: Cut) -> Result<Vec<String>> {
-        read_with(bytes, invalid, LineEndings::Detect, cut)
-    }
-
-    fn read_with(
+    /// The fragments of a text, with whether each ends a line; a bad one is its error.
+    fn fragments(
         bytes: &[u8],
         invalid: InvalidUtf8,
         line_ends: LineEndings,
         cut: Cut,
-    ) -> Result<Vec<String>> {
-        let input = std::io::BufReader::with_capacity(7, bytes);
-        let mut lines = Lines::new(input, Path::new("x"), invalid, line_ends, cut);
+    ) -> Vec<std::result::Result<(String, bool), String>> {
+        // A small buffer, unless that would take too long.
+        let input = BufReader::with_capacity(if bytes.len() < 1_000 { 7 } else { 8 << 10 }, bytes);
+        let file = InputFile::sample("x".as_ref(), 0, None);
+        let mut lines = Lines::new(input, (&file, 0), invalid, line_ends, cut);
+        let mut all = Vec::new();
+        loop {
+            match lines.next() {
+                Ok(Some(Fragment { text, ends_line })) => all.push(
+                    text.map(|text| (text.into_owned(), ends_line))
+                        .map_err(|bad| bad.in_file("x".as_ref()).to_string()),
+                ),
+                Ok(None) => return all,
+                Err(error) => {
+                    all.push(Err(error.to_string()));
+                    return all;
+                }
+            }
+        }
+    }
+
+    fn read(bytes: &[u8], line_ends: LineEndings, cut: Cut) -> Vec<String> {
         let (mut all, mut line) = (Vec::new(), String::new());
-        while let Some(fragment) = lines.next(|e| Error::Input(e.to_string()))? {
-            line.push_str(&fragment.text.map_err(|bad| bad.in_file(Path::new("x")))?);
-            if fragment.ends_line {
+        for fragment in fragments(bytes, InvalidUtf8::Error, line_ends, cut) {
+            let (text, ends_line) = fragment.unwrap();
+            line.push_str(&text);
+            if ends_line {
                 all.push(std::mem::take(&mut line));
             }
         }
         assert!(line.is_empty());
-        Ok(all)
+        all
     }
 
     #[test]
     fn marks_and_line_ends_are_not_text() {
-        let lines = read(b"\xef\xbb\xbfa\r\n\r\nb\xef\xbb\xbf\nc", InvalidUtf8::Error, Cut::Blanks).unwrap();
-        assert_eq!(lines, ["a", "", "b\u{feff}", "c"]);
-        assert!(read(b"", InvalidUtf8::Error, Cut::Blanks).unwrap().is_empty());
-    }
-
-    #[test]
-    fn files_of_old_macs_are_detected() {
-        let read = |text: &str| read(text.as_bytes(), InvalidUtf8::Error, Cut::Blanks).unwrap();
-        assert_eq!(read("a b\r\rc\r"), ["a b", "", "c"]);
-        assert_eq!(read("50 %\r100 %\nend\n"), ["50 %\r100 %", "end"]);
-        let late = "line\r".repeat(FRAGMENT_BYTES / 5 + 1);
-        let lines = read(&(late.clone() + "a\nb\r\nc"));
+        let read = |text: &[u8]| read(text, LineEndings::Detect, Cut::Blanks);
+        assert_eq!(read(b"\xef\xbb\xbfa\r\n\r\nb\xef\xbb\xbf\nc"), ["a", "", "b\u{feff}", "c"]);
+        assert!(read(b"").is_empty());
+        // Of old Macs.
+        assert_eq!(read(b"a b\r\rc\r"), ["a b", "", "c"]);
+        assert_eq!(read(b"50 %\r100 %\nend\n"), ["50 %\r100 %", "end"]);
+        let lines = read(&["line\r".repeat(FRAGMENT_BYTES / 5 + 1).as_bytes(), b"a\nb\r\nc"].concat());
         assert_eq!(lines.len(), FRAGMENT_BYTES / 5 + 4);
         assert_eq!(lines[lines.len() - 3..], ["a", "b", "c"]);
-        assert_eq!(read(&("x".repeat(FRAGMENT_BYTES) + "\na\rb")).len(), 2);
+        assert_eq!(read(&["x".repeat(FRAGMENT_BYTES).as_bytes(), b"\na\rb"].concat()).len(), 2);
     }
 
     #[test]
-    fn reading_continues_after_bad_bytes() {
-        let mut lines = Lines::new(
-            &b"a\n\xff\nb"[..],
-            Path::new("x"),
-            InvalidUtf8::Error,
-            LineEndings::Newline,
-            Cut::Nowhere,
-        );
-        let mut next = || lines.next(|e| Error::Input(e.to_string())).unwrap().map(|f| f.text.is_ok());
-        assert_eq!([next(), next(), next(), next()], [Some(true), Some(false), Some(true), None]);
-    }
-
-    #[test]
-    fn bad_bytes_are_located() {
-        let error =
-            read(b"\xef\xbb\xbfok\nab\xffc\n", InvalidUtf8::Error, Cut::Blanks).unwrap_err().to_string();
+    fn bad_bytes_are_located_and_reading_continues_after_them() {
+        let read = |bytes: &[u8], invalid, cut| fragments(bytes, invalid, LineEndings::Newline, cut);
+        let found = read(b"\xef\xbb\xbfok\nab\xffc\nd", InvalidUtf8::Error, Cut::Nowhere);
+        assert_eq!((&found[0], &found[2]), (&Ok(("ok".into(), true)), &Ok(("d".into(), true))));
+        let error = found[1].as_ref().unwrap_err();
         assert!(error.contains("at byte 8 ") && error.contains("--invalid-utf8 replace"), "{error}");
-        assert_eq!(read(b"ab\xffc", InvalidUtf8::Replace, Cut::Blanks).unwrap(), ["ab\u{fffd}c"]);
-    }
-
-    #[test]
-    fn endless_lines_are_cut_only_at_whitespace() {
-        let text = "wörd ".repeat(3 * FRAGMENT_BYTES / 6) + &"x".repeat(3 * FRAGMENT_BYTES) + " end";
-        let input = std::io::BufReader::new(text.as_bytes());
-        let mut lines =
-            Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Detect, Cut::Blanks);
-        let (mut all, mut count) = (String::new(), 0);
-        while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
-            let text = fragment.text.unwrap();
-            assert!(fragment.ends_line || text.ends_with(' '));
-            all.push_str(&text);
-            count += 1;
+        let replaced = read(b"ab\xffc", InvalidUtf8::Replace, Cut::Blanks);
+        assert_eq!(replaced, [Ok(("ab\u{fffd}c".into(), true))]);
+        // In an endless word.
+        for at in [10, 1 << 20, (3 << 20) - 5, (3 << 20) + 2] {
+            let mut bytes = ["x".repeat(3 << 20).as_bytes(), b" abc"].concat();
+            bytes[at] = 0xff;
+            let found = read(&bytes, InvalidUtf8::Error, Cut::Words(&|c| c == ' '));
+            let error = found.into_iter().find_map(std::result::Result::err).unwrap();
+            assert!(error.contains(&format!("at byte {at} ")), "{error}");
         }
-        assert!(count >= 3);
-        assert_eq!(all, text);
     }
 
     #[test]
-    fn text_without_blanks_is_cut_between_words_and_endless_words_are_shortened() {
-        let cut = Cut::Words(&|c| "。 ".contains(c));
+    fn endless_lines_are_cut_where_their_tokens_stay_the_same() {
+        let read = |text: &str, cut| -> Vec<_> {
+            let found = fragments(text.as_bytes(), InvalidUtf8::Error, LineEndings::Newline, cut);
+            found.into_iter().map(std::result::Result::unwrap).collect()
+        };
+        let joined = |found: &[(String, bool)]| found.iter().map(|(text, _)| &**text).collect::<String>();
+        let text = "wörd ".repeat(3 * FRAGMENT_BYTES / 6) + &"x".repeat(3 * FRAGMENT_BYTES) + " end";
+        let found = read(&text, Cut::Blanks);
+        assert!(found.len() >= 3 && found.iter().all(|(text, ends_line)| *ends_line || text.ends_with(' ')));
+        assert_eq!(joined(&found), text);
+        // Text without blanks is cut between words, and endless words are shortened.
         let sentence = "日本語です。".repeat(FRAGMENT_BYTES / 4);
         let word = "ß".repeat(3 << 20);
-        let text = format!("{sentence}{word}。{sentence}");
-        let input = std::io::BufReader::new(text.as_bytes());
-        let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Newline, cut);
-        let mut all = String::new();
-        while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
-            all.push_str(&fragment.text.unwrap());
-            assert!(fragment.ends_line || all.ends_with('。'));
-        }
+        let found = read(&format!("{sentence}{word}。{sentence}"), Cut::Words(&|c| "。 ".contains(c)));
+        assert!(found.iter().all(|(text, ends_line)| *ends_line || text.ends_with('。')));
+        let all = joined(&found);
         let rest = all.strip_prefix(&sentence).and_then(|rest| rest.strip_suffix(&sentence)).unwrap();
         let short = rest.strip_suffix('。').unwrap();
         assert!(short.chars().all(|c| c == 'ß') && (WORD_HEAD..4 * FRAGMENT_BYTES).contains(&short.len()));
-    }
-
-    #[test]
-    fn bad_bytes_in_an_endless_word_are_located() {
-        for at in [10, 1 << 20, (3 << 20) - 5, (3 << 20) + 2] {
-            let mut bytes = "x".repeat(3 << 20).into_bytes();
-            bytes.extend_from_slice(b" abc");
-            bytes[at] = 0xff;
-            let cut = Cut::Words(&|c| c == ' ');
-            let input = std::io::BufReader::new(&bytes[..]);
-            let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Newline, cut);
-            let error = loop {
-                match lines.next(|e| Error::Input(e.to_string())) {
-                    Err(error) => break error.to_string(),
-                    Ok(fragment) => {
-                        if let Err(bad) = fragment.unwrap().text {
-                            break bad.in_file(Path::new("x")).to_string();
-                        }
-                    }
-                }
-            };
-            assert!(error.contains(&format!("at byte {at} ")), "{error}");
-        }
     }
 
     proptest! {
         #[test]
         fn lines_agree_with_the_standard_library(text in "[a-z\r\n ß]{0,60}") {
             let expected: Vec<String> = text.lines().map(str::to_owned).collect();
-            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEndings::Newline, Cut::Nowhere).unwrap();
-            prop_assert_eq!(found, expected);
-        }
-
-        #[test]
-        fn universal_line_ends_are_line_ends_of_any_kind(text in "[a-z\r\n ß]{0,60}") {
+            prop_assert_eq!(read(text.as_bytes(), LineEndings::Newline, Cut::Nowhere), expected);
             let unix = text.replace("\r\n", "\n").replace('\r', "\n");
             let expected: Vec<String> = unix.lines().map(str::to_owned).collect();
-            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEndings::Universal, Cut::Nowhere).unwrap();
-            prop_assert_eq!(found, expected);
+            prop_assert_eq!(read(text.as_bytes(), LineEndings::Universal, Cut::Nowhere), expected);
         }
     }
 }
