@@ -65,10 +65,15 @@ def test_a_saved_dataset_without_a_file_or_without_a_train_split(vocab, tmp_path
     saved = save(tmp_path / "in/saved", TEXTS)
     (saved / "data-00001-of-00002.arrow").unlink()
     splits = save_splits(tmp_path / "splits", a=["w1"], b=["w2"])
+    broken, indexed = save(tmp_path / "broken", TEXTS), save(tmp_path / "indexed", TEXTS)
+    (broken / "state.json").write_text('{"_data_files": 3}')
+    (indexed / "state.json").write_text('{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}')
     lost = r"state\.json: names .*data-00001-of-00002\.arrow, which is missing"
     for folder, message in (
         (saved, lost),
         (saved.parent, lost),
+        (broken, r"state\.json: not what `save_to_disk` writes .*; get the whole folder again"),
+        (indexed, r"state\.json: the dataset selects rows by an index; .*flatten_indices"),
         (splits, r"dataset_dict\.json: no split is called train; name one \(a, b\) as"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -81,6 +86,8 @@ def test_of_saved_splits_train_is_read(vocab, tmp_path, capfd):
     report = prepare([saved], vocab=vocab, out=tmp_path / "train")
     assert texts_of(tmp_path / "train") == ["w2", "w3"]
     assert report.skipped_splits == ("test", "validation")
+    only = save_splits(tmp_path / "only", all=TEXTS)
+    assert prepare(only, vocab=vocab, out=tmp_path / "all", progress=False).num_documents == len(TEXTS)
     assert "only train was read, not test, validation: name their folders" in capfd.readouterr().err
     prepare([saved / "test", saved / "validation"], vocab=vocab, out=tmp_path / "others", progress=False)
     assert texts_of(tmp_path / "others") == ["w1", "w4"]
@@ -248,8 +255,9 @@ def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
     assert skipped == [number for number, text in enumerate(texts, 1) if text is None] and 500 < len(skipped) < 4_900
     assert report.content_hash == Corpus(tmp_path / "plain").content_hash
     (tmp_path / "a.json").write_text("[" + ",\n".join(good) + "]", encoding="utf-8")
-    report = prepare(tmp_path / "a.json", out=tmp_path / "list", **reading)
-    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
+    for name, inputs in {"list": tmp_path / "a.json", "memory": map(json.loads, good)}.items():
+        report = prepare(inputs, out=tmp_path / name, **reading)
+        assert report.content_hash == Corpus(tmp_path / "plain").content_hash
 
 
 KINDS = {
@@ -435,3 +443,6 @@ def test_what_is_no_text_is_named(vocab, tmp_path, inputs, kind, message):
 def test_a_row_without_the_text_field_is_named(vocab, tmp_path):
     with pytest.raises(ValueError, match=r"^document 0: no field 'text'; there are: body, id; choose with text_field$"):
         prepare(Rows({"body": "w1", "id": 1}), vocab=vocab, out=tmp_path / "out", progress=False)
+    for inputs in (Rows({"text": "w1"}, {"text": "w2\ud83d"}), iter(["w1", "\ude00\ud83d"])):
+        with pytest.raises(ValueError, match=r"^document 1: half of a surrogate pair, .* with invalid_utf8='replace'$"):
+            prepare(inputs, vocab=vocab, out=tmp_path / "out", progress=False)

@@ -19,7 +19,7 @@ Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow"]
 LONGEST_PATH = 4096
 
 
-def source(inputs: Any, kind: Kind, text_fields: list[str]) -> dict[str, Any]:
+def source(inputs: Any, kind: Kind, text_fields: list[str], invalid_utf8: InvalidUtf8) -> dict[str, Any]:
     """The argument `files` or `texts` of the Rust functions, by the rule that `prepare` documents."""
     if kind not in ("auto", "files", "documents"):
         raise InputError(f"kind is {kind!r}; it can be one of 'auto', 'files', 'documents'")
@@ -29,7 +29,7 @@ def source(inputs: Any, kind: Kind, text_fields: list[str]) -> dict[str, Any]:
     elif not isinstance(inputs, Iterable):
         raise TypeError(f"inputs is {_abbreviated(inputs)}: give a path, a list of paths, or an iterable of str")
     if kind == "documents" or (kind == "auto" and not _are_paths(inputs)):
-        return {"texts": _texts(inputs, text_fields)}
+        return {"texts": _texts(inputs, text_fields, invalid_utf8)}
     files = [_path(position, path) for position, path in enumerate(inputs)]
     if kind == "auto":
         _reject_short_texts(inputs)
@@ -69,12 +69,26 @@ def _reject_short_texts(inputs: Iterable[Any]) -> None:
             raise FileNotFoundError(f"{path}: not found; for documents instead of paths add kind='documents'")
 
 
-def _texts(items: Iterable[Any], text_fields: list[str]) -> Iterator[str]:
+def _texts(items: Iterable[Any], text_fields: list[str], invalid_utf8: InvalidUtf8) -> Iterator[str]:
     for position, item in enumerate(items):
         text = _record_text(position, item, text_fields) if isinstance(item, Mapping) else item
         if not isinstance(text, str):
             raise TypeError(f"document {position} is {_abbreviated(text)}, not a str")
-        yield text
+        yield text if text.isascii() else _encodable(position, text, invalid_utf8)
+
+
+def _encodable(position: int, text: str, invalid_utf8: InvalidUtf8) -> str:
+    """A text without halves of surrogate pairs, which `json` reads but no encoding of text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        if invalid_utf8 == "error":
+            raise InputError(
+                f"document {position}: half of a surrogate pair, which is not text; fix it, or read it as U+FFFD with "
+                "invalid_utf8='replace'"
+            ) from None
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def _record_text(position: int, record: Mapping[str, Any], text_fields: list[str]) -> str:

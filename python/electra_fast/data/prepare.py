@@ -72,7 +72,8 @@ def prepare(
         documents: Separator of documents in a `.txt`: blank lines, files, or line ends.
         text_field: Field or column with the text; several, separated by commas, are joined with newlines. A dot leads
             into an object or struct: `review.body`.
-        invalid_utf8: `error` stops and says where; `replace` reads invalid bytes as U+FFFD.
+        invalid_utf8: `error` stops and says where; `replace` reads invalid bytes, and halves of surrogate pairs in JSON
+            and in documents from Python, as U+FFFD.
         format: Format of the files. `auto` goes by file extension and ignores files of other kinds. Any other format
             applies to every file, whether named, in a folder or matched by a glob, except hidden ones; files ending
             in `.gz`, `.zst` or `.xz` are decompressed first.
@@ -115,7 +116,7 @@ def prepare(
     tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
     inner = tokenizer._inner
     reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
-    text = source(inputs, kind, reading["text_fields"])
+    text = source(inputs, kind, reading["text_fields"], invalid_utf8)
     with ReadingProgress("prepare", shown=progress) as bar:
         if progress and tokenizer.casing_inferred:
             bar.say(guess(tokenizer))
@@ -216,7 +217,7 @@ def train_vocab(
         OSError: Reading or writing failed.
     """
     reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
-    text = source(inputs, kind, reading["text_fields"])
+    text = source(inputs, kind, reading["text_fields"], invalid_utf8)
     with ReadingProgress("vocab", shown=progress) as bar:
 
         def counted(
