@@ -67,14 +67,17 @@ fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
     })
 }
 
-/// The text of a file, or of a part of it, which begins at `split`; the offset of its first byte; and its line ends,
-/// unless it is JSON. `None` if it is empty: the first part has all of a file that cannot be divided.
+/// Text, the offset of its first byte in the file, and its line ends.
+type Opened<'a> = (Box<dyn BufRead + 'a>, u64, LineEndings);
+
+/// The text of a file, or of a part of it, which begins at `split`. `None` if it is empty: the first part has all of a
+/// file that cannot be divided.
 fn open_part<'a>(
     file: &InputFile,
     part: Option<&Part>,
     (split, is_json): (SplitPoint, bool),
     bytes: &'a AtomicU64,
-) -> Result<Option<(Box<dyn BufRead + 'a>, u64, LineEndings)>> {
+) -> Result<Option<Opened<'a>>> {
     match part {
         Some(part) if !is_indivisible(file, is_json)? => {
             let Some(range) = split.text_of(part, file)? else { return Ok(None) };

@@ -296,75 +296,56 @@ impl<'de> Visitor<'de> for Wanted<'_, '_, 'de> {
 mod tests {
     use super::*;
 
-    fn parse(line: &str, fields: &[&str]) -> std::result::Result<String, String> {
-        let text_fields = fields.iter().map(|field| (*field).to_owned()).collect();
-        parse_record(line, &ReadOptions { text_fields, ..ReadOptions::default() })
-            .map(Cow::into_owned)
-            .map_err(|bad| bad.error(Path::new("a.jsonl"), 3).to_string())
+    /// The text of a record in brackets, or the error.
+    fn parse(line: &str, fields: &str, invalid_utf8: InvalidUtf8) -> String {
+        let text_fields = fields.split(',').map(str::to_owned).collect();
+        let found = parse_record(line, &ReadOptions { text_fields, invalid_utf8, ..ReadOptions::default() })
+            .map(|text| format!("[{text}]"));
+        found.unwrap_or_else(|bad| bad.error(Path::new("a.jsonl"), 3).to_string())
     }
 
     #[test]
-    fn fields_are_found_and_joined() {
+    fn fields_are_found_and_errors_name_line_and_remedy() {
         let line = r#"{"id": [1, {"text": 2}], "text": "a\nb \u00e9", "title": "T"}"#;
-        assert_eq!(parse(line, &["text"]).unwrap(), "a\nb é");
-        assert_eq!(parse(line, &["title", "text"]).unwrap(), "T\na\nb é");
-        assert_eq!(parse(r#"{"text": null}"#, &["text"]).unwrap(), "");
-    }
-
-    #[test]
-    fn errors_name_line_and_remedy() {
-        let broken = parse(r#"{"text": "a"#, &["text"]).unwrap_err();
-        assert!(broken.starts_with("a.jsonl: line 3, column 11: broken JSON: EOF"), "{broken}");
-        let missing = parse(r#"{"body": "a", "id": 1}"#, &["text"]).unwrap_err();
-        assert!(missing.contains("no text field \"text\"; there are: body, id"), "{missing}");
-        assert!(parse(r#"{"text": 5}"#, &["text"]).unwrap_err().contains("is a number"));
-        assert!(parse(r#"["text"]"#, &["text"]).unwrap_err().contains("line 3"));
-        assert!(parse(r#"{"text": "a"} x"#, &["text"]).unwrap_err().contains("broken JSON"));
-    }
-
-    #[test]
-    fn dots_lead_into_objects() {
-        let line = r#"{"id": {"n": 1}, "review": {"body": "b", "by": {"name": "n"}}, "a.b": "literal", "gone": null}"#;
-        assert_eq!(parse(line, &["review.by.name", "review.body", "gone.text"]).unwrap(), "n\nb");
-        assert_eq!(parse(r#"{"a": {"b": "inner"}, "a.b": "literal"}"#, &["a.b"]).unwrap(), "literal");
-        assert_eq!(parse(r#"{"a.b": "literal", "a": {"b": "inner"}}"#, &["a.b"]).unwrap(), "literal");
-        assert_eq!(parse(r#"{"a": {"b": "first"}, "a": {"b": "last"}}"#, &["a.b"]).unwrap(), "last");
-        assert!(parse(r#"{"a": {"b": "first"}, "a": 5}"#, &["a.b"]).unwrap_err().contains("there are: a"));
-        let missing = parse(line, &["review.text"]).unwrap_err();
-        assert!(missing.contains("there are: a.b, gone, id.n, review.body, review.by"), "{missing}");
-        assert!(parse(line, &["review"]).unwrap_err().contains("is an object, not text"));
-        assert!(parse(line, &["id.n"]).unwrap_err().contains("is a number, not text"));
-    }
-
-    #[test]
-    fn what_python_reads_in_other_fields_is_passed_over() {
-        let nested = format!("{}{}", "[".repeat(900), "]".repeat(900));
-        for value in ["NaN", "-Infinity", "[Infinity, {\"x\": NaN}]", "1e999", r#""\ud83d NaN""#, &nested] {
-            for line in [
-                format!(r#"{{"x": {value}, "text": "NaN \"Infinity\" \ud83d\ude00"}}"#),
-                format!(r#"{{"text": "NaN \"Infinity\" \ud83d\ude00", "\udc00 x": {value}}}"#),
-            ] {
-                assert_eq!(parse(&line, &["text"]).unwrap(), "NaN \"Infinity\" 😀", "{line}");
-                assert!(parse(&line, &["body"]).unwrap_err().contains("there are: text, "), "{line}");
-            }
-        }
-        for (line, part) in [
-            (r#"{"text": NaN}"#, "line 3: field \"text\" is a number"),
-            (r#"{"text": 1e999}"#, "line 3: field \"text\" is a number"),
-            (r#"{"x": NaN, "text": nan}"#, "line 3, column 21: broken JSON"),
-            (r#"{"x": -NaN, "text": ""}"#, "column 8: broken JSON"),
+        let nested = r#"{"id": {"n": 1}, "review": {"body": "b", "by": {"name": "n"}}, "a.b": "literal", "gone": null}"#;
+        let deep = format!(r#"{{"x": {}1e999{}, "text": "NaN"}}"#, "[".repeat(900), "]".repeat(900));
+        let python =
+            r#"{"x": [NaN, {"\udc00": -Infinity}], "y": "\ud83d NaN", "text": "NaN \"\ud83d\ude00\""}"#;
+        for (line, fields, expected) in [
+            (line, "text", "[a\nb é]"),
+            (line, "title,text", "[T\na\nb é]"),
+            (r#"{"text": null}"#, "text", "[]"),
+            (r#"{"text": "a"#, "text", "a.jsonl: line 3, column 11: broken JSON: EOF"),
+            (r#"{"body": "a", "id": 1}"#, "text", "no text field \"text\"; there are: body, id; choose with"),
+            (r#"{"text": 5}"#, "text", "line 3: field \"text\" is a number, not text; fix or remove it, or"),
+            (r#"["text"]"#, "text", "line 3, column 0: broken JSON: invalid type"),
+            (r#"{"text": "a"} x"#, "text", "broken JSON: trailing"),
+            (nested, "review.by.name,review.body,gone.text", "[n\nb]"),
+            (r#"{"a": {"b": "inner"}, "a.b": "literal"}"#, "a.b", "[literal]"),
+            (r#"{"a.b": "literal", "a": {"b": "inner"}}"#, "a.b", "[literal]"),
+            (r#"{"a": {"b": "first"}, "a": {"b": "last"}}"#, "a.b", "[last]"),
+            (r#"{"a": {"b": "first"}, "a": 5}"#, "a.b", "there are: a;"),
+            (nested, "review.text", "there are: a.b, gone, id.n, review.body, review.by;"),
+            (nested, "review", "is an object, not text"),
+            (nested, "id.n", "is a number, not text"),
+            // What only Python's `json` reads.
+            (python, "text", "[NaN \"😀\"]"),
+            (python, "body", "there are: text, x, y;"),
+            (&deep, "text", "[NaN]"),
+            (r#"{"text": NaN}"#, "text", "line 3: field \"text\" is a number"),
+            (r#"{"text": 1e999}"#, "text", "line 3: field \"text\" is a number"),
+            (r#"{"x": NaN, "text": nan}"#, "text", "line 3, column 21: broken JSON"),
+            (r#"{"x": -NaN, "text": ""}"#, "text", "column 8: broken JSON"),
             (
                 r#"{"text": "a\ud83d"}"#,
-                "line 3: half of a surrogate pair, which is not text, in field \"text\"; fix it",
+                "text",
+                "line 3: half of a surrogate pair, which is not text, in field",
             ),
-            (r#"{"text": "a", "text": 5}"#, "is a number"),
-            (r#"{"text": {"x": "a"}}"#, "is an object"),
+            ("{\"text\": \"a\u{fffd}\", \"x\": \"\\ud83d\"}", "text", "[a\u{fffd}]"),
         ] {
-            let error = parse(line, &["text"]).unwrap_err();
-            assert!(error.contains(part), "{error}");
+            let found = parse(line, fields, InvalidUtf8::Error);
+            assert!(found.contains(expected), "{line}: {found}");
         }
-        let reading = ReadOptions { invalid_utf8: InvalidUtf8::Replace, ..ReadOptions::default() };
-        assert_eq!(parse_record(r#"{"text": "a\ud83d"}"#, &reading).unwrap(), "a\u{fffd}");
-        assert_eq!(parse("{\"text\": \"a\u{fffd}\", \"x\": \"\\ud83d\"}", &["text"]).unwrap(), "a\u{fffd}");
+        assert_eq!(parse(r#"{"text": "a\ud83d"}"#, "text", InvalidUtf8::Replace), "[a\u{fffd}]");
     }
 }

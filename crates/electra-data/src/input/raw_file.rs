@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{Error as IoError, ErrorKind, Read, Result as IoResult, Seek, SeekFrom};
+use std::io::{BufReader, Error as IoError, ErrorKind, Read, Result as IoResult, Seek, SeekFrom};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,6 +27,8 @@ const REQUESTS_AHEAD: usize = 3;
 const COLUMNS_AHEAD: (u64, usize) = (16 << 20, 16);
 /// The first request for a table: its metadata is at the end, and a file that is not much longer is read whole.
 const TABLE_END: u64 = 64 << 10;
+/// Bytes that are read of a table at a time for the header of a page.
+const PAGE_HEADER_BYTES: usize = 512;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The last error of the store that a file is in.
@@ -238,54 +240,47 @@ impl Seek for RawFile {
 
 /// A table on disk or in a store, or one of its columns, whose bytes are read in order.
 #[derive(Clone)]
-pub(super) enum TableFile {
-    Local(Arc<File>),
-    Stored(Arc<Mutex<StoredFile>>),
-}
+pub(super) struct TableFile(Arc<Mutex<RawFile>>);
 
 impl TableFile {
     /// A file, of which a store sends the end, where the metadata is.
-    pub fn new(file: RawFile) -> IoResult<Self> {
-        Ok(match file {
-            RawFile::Local(file) => Self::Local(Arc::new(file)),
-            RawFile::Stored(mut file) => {
-                file.read_end()?;
-                Self::Stored(Arc::new(Mutex::new(*file)))
-            }
-        })
-    }
-
-    /// One of `num_columns` that are read side by side, given where its bytes are: they are requested ahead.
-    pub fn column(&self, ranges: impl Iterator<Item = Range<u64>>, num_columns: usize) -> Self {
-        match self {
-            Self::Local(file) => Self::Local(file.clone()),
-            Self::Stored(file) => {
-                Self::Stored(Arc::new(Mutex::new(locked(file).column(ranges.collect(), num_columns))))
-            }
+    pub fn new(mut file: RawFile) -> IoResult<Self> {
+        if let RawFile::Stored(file) = &mut file {
+            file.read_end()?;
         }
+        Ok(Self(Arc::new(Mutex::new(file))))
     }
-}
 
-fn locked(file: &Mutex<StoredFile>) -> MutexGuard<'_, StoredFile> {
-    file.lock().unwrap_or_else(PoisonError::into_inner)
+    /// One of `num_columns` that are read side by side, given where its bytes are: a store sends them ahead.
+    pub fn column(&self, ranges: impl Iterator<Item = Range<u64>>, num_columns: usize) -> Self {
+        let column = match &*self.file() {
+            RawFile::Local(_) => return self.clone(),
+            RawFile::Stored(file) => RawFile::Stored(Box::new(file.column(ranges.collect(), num_columns))),
+        };
+        Self(Arc::new(Mutex::new(column)))
+    }
+
+    fn file(&self) -> MutexGuard<'_, RawFile> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Length for TableFile {
     fn len(&self) -> u64 {
-        match self {
-            Self::Local(file) => Length::len(&**file),
-            Self::Stored(file) => locked(file).object.size,
+        match &*self.file() {
+            RawFile::Local(file) => Length::len(file),
+            RawFile::Stored(file) => file.object.size,
         }
     }
 }
 
-/// Reads a table in a store from an offset on.
-struct TableReader(Arc<Mutex<StoredFile>>, u64);
+/// Reads a table from an offset on.
+pub(super) struct TableReader(TableFile, u64);
 
 impl Read for TableReader {
     fn read(&mut self, buffer: &mut [u8]) -> IoResult<usize> {
-        let mut file = locked(&self.0);
-        file.position = self.1;
+        let mut file = self.0.file();
+        file.seek(SeekFrom::Start(self.1))?;
         let count = file.read(buffer)?;
         self.1 += count as u64;
         Ok(count)
@@ -293,27 +288,22 @@ impl Read for TableReader {
 }
 
 impl ChunkReader for TableFile {
-    type T = Box<dyn Read>;
+    type T = BufReader<TableReader>;
 
     fn get_read(&self, start: u64) -> ParquetResult<Self::T> {
-        Ok(match self {
-            Self::Local(file) => Box::new(file.get_read(start)?),
-            Self::Stored(file) => Box::new(TableReader(file.clone(), start)),
-        })
+        Ok(BufReader::with_capacity(PAGE_HEADER_BYTES, TableReader(self.clone(), start)))
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> ParquetResult<Bytes> {
-        let file = match self {
-            Self::Local(file) => return file.get_bytes(start, length),
-            Self::Stored(file) => file,
-        };
-        let mut file = locked(file);
-        file.position = start;
-        let buffered = file.buffered();
-        if buffered.len() >= length {
-            return Ok(buffered.slice(..length));
+        let mut file = self.file();
+        file.seek(SeekFrom::Start(start))?;
+        if let RawFile::Stored(file) = &*file {
+            let buffered = file.buffered();
+            if buffered.len() >= length {
+                return Ok(buffered.slice(..length));
+            }
         }
-        let mut bytes = Vec::new();
+        let mut bytes = Vec::with_capacity(length.min(LAST_REQUEST as usize));
         Read::by_ref(&mut *file).take(length as u64).read_to_end(&mut bytes)?;
         if bytes.len() == length {
             Ok(bytes.into())

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use arrow_schema::{DataType, Field, FieldRef, Fields, Schema};
-use parquet::basic::{ConvertedType, LogicalType, Repetition, Type as PhysicalType};
+use parquet::basic::{ConvertedType, LogicalType, Type as PhysicalType};
 use parquet::column::reader::ColumnReaderImpl;
 use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::Result as ParquetResult;
 use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader, RowGroupMetaData};
 use parquet::file::serialized_reader::SerializedPageReader;
-use parquet::schema::types::Type;
+use parquet::schema::types::{ColumnDescPtr, ColumnDescriptor, SchemaDescriptor};
 
 use super::division::Part;
 use super::input_file::InputFile;
@@ -37,15 +37,9 @@ pub(super) fn read_parquet(
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
     let table = TableFile::new(file.open_seekable()?).map_err(|e| file.unreadable(&e))?;
     let metadata = ParquetMetaDataReader::new().parse_and_finish(&table).map_err(|e| damaged(&e))?;
-    let descriptor = metadata.file_metadata().schema_descr();
-    let schema = Schema::new(arrow_fields(descriptor.root_schema()));
-    let columns = text_columns(file, &schema, &reading.text_fields)?;
-    let leaf = |column: &ColumnPath| {
-        let names = column.names(&schema);
-        (0..descriptor.num_columns()).find(|&leaf| descriptor.column(leaf).path().parts() == names)
-    };
-    let leaves = columns.iter().map(leaf).collect::<Option<Vec<usize>>>();
-    let leaves = leaves.ok_or_else(|| damaged(&"a column of text has no values"))?;
+    let columns = arrow_columns(metadata.file_metadata().schema_descr());
+    let columns = text_columns(file, &Schema::new(columns), &reading.text_fields)?;
+    let leaves: Vec<usize> = columns.iter().map(|column| column.0[0]).collect();
     let groups = match part {
         Some(part) => row_groups_of(part, file, &metadata),
         None => (0..metadata.num_row_groups()).collect(),
@@ -100,39 +94,38 @@ pub(super) fn read_parquet(
     Ok(())
 }
 
-/// The columns of a Parquet file or of a struct in it. Text is what the logical type says, whatever wrote the file; of
-/// other types, messages need no more than a name. Own code, because the library's compiles for a minute.
-fn arrow_fields(group: &Type) -> Fields {
-    group.get_fields().iter().map(|field| Field::new(field.name(), arrow_type(field), true)).collect()
+/// The columns of a Parquet file by their numbers, also those in structs: `review.body`. Text is what the logical type
+/// says, whatever wrote the file; of other types, messages need no more than a name. Own code, because the library's
+/// compiles for a minute.
+fn arrow_columns(schema: &SchemaDescriptor) -> Fields {
+    let is_outermost =
+        |name: &str| schema.root_schema().get_fields().iter().any(|field| field.name() == name);
+    let column = |column: &ColumnDescPtr| {
+        let parts = column.path().parts();
+        let name = parts.join(".");
+        if column.max_rep_level() > 0 {
+            return Field::new(&parts[0], DataType::new_list(arrow_type(column), true), true);
+        }
+        // A column that has the whole name, with its dots, goes before one in a struct.
+        if parts.len() > 1 && is_outermost(&name) {
+            return Field::new("", DataType::Binary, true);
+        }
+        Field::new(name, arrow_type(column), true)
+    };
+    schema.columns().iter().map(column).collect()
 }
 
-fn arrow_type(column: &Type) -> DataType {
-    let info = column.get_basic_info();
-    let is_list = info.converted_type() == ConvertedType::LIST
-        || matches!(info.logical_type_ref(), Some(LogicalType::List));
-    let is_repeated = info.has_repetition() && info.repetition() == Repetition::REPEATED;
-    let kind = match column {
-        Type::GroupType { fields, .. } => match &fields[..] {
-            // A list is a group of a repeated group of the element.
-            [list] if is_list => return arrow_type(list),
-            [element] if is_repeated => arrow_type(element),
-            _ => DataType::Struct(arrow_fields(column)),
-        },
-        Type::PrimitiveType { physical_type, .. } => match physical_type {
-            PhysicalType::BYTE_ARRAY => match (info.logical_type_ref(), info.converted_type()) {
-                (Some(LogicalType::String | LogicalType::Json), _)
-                | (None, ConvertedType::UTF8 | ConvertedType::JSON) => DataType::Utf8,
-                _ => DataType::Binary,
-            },
-            PhysicalType::BOOLEAN => DataType::Boolean,
-            PhysicalType::INT32 => DataType::Int32,
-            PhysicalType::FLOAT => DataType::Float32,
-            PhysicalType::DOUBLE => DataType::Float64,
-            PhysicalType::INT64 | PhysicalType::INT96 => DataType::Int64,
-            PhysicalType::FIXED_LEN_BYTE_ARRAY => DataType::Binary,
-        },
-    };
-    if is_repeated { DataType::new_list(kind, true) } else { kind }
+fn arrow_type(column: &ColumnDescriptor) -> DataType {
+    match (column.physical_type(), column.logical_type_ref(), column.converted_type()) {
+        (PhysicalType::BYTE_ARRAY, Some(LogicalType::String | LogicalType::Json), _)
+        | (PhysicalType::BYTE_ARRAY, None, ConvertedType::UTF8 | ConvertedType::JSON) => DataType::Utf8,
+        (PhysicalType::BYTE_ARRAY | PhysicalType::FIXED_LEN_BYTE_ARRAY, ..) => DataType::Binary,
+        (PhysicalType::BOOLEAN, ..) => DataType::Boolean,
+        (PhysicalType::INT32, ..) => DataType::Int32,
+        (PhysicalType::INT64 | PhysicalType::INT96, ..) => DataType::Int64,
+        (PhysicalType::FLOAT, ..) => DataType::Float32,
+        (PhysicalType::DOUBLE, ..) => DataType::Float64,
+    }
 }
 
 /// A column of text of a row group.
@@ -186,17 +179,6 @@ impl ColumnPath {
             let (path, kind) = Self::find(inner, name.strip_prefix(field.name())?.strip_prefix('.')?)?;
             Some((Self([vec![index], path.0].concat()), kind))
         })
-    }
-
-    fn names(&self, schema: &Schema) -> Vec<String> {
-        let (mut fields, mut names) = (schema.fields(), Vec::new());
-        for &index in &self.0 {
-            names.push(fields[index].name().clone());
-            if let DataType::Struct(inner) = fields[index].data_type() {
-                fields = inner;
-            }
-        }
-        names
     }
 }
 
@@ -266,35 +248,33 @@ mod tests {
 
     #[test]
     fn columns_of_strings_are_text_whatever_wrote_them() {
-        for (fields, texts) in [
-            ("required binary a (UTF8); optional binary b (STRING); required binary c (JSON);", "a, b, c"),
-            ("required binary a; required binary b (ENUM); required binary c (BSON); required int64 d;", ""),
+        let list = "optional group a (LIST) { repeated group list { optional binary element (UTF8); } }";
+        let map = "optional group m (MAP) { repeated group key_value { required binary key (UTF8); } }";
+        for (fields, columns) in [
+            ("optional binary a (UTF8); optional binary b (STRING); required binary c (JSON);", "+a +b +c"),
+            (
+                "required binary a; required binary b (ENUM); required binary c (BSON); required int64 d;",
+                "a b c d",
+            ),
             (
                 "required fixed_len_byte_array(3) a; required int96 b; required boolean c; required double d;",
-                "",
+                "a b c d",
             ),
             (
-                "optional group a { required group b.c { optional binary d (UTF8); repeated binary e (UTF8); } }",
-                "a.b.c.d",
+                "optional group a { required group b.c { optional binary d (UTF8); optional float e; } }",
+                "+a.b.c.d a.b.c.e",
             ),
-            (
-                "repeated binary a (UTF8); repeated group b { required binary c (UTF8); required binary d (UTF8); }",
-                "",
-            ),
-            ("optional group a (LIST) { repeated group list { optional binary element (UTF8); } }", ""),
-            ("optional group a (LIST) { repeated binary array (UTF8); }", ""),
-            (
-                "optional group a (LIST) { repeated group bag { required binary b (UTF8); required int32 c; } }",
-                "",
-            ),
-            (
-                "required group a (MAP) { repeated group key_value { required binary key (UTF8); \
-                 optional binary value (UTF8); } } optional binary b (UTF8);",
-                "b",
-            ),
+            ("optional group a { optional binary b (UTF8); } optional binary a.b (UTF8);", " +a.b"),
+            (list, "a"),
+            (&format!("optional group b {{ {list} {map} }} optional binary c (UTF8);"), "b b +c"),
+            ("repeated binary a (UTF8); repeated group b { required binary c (UTF8); }", "a b"),
+            ("optional group a (LIST) { repeated binary array (UTF8); }", "a"),
         ] {
             let schema = parse_message_type(&format!("message m {{ {fields} }}")).unwrap();
-            assert_eq!(names_of_texts(&arrow_fields(&schema), "").join(", "), texts, "{fields}");
+            let found = arrow_columns(&SchemaDescriptor::new(schema.into()));
+            let mark = |field: &FieldRef| if is_text(field.data_type()) { "+" } else { "" };
+            let names = found.iter().map(|field| format!("{}{}", mark(field), field.name()));
+            assert_eq!(names.collect::<Vec<_>>().join(" "), columns, "{fields}");
         }
     }
 }
