@@ -2,7 +2,7 @@
 
 use std::io::{BufReader, Cursor, Read, Seek, SeekFrom};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use arrow_array::cast::AsArray;
 use arrow_array::{
@@ -15,6 +15,7 @@ use arrow_ipc::{Block, MessageHeader, root_as_footer, root_as_message};
 use arrow_schema::ArrowError;
 
 use super::division::Part;
+use super::documents::Source;
 use super::input_file::InputFile;
 use super::pipeline::Batcher;
 use super::read_options::ReadOptions;
@@ -32,18 +33,13 @@ type ArrowResult<T> = std::result::Result<T, ArrowError>;
 
 /// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers) as a document. For a part of a
 /// file, only the batches that begin in it are read; a stream can be read only from its start.
-pub(super) fn read_arrow(
-    file: &InputFile,
-    part: Option<&Part>,
-    reading: &ReadOptions,
-    bytes: &AtomicU64,
-    to: &mut Batcher,
-) -> Result<()> {
+pub(super) fn read_arrow(source: Source, to: &mut Batcher) -> Result<()> {
+    let Source { file, part, reading, bytes } = source;
     if let Some(part) = part {
         let mut magic = Vec::new();
         file.raw()?.take(8).read_to_end(&mut magic).map_err(|e| file.unreadable(&e))?;
         if magic == FILE_MAGIC {
-            return read_arrow_batches(file, part, reading, bytes, to);
+            return read_arrow_batches(source, part, to);
         }
         if !part.is_first() {
             return Ok(());
@@ -73,13 +69,8 @@ pub(super) fn read_arrow(
 }
 
 /// Sends the rows of the record batches that begin in a part of an Arrow IPC file.
-fn read_arrow_batches(
-    file: &InputFile,
-    part: &Part,
-    reading: &ReadOptions,
-    bytes: &AtomicU64,
-    to: &mut Batcher,
-) -> Result<()> {
+fn read_arrow_batches(source: Source, part: &Part, to: &mut Batcher) -> Result<()> {
+    let Source { file, reading, bytes, .. } = source;
     let damaged = |error| unreadable(file, "Arrow", &error);
     let mut input = BufReader::new(file.raw()?);
     let (dictionaries, mut batches) = blocks(&mut input).map_err(damaged)?;

@@ -19,6 +19,16 @@ use crate::error::{Error, Result};
 use crate::panics::caught;
 use crate::store::Cancel;
 
+/// A file, or a part of it, and how it is read.
+#[derive(Clone, Copy)]
+pub(super) struct Source<'a> {
+    pub file: &'a InputFile,
+    pub part: Option<&'a Part>,
+    pub reading: &'a ReadOptions,
+    /// Counts the bytes read from disk.
+    pub bytes: &'a AtomicU64,
+}
+
 /// Sends every document of a file, or of a part of it, to the batcher; `bytes` counts the bytes read from disk.
 pub(crate) fn read_file(
     file: &InputFile,
@@ -27,12 +37,13 @@ pub(crate) fn read_file(
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
+    let source = Source { file, part, reading, bytes };
     let mut read = || match file.format {
-        InputFormat::Text => read_text(file, part, reading, bytes, to),
-        InputFormat::JsonLines => read_json_lines(file, part, reading, bytes, to),
-        InputFormat::Json => read_json_objects(file, reading, bytes, to),
-        InputFormat::Parquet => read_parquet(file, part, reading, bytes, to),
-        InputFormat::Arrow => read_arrow(file, part, reading, bytes, to),
+        InputFormat::Text => read_text(source, to),
+        InputFormat::JsonLines => read_json_lines(source, to),
+        InputFormat::Json => read_json_objects(source, to),
+        InputFormat::Parquet => read_parquet(source, to),
+        InputFormat::Arrow => read_arrow(source, to),
     };
     let is_plain = matches!(file.format, InputFormat::Text | InputFormat::JsonLines | InputFormat::Json);
     let result = if is_plain && file.compression == Compression::None { read() } else { guarded(file, read) };
@@ -72,12 +83,8 @@ type Opened<'a> = (Box<dyn BufRead + 'a>, u64, LineEndings);
 
 /// The text of a file, or of a part of it, which begins at `split`. `None` if it is empty: the first part has all of a
 /// file that cannot be divided.
-fn open_part<'a>(
-    file: &InputFile,
-    part: Option<&Part>,
-    (split, is_json): (SplitPoint, bool),
-    bytes: &'a AtomicU64,
-) -> Result<Option<Opened<'a>>> {
+fn open_part<'a>(source: Source<'a>, split: SplitPoint, is_json: bool) -> Result<Option<Opened<'a>>> {
+    let Source { file, part, bytes, .. } = source;
     match part {
         Some(part) if !is_indivisible(file, is_json)? => {
             let Some(range) = split.text_of(part, file)? else { return Ok(None) };
@@ -88,18 +95,13 @@ fn open_part<'a>(
     }
 }
 
-fn read_text(
-    file: &InputFile,
-    part: Option<&Part>,
-    reading: &ReadOptions,
-    bytes: &AtomicU64,
-    to: &mut Batcher,
-) -> Result<()> {
+fn read_text(source: Source, to: &mut Batcher) -> Result<()> {
+    let Source { file, reading, .. } = source;
     let split = match reading.separator {
         DocumentSeparator::Line => SplitPoint::Line,
         DocumentSeparator::BlankLine | DocumentSeparator::File => SplitPoint::BlankLine,
     };
-    let Some((input, begin, line_ends)) = open_part(file, part, (split, false), bytes)? else {
+    let Some((input, begin, line_ends)) = open_part(source, split, false)? else {
         return Ok(());
     };
     let mut lines = Lines::new(input, (file, begin), reading.invalid_utf8, line_ends, to.cut());
@@ -125,14 +127,9 @@ fn read_text(
     if document_begun { to.push("", Mark::Document) } else { Ok(()) }
 }
 
-fn read_json_lines(
-    file: &InputFile,
-    part: Option<&Part>,
-    reading: &ReadOptions,
-    bytes: &AtomicU64,
-    to: &mut Batcher,
-) -> Result<()> {
-    let Some((input, begin, _)) = open_part(file, part, (SplitPoint::Line, true), bytes)? else {
+fn read_json_lines(source: Source, to: &mut Batcher) -> Result<()> {
+    let Source { file, reading, .. } = source;
+    let Some((input, begin, _)) = open_part(source, SplitPoint::Line, true)? else {
         return Ok(());
     };
     // A record must be parsed as a whole, so its line is never cut.
@@ -156,12 +153,8 @@ fn read_json_lines(
 }
 
 /// Sends the text of each object of a file that is read whole.
-fn read_json_objects(
-    file: &InputFile,
-    reading: &ReadOptions,
-    bytes: &AtomicU64,
-    to: &mut Batcher,
-) -> Result<()> {
+fn read_json_objects(source: Source, to: &mut Batcher) -> Result<()> {
+    let Source { file, reading, bytes, .. } = source;
     let mut objects = Objects::new(file.open_text(bytes)?);
     while let Some(object) = objects.next().map_err(|trouble| trouble.in_file(file))? {
         let text = match reading.invalid_utf8 {

@@ -1,7 +1,7 @@
 //! Documents from Parquet tables, and what all tables have in common.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use arrow_schema::{DataType, Field, FieldRef, Fields, Schema};
 use parquet::basic::{ConvertedType, LogicalType, Type as PhysicalType};
@@ -13,10 +13,11 @@ use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::schema::types::{ColumnDescPtr, ColumnDescriptor, SchemaDescriptor};
 
 use super::division::Part;
+use super::documents::Source;
 use super::input_file::InputFile;
 use super::pipeline::Batcher;
 use super::raw_file::TableFile;
-use super::read_options::{ReadOptions, missing_field};
+use super::read_options::missing_field;
 use super::text::MAX_LINE_BYTES;
 use crate::error::{Error, Result};
 
@@ -27,13 +28,8 @@ const PROGRESS_ROWS: u64 = 256;
 ///
 /// Rows are decoded one at a time, so that memory holds a page of each column and its dictionary, whatever the rows: a
 /// batch of rows can be as many times larger than the file as a dictionary's entry is longer than its index.
-pub(super) fn read_parquet(
-    file: &InputFile,
-    part: Option<&Part>,
-    reading: &ReadOptions,
-    bytes: &AtomicU64,
-    to: &mut Batcher,
-) -> Result<()> {
+pub(super) fn read_parquet(source: Source, to: &mut Batcher) -> Result<()> {
+    let Source { file, part, reading, bytes } = source;
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
     let table = TableFile::new(file.open_seekable()?).map_err(|e| file.unreadable(&e))?;
     let metadata = ParquetMetaDataReader::new().parse_and_finish(&table).map_err(|e| damaged(&e))?;
