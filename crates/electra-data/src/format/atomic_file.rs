@@ -32,11 +32,31 @@ impl AtomicFile {
     }
 
     /// Makes the file durable and renames it to its final name.
-    pub fn commit(mut self) -> Result<()> {
-        self.file.sync_all().map_err(|e| write_error(&self.target, e))?;
+    pub fn commit(self) -> Result<()> {
+        self.sync()?;
+        self.put()
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.file.sync_all().map_err(|e| write_error(&self.target, e))
+    }
+
+    fn put(mut self) -> Result<()> {
         std::fs::rename(&self.temp, &self.target).map_err(|e| write_error(&self.target, e))?;
         self.committed = true;
         sync_folder_of(&self.target)
+    }
+
+    /// Gives a durable file its final name, unless there is a file of that name.
+    fn put_new(self) -> Result<()> {
+        match std::fs::hard_link(&self.temp, &self.target) {
+            Ok(()) => sync_folder_of(&self.target),
+            Err(_) if self.target.symlink_metadata().is_ok() => {
+                let path = self.target.display();
+                Err(Error::Input(format!("{path}: exists and would be overwritten; give another --out")))
+            }
+            Err(_) => self.put(), // a file system without links
+        }
     }
 }
 
@@ -50,25 +70,37 @@ impl Drop for AtomicFile {
 
 /// Writes a small file atomically.
 pub(crate) fn write_atomically(dir: &Path, name: &str, tag: &str, bytes: &[u8]) -> Result<()> {
-    write_all_atomically(dir, tag, &[(name, bytes)])
+    let mut output = AtomicFile::create(dir, name, tag)?;
+    output.file.write_all(bytes).map_err(|e| write_error(&output.target, e))?;
+    output.commit()
 }
 
-/// Writes small files, each atomically, and none of them unless there is room for all.
-pub(crate) fn write_all_atomically(dir: &Path, tag: &str, files: &[(&str, &[u8])]) -> Result<()> {
+/// Writes new small files: all, or none if there is no room for one of them or a file has its name by then.
+pub(crate) fn write_all_new(dir: &Path, tag: &str, files: &[(&str, &[u8])]) -> Result<()> {
     let written = |(name, bytes): &(&str, &[u8])| {
         let mut output = AtomicFile::create(dir, name, tag)?;
-        let synced = output.file.write_all(bytes).and_then(|()| output.file.sync_all());
-        synced.map_err(|e| write_error(&output.target, e))?;
-        Ok(output)
+        output.file.write_all(bytes).map_err(|e| write_error(&output.target, e))?;
+        output.sync().map(|()| output)
     };
     let outputs = files.iter().map(written).collect::<Result<Vec<_>>>()?;
-    outputs.into_iter().try_for_each(AtomicFile::commit)
+    let mut targets = Vec::new();
+    for output in outputs {
+        let target = output.target.clone();
+        if let Err(error) = output.put_new() {
+            targets.iter().for_each(|path: &PathBuf| drop(std::fs::remove_file(path)));
+            return Err(error);
+        }
+        targets.push(target);
+    }
+    Ok(())
 }
 
-/// Creates a folder with its parents and makes its entry durable.
+/// Creates a folder with its parents and makes their entries durable.
 pub(crate) fn create_folder(dir: &Path) -> Result<()> {
+    let num_new = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).count();
     std::fs::create_dir_all(dir).map_err(|e| write_error(dir, e))?;
-    sync_folder_of(dir)
+    // At least its own: another process may have just created the folder.
+    dir.ancestors().take(num_new.max(1)).try_for_each(sync_folder_of)
 }
 
 /// The temporary path for `dir/name`; `tag` identifies the run.
@@ -113,7 +145,33 @@ mod tests {
     fn an_abandoned_file_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
         drop(AtomicFile::create(dir.path(), "a", "t").unwrap());
+        std::fs::create_dir(dir.path().join(".tmp-t-b")).unwrap(); // stands for a full disk
+        write_all_new(dir.path(), "t", &[("a", b""), ("b", b"")]).unwrap_err();
+        std::fs::remove_dir(dir.path().join(".tmp-t-b")).unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn of_two_writers_of_new_files_one_writes_all_and_the_other_none() {
+        for _ in 0..50 {
+            let dir = tempfile::tempdir().unwrap();
+            let write = |tag: &str| {
+                let names = ["a", "b", "c"];
+                write_all_new(dir.path(), tag, &names.map(|name| (name, tag.as_bytes()))).is_ok()
+            };
+            let (write, dir) = (&write, dir.path());
+            let outcomes = std::thread::scope(|scope| {
+                ["1", "2"].map(|tag| scope.spawn(move || write(tag))).map(|writer| writer.join().unwrap())
+            });
+            assert_ne!(outcomes[0], outcomes[1]);
+            let winner = if outcomes[0] { "1" } else { "2" };
+            for name in ["a", "b", "c"] {
+                assert_eq!(std::fs::read_to_string(dir.join(name)).unwrap(), winner);
+            }
+            std::fs::remove_file(dir.join("a")).unwrap();
+            assert!(!write("3") && !dir.join("a").exists()); // it would be of another run than the rest
+            assert_eq!(std::fs::read_dir(dir).unwrap().count(), 2);
+        }
     }
 
     #[test]
@@ -143,11 +201,12 @@ mod tests {
         let outcomes = std::thread::scope(|scope| {
             let attempt = || {
                 drop_capabilities();
-                [write_atomically(dir, "a", "t", b""), create_folder(&dir.join("b"))]
+                let folder = |name| create_folder(&dir.join(name));
+                [write_atomically(dir, "a", "t", b""), folder("b"), folder("c/d")]
             };
             scope.spawn(attempt).join().unwrap()
         });
         std::fs::set_permissions(dir, PermissionsExt::from_mode(0o700)).unwrap();
-        assert!(outcomes.iter().all(Result::is_err) && dir.join("a").exists() && dir.join("b").exists());
+        assert!(outcomes.iter().all(Result::is_err) && dir.join("a").exists() && dir.join("c/d").exists());
     }
 }

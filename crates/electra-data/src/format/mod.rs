@@ -28,9 +28,7 @@ pub use shard::Shard;
 pub use synthetic::write_sparse;
 pub use verify::{Verified, verify};
 
-pub(crate) use atomic_file::{
-    create_folder, is_temp, temp_path, write_all_atomically, write_atomically, write_error,
-};
+pub(crate) use atomic_file::{create_folder, temp_path, write_all_new, write_atomically, write_error};
 pub(crate) use checksum::{hash_hex, hex128};
 pub(crate) use corpus::VALIDATION;
 pub(crate) use header::FORMAT_VERSION;

@@ -1,14 +1,15 @@
 //! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` and a `tokenizer_config.json` that store its case
 //! and that `transformers` reads, or only a `tokenizer.json`.
 //!
-//! Existing files are never overwritten; this is checked before any text is read.
+//! Existing files are never overwritten, which is checked before any text is read and again when they are written.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
+use super::process::Process;
 use crate::error::{Error, Result};
-use crate::format::{create_folder, write_all_atomically};
+use crate::format::{create_folder, write_all_new};
 use crate::input::{Inputs, ReadOptions, TextSource};
 use crate::tokenizer::Tokenizer;
 
@@ -68,7 +69,7 @@ impl VocabFiles {
             None => Vec::new(),
         };
         let files = [files, vec![(&*self.json, json.as_bytes())]].concat();
-        write_all_atomically(&self.folder, "vocab", &files)
+        write_all_new(&self.folder, &Process::current().attempt(), &files)
     }
 }
 
@@ -104,13 +105,13 @@ mod tests {
 
     const ENTRIES: [&str; 7] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "が", "か"];
 
-    fn write(out: &Path, lowercase: bool) -> Result<()> {
+    fn claim(out: &Path) -> Result<VocabFiles> {
         let documents = TextSource::Documents(Box::new(std::iter::empty()));
-        VocabFiles::claim(out, &documents, &ReadOptions::default())?.write(
-            &ENTRIES.map(str::to_owned),
-            lowercase,
-            lowercase,
-        )
+        VocabFiles::claim(out, &documents, &ReadOptions::default())
+    }
+
+    fn write(out: &Path, lowercase: bool) -> Result<()> {
+        claim(out)?.write(&ENTRIES.map(str::to_owned), lowercase, lowercase)
     }
 
     #[test]
@@ -133,25 +134,17 @@ mod tests {
     }
 
     #[test]
-    fn all_files_are_written_or_none() {
-        let dir = tempfile::tempdir().unwrap();
-        let obstacle = dir.path().join(".tmp-vocab-tokenizer.json"); // stands for a full disk
-        std::fs::create_dir(&obstacle).unwrap();
-        let out = dir.path().join("vocab.txt");
-        write(&out, true).unwrap_err();
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
-        std::fs::remove_dir(&obstacle).unwrap();
-        write(&out, true).unwrap();
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
-    }
-
-    #[test]
     fn nothing_is_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         let [txt, json, config] =
             ["vocab.txt", "tokenizer.json", "tokenizer_config.json"].map(|name| dir.path().join(name));
         for existing in [&txt, &json, &config] {
+            let claimed = claim(&txt).unwrap();
             std::fs::write(existing, "mine").unwrap();
+            // Also not a file that has appeared since this was checked; and then none of the others is written.
+            let error = claimed.write(&ENTRIES.map(str::to_owned), true, true).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");
+            assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
             let error = write(&txt, true).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");
             let inputs = [txt.clone(), dir.path().to_owned(), dir.path().join("*.txt")];
