@@ -253,4 +253,4 @@ def test_files_folder_and_parent_are_synced_before_and_after_the_rename(tmp_path
     assert events[at + 1 :] == ["checkpoints"]
     events.clear()
     atomic_files.replace_file(tmp_path / "file", "content")
-    assert events == [".file.writing", "rename", tmp_path.name]
+    assert events[0].endswith(".writing") and events[1:] == ["rename", tmp_path.name]

@@ -377,6 +377,10 @@ def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="is a file; choose another folder"):
         export(tmp_path / "run", note)
     assert note.read_text(encoding="utf-8") == "mine"
+    note = note.rename(tmp_path / "out" / "encoder" / "notes.txt")
+    with pytest.raises(ValueError, match=r"encoder/notes\.txt is not of the earlier export and would be lost; move it"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert note.read_text(encoding="utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "vocab.txt"]
 
 

@@ -268,13 +268,18 @@ def test_an_export_to_a_store_loads_after_a_download(whole_run, tmp_path, url):
     for name, _ in list_objects(url):
         assert (copy / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
     AutoModel.from_pretrained(copy / "encoder")
-    upload(str(copy / "encoder/config.json"), f"{url}/generator/old.json")
+    upload(str(copy / "encoder/config.json"), f"{url}/generator/added_tokens.json")
     delete_objects(url, ["encoder/config.json"])  # as if the upload had been cut off
     assert ef.export(whole_run, url) == url  # replaces what an earlier export has left
     assert [name for name, _ in list_objects(url)] == sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*"))
-    upload(str(copy / "encoder/config.json"), f"{url}/notes.json")
-    with pytest.raises(InputError, match=f"{url}: not empty and not an earlier export"):
-        ef.export(whole_run, url)
+    for name, message in {
+        "encoder/notes": "encoder/notes is not of the earlier export",
+        "notes": "not empty and not",
+    }.items():
+        upload(str(copy / "encoder/config.json"), f"{url}/{name}")
+        with pytest.raises(InputError, match=f"{url}: {message}"):
+            ef.export(whole_run, url)
+        assert name in dict(list_objects(url))
 
 
 def test_an_export_that_cannot_be_uploaded_is_kept(whole_run, tmp_path, url, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,21 @@ _WRITING, _REPLACED = ".writing", ".replaced"
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Creates or replaces a file atomically; text is written as UTF-8."""
-    temporary = path.with_name(f".{path.name}{_WRITING}")
-    with errors_named(path):
+    with temporary_file(path) as temporary, errors_named(path):
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
+
+
+@contextlib.contextmanager
+def temporary_file(path: Path) -> Iterator[Path]:
+    """A name beside `path` that no other process uses; removes what is left there."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_WRITING}")
+    try:
+        yield temporary
+    finally:
+        remove(temporary)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError, Interrupted
-from electra_fast.files.atomic_files import remove
+from electra_fast.files.atomic_files import temporary_file
 from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.error_detection import load_error_detector
@@ -307,10 +307,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
             yield stream
         return
     path = path.resolve()
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
+    with temporary_file(path) as temporary:
         with temporary.open("w", encoding="utf-8") as stream:
             yield stream
         os.replace(temporary, path)
-    finally:
-        remove(temporary)

@@ -24,7 +24,7 @@ from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_model, read_models, write_model
 from electra_fast.huggingface.onnx import require_packages, write_onnx
 from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
-from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
+from electra_fast.huggingface.tokenizer import FILES, INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
@@ -32,6 +32,8 @@ from electra_fast.model.networks import PARTS, networks_of
 
 # What tells a folder of ours: in the file that is uploaded last, and in the first one.
 _MARKS = {"config.json": f'"{OWN_KEY}"'.encode(), "README.md": b"exported by electra-fast"}
+# Names of the files that `export` writes.
+_NAMES = {*_MARKS, *FILES, "model.safetensors", ONNX_FILE}
 _ONNX_OUTPUTS = {"encoder": "last_hidden_state", "discriminator": "logits"}
 
 
@@ -84,11 +86,14 @@ def export(
         require_packages()
     about = metadata(languages, license, datasets, base_model)
     if isinstance(target, str):
-        is_free = _is_free_in_store(target)
+        is_free, names = _is_free_in_store(target), [name for name, _ in list_objects(target)]
     else:
         is_free = _is_empty(target) or _is_export(target)
+        names = [path.relative_to(target).as_posix() for path in target.glob("*/*")]
     if not is_free:
         raise InputError(f"{target}: not empty and not an earlier export; choose another folder")
+    if other := next((name for name in names if name.partition("/")[2] not in _NAMES), None):
+        raise InputError(f"{target}: {other} is not of the earlier export and would be lost; move it away")
     source_origin = origin(source)
     if not unfinished:
         _check_finished(source, source_origin)
