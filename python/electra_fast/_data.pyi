@@ -108,7 +108,7 @@ def prepare(
 ) -> dict[str, Any]: ...
 
 class PrepareJob:
-    """The parent's side of a corpus that tasks prepare: holds the lease on its folder until it is closed."""
+    """The parent's side of a corpus that tasks prepare: works in its folder until it is closed."""
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """`prepare` resumed, partitioned, interrupted and rejected; the corpus is always the same bytes."""
 
+import hashlib
 import json
 import os
 import random
@@ -68,6 +69,26 @@ def test_small_files_give_the_same_bytes_as_ever(vocab, tmp_path):
     assert found["job"] == "11d098fd67fc233620188a088eed0f01"
     assert found["content_hash"] == "05584862e51ee2bd984080ba09292a5b"
     assert found["checksum"] == "2eb678879adb7c583a92e6f77c28ff09"
+
+
+def test_unfinished_work_has_the_same_bytes_as_ever_and_is_resumed(vocab, tmp_path):
+    """The value is that of the release before records were of a text version, whose folders are resumed as this one."""
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_text("\n\n".join(f"w{n} w{n % 7}" for n in range(300)))
+    os.utime(path, ns=(1_700_000_000_000_000_000,) * 2)
+
+    def run(out, **options):
+        arguments = {"files": [str(path)], "text_fields": ["text"], "holdout": 0.1, "_part_bytes": 300, **options}
+        return _data.prepare(_data.Tokenizer(str(vocab)), str(out), threads=1, **arguments)
+
+    assert run(out, partition=(1, 2))["missing_input_groups"] == 4
+    unfinished = repr(sorted(contents(out).items())).encode()
+    assert hashlib.sha256(unfinished).hexdigest() == "1d055b32eb2b62ef142c6e70c46461627755b022bfdde2e0b546e3475011c0df"
+    # As that release leaves it when it is killed, on another machine.
+    killed = {"host": "elsewhere", "machine": "0" * 16, "pid": 1, "started": 1, "nonce": 1}
+    (out / ".lock-all").write_text(json.dumps(killed))
+    assert run(out)["content_hash"] == run(tmp_path / "whole")["content_hash"]
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_partitions_share_the_parts_of_a_huge_file(vocab, tmp_path):
@@ -210,13 +231,13 @@ def test_a_run_that_is_alive_keeps_its_folder_and_a_killed_one_frees_it(vocab, t
     command = [sys.executable, "-c", WAITING, vocab, out]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)  # it does not renew its lease
-        os.utime(out / ".lock-all", (time.time() - 1000,) * 2)
+        process.send_signal(signal.SIGSTOP)
+        (lock,) = out.glob(".lock-all.*")
         taken = rf"another prepare is running in this folder \(process {process.pid} on {socket.gethostname()}\)"
         with pytest.raises(ValueError, match=taken):
             prepare(iter(["w2"]), vocab=vocab, out=out, progress=False)
         process.kill()
-    assert (out / ".lock-all").exists()
+    assert lock.exists()
     assert prepare(iter(["w2"]), vocab=vocab, out=out, progress=False).complete
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 

@@ -136,6 +136,48 @@ def test_a_killed_run_is_resumed(vocab: Path, text: Path, local: Path, tmp_path:
     assert_same(url, local, tmp_path)
 
 
+FOREIGN = ["notes.txt", "shard-9.tokens", ".lock-mine", "below/shard-000009-000.tokens", "parts/notes"]
+FOREIGN += ["parts/below/input-group-000009.json", "holdout/notes", "holdout/below/shard-000009-000.lines"]
+STRAY = ["shard-000900-000.tokens", "parts/input-group-000900.counts", "parts/tokenizer.json"]
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.02])
+@pytest.mark.parametrize("state", ["finished before", "refused", "finished now", "interrupted while cleaning up"])
+def test_only_what_prepare_writes_is_deleted_and_only_in_work_that_it_finishes(
+    state: str, holdout: float, s3: S3, vocab: Path, text: Path
+) -> None:
+    """The local folder has more names and states: see the tests of `clean_up` in Rust."""
+    place = f"{state.replace(' ', '-')}-{holdout}"
+    url, foreign, stray = f"s3://bucket/{place}", [*FOREIGN], [*STRAY]
+    # A user's own validation corpus, or what a killed attempt has left of ours.
+    (stray if holdout else foreign).append("holdout/shard-000900-000.lines")
+    (stray if holdout else foreign).append("holdout/shard-000900-000.tokens")
+
+    def prepare(url: str, **options: object) -> dict[str, object]:
+        arguments = {"files": [str(text)], "holdout": holdout, "_part_bytes": 200_000, **options}
+        return _data.prepare(_data.Tokenizer(str(vocab)), url, **arguments)
+
+    prepare(url, **({"partition": (1, 2)} if state == "finished now" else {}))
+    for name in (*foreign, *stray):
+        s3.put(f"bucket/{place}/{name}", b"x")
+    if state == "interrupted while cleaning up":
+        _data.download(f"{url}/manifest.json", str(vocab.parent / "manifest"))
+        job = {"job": json.loads((vocab.parent / "manifest").read_text())["job"]}
+        s3.put(f"bucket/{place}/parts/job.json", json.dumps(job).encode())
+    before = {name for name, _ in list_objects(url)}
+    if state == "refused":
+        with pytest.raises(ValueError, match="of other inputs or options"):
+            prepare(url, holdout=0.5)
+    else:
+        assert prepare(url)["complete"]
+    after = {name for name, _ in list_objects(url)}
+    if state in ("finished before", "refused"):
+        assert after == before
+    else:
+        prepare(f"{url}-alone")
+        assert after == {*foreign, *(name for name, _ in list_objects(f"{url}-alone"))}
+
+
 def test_partitions_need_no_shared_folder(vocab: Path, text: Path, local: Path, tmp_path: Path) -> None:
     url = "s3://bucket/partitions"
     first = report_of(started(vocab, text, url, "(1, 3)"))

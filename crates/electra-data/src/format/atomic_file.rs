@@ -108,11 +108,6 @@ pub(crate) fn temp_path(dir: &Path, name: &str, tag: &str) -> PathBuf {
     dir.join(format!("{TEMP}{tag}-{name}"))
 }
 
-/// Whether this is a temporary name, of any run.
-pub(crate) fn is_temp(name: &str) -> bool {
-    name.starts_with(TEMP)
-}
-
 /// An error while writing, with a remedy where the system's message suggests none.
 pub(crate) fn write_error(path: &Path, error: std::io::Error) -> Error {
     use std::io::ErrorKind::{

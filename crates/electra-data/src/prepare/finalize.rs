@@ -5,7 +5,7 @@
 //! removed by another one that has written the manifest.
 
 use super::changes;
-use super::clean_up::{clean_up, remove_folder, warn_of};
+use super::clean_up::clean_up;
 use super::output_dir::{InputGroupRecord, OutputDir};
 use super::place::Place;
 use super::repeats::Dropped;
@@ -53,8 +53,6 @@ impl Finalizer<'_> {
             let manifest = self.manifest(validation).seal();
             self.write_tokenizer(&format!("{VALIDATION}/"))?;
             self.out.write(&format!("{VALIDATION}/{MANIFEST}"), manifest.canonical().as_bytes())?;
-        } else {
-            warn_of(remove_folder(&self.out.dir, VALIDATION));
         }
         changes::write(
             self.out,
@@ -76,7 +74,7 @@ impl Finalizer<'_> {
         };
         self.write_tokenizer("")?;
         let manifest = self.out.write_manifest(manifest.seal())?;
-        clean_up(self.out.out(), &manifest)?;
+        clean_up(&self.out.place, &manifest)?;
         Ok(manifest)
     }
 
@@ -145,9 +143,8 @@ impl Finalizer<'_> {
             format!("the corpus is empty: no token in all the input ({empty} empty documents)")
         };
         // None of this can be resumed.
-        let _ = clean_up(self.out.out(), &self.manifest(Vec::new()));
-        let _ = std::fs::remove_dir_all(self.out.validation());
-        let _ = std::fs::remove_dir(&self.out.dir);
+        let _ = clean_up(&self.out.place, &self.manifest(Vec::new()));
+        let _ = std::fs::remove_dir(self.out.out());
         Error::Input(message)
     }
 }

@@ -6,7 +6,6 @@ mod clean_up;
 mod coverage;
 mod finalize;
 mod input_group;
-mod lease;
 mod options;
 mod output_dir;
 mod pass;

@@ -9,6 +9,12 @@ use crate::format::{FORMAT_VERSION, ShardSpec, hash_hex};
 use crate::input::{InputFile, Inputs, PART_BYTES, ReadOptions, default_threads};
 use crate::tokenizer::Tokenizer;
 
+/// What this program makes of a fixed text, as the last test in this file hashes it: a value for every version of the
+/// way from text to documents and ids. If it changes, append the new value: unfinished work of the version before is
+/// refused then, so that no corpus mixes both. No value is ever replaced.
+const TEXT_HASHES: [&str; 1] = ["3cb2331fc07c82b6ebf18ebfdc430680"];
+/// The version of the way from text to documents and ids.
+pub(super) const TEXT_VERSION: usize = TEXT_HASHES.len();
 /// A shard ends at the first document boundary after this many tokens …
 const SHARD_TOKENS: u64 = 1 << 27;
 /// … or documents.
@@ -71,13 +77,21 @@ impl PrepareOptions {
     }
 
     /// Everything that the resulting bytes depend on, in one hash.
-    pub(super) fn fingerprint(&self, tokenizer: &Tokenizer, inputs: &Value) -> String {
-        let parts = json!([FORMAT_VERSION, tokenizer.hash(), self.to_json(), inputs]);
-        hash_hex(parts.to_string().as_bytes())
+    pub(super) fn fingerprint(&self, tokenizer: &Tokenizer, inputs: &Value, text_version: usize) -> String {
+        let mut parts = vec![json!(FORMAT_VERSION), json!(tokenizer.hash()), self.to_json(), inputs.clone()];
+        if text_version > 1 {
+            parts.push(json!(text_version)); // the first one was not included
+        }
+        hash_hex(Value::from(parts).to_string().as_bytes())
     }
 
     /// The fingerprint for these files: the size of parts counts only where there are parts.
-    pub(super) fn fingerprint_of(&self, tokenizer: &Tokenizer, inputs: &Inputs) -> String {
+    pub(super) fn fingerprint_of(
+        &self,
+        tokenizer: &Tokenizer,
+        inputs: &Inputs,
+        text_version: usize,
+    ) -> String {
         let part_bytes = self.part_bytes();
         let entry = |file: &InputFile| {
             if file.is_divided(&self.reading, part_bytes) {
@@ -86,7 +100,7 @@ impl PrepareOptions {
                 json!([file.name, file.size])
             }
         };
-        self.fingerprint(tokenizer, &inputs.files.iter().map(entry).collect())
+        self.fingerprint(tokenizer, &inputs.files.iter().map(entry).collect(), text_version)
     }
 
     /// Options that decide the content, so without `skip_bad_records`. Some are included only if given: corpora
@@ -117,5 +131,119 @@ pub(super) fn shard_spec(tokenizer: &Tokenizer, attempt: &str) -> ShardSpec {
         tag: attempt.to_owned(),
         max_tokens: SHARD_TOKENS,
         max_documents: SHARD_DOCUMENTS,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+    use crate::input::{DocumentSeparator, InvalidUtf8, TextSource};
+    use crate::prepare::prepare;
+
+    const SPECIAL: &str = "[PAD] [UNK] [CLS] [SEP] [MASK]";
+    const SCRIPTS: &str = "Straße ﬁn İstanbul ΣΟΦΟΣ e\u{301}té | мир йод | हिन्दी ไทย 한국 ｶﾞ が | 東京都は | שלום مرحبا | 😀👩\u{200d}👩 ①½Ⅻ";
+    /// Tokenizers that the `tokenizers` crate runs.
+    const OTHERS: [&str; 3] = [
+        r###""normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKD"}, {"type": "StripAccents"}]},
+             "pre_tokenizer": {"type": "BertPreTokenizer"},
+             "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                       "max_input_chars_per_word": 100, "vocab": IDS}"###,
+        r#""normalizer": {"type": "NFC"}, "model": {"type": "BPE", "merges": [["Ġ", "a"]], "vocab": IDS},
+           "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}"#,
+        r#""normalizer": {"type": "NFKC"}, "model": {"type": "Unigram", "unk_id": 1, "vocab": SCORES},
+           "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}"#,
+    ];
+
+    /// A tokenizer of every path: the fast one with and without case, and the others.
+    fn tokenizers(dir: &Path) -> Vec<Tokenizer> {
+        let letters =
+            ('!'..'\u{3400}').chain(SCRIPTS.chars()).filter(|c| !c.is_whitespace() && !c.is_control());
+        let letters: BTreeSet<String> =
+            letters.flat_map(|letter| [format!("{letter}"), format!("##{letter}")]).collect();
+        let entries =
+            SPECIAL.split(' ').map(str::to_owned).chain(letters).chain(["Ġa", "▁a"].map(str::to_owned));
+        let entries: Vec<String> = entries.collect();
+        let vocab = dir.join("vocab.txt");
+        std::fs::write(&vocab, entries.join("\n")).unwrap();
+        let ids: serde_json::Map<_, _> =
+            entries.iter().cloned().zip((0..).map(|id: u32| id.into())).collect();
+        let scores: Vec<Value> = entries.iter().map(|entry| json!([entry, -1.0])).collect();
+        let (ids, scores) = (Value::from(ids).to_string(), Value::from(scores).to_string());
+        let fast = [true, false].map(|case| Tokenizer::from_file(&vocab, Some(case), None).unwrap());
+        let others = OTHERS.map(|rules| {
+            let json = format!("{{{}}}", rules.replace("IDS", &ids).replace("SCORES", &scores));
+            let path = dir.join("tokenizer.json");
+            std::fs::write(&path, json).unwrap();
+            Tokenizer::from_file(&path, None, None).unwrap()
+        });
+        assert!(fast.iter().all(Tokenizer::is_fast) && !others.iter().any(Tokenizer::is_fast));
+        fast.into_iter().chain(others).collect()
+    }
+
+    /// Files with all kinds of line ends and marks, and with a word for each of 25,000 code points: not of the blocks to
+    /// which new versions of Unicode, and so other compilers, add letters with case.
+    fn inputs(dir: &Path) -> Vec<PathBuf> {
+        let others = (0x3400..0xA700).chain(0xA800..0x1_6E00).chain(0x1_7000..0x11_0000);
+        let points = (0..0x3400).chain(others.step_by(89)).filter_map(char::from_u32);
+        let words: Vec<String> = points.map(|point| format!("a{point}b")).collect();
+        let lines: Vec<String> =
+            words.chunks(100).map(|words| format!("{SCRIPTS} {}", words.join(" "))).collect();
+        let ends =
+            ["\n", "\r\n", "\r", "\n \t\n", "\u{85}", "\u{2028}", "\n\n", "\u{b}\u{c}", "\n\u{3000}\n"];
+        let pieces = lines.iter().zip(ends.iter().cycle());
+        let pieces =
+            pieces.map(|(line, end)| [line.as_bytes(), b"\xff a\xe3\x81b\0", end.as_bytes()].concat());
+        let text = [b"\xef\xbb\xbf".to_vec()].into_iter().chain(pieces).collect::<Vec<_>>().concat();
+        let record = |line: &String| json!({"text": line.repeat(2), "title": "a"}).to_string();
+        let records = lines.iter().step_by(9).map(record).collect::<Vec<_>>().join("\n").into_bytes();
+        let write = |(name, bytes)| std::fs::write(dir.join(name), bytes).map(|()| dir.join(name));
+        [("a.txt", text), ("b.jsonl", records)].map(write).map(std::io::Result::unwrap).to_vec()
+    }
+
+    #[test]
+    fn a_fixed_text_gives_the_ids_of_this_text_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let (inputs, mut hashes) = (inputs(dir.path()), String::new());
+        for (number, tokenizer) in tokenizers(dir.path()).iter().enumerate() {
+            for (separator, fields, drop_duplicates) in [
+                (DocumentSeparator::BlankLine, "title text", None),
+                (DocumentSeparator::Line, "text", Some(DropDuplicates::Lines)),
+                (DocumentSeparator::File, "text", Some(DropDuplicates::Documents)),
+            ] {
+                let reading = ReadOptions {
+                    separator,
+                    text_fields: fields.split(' ').map(str::to_owned).collect(),
+                    invalid_utf8: InvalidUtf8::Replace,
+                    ..ReadOptions::default()
+                };
+                let (validation_fraction, part_bytes) = (0.1, Some(100_000));
+                let options = PrepareOptions {
+                    reading,
+                    validation_fraction,
+                    drop_duplicates,
+                    part_bytes,
+                    ..Default::default()
+                };
+                let out = dir.path().join(format!("{number}-{}", separator.name()));
+                let source = TextSource::Files(inputs.clone());
+                let report = prepare(source, tokenizer, &out, &options, &mut |_| true).unwrap();
+                hashes += &format!("{} {}\n", report.content_hash, report.validation_documents);
+            }
+        }
+        assert_eq!(
+            Some(&*hash_hex(hashes.as_bytes())),
+            TEXT_HASHES.last().copied(),
+            "append it to TEXT_HASHES"
+        );
+        let vocab = dir.path().join("vocab.txt");
+        std::fs::write(&vocab, format!("{}\na\n", SPECIAL.replace(' ', "\n"))).unwrap();
+        let small = Tokenizer::from_file(&vocab, None, None).unwrap();
+        let fingerprint =
+            |version| PrepareOptions::default().fingerprint(&small, &json!("documents"), version);
+        assert_eq!(fingerprint(1), "7dc4b22e5f3ef4cada6591fe1a2dd2e5"); // as before there were text versions
+        assert!(fingerprint(2) != fingerprint(1) && fingerprint(3) != fingerprint(2));
     }
 }

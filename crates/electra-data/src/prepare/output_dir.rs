@@ -2,31 +2,33 @@
 //!
 //! `parts/job.json` stores the fingerprint of inputs and options, `parts/input-group-N.json` records that input
 //! group N is finished, `parts/input-group-N.counts` what was counted of its text. Where duplicates are left out,
-//! `input-group-N.buckets` stores its hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG` is
-//! the lease of a run. All are removed once the manifest exists.
+//! `input-group-N.buckets` stores its hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG.NONCE`
+//! names the process of a run. All are removed once the manifest exists, `job.json` last.
 //!
 //! Several processes may build the same input group at once: they write the same bytes under temporary names
 //! of their own, and each renames its complete file to the same final name.
 //!
 //! A corpus may also lie in an object store. Then shards are written to a temporary folder and uploaded, and after them
-//! the record. An object appears complete or not at all, so it needs no temporary name. There are no leases: none could
-//! be taken from a process that is dead but unknown here, and none is needed, because runs of the same fingerprint write
-//! the same bytes, and `parts/job.json` and the manifest are created only if they are absent, which keeps others out.
+//! the record. An object appears complete or not at all, so it needs no temporary name. Nothing says who is working there:
+//! runs of the same fingerprint write the same bytes, and `parts/job.json` and the manifest are created only if they are
+//! absent, which keeps others out.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::clean_up::{name_of, names_in, remove_temps, temporary_folder, warn_of};
-use super::lease::{Lease, refuse_held};
+use super::clean_up::{
+    clean_up, is_process_file, is_unfinished, names_in, remove_of_dead, temporary_folder, warn_of,
+};
+use super::options::TEXT_VERSION;
 use super::pass::Pass;
-use super::place::{FINGERPRINT, LEASE, Place, Sizes, remove_if_exists};
-use super::process::Process;
+use super::place::{FINGERPRINT, Place, RECORD, Sizes, remove_if_exists};
+use super::process::{Process, ProcessFile};
 use crate::error::{Error, Result};
 use crate::format::{
-    FileEntry, MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp,
-    saturating_sum, write_atomically,
+    FileEntry, MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, saturating_sum,
+    write_atomically,
 };
 use crate::input::{InputIdentity, SkippedRecord};
 use crate::store::{Request, Store, url_of};
@@ -36,15 +38,13 @@ pub(super) const ALL: &str = "all";
 
 /// Finished input groups that are uploaded at once. Their shards are on disk meanwhile.
 const CONCURRENT_UPLOADS: usize = 4;
-/// The beginning of the names of records.
-const RECORD: &str = "input-group-";
 /// The endings of the files of an input group's hashes, of those of older releases, and of what is left out of it.
 pub(super) const BUCKETED: &str = "buckets";
 pub(super) const HASHES: &str = ".hashes";
 pub(super) const DROPS: &str = "drops";
 
 /// The files and counts of a finished input group.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct InputGroupRecord {
     #[serde(rename = "job")]
     pub fingerprint: String,
@@ -113,6 +113,17 @@ impl InputGroupRecord {
 struct FingerprintRecord {
     #[serde(rename = "job")]
     fingerprint: String,
+    /// That of the program; the first one is not written.
+    #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
+    text_version: usize,
+}
+
+fn first_version() -> usize {
+    1
+}
+
+fn is_first_version(version: &usize) -> bool {
+    *version == first_version()
 }
 
 /// An output folder in use by a run.
@@ -128,7 +139,7 @@ pub(super) struct OutputDir {
     /// In the names of temporary files, so that no two runs write the same one.
     pub attempt: String,
     /// `None` in a process that works for another run.
-    _lease: Option<Lease>,
+    _process_file: Option<ProcessFile>,
     /// Removes the temporary folder.
     _temp: Option<tempfile::TempDir>,
 }
@@ -142,8 +153,9 @@ pub(super) enum Claim {
 }
 
 impl OutputDir {
-    /// Claims the folder for a run, or explains why it cannot. Never touches the files of others.
-    pub fn claim(dir: &Path, fingerprint: &str, tag: &str) -> Result<Claim> {
+    /// Claims the folder for a run, or explains why it cannot. Never touches the files of others. Runs of the same
+    /// fingerprint make the same corpus and may share the folder, unless they are of documents.
+    pub fn claim(dir: &Path, fingerprint: &str, tag: &str, is_of_documents: bool) -> Result<Claim> {
         if let Some(url) = url_of(dir) {
             return Self::claim_store(dir, Store::open_to_write(&url)?, fingerprint);
         }
@@ -156,15 +168,16 @@ impl OutputDir {
         }
         refuse_foreign(dir)?;
         create_folder(dir)?;
-        let lease = take_lease(dir, tag)?;
+        let mut out = Self::new(dir, fingerprint)?;
+        let stored = out.stored_fingerprint()?;
+        let may_share = !is_of_documents && stored.is_none_or(|stored| stored == fingerprint);
+        out._process_file = Some(ProcessFile::create(dir, tag, may_share)?);
         if dir.join(MANIFEST).exists() {
             return Ok(Claim::Finished(Box::new(Manifest::read(dir)?)));
         }
-        let out = Self::new(dir, fingerprint, Some(lease))?;
-        out.store_fingerprint(tag)?;
-        for folder in [out.dir.clone(), out.parts(), out.validation()] {
-            remove_temps(&folder, |process| process.is_some_and(|p| p.is_certainly_dead()));
-        }
+        out.store_fingerprint()?;
+        remove_of_dead(&out.dir);
+        remove_of_dead(&out.parts());
         Ok(Claim::Ours(Box::new(out)))
     }
 
@@ -173,7 +186,7 @@ impl OutputDir {
         if let Some(manifest) = Place::open(out)?.manifest()? {
             return Ok(Claim::Finished(Box::new(manifest)));
         }
-        let claimed = Self::new(out, fingerprint, None)?;
+        let claimed = Self::new(out, fingerprint)?;
         let url = out.display();
         if claimed.stored_fingerprint()?.is_none() {
             let is_foreign = |name: &String| !name.starts_with(&format!("{PARTS}/"));
@@ -182,13 +195,13 @@ impl OutputDir {
                     "{url}: already holds something else ({name}); choose an empty or new folder for --out"
                 )));
             }
-            let record = FingerprintRecord { fingerprint: fingerprint.to_owned() };
-            let bytes = serde_json::to_vec(&record).map_err(|e| Error::io(out, e.into()))?;
-            store.create(&format!("{PARTS}/{FINGERPRINT}"), bytes)?; // or another run has: compared below
+            store.create(&format!("{PARTS}/{FINGERPRINT}"), claimed.fingerprint_record()?)?; // or another run has: compared below
         }
-        if claimed.stored_fingerprint()?.as_deref() != Some(fingerprint) {
+        let stored = stored_record(&claimed.place)?;
+        if stored.as_ref().is_none_or(|stored| stored.fingerprint != fingerprint) {
+            let whose = whose(stored.as_ref());
             return Err(Error::Input(format!(
-                "{url}: another prepare, of other inputs or options, is running here or was interrupted; finish that, \
+                "{url}: another prepare, of {whose}, is running here or was interrupted; finish that, \
                  remove {url}/{PARTS}, or choose another --out"
             )));
         }
@@ -202,17 +215,17 @@ impl OutputDir {
     /// A folder of files that is used without a claim.
     #[cfg(test)]
     pub fn unclaimed(dir: &Path, place: Place) -> Self {
-        Self { place, ..Self::new(dir, "", None).unwrap() }
+        Self { place, ..Self::new(dir, "").unwrap() }
     }
 
     /// Uses the folder for the run that has claimed it.
     pub fn join(dir: &Path, fingerprint: &str) -> Result<Self> {
-        let out = Self::new(dir, fingerprint, None)?;
+        let out = Self::new(dir, fingerprint)?;
         out.check_fingerprint()?;
         Ok(out)
     }
 
-    fn new(out: &Path, fingerprint: &str, lease: Option<Lease>) -> Result<Self> {
+    fn new(out: &Path, fingerprint: &str) -> Result<Self> {
         let attempt = Process::current().attempt();
         let (place, temp) = match url_of(out) {
             None => (Place::Folder(out.to_owned()), None),
@@ -220,7 +233,7 @@ impl OutputDir {
         };
         let dir = temp.as_ref().map_or(out, |temp| temp.path()).to_owned();
         let (out, fingerprint) = (out.to_owned(), fingerprint.to_owned());
-        Ok(Self { dir, place, out, fingerprint, attempt, _lease: lease, _temp: temp })
+        Ok(Self { dir, place, out, fingerprint, attempt, _process_file: None, _temp: temp })
     }
 
     /// Fails if the folder is no longer used for these inputs and options: the run that this process works for
@@ -301,14 +314,15 @@ impl OutputDir {
         self.upload(record)?;
         let bytes = record.sealed().map_err(|e| Error::io(&self.out, e.into()))?;
         self.write(&record_name(pass, record.input_group), &bytes)?;
-        if let Place::Store(_) = self.place
-            && let Err(error) = self.check_fingerprint()
-        {
+        let checked = self.check_fingerprint();
+        if checked.is_err() {
             // The corpus was finished before this record was written, which must not stay behind.
-            self.remove_record(pass, record.input_group)?;
-            return Err(error);
+            let watched = record.watched.iter().map(|entry| part_path(&entry.file));
+            let names: Vec<_> = watched.chain([record_name(pass, record.input_group)]).collect();
+            self.place.remove_all(&names)?;
+            let _ = std::fs::remove_dir(self.parts());
         }
-        Ok(())
+        checked
     }
 
     /// Uploads the shards of a record that lie in the temporary folder, if there is one, and removes them there.
@@ -384,44 +398,62 @@ impl OutputDir {
         self.place.remove(&part_path(file)).err().unwrap_or(Error::Damaged { path, reason })
     }
 
-    /// Takes a folder with another fingerprint, if nothing in it is finished and no other run is active.
-    fn take_over(&self, tag: &str) -> Result<()> {
-        if has_records(&self.parts())? {
-            let dir = self.dir.display();
-            return Err(Error::Input(format!(
-                "{dir}: holds unfinished work of other inputs or options; finish that, remove the folder, \
-                 or choose another --out"
-            )));
-        }
-        refuse_other_leases(&self.dir, tag, |_| true)
-    }
-
     fn stored_fingerprint(&self) -> Result<Option<String>> {
-        let bytes = match self.place.read(&format!("{PARTS}/{FINGERPRINT}")) {
-            Err(error) if matches!(self.place, Place::Store(_)) => return Err(error),
-            read => read.unwrap_or(None).unwrap_or_default(),
-        };
-        Ok(serde_json::from_slice::<FingerprintRecord>(&bytes).ok().map(|record| record.fingerprint))
+        Ok(stored_record(&self.place)?.map(|record| record.fingerprint))
     }
 
-    fn store_fingerprint(&self, tag: &str) -> Result<()> {
-        if self.stored_fingerprint()?.as_ref() == Some(&self.fingerprint) {
+    /// Stores the fingerprint in a folder in which nothing of another one is finished, and nobody works on that.
+    fn store_fingerprint(&self) -> Result<()> {
+        let stored = stored_record(&self.place)?;
+        if stored.as_ref().is_some_and(|stored| stored.fingerprint == self.fingerprint) {
             return Ok(());
         }
-        let path = self.parts().join(FINGERPRINT);
-        if path.exists() {
-            self.take_over(tag)?;
+        let is_record = |name: &String| name.starts_with(RECORD) && name.ends_with(".json");
+        if names_in(&self.parts())?.iter().any(is_record) {
+            let dir = self.dir.display();
+            let whose = whose(stored.as_ref());
+            return Err(Error::Input(format!(
+                "{dir}: holds unfinished work of {whose}; finish that, remove the folder, or choose another --out"
+            )));
         }
         create_folder(&self.parts())?;
-        let record = FingerprintRecord { fingerprint: self.fingerprint.clone() };
-        let bytes = serde_json::to_vec(&record).map_err(|e| Error::io(&path, e.into()))?;
-        write_atomically(&self.parts(), FINGERPRINT, &self.attempt, &bytes)
+        write_atomically(&self.parts(), FINGERPRINT, &self.attempt, &self.fingerprint_record()?)
+    }
+
+    fn fingerprint_record(&self) -> Result<Vec<u8>> {
+        let record = FingerprintRecord { fingerprint: self.fingerprint.clone(), text_version: TEXT_VERSION };
+        serde_json::to_vec(&record).map_err(|e| Error::io(&self.out, e.into()))
     }
 }
 
-/// Whether there is a record of any input group.
-fn has_records(parts: &Path) -> Result<bool> {
-    Ok(names_in(parts)?.iter().any(|name| name.starts_with(RECORD) && name.ends_with(".json")))
+/// Finishes what a run that was interrupted after it had written the manifest had begun to remove.
+pub(super) fn resume_clean_up(out: &Path, manifest: &Manifest) -> Result<()> {
+    let place = Place::open(out)?;
+    match stored_record(&place)? {
+        Some(stored) if stored.fingerprint == manifest.fingerprint => clean_up(&place, manifest),
+        _ => Ok(()),
+    }
+}
+
+fn stored_record(place: &Place) -> Result<Option<FingerprintRecord>> {
+    let bytes = match place.read(&format!("{PARTS}/{FINGERPRINT}")) {
+        Err(error) if matches!(place, Place::Store(_)) => return Err(error),
+        read => read.unwrap_or(None).unwrap_or_default(),
+    };
+    Ok(serde_json::from_slice(&bytes).ok())
+}
+
+/// What distinguishes the work of another fingerprint.
+fn whose(stored: Option<&FingerprintRecord>) -> String {
+    match stored.map_or(TEXT_VERSION, |stored| stored.text_version) {
+        TEXT_VERSION => "other inputs or options".to_owned(),
+        version => {
+            let age = if version < TEXT_VERSION { "an older" } else { "a newer" };
+            format!(
+                "{age} version of electra-fast, whose token ids of a text can differ (text version {version}, here {TEXT_VERSION})"
+            )
+        }
+    }
 }
 
 fn record_name(pass: &Pass, input_group: usize) -> String {
@@ -458,51 +490,28 @@ pub(super) fn total(ranges: &[Request]) -> u64 {
 
 /// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
 fn refuse_foreign(dir: &Path) -> Result<()> {
-    if dir.join(PARTS).join(FINGERPRINT).exists() || !dir.exists() {
+    if dir.join(PARTS).join(FINGERPRINT).exists() {
         return Ok(());
     }
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))? {
-        let entry = entry.map_err(|e| Error::io(dir, e))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let parts_without_fingerprint = || {
-            name == PARTS
-                && std::fs::read_dir(entry.path())
-                    .is_ok_and(|mut files| files.all(|file| file.is_ok_and(|f| is_temp(&name_of(&f)))))
-        };
-        if !is_temp(&name) && !name.starts_with(LEASE) && !parts_without_fingerprint() {
+    let is_early = |name: &String| {
+        let parts =
+            || names_in(&dir.join(PARTS)).is_ok_and(|names| names.iter().all(|name| is_unfinished(name)));
+        is_unfinished(name) || is_process_file(name) || name == PARTS && parts()
+    };
+    match names_in(dir)?.into_iter().find(|name| !is_early(name)) {
+        None => Ok(()),
+        Some(name) => {
             let dir = dir.display();
-            return Err(Error::Input(format!(
+            Err(Error::Input(format!(
                 "{dir}: already holds something else ({name}); choose an empty or new folder for --out"
-            )));
+            )))
         }
     }
-    Ok(())
-}
-
-/// Takes the lease of this run and fails if an overlapping run is active.
-fn take_lease(dir: &Path, tag: &str) -> Result<Lease> {
-    let own = Lease::take(&dir.join(format!("{LEASE}{tag}")))?;
-    refuse_other_leases(dir, tag, |other| tag == ALL || other == ALL)?;
-    Ok(own)
-}
-
-/// Fails if another run holds its lease and `conflicts` is true of its tag.
-fn refuse_other_leases(dir: &Path, tag: &str, conflicts: impl Fn(&str) -> bool) -> Result<()> {
-    for name in names_in(dir)? {
-        let Some(other) = name.strip_prefix(LEASE) else { continue };
-        if other != tag && conflicts(other) {
-            refuse_held(&dir.join(&name))?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
-    use crate::format::temp_path;
     use crate::format::testing::write_corpus;
 
     #[test]
@@ -510,19 +519,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]], vec![vec![7], vec![8, 9, 10]]], 2);
         let manifest = Manifest::read(dir.path()).unwrap();
-        let record = |documents| InputGroupRecord {
-            fingerprint: "j".into(),
-            input_group: 3,
-            documents,
-            empty_documents: u64::MAX,
-            skipped: Vec::new(),
-            inputs: Vec::new(),
-            watched: None,
-            drops: None,
-            shards: manifest.shards.clone(),
-            validation: Vec::new(),
-            checksum: String::new(),
-        };
+        let shards = manifest.shards.clone();
+        let record = |documents| InputGroupRecord { documents, shards: shards.clone(), ..Default::default() };
         let sound = record(2).sealed().unwrap();
         assert_eq!(InputGroupRecord::parse(&sound).unwrap().shards, manifest.shards);
         assert!(InputGroupRecord::parse(&record(3).sealed().unwrap()).is_none());
@@ -535,26 +533,33 @@ mod tests {
     }
 
     #[test]
-    fn partitions_share_a_folder_with_each_other_alone() {
-        for (first, second, is_refused) in
-            [(ALL, "1-of-2", true), ("1-of-2", ALL, true), ("1-of-2", "2-of-2", false)]
-        {
+    fn unfinished_work_of_another_text_version_is_refused() {
+        for (version, message) in [
+            ("", "holds unfinished work of other inputs or options;"),
+            (
+                ",\"text_version\":900",
+                "a newer version of electra-fast, whose token ids of a text can differ",
+            ),
+            (",\"text_version\":0", "an older version of electra-fast, whose token ids of a text can differ"),
+        ] {
             let dir = tempfile::tempdir().unwrap();
-            let _first = OutputDir::claim(dir.path(), "job", first).unwrap();
-            let unfinished = temp_path(dir.path(), "shard", &Process::current().attempt());
-            std::fs::write(&unfinished, "").unwrap();
-            let refusal = OutputDir::claim(dir.path(), "job", second).err().map(|error| error.to_string());
-            assert!(refusal.is_some() == is_refused && unfinished.exists(), "{first}, {second}");
+            std::fs::create_dir(dir.path().join(PARTS)).unwrap();
+            let claim = || OutputDir::claim(dir.path(), "job", ALL, false);
+            let write =
+                |name: &str, bytes: &str| std::fs::write(dir.path().join(PARTS).join(name), bytes).unwrap();
+            write("job.json", &format!("{{\"job\":\"other\"{version}}}"));
+            write("input-group-000000.json", "{}");
+            let error = claim().err().unwrap().to_string();
             assert!(
-                refusal.is_none_or(|reason| reason.contains("another prepare is running in this folder"))
+                error.contains(message) && error.contains("finish that, remove the folder, or"),
+                "{error}"
             );
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn random_bytes_are_no_record(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
-            prop_assert!(InputGroupRecord::parse(&bytes).is_none());
+            write("job.json", r#"{"job":"job"}"#); // as the first version writes it, and as this one does
+            drop(claim().unwrap());
+            std::fs::remove_file(dir.path().join("parts/input-group-000000.json")).unwrap();
+            write("job.json", &format!("{{\"job\":\"other\"{version}}}"));
+            drop(claim().unwrap()); // nothing was finished
+            assert_eq!(std::fs::read(dir.path().join("parts/job.json")).unwrap(), br#"{"job":"job"}"#);
         }
     }
 }

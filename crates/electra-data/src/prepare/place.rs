@@ -6,16 +6,19 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use super::clean_up::names_in;
 use super::progress::Step;
 use crate::error::{Error, Result};
-use crate::format::{MANIFEST, Manifest, write_atomically};
+use crate::format::{MANIFEST, Manifest, PARTS, VALIDATION, write_atomically};
 use crate::regular_file;
 use crate::store::{Cancel, Request, Store, url_of};
 
 /// The name of the fingerprint among the records.
 pub(super) const FINGERPRINT: &str = "job.json";
-/// The beginning of the names of leases.
-pub(super) const LEASE: &str = ".lock-";
+/// The beginning of the names of records.
+pub(super) const RECORD: &str = "input-group-";
+/// The beginning of the names of process files.
+pub(super) const PROCESS_FILE: &str = ".lock-";
 /// The largest file of a corpus, besides its shards, that is read.
 const MAX_BYTES: u64 = 1 << 30;
 /// The most bytes, and ranges, that are read at once.
@@ -138,6 +141,30 @@ impl Place {
     /// Writes small files, side by side.
     pub fn write_all(&self, tag: &str, files: &[(String, Vec<u8>)]) -> Result<()> {
         side_by_side(files, |(name, bytes)| self.write(name, tag, bytes)).map(drop)
+    }
+
+    /// The names of all files of a corpus and of unfinished work; of a store, of all that is there.
+    pub fn names(&self) -> Result<Vec<String>> {
+        match self {
+            Self::Folder(dir) => {
+                let below = ["", PARTS, VALIDATION].map(|folder| {
+                    let names = names_in(&dir.join(folder))?.into_iter();
+                    let names =
+                        names.map(|name| if folder.is_empty() { name } else { format!("{folder}/{name}") });
+                    Ok(names.filter(|name| !dir.join(name).is_dir()).collect::<Vec<_>>())
+                });
+                Ok(below.into_iter().collect::<Result<Vec<_>>>()?.concat())
+            }
+            Self::Store(store) => Ok(store.list("")?.into_iter().map(|object| object.name).collect()),
+        }
+    }
+
+    /// A folder in this place.
+    pub fn below(&self, folder: &str) -> Result<Self> {
+        match self {
+            Self::Folder(dir) => Ok(Self::Folder(dir.join(folder))),
+            Self::Store(store) => store.at(&format!("{}/{folder}", store.url())).map(Self::Store),
+        }
     }
 
     /// Writes a small file; `tag` identifies the run.

@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::options::PrepareOptions;
+use super::options::{PrepareOptions, TEXT_VERSION};
 use crate::error::{Error, Result};
+use crate::format::Manifest;
 use crate::input::{InputGroup, Inputs};
 use crate::tokenizer::Tokenizer;
 
@@ -12,6 +13,8 @@ pub(super) struct Plan {
     pub inputs: Inputs,
     pub groups: Vec<InputGroup>,
     pub fingerprint: String,
+    /// Those that older versions of the program gave to these inputs and options.
+    pub older_fingerprints: Vec<String>,
 }
 
 impl Plan {
@@ -33,8 +36,18 @@ impl Plan {
             )));
         }
         let groups = inputs.input_groups(&options.reading, options.part_bytes());
-        let fingerprint = options.fingerprint_of(tokenizer, &inputs);
-        Ok(Self { inputs, groups, fingerprint })
+        let fingerprint_of = |version| options.fingerprint_of(tokenizer, &inputs, version);
+        let (fingerprint, older_fingerprints) =
+            (fingerprint_of(TEXT_VERSION), (1..TEXT_VERSION).map(fingerprint_of).collect());
+        Ok(Self { inputs, groups, fingerprint, older_fingerprints })
+    }
+
+    /// Whether a finished corpus was made of these inputs and options, by any version of the program.
+    pub fn is_of(&self, manifest: &Manifest) -> bool {
+        [&self.fingerprint]
+            .into_iter()
+            .chain(&self.older_fingerprints)
+            .any(|one| *one == manifest.fingerprint)
     }
 }
 

@@ -1,11 +1,22 @@
-//! Identifies processes and tells whether they are alive, for leases and for names of temporary files.
+//! Which processes work in a folder: without locks, which many network file systems emulate or lack, and without expiry.
+//!
+//! Each run leaves a file that names its process. A run is kept out only by one that is certainly alive, on the same
+//! machine, or that it could harm. All others may share the folder: files appear complete or not at all, and runs of
+//! equal fingerprints write the same bytes.
 
 use std::collections::hash_map::RandomState;
 use std::ffi::CStr;
 use std::hash::{BuildHasher, Hasher};
+use std::io::ErrorKind::NotFound;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
+
+use super::clean_up::{is_process_file, names_in};
+use super::place::{PROCESS_FILE, remove_if_exists};
+use crate::error::{Error, Result};
+use crate::format::write_atomically;
 
 /// A process, distinguished from those of other hosts, containers and boots, and from later ones with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,18 +35,15 @@ impl Process {
     /// The calling process.
     pub fn current() -> Self {
         let pid = std::process::id();
-        Self { host: host(), machine: machine().unwrap_or_default(), pid, started: started(pid) }
+        let (machine, started) = machine().zip(started(pid)).unwrap_or_default();
+        Self { host: host(), machine, pid, started }
     }
 
-    /// Whether it runs, or ran, on the same host and in the same namespace, so that this process can tell whether it
-    /// has ended.
-    pub fn is_neighbor(&self) -> bool {
-        machine().is_some_and(|machine| machine == self.machine)
-    }
-
-    /// Whether it has certainly ended.
-    pub fn is_certainly_dead(&self) -> bool {
-        self.is_neighbor() && (self.started == 0 || started(self.pid) != self.started)
+    /// Whether it has certainly ended. `None` if this process cannot tell, because it ran on another machine.
+    pub fn has_ended(&self) -> Option<bool> {
+        machine().filter(|machine| *machine == self.machine)?;
+        // The system may hide processes of other users in /proc, but not whether their number is in use.
+        Some(started(self.pid).map_or_else(|| !exists(self.pid), |started| started != self.started))
     }
 
     /// A name for the temporary files of one attempt of this process, unique among all attempts.
@@ -43,18 +51,80 @@ impl Process {
         format!("{}-{}-{}-{:016x}", self.machine, self.pid, self.started, nonce())
     }
 
-    /// The process that made an attempt; `None` if this is not the name of one.
+    /// The process that made an attempt; `None` if this name does not begin with that of one.
     pub fn of_attempt(name: &str) -> Option<Self> {
-        let mut parts = name.splitn(4, '-');
-        let machine = parts.next().filter(|machine| machine.len() == 16)?.to_owned();
+        let mut parts = name.splitn(5, '-');
+        let machine = parts.next().filter(|part| part.is_empty() || is_nonce(part))?.to_owned();
         let (pid, started) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
-        parts.next().map(|_| Self { host: String::new(), machine, pid, started })
+        parts.next().filter(|part| is_nonce(part))?;
+        Some(Self { host: String::new(), machine, pid, started })
     }
+}
+
+/// The file by which a run says that it works in a folder, until it is dropped.
+#[derive(Debug)]
+pub(super) struct ProcessFile {
+    path: PathBuf,
+    pid: u32,
+}
+
+impl ProcessFile {
+    /// Says that a run with this tag works in a folder. Fails if another one does, unless they do different parts.
+    /// Where `may_share` is false, also if it cannot tell whether a run on another machine has ended.
+    pub fn create(dir: &Path, tag: &str, may_share: bool) -> Result<Self> {
+        let process = Process::current();
+        let name = format!("{PROCESS_FILE}{tag}.{:016x}", nonce());
+        let bytes = serde_json::to_vec(&process).map_err(|e| Error::io(dir, e.into()))?;
+        write_atomically(dir, &name, &process.attempt(), &bytes)?;
+        let created = Self { path: dir.join(&name), pid: process.pid };
+        // Written first, then looked: of two that begin at the same time, at least one sees the other.
+        for other in names_in(dir)?.iter().filter(|other| is_process_file(other) && **other != name) {
+            let path = dir.join(other);
+            let bytes = match std::fs::read(&path) {
+                Err(error) if error.kind() == NotFound => continue,
+                read => read.unwrap_or_default(),
+            };
+            let process = serde_json::from_slice::<Process>(&bytes).ok();
+            let has_ended = process.as_ref().and_then(Process::has_ended);
+            let parts = [other, &name].map(|name| name.split('.').nth(1).unwrap_or_default());
+            let is_apart = parts[0] != parts[1] && parts.iter().all(|part| part.contains("-of-"));
+            match has_ended {
+                Some(true) => remove_if_exists(&path)?,
+                Some(false) if !(may_share && is_apart) => return Err(occupied(dir, process, None)),
+                None if !may_share => return Err(occupied(dir, process, Some(&path))),
+                _ => {}
+            }
+        }
+        Ok(created)
+    }
+}
+
+impl Drop for ProcessFile {
+    fn drop(&mut self) {
+        if self.pid == std::process::id() {
+            let _ = std::fs::remove_file(&self.path); // a forked child leaves it
+        }
+    }
+}
+
+fn occupied(dir: &Path, process: Option<Process>, unless_ended: Option<&Path>) -> Error {
+    let dir = dir.display();
+    let by = process.map_or("unknown".to_owned(), |by| format!("process {} on {}", by.pid, by.host));
+    let remedy = unless_ended
+        .map_or(String::new(), |path| format!(", or remove {} if that has ended", path.display()));
+    Error::Input(format!(
+        "{dir}: another prepare is running in this folder ({by}); wait for it or choose another --out{remedy}"
+    ))
 }
 
 /// A random number.
 pub(super) fn nonce() -> u64 {
     RandomState::new().build_hasher().finish()
+}
+
+/// Whether this is 64 bits in hexadecimal.
+pub(super) fn is_nonce(text: &str) -> bool {
+    text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 fn host() -> String {
@@ -71,37 +141,76 @@ fn machine() -> Option<String> {
     Some(format!("{:016x}", xxh3_64(&both)))
 }
 
-/// When a process was started; 0 if it has ended, even if its parent has not waited for it yet.
-fn started(pid: u32) -> u64 {
-    let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return 0 };
+/// When a process was started; 0 if it has ended and its parent has not waited for it yet; `None` if it cannot be seen.
+fn started(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the command in parentheses, which may have blanks and parentheses of its own.
-    let mut fields = stat.rsplit(')').next().unwrap_or_default().split_ascii_whitespace();
-    match fields.next() {
-        None | Some("Z" | "X") => 0,
-        Some(_) => fields.nth(18).and_then(|field| field.parse().ok()).unwrap_or(0),
+    let mut fields = stat.rsplit(')').next()?.split_ascii_whitespace();
+    match fields.next()? {
+        "Z" | "X" => Some(0),
+        _ => fields.nth(18)?.parse().ok(),
     }
 }
 
+/// Whether a process of any user has this number.
+fn exists(pid: u32) -> bool {
+    let number = pid.try_into().unwrap_or(i32::MAX);
+    // SAFETY: the signal 0 only checks.
+    let is_allowed = unsafe { libc::kill(number, 0) } == 0;
+    is_allowed || std::io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
+}
+
 #[cfg(test)]
-#[cfg(target_os = "linux")]
 mod tests {
     use super::*;
 
+    #[cfg(target_os = "linux")]
     #[test]
     fn a_dead_process_is_told_from_a_live_one() {
-        let ours = Process::current();
-        assert!(ours.started > 0 && !ours.is_certainly_dead());
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let sleeper = Process { pid: child.id(), started: started(child.id()), ..ours.clone() };
-        assert!(!sleeper.is_certainly_dead());
-        assert!(Process { started: sleeper.started + 1, ..sleeper.clone() }.is_certainly_dead());
+        let sleeper =
+            Process { pid: child.id(), started: started(child.id()).unwrap(), ..Process::current() };
+        assert_eq!([Process::current().has_ended(), sleeper.has_ended()], [Some(false); 2]);
+        assert_eq!(Process { started: sleeper.started + 1, ..sleeper.clone() }.has_ended(), Some(true));
+        assert_eq!(Process { machine: "of another host".to_owned(), ..sleeper.clone() }.has_ended(), None);
+        // As root, also where /proc hides the processes of others.
+        let hidden =
+            std::thread::scope(|scope| scope.spawn(|| hide_others().then(|| sleeper.has_ended())).join());
+        assert!(matches!(hidden.unwrap(), None | Some(Some(false))));
         child.kill().unwrap();
-        while started(child.id()) != 0 {
+        while started(child.id()) != Some(0) {
             std::thread::yield_now(); // until it is a zombie
         }
-        assert!(sleeper.is_certainly_dead());
-        assert!(!Process { machine: "of another host".to_owned(), ..sleeper }.is_certainly_dead());
+        assert_eq!(sleeper.has_ended(), Some(true));
         child.wait().unwrap();
+        assert_eq!((sleeper.has_ended(), exists(sleeper.pid)), (Some(true), false));
+    }
+
+    /// Makes this thread another user, in whose /proc the processes of others are hidden; `false` if that is not allowed.
+    #[cfg(target_os = "linux")]
+    fn hide_others() -> bool {
+        let mount = |source: &CStr, target: &CStr, flags, data: &CStr| {
+            let pointers = [source, target, data].map(CStr::as_ptr);
+            // SAFETY: all pointers are to strings that live as long as the call.
+            unsafe { libc::mount(pointers[0], pointers[1], pointers[0], flags, pointers[2].cast()) == 0 }
+        };
+        // SAFETY: affects this thread alone.
+        let is_private = unsafe { libc::unshare(libc::CLONE_NEWNS) == 0 };
+        let is_hidden = is_private
+            && mount(c"none", c"/", libc::MS_REC | libc::MS_PRIVATE, c"")
+            && mount(c"proc", c"/proc", 0, c"hidepid=2");
+        // The system calls, which unlike the library's functions affect this thread alone. The group comes first: root's
+        // sees everything.
+        let change = |call, ids: i32| {
+            // SAFETY: as above; no pointer is passed but null.
+            unsafe { libc::syscall(call, ids, ids, ids) == 0 }
+        };
+        let is_other = is_hidden
+            && change(libc::SYS_setgroups, 0)
+            && change(libc::SYS_setresgid, 65534)
+            && change(libc::SYS_setresuid, 65534);
+        assert!(!is_other || started(1).is_none(), "pid 1 is another user's");
+        is_other
     }
 
     #[test]
@@ -111,6 +220,45 @@ mod tests {
         assert_ne!(attempt, ours.attempt());
         let found = Process::of_attempt(&format!("{attempt}-shard-000001-000.tokens")).unwrap();
         assert_eq!(Process { host: ours.host.clone(), ..found }, ours);
-        assert!(Process::of_attempt("all-vocab.txt").is_none());
+        let others = ["all-vocab.txt", "0123456789abcdef-1-2-notes", "notes-1-2-0123456789abcdef"];
+        assert!(others.iter().all(|name| Process::of_attempt(name).is_none()));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_run_is_kept_out_by_one_that_lives_or_that_it_could_harm() {
+        let here = Process::current();
+        let (dead, elsewhere) =
+            (Process { started: 1, ..here.clone() }, Process { machine: String::new(), ..here.clone() });
+        // The other's tag and process; then whether "all", "1-of-2", and a run that may not share are kept out.
+        for (tag, process, expected) in [
+            ("all", &here, [true, true, true]),
+            ("1-of-2", &here, [true, true, true]),
+            ("2-of-2", &here, [true, false, true]),
+            ("all", &dead, [false, false, false]),
+            ("all", &elsewhere, [false, false, true]),
+        ] {
+            // Also as older releases named it.
+            for name in [format!(".lock-{tag}.0123456789abcdef"), format!(".lock-{tag}")] {
+                let dir = tempfile::tempdir().unwrap();
+                std::fs::write(dir.path().join(&name), serde_json::to_vec(process).unwrap()).unwrap();
+                let runs = [("all", true), ("1-of-2", true), ("all", false)];
+                let refusals =
+                    runs.map(|(tag, may_share)| ProcessFile::create(dir.path(), tag, may_share).err());
+                assert_eq!(refusals.each_ref().map(Option::is_some), expected, "{name}");
+                assert!(
+                    refusals
+                        .iter()
+                        .flatten()
+                        .all(|error| error.to_string().contains("another prepare is running"))
+                );
+                assert_eq!(dir.path().join(&name).exists(), process.has_ended() != Some(true));
+                let ours = ProcessFile::create(dir.path(), "2-of-3", true).ok();
+                assert_eq!(
+                    names_in(dir.path()).unwrap().len(),
+                    1 + usize::from(ours.is_some()) - usize::from(process == &dead)
+                );
+            }
+        }
     }
 }

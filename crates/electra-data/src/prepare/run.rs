@@ -13,11 +13,10 @@ use std::sync::{Mutex, PoisonError};
 use serde_json::json;
 
 use super::changes::Comparer;
-use super::clean_up::clean_up;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
-use super::options::{PrepareOptions, shard_spec};
-use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
+use super::options::{PrepareOptions, TEXT_VERSION, shard_spec};
+use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, resume_clean_up};
 use super::pass::{Decided, Pass};
 use super::pipelines::{self, Todo};
 use super::place::{Place, Sizes, manifest_of};
@@ -182,9 +181,9 @@ impl PrepareRun<'_> {
     /// Claims the folder and finds the input groups of this run's partition that are missing.
     pub fn claim(&self, plan: &Plan, progress: &mut Report) -> Result<Claimed> {
         let comparer = Comparer { plan, verify: self.options.verify_inputs };
-        let out = match OutputDir::claim(self.out, &plan.fingerprint, &self.tag())? {
-            Claim::Finished(manifest) if manifest.fingerprint == plan.fingerprint => {
-                clean_up(self.out, &manifest)?;
+        let out = match OutputDir::claim(self.out, &plan.fingerprint, &self.tag(), false)? {
+            Claim::Finished(manifest) if plan.is_of(&manifest) => {
+                resume_clean_up(self.out, &manifest)?;
                 comparer.check_finished(self.out, progress)?;
                 let report = PrepareReport { already_complete: true, ..report_of(plan) };
                 return self.complete(&manifest, report).map(|report| Claimed::Complete(Box::new(report)));
@@ -279,12 +278,12 @@ impl PrepareRun<'_> {
             ));
         }
         let pass = Pass::Build(None);
-        let mut fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"));
+        let mut fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"), TEXT_VERSION);
         if url_of(self.out).is_some() {
-            // Without leases, this alone keeps out a run of other documents.
+            // This alone keeps out a run of other documents.
             fingerprint = format!("{fingerprint}-{:016x}", nonce());
         }
-        let out = match OutputDir::claim(self.out, &fingerprint, ALL)? {
+        let out = match OutputDir::claim(self.out, &fingerprint, ALL, true)? {
             Claim::Finished(_) => return Err(self.occupied("already")),
             Claim::Ours(out) => *out,
         };

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicU64;
 
 use serde::{Deserialize, Serialize};
 
-use super::options::PrepareOptions;
+use super::options::{PrepareOptions, TEXT_VERSION};
 use super::output_dir::{InputGroupRecord, OutputDir};
 use super::pass::Pass;
 use super::pipelines::{self, Todo};
@@ -23,7 +23,7 @@ use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_input_gr
 use crate::store::{Cancel, url_of};
 use crate::tokenizer::Tokenizer;
 
-/// A corpus that is being prepared by tasks. Holds the lease on its folder until it is dropped.
+/// A corpus that is being prepared by tasks. Says that it works in its folder until it is dropped.
 pub struct PrepareJob {
     out: PathBuf,
     options: PrepareOptions,
@@ -42,7 +42,10 @@ pub enum OpenedJob {
 /// State shared by all tasks of a job.
 #[derive(Serialize, Deserialize)]
 struct TaskSettings {
+    text_version: usize,
     out: PathBuf,
+    /// Named as in records; releases that know no text versions take it under its own name only.
+    #[serde(rename = "job")]
     fingerprint: String,
     reading: ReadOptions,
     validation_fraction: f64,
@@ -108,6 +111,7 @@ impl PrepareJob {
     pub fn settings(&self, tokenizer: &Tokenizer) -> Result<String> {
         let (lowercase, strip_accents) = tokenizer.settings();
         self.to_text(&TaskSettings {
+            text_version: TEXT_VERSION,
             out: self.out.clone(),
             fingerprint: self.plan.fingerprint.clone(),
             reading: self.options.reading.clone(),
@@ -174,7 +178,7 @@ impl PrepareJob {
 
 /// The tokenizer of a job.
 pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
-    let settings: TaskSettings = parse(settings)?;
+    let settings = parse_settings(settings)?;
     let path = &settings.tokenizer;
     let (folder, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or_default());
     let bytes = Place::open(folder)?.read(&name.to_string_lossy())?.ok_or_else(|| unseen(path))?;
@@ -198,7 +202,7 @@ pub fn prepare_input_groups(
     threads: usize,
     progress: &mut dyn FnMut(Progress) -> bool,
 ) -> Result<TaskReport> {
-    let settings: TaskSettings = parse(settings)?;
+    let settings = parse_settings(settings)?;
     let mut groups: Vec<AssignedGroup> = groups.iter().map(|group| parse(group)).collect::<Result<_>>()?;
     let cancel = Cancel::default();
     groups.iter_mut().flat_map(|group| &mut group.files).for_each(|file| file.cancel_with(&cancel));
@@ -260,12 +264,20 @@ impl TaskSettings {
     }
 }
 
+fn parse_settings(text: &str) -> Result<TaskSettings> {
+    let settings: TaskSettings = parse(text)?;
+    match settings.text_version {
+        TEXT_VERSION => Ok(settings),
+        version => Err(other_version(format!("text version {version}, here {TEXT_VERSION}"))),
+    }
+}
+
 fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T> {
-    serde_json::from_str(text).map_err(|error| {
-        Error::Input(format!(
-            "a task of another version of electra-fast came here ({error}); install the same"
-        ))
-    })
+    serde_json::from_str(text).map_err(other_version)
+}
+
+fn other_version(reason: impl std::fmt::Display) -> Error {
+    Error::Input(format!("a task of another version of electra-fast came here ({reason}); install the same"))
 }
 
 /// A missing file of the job: the usual cause is that this machine does not see the parent's folder.

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
 
 use super::changes::Comparer;
 use super::finalize::Finalizer;
@@ -48,7 +47,7 @@ type Read<'a> = dyn Fn(usize, &mut Batcher<'_>) -> Result<()> + Sync + 'a;
 fn build(pipelines: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<()>, Vec<usize>) {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
-    let Claim::Ours(out) = OutputDir::claim(&dir.path().join("out"), "job", ALL).unwrap() else {
+    let Claim::Ours(out) = OutputDir::claim(&dir.path().join("out"), "job", ALL, false).unwrap() else {
         panic!("the folder is new");
     };
     let spec = shard_spec(&tokenizer, &out.attempt);
@@ -79,25 +78,6 @@ fn pipelines_read_at_the_same_time() {
     let (outcome, finished) = build(4, 16, &SkipLog::default(), &read);
     outcome.unwrap();
     assert_eq!(finished.len(), 16);
-}
-
-/// `cargo test --release -- --ignored --nocapture slow_readers`: the throughput of readers of 10 MB/s each.
-#[test]
-#[ignore = "prints a measurement"]
-fn slow_readers() {
-    let document = format!("{}\n", "unknown".repeat(9)).repeat(16_000);
-    for pipelines in [1, 2, 4, 8] {
-        let read = |_: usize, to: &mut Batcher<'_>| {
-            (0..4).try_for_each(|_| {
-                std::thread::sleep(Duration::from_millis(100));
-                to.push_document(&document)
-            })
-        };
-        let start = Instant::now();
-        build(pipelines, 32, &SkipLog::default(), &read).0.unwrap();
-        let megabytes = 32.0 * 4.0 * document.len() as f64 / 1e6;
-        println!("{pipelines} pipelines: {:.0} MB/s", megabytes / start.elapsed().as_secs_f64());
-    }
 }
 
 #[test]
@@ -196,14 +176,42 @@ fn a_task_of_another_run_is_refused() {
     let (settings, group) = (first.settings(&tokenizer).unwrap(), first.input_group(0).unwrap());
     drop(first);
     let _second = open(PrepareOptions { validation_fraction: 0.5, ..options });
-    let error =
-        prepare_input_groups(&settings, &[group], &tokenizer, 1, &mut |_| true).unwrap_err().to_string();
-    assert!(error.contains("the run that this work belongs to has ended"), "{error}");
+    let refusal = |settings: &str| {
+        let group = std::slice::from_ref(&group);
+        prepare_input_groups(settings, group, &tokenizer, 1, &mut |_| true).unwrap_err().to_string()
+    };
+    assert!(refusal(&settings).contains("the run that this work belongs to has ended"));
+    let of_other = settings.replace("\"text_version\":1", "\"text_version\":900");
+    for settings in
+        [of_other, settings.replace("\"text_version\":1,", ""), settings.replace("job", "fingerprint")]
+    {
+        assert!(refusal(&settings).contains("a task of another version of electra-fast came here"));
+        assert!(job_tokenizer(&settings).is_err());
+    }
+}
+
+#[test]
+fn a_finished_corpus_of_an_older_text_version_is_complete() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
+    let out = dir.path().join("out");
+    let made = prepared(&text, &out, &tokenizer, &options);
+    let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
+    let plan = Plan::new(&[text], &tokenizer, &out, &options).unwrap();
+    let mut newer = Plan { older_fingerprints: vec![plan.fingerprint], fingerprint: "new".into(), ..plan };
+    let Claimed::Complete(found) = run.claim(&newer, &mut |_| true).unwrap() else {
+        panic!("it is complete")
+    };
+    assert!(found.already_complete && found.content_hash == made.content_hash);
+    newer.older_fingerprints.clear();
+    assert!(
+        run.claim(&newer, &mut |_| true).err().unwrap().to_string().contains("of other inputs or options")
+    );
 }
 
 #[test]
 fn several_can_finalize_at_once() {
-    for (round, validation_fraction) in [0.0, 0.1, 1e-12].into_iter().cycle().take(30).enumerate() {
+    for (round, validation_fraction) in [0.0, 0.1, 1e-12].into_iter().cycle().take(12).enumerate() {
         let dir = tempfile::tempdir().unwrap();
         let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
         let options = PrepareOptions { validation_fraction, reading: ReadOptions::default(), ..options };
