@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from in_process import run
 from object_store import S3
 
 import electra_fast as ef
+from electra_fast._data import list_objects, upload
 from electra_fast.errors import InputError
 
 WORDS = ["the", "of", "and", "cat", "dog", "sees", "a", "blue", "house", "runs", "##s", "##ing"]
@@ -194,6 +197,70 @@ def test_a_store_that_fails_is_no_damaged_file(s3: S3, name: str, inputs: Path, 
     with ReplacingExecutor(1) as executor, pytest.raises(InputError, match=f"{name}: it was replaced while") as error:
         ef.prepare(f"s3://bucket/failing/{name}", vocab=vocab, out=tmp_path / "x", executor=executor, progress=False)
     assert "get the file again" not in str(error.value)
+
+
+def test_a_store_without_conditions_is_refused_every_time(
+    s3: S3, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unconditional(BaseHTTPRequestHandler):
+        """Passes requests on, without their conditions."""
+
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            """Prints nothing."""
+
+        def handle_one_request(self) -> None:
+            self.raw_requestline = self.rfile.readline(65537)
+            if not self.raw_requestline or not self.parse_request():
+                self.close_connection = True
+                return
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in ("if-none-match", "host")}
+            request = urllib.request.Request(s3.endpoint + self.path, data or None, headers, method=self.command)
+            try:
+                answer = urllib.request.urlopen(request, timeout=60)
+            except urllib.error.HTTPError as error:
+                answer = error
+            with answer:
+                body = answer.read()
+            self.send_response(answer.status)
+            for name in ("ETag", "Last-Modified", "Content-Type"):
+                if answer.headers[name]:
+                    self.send_header(name, answer.headers[name])
+            self.send_header("Content-Length", answer.headers["Content-Length"] or str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Unconditional)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    (tmp_path / "a.txt").write_text(text(1))
+    url = f"s3://bucket/{tmp_path.name}"
+    with ThreadPoolExecutor(1) as executor:
+        for options in [{}, {}, {"executor": executor}, {"kind": "documents"}]:
+            source = [text(1)] if "kind" in options else tmp_path / "a.txt"
+            with pytest.raises(InputError, match="it must support conditional PUT"):
+                ef.prepare(source, vocab=vocab, out=url, progress=False, **options)  # type: ignore[arg-type]
+            assert list_objects(url) == []
+    with pytest.raises(InputError, match="it must support conditional PUT"):
+        upload(str(tmp_path / "a.txt"), f"{url}/mirror.json", if_absent=True)
+    # What an older release has left: the same refusal, before any work.
+    s3.put(f"bucket/{tmp_path.name}/parts/job.json", b"{}")
+    with pytest.raises(InputError, match="another prepare|conditional PUT"):
+        ef.prepare(tmp_path / "a.txt", vocab=vocab, out=url, progress=False)
+    server.shutdown()
+    server.server_close()
+
+
+def test_keys_with_empty_parts_hide_no_others(
+    s3: S3, vocab: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("a.txt", "/b.txt", "deep//c.txt"):
+        s3.put(f"bucket/{tmp_path.name}/{key}", text(1).encode())
+    made = ef.prepare(f"s3://bucket/{tmp_path.name}", vocab=vocab, out=tmp_path / "out", progress=False)
+    assert made.num_documents == 40
+    assert "2 objects were passed over, because their names have an empty part (//)" in capfd.readouterr().err
 
 
 COMPLAINTS = {

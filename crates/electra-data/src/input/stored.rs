@@ -1,5 +1,6 @@
 //! Input files in object stores: finding them by URL, folder or glob, and opening them.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::PoisonError;
 
@@ -99,17 +100,32 @@ pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     }
     let is_bucket = url.split('/').count() == 3;
     if is_bucket {
-        return Ok(below(&store, &folder, store.list("")?)); // some stores answer as if it were an object
+        return Ok(below(&store, &folder, objects_in(&store)?)); // some stores answer as if it were an object
     }
     match store.head("") {
         Ok(object) => Ok(vec![object_of(&store, url, object)]),
         Err(Error::NotFound { path, .. }) => {
-            let found = below(&store, &folder, store.list("")?);
+            let found = below(&store, &folder, objects_in(&store)?);
             let hint = "; No files matched: check the URL or the glob".to_owned();
             if found.is_empty() { Err(Error::NotFound { path, hint }) } else { Ok(found) }
         }
         Err(error) => Err(error),
     }
+}
+
+/// The objects of a folder. Those that cannot be requested are passed over, and said.
+fn objects_in(store: &Store) -> Result<Vec<Object>> {
+    let (objects, refused) = store.list_all("")?;
+    if let Some(first) = refused.first() {
+        let (url, count) = (store.url(), refused.len());
+        // Not `eprintln`, which panics where standard error is closed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "warning: {url}: {count} objects were passed over, because their names have an empty part (//), . or .., \
+             a slash at the end or control characters ({first}); rename them"
+        );
+    }
+    Ok(objects)
 }
 
 /// All objects below a folder that are not hidden.
@@ -130,7 +146,7 @@ fn matching(store: &Store, folder: &str, url: &str, visible: bool) -> Result<Vec
         require_literal_leading_dot: visible,
         ..glob::MatchOptions::new()
     };
-    let objects = store.list("")?.into_iter().filter(|object| {
+    let objects = objects_in(store)?.into_iter().filter(|object| {
         [&pattern, &below_it].iter().any(|pattern| pattern.matches_with(&object.name, options))
     });
     Ok(objects.map(|object| object_of(store, &url_in(folder, &object.name), object)).collect())

@@ -186,8 +186,8 @@ impl OutputDir {
         if let Some(manifest) = Place::open(out)?.manifest()? {
             return Ok(Claim::Finished(Box::new(manifest)));
         }
-        let claimed = Self::new(out, fingerprint)?;
-        let url = out.display();
+        let mut claimed = Self::new(out, fingerprint)?;
+        let (url, fingerprint_name) = (out.display(), format!("{PARTS}/{FINGERPRINT}"));
         if claimed.stored_fingerprint()?.is_none() {
             let is_foreign = |name: &String| !name.starts_with(&format!("{PARTS}/"));
             if let Some(name) = store.list("")?.into_iter().map(|object| object.name).find(is_foreign) {
@@ -195,7 +195,7 @@ impl OutputDir {
                     "{url}: already holds something else ({name}); choose an empty or new folder for --out"
                 )));
             }
-            store.create(&format!("{PARTS}/{FINGERPRINT}"), claimed.fingerprint_record()?)?; // or another run has: compared below
+            store.create(&fingerprint_name, claimed.fingerprint_record()?)?; // or another run has: compared below
         }
         let stored = stored_record(&claimed.place)?;
         if stored.as_ref().is_none_or(|stored| stored.fingerprint != fingerprint) {
@@ -205,6 +205,9 @@ impl OutputDir {
                  remove {url}/{PARTS}, or choose another --out"
             )));
         }
+        // The manifest depends on them, too, and a fingerprint may be there already.
+        store.check_conditions(&fingerprint_name)?;
+        claimed.place = Place::Store(store);
         // A run that has finished it meanwhile may have done so before the fingerprint was stored.
         Ok(match claimed.place.manifest()? {
             Some(manifest) => Claim::Finished(Box::new(manifest)),

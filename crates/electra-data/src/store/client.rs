@@ -3,7 +3,9 @@
 //! That crate repeats a request by itself for half a minute. Here it is repeated for longer, because a training run
 //! should survive a few bad minutes of a store, and also if a response is shorter than requested.
 
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::IsTerminal;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,7 @@ use url::{Position, Url};
 
 use super::connection::{Connector, TIMEOUT, WRITE_TIMEOUT};
 use super::errors::{Refused, explain, is_transient, said};
+use super::list::UNREADABLE;
 use super::{Cancel, Object, Request, check_url};
 use crate::error::{Error, Result};
 
@@ -34,10 +37,10 @@ const NETWORK_THREADS: usize = 2;
 /// How many seconds a failing request is repeated, unless the environment sets it.
 const RETRY_SECONDS: u64 = 180;
 const RETRY_VARIABLE: &str = "ELECTRA_FAST_RETRY_SECONDS";
-/// How long requests that open a corpus or list files are repeated: a user is waiting for them.
+/// How long requests that open a corpus or list files are repeated if a user is waiting for them at a terminal.
 const OPENING_RETRY: Duration = Duration::from_secs(15);
 /// How long the crate repeats a request before this file does. Short, so that missing credentials are reported soon.
-const INNER_RETRY: Duration = Duration::from_secs(5);
+const INNER_RETRY: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 /// The most memory that is reserved for a response because of the length that it announces.
 const MAX_RESERVED: u64 = 8 << 20;
 const MAX_PAUSE: Duration = Duration::from_secs(10);
@@ -53,6 +56,10 @@ pub(crate) struct Store {
     multipart: Option<Arc<dyn MultipartStore>>,
     prefix: Path,
     pub(super) retry: Duration,
+    /// The same for requests that open a corpus or list files.
+    pub(super) opening: Duration,
+    /// Whether the store is known to heed conditions.
+    pub(super) heeds_conditions: Arc<AtomicBool>,
 }
 
 impl Store {
@@ -82,13 +89,22 @@ impl Store {
         if parsed.query().is_some() {
             return Err(bad(&"write the ? in its name as %3F"));
         }
-        let Ok((scheme, prefix)) = ObjectStoreScheme::parse(&parsed) else {
-            return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
+        let (scheme, prefix) = match ObjectStoreScheme::parse(&parsed) {
+            Ok(parsed) => parsed,
+            Err(_) if super::SCHEMES.contains(&parsed.scheme()) => {
+                return Err(bad(&"a name with an empty part (//) or control characters cannot be requested"));
+            }
+            Err(_) => {
+                return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
+            }
         };
-        let retry = Duration::from_secs(retry_seconds()?);
+        let wanted = retry_seconds()?;
+        let retry = Duration::from_secs(wanted.unwrap_or(RETRY_SECONDS));
+        let opening = if writes { retry } else { opening_retry(wanted, std::io::stderr().is_terminal()) };
         let (inner, multipart) =
             build(&parsed, &scheme, retry, writes, variables).map_err(|error| explain(url, &error))?;
-        Ok(Self { url: url.to_owned(), inner, multipart, prefix, retry })
+        let heeds_conditions = Arc::default();
+        Ok(Self { url: url.to_owned(), inner, multipart, prefix, retry, opening, heeds_conditions })
     }
 
     /// The requests for uploads in parts.
@@ -127,6 +143,11 @@ impl Store {
 
     /// All objects whose name begins with the folder `below` (or all), sorted by name.
     pub fn list(&self, below: &str) -> Result<Vec<Object>> {
+        self.list_all(below).map(|(objects, _)| objects)
+    }
+
+    /// The same, and the keys of those that cannot be requested.
+    pub fn list_all(&self, below: &str) -> Result<(Vec<Object>, Vec<String>)> {
         let path = self.path(below)?;
         let found = self.wait(below, async || {
             let listed: Vec<_> = self.inner.list(Some(&path)).collect().await;
@@ -134,15 +155,17 @@ impl Store {
         })?;
         let prefix =
             if self.prefix.as_ref().is_empty() { String::new() } else { format!("{}/", self.prefix) };
+        let (refused, found): (Vec<_>, Vec<_>) =
+            found.into_iter().partition(|meta| meta.location.as_ref().starts_with(UNREADABLE));
+        let key = |meta: ObjectMeta| meta.location.as_ref()[UNREADABLE.len()..].replace("%2F", "/");
         let object = |meta: ObjectMeta| {
-            // The empty object by which consoles mark the folder itself is not in it.
             let name = meta.location.as_ref().strip_prefix(&prefix)?.to_owned();
             let (size, modified) = (meta.size, meta.last_modified.timestamp_nanos_opt());
             Some(Object { name, size, modified, version: version_of(meta) })
         };
         let mut objects: Vec<_> = found.into_iter().filter_map(object).collect();
         objects.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(objects)
+        Ok((objects, refused.into_iter().map(key).collect()))
     }
 
     /// Sends all requests, up to 64 at a time, and calls `each` with the number and the bytes of every response, in the
@@ -183,7 +206,7 @@ impl Store {
         Ok(answer)
     }
 
-    async fn read_range(&self, request: &Request) -> Result<Vec<u8>> {
+    pub(super) async fn read_range(&self, request: &Request) -> Result<Vec<u8>> {
         let path = self.path(&request.name)?;
         let wanted = request.range.end - request.range.start;
         self.repeat(&request.name, self.retry, async || {
@@ -202,14 +225,13 @@ impl Store {
         .await
     }
 
-    /// Sends a request. Unless the store is being written, a user is waiting for it.
+    /// Sends a request for which a user may be waiting.
     fn wait<T>(
         &self,
         name: &str,
         request: impl AsyncFn() -> std::result::Result<T, StoreError>,
     ) -> Result<T> {
-        let limit = if self.multipart.is_some() { self.retry } else { self.retry.min(OPENING_RETRY) };
-        self.block(self.repeat(name, limit, request))
+        self.block(self.repeat(name, self.opening, request))
     }
 
     /// Runs requests on the network threads and waits for them, at most until the call is interrupted.
@@ -244,18 +266,18 @@ impl Store {
             if !is_transient(&error) {
                 return Err(explain(&url, &error));
             }
-            let spent = start.elapsed();
-            if spent + pause > limit {
+            let (spent, next) = (start.elapsed(), jittered(pause));
+            if spent + next > limit {
                 let (seconds, what) = (spent.as_secs_f32(), said(&error));
                 let message = format!("{what}; the request was repeated for {seconds:.0} s");
                 return Err(Error::io(url, std::io::Error::other(message)));
             }
-            tokio::time::sleep(pause).await;
+            tokio::time::sleep(next).await;
             pause = (2 * pause).min(MAX_PAUSE);
         }
     }
 
-    fn url_of(&self, name: &str) -> String {
+    pub(super) fn url_of(&self, name: &str) -> String {
         if name.is_empty() { self.url.clone() } else { format!("{}/{name}", self.url) }
     }
 
@@ -334,8 +356,12 @@ fn build(
         ObjectStoreScheme::AmazonS3 => {
             configured!(AmazonS3Builder::new().with_checksum_algorithm(Checksum::SHA256), "aws_")
         }
-        ObjectStoreScheme::GoogleCloudStorage => configured!(GoogleCloudStorageBuilder::new(), "google_"),
-        ObjectStoreScheme::MicrosoftAzure => configured!(MicrosoftAzureBuilder::new(), "azure_"),
+        ObjectStoreScheme::GoogleCloudStorage => {
+            configured!(GoogleCloudStorageBuilder::new(), "google_")
+        }
+        ObjectStoreScheme::MicrosoftAzure => {
+            configured!(MicrosoftAzureBuilder::new(), "azure_")
+        }
         _ => {
             let host = &url[..Position::BeforePath];
             let web = HttpBuilder::new().with_http_connector(Connector::Web(url.clone()));
@@ -352,12 +378,23 @@ fn environment() -> Vec<(String, String)> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-fn retry_seconds() -> Result<u64> {
+/// How long requests that open a corpus are repeated: for a shorter time if a user waits, unless the environment says.
+pub(super) fn opening_retry(wanted: Option<u64>, is_attended: bool) -> Duration {
+    let whole = Duration::from_secs(wanted.unwrap_or(RETRY_SECONDS));
+    if wanted.is_none() && is_attended { OPENING_RETRY } else { whole }
+}
+
+/// Between half and one and a half of a pause, so that ranks that fail together do not return together.
+fn jittered(pause: Duration) -> Duration {
+    pause.mul_f64(0.5 + RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64)
+}
+
+fn retry_seconds() -> Result<Option<u64>> {
     match std::env::var(RETRY_VARIABLE) {
-        Ok(text) => text.parse().map_err(|_| {
+        Ok(text) => text.parse().map(Some).map_err(|_| {
             Error::Input(format!("{RETRY_VARIABLE} is {text:?}; give whole seconds, such as 180"))
         }),
-        Err(_) => Ok(RETRY_SECONDS),
+        Err(_) => Ok(None),
     }
 }
 

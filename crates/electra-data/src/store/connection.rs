@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -15,7 +16,8 @@ use object_store::{ClientOptions, Result};
 use reqwest::redirect::{Action, Attempt, Policy};
 use url::Url;
 
-use super::errors::Refused;
+use super::errors::{Refused, is_metadata_host};
+use super::list;
 
 /// The longest response: a list, or a whole object. Ranges and objects have tighter limits where they are read.
 const MAX_ANSWER: usize = 1 << 30;
@@ -30,6 +32,16 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } els
 /// The same while writing, where sending the request counts as waiting: four parts of 8 MiB over 2.5 Mbit/s.
 pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 120 });
 const MAX_REDIRECTS: usize = 10;
+
+/// Whether a metadata service has answered …
+static METADATA_ANSWERED: AtomicBool = AtomicBool::new(false);
+/// … and this process has then sent a request with credentials.
+static HAD_CREDENTIALS: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process has had credentials from a metadata service.
+pub(super) fn had_credentials() -> bool {
+    HAD_CREDENTIALS.load(Ordering::Relaxed)
+}
 
 /// Makes the clients of a store.
 #[derive(Debug)]
@@ -115,7 +127,8 @@ fn login_in(netrc: &str, host: &str) -> Option<(String, String)> {
     Some((login?.to_owned(), password?.to_owned()))
 }
 
-/// A client that limits the length of responses, because the crate reads lists and error responses as a whole.
+/// A client that limits the length of responses, because the crate reads lists and error responses as a whole, and
+/// checks pages of lists.
 #[derive(Debug)]
 struct Bounded(HttpClient);
 
@@ -128,12 +141,25 @@ impl HttpService for Bounded {
         Self: 'a,
     {
         Box::pin(async move {
+            let (uri, failed) =
+                (request.uri().clone(), |error| HttpError::new_boxed(HttpErrorKind::Unknown, error));
+            let is_metadata = uri.host().is_some_and(is_metadata_host);
+            if !is_metadata && request.headers().contains_key("authorization") {
+                HAD_CREDENTIALS.fetch_or(METADATA_ANSWERED.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
             let answer = self.0.execute(request).await?;
+            METADATA_ANSWERED.fetch_or(is_metadata && answer.status().is_success(), Ordering::Relaxed);
             if answer.status().is_success() {
-                let failed = |error| HttpError::new_boxed(HttpErrorKind::Unknown, error);
-                return Ok(
-                    answer.map(|body| HttpResponseBody::new(Limited::new(body, MAX_ANSWER).map_err(failed)))
-                );
+                let limited =
+                    answer.map(|body| HttpResponseBody::new(Limited::new(body, MAX_ANSWER).map_err(failed)));
+                let Some(query) = uri.query().filter(|query| list::is_asked_for(query)) else {
+                    return Ok(limited);
+                };
+                let (head, body) = limited.into_parts();
+                let text = body.bytes().await?;
+                let page = list::readable(query, &String::from_utf8_lossy(&text));
+                let page = page.map_err(|error| failed(error.into()))?;
+                return Ok(HttpResponse::from_parts(head, page.into()));
             }
             let (head, body) = answer.into_parts();
             let (mut text, mut pieces) = (Vec::new(), body.bytes_stream());

@@ -5,10 +5,23 @@ use std::path::PathBuf;
 
 use object_store::Error as StoreError;
 
+use url::Url;
+
+use super::connection::had_credentials;
 use crate::error::Error;
 
 /// The longest part of a server's response that is shown.
 const SHOWN: usize = 240;
+
+/// The services from which machines and containers of the clouds get their credentials.
+const METADATA_HOSTS: [&str; 6] = [
+    "169.254.169.254",
+    "169.254.170.2",
+    "169.254.170.23",
+    "[fd00:ec2::254]",
+    "[fd00:ec2::23]",
+    "metadata.google.internal",
+];
 
 /// A response that is rejected, and would be again.
 #[derive(Debug, thiserror::Error)]
@@ -24,12 +37,14 @@ pub(super) enum Refused {
     Redirect(String),
     #[error("the server redirects again and again; check the URL")]
     Redirects,
+    #[error("the store has accepted it but keeps other bytes; remove the object and run again")]
+    Replaced,
 }
 
 /// Whether the same request may succeed later.
 pub(super) fn is_transient(error: &StoreError) -> bool {
-    refused(error).is_none()
-        && !matches!(
+    let is_final = || {
+        matches!(
             error,
             StoreError::NotFound { .. }
                 | StoreError::PermissionDenied { .. }
@@ -38,9 +53,18 @@ pub(super) fn is_transient(error: &StoreError) -> bool {
                 | StoreError::NotSupported { .. }
                 | StoreError::NotImplemented { .. }
                 | StoreError::InvalidPath { .. }
-        )
-        && !lacks_bucket(error)
-        && !lacks_credentials(error)
+        ) || refused(error).is_some()
+            || lacks_bucket(error)
+            || is_denied(error)
+    };
+    !lacks_credentials(error) && (metadata_host(error).is_some() || !is_final())
+}
+
+/// Whether the store refuses it to these credentials.
+fn is_denied(error: &StoreError) -> bool {
+    const SIGNS: [&str; 4] = ["status code: 403", "status code: 401", "(code: AccessDenied)", "(code: 403)"];
+    let text = chain(error);
+    SIGNS.iter().any(|sign| text.contains(sign))
 }
 
 /// Why this crate rejected the response.
@@ -60,16 +84,17 @@ pub(super) fn explain(url: &str, error: &StoreError) -> Error {
     if let Some(refused) = refused(error) {
         return Error::Input(format!("{url}: {refused}"));
     }
+    if lacks_credentials(error) {
+        return Error::Input(format!("{url}: no credentials were found; {}", remedy(url)));
+    }
     let refused =
         |remedy: &str| Error::Input(format!("{url}: the store refuses it ({}); {remedy}", said(error)));
     match error {
         StoreError::NotFound { .. } => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
-        StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
-            refused(match url.starts_with("http") {
-                true => "check the credentials and what they may read; a web server's are in ~/.netrc",
-                false => "check the credentials and what they may read and write",
-            })
-        }
+        error if is_denied(error) => refused(match url.starts_with("http") {
+            true => "check the credentials and what they may read; a web server's are in ~/.netrc",
+            false => "check the credentials and what they may read and write",
+        }),
         StoreError::Precondition { .. } => Error::Input(format!(
             "{url}: it was replaced while it was in use; run again when nothing changes it"
         )),
@@ -78,9 +103,6 @@ pub(super) fn explain(url: &str, error: &StoreError) -> Error {
             "it must support conditional PUT (If-None-Match), so that two writers cannot overwrite each other",
         ),
         error if lacks_bucket(error) => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
-        error if lacks_credentials(error) => {
-            Error::Input(format!("{url}: no credentials were found; {}", remedy(url)))
-        }
         error => Error::io(url, std::io::Error::other(said(error))),
     }
 }
@@ -109,18 +131,30 @@ fn lacks_bucket(error: &StoreError) -> bool {
     ["<Code>NoSuchBucket<", "<Code>ContainerNotFound<"].iter().any(|sign| text.contains(sign))
 }
 
-/// Outside of a cloud, the last resort of all providers is a metadata server that is not there.
+/// Outside of a cloud, the last resort of all providers is a metadata service that is not there. One that has given
+/// credentials before is there.
 fn lacks_credentials(error: &StoreError) -> bool {
-    let text = chain(error);
-    [
-        "169.254.",
-        "metadata.google.internal",
-        "metadata/instance",
-        "Account must be specified",
-        "instance credentials",
-    ]
-    .iter()
-    .any(|sign| text.contains(sign))
+    metadata_host(error).is_some() && !had_credentials() || chain(error).contains("Account must be specified")
+}
+
+/// Whether a host is a metadata service.
+pub(super) fn is_metadata_host(host: &str) -> bool {
+    METADATA_HOSTS.contains(&host)
+}
+
+/// The metadata service to which the request that failed was sent, if it was one.
+fn metadata_host(error: &StoreError) -> Option<String> {
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        // "Error performing PUT http://169.254.169.254/latest/api/token in 1s"
+        let text = inner.to_string();
+        let word = text.strip_prefix("Error performing ").and_then(|request| request.split(' ').nth(1));
+        if let Some(url) = word.and_then(|word| Url::parse(word).ok().filter(Url::has_host)) {
+            return url.host_str().filter(|host| is_metadata_host(host)).map(str::to_owned);
+        }
+        cause = inner.source();
+    }
+    None
 }
 
 /// The error in one short line: the code and message of an XML response, or else the innermost cause.
@@ -134,12 +168,13 @@ pub(super) fn said(error: &StoreError) -> String {
         let (_, rest) = text.split_once(&format!("<{name}>"))?;
         rest.split_once("</").map(|(value, _)| value)
     };
+    let host = metadata_host(error).map_or(String::new(), |host| format!("no new credentials from {host}: "));
     let short = match (tag("Code"), tag("Message")) {
         (Some(code), Some(message)) => format!("{code}: {message}"),
         (Some(code), None) => code.to_owned(),
         _ => innermost.to_string(),
     };
-    let line = short.split_whitespace().collect::<Vec<_>>().join(" ");
+    let line = (host + &short).split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(SHOWN) {
         Some((end, _)) => format!("{}…", &line[..end]),
         None => line,
@@ -158,33 +193,4 @@ pub(super) fn chain(error: &StoreError) -> String {
         cause = inner.source();
     }
     text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn generic(text: &str) -> StoreError {
-        StoreError::Generic { store: "S3", source: text.to_owned().into() }
-    }
-
-    #[test]
-    fn each_error_is_one_line_with_its_remedy() {
-        let missing =
-            generic("Error performing PUT http://169.254.169.254/latest/api/token in 1s, after 2 retries");
-        assert!(!is_transient(&missing));
-        let line = explain("s3://b/x", &missing).to_string();
-        assert!(line.starts_with("s3://b/x: no credentials were found; set AWS_ACCESS_KEY_ID"), "{line}");
-        let xml =
-            generic("answer:\n<Error>\n<Code>InvalidRange</Code><Message>not\n so far</Message></Error>");
-        assert!(is_transient(&xml));
-        assert_eq!(explain("s3://b/x", &xml).to_string(), "s3://b/x: InvalidRange: not so far");
-        let denied = StoreError::PermissionDenied { path: "x".into(), source: "403 Forbidden".into() };
-        assert!(
-            explain("gs://b/x", &denied).to_string().contains("check the credentials and what they may read")
-        );
-        let absent = StoreError::NotFound { path: "x".into(), source: "404".into() };
-        assert_eq!(explain("http://h/x", &absent).to_string(), "http://h/x: not found; check the URL");
-        assert!(said(&generic(&"x".repeat(1000))).chars().count() < 300);
-    }
 }

@@ -7,9 +7,12 @@ mod cancel;
 mod client;
 mod connection;
 mod errors;
+mod list;
 mod secrets;
 #[cfg(test)]
 pub(crate) mod test_server;
+#[cfg(test)]
+mod tests;
 mod upload;
 
 use std::ops::Range;
@@ -57,20 +60,4 @@ pub fn url_of(path: &Path) -> Option<String> {
     let known = SCHEMES.contains(&scheme);
     (known || rest.starts_with('/') && scheme.chars().all(|c| c.is_ascii_alphanumeric()) && scheme.len() > 1)
         .then(|| format!("{scheme}://{}", rest.trim_start_matches('/').trim_end_matches('/')))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn urls_are_told_from_paths() {
-        let url = |text: &str| url_of(Path::new(text));
-        assert_eq!(url("s3://bucket/a/"), Some("s3://bucket/a".into()));
-        assert_eq!(url("s3:/bucket/a"), Some("s3://bucket/a".into()));
-        assert_eq!(url("ftp://host/a"), Some("ftp://host/a".into()));
-        for path in ["shards", "/a/s3:/b", "a:/b", "C://b", "wiki:0.7", "s3:bucket"] {
-            assert_eq!(url(path), None, "{path}");
-        }
-    }
 }

@@ -2,26 +2,29 @@
 
 use std::cell::Cell;
 use std::fs::File;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::fs::FileExt;
 use std::path::Path as LocalPath;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{
-    Error as StoreError, MultipartId, ObjectStoreExt, PutMode, PutOptions, Result as StoreResult,
+    Error as StoreError, MultipartId, ObjectMeta, ObjectStoreExt, PutMode, PutOptions, PutResult,
+    Result as StoreResult,
 };
 
 use super::client::{Store, bytes_of, runtime};
-use super::errors::chain;
+use super::errors::{Refused, chain};
 use super::{Cancel, Request};
 use crate::error::{Error, Result};
 
 /// Larger files are uploaded in parts.
-const MAX_WHOLE: u64 = 16 << 20;
+const MAX_WHOLE: u64 = if cfg!(test) { 2 << 20 } else { 16 << 20 };
 /// Bytes of a part: small enough for slow lines, and at least the 5 MiB that S3 requires.
-const PART_BYTES: u64 = 8 << 20;
+const PART_BYTES: u64 = if cfg!(test) { 1 << 20 } else { 8 << 20 };
 /// The most parts of an object, by S3's rules.
 const MAX_PARTS: u64 = 10_000;
 /// Parts in flight; each is in memory.
@@ -29,7 +32,7 @@ const CONCURRENT_PARTS: usize = 4;
 /// The largest file that is created conditionally, because that takes a single request.
 const MAX_CONDITIONAL: u64 = 256 << 20;
 /// How long an upload that has failed waits until the store has dropped its parts.
-const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
+const TIDY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes of a request of a download.
 const RANGE_BYTES: u64 = 1 << 20;
 
@@ -60,36 +63,63 @@ impl Store {
     pub fn put(&self, name: &str, bytes: impl Into<Bytes>) -> Result<()> {
         let (path, bytes) = (self.path(name)?, bytes.into());
         self.block(self.repeat(name, self.retry, async || {
-            self.inner.put(&path, bytes.clone().into()).await?;
-            self.check_length(&path, bytes.len() as u64).await
+            let written = self.inner.put(&path, bytes.clone().into()).await?;
+            self.check(&path, &bytes, &written).await
         }))
     }
 
     /// Writes an object unless it exists. Returns whether it was written; two writers of the same bytes at the same
     /// moment may both be told so.
     pub fn create(&self, name: &str, bytes: impl Into<Bytes>) -> Result<bool> {
-        let (path, bytes, was_absent) = (self.path(name)?, bytes.into(), Cell::new(false));
-        self.block(self.repeat(name, self.retry, async || {
-            // A server that ignores conditions must not overwrite it.
-            if self.exists(&path).await? {
-                return Ok(was_absent.get() && self.holds(&path, &bytes).await?);
+        let (path, bytes) = (self.path(name)?, bytes.into());
+        if self.block(self.repeat(name, self.retry, async || self.find(&path).await))?.is_some() {
+            return Ok(false);
+        }
+        self.check_conditions(name)?;
+        let was_accepted = Cell::new(false);
+        self.block(self.repeat(name, self.retry, async || match self.put_absent(&path, &bytes).await {
+            // If it holds these bytes, then an earlier request wrote it, and its answer was lost.
+            Err(StoreError::AlreadyExists { .. }) if self.find(&path).await?.is_some() => {
+                match self.holds(&path, &bytes).await? {
+                    false if was_accepted.get() => Err(generic(Refused::Replaced)),
+                    holds => Ok(holds),
+                }
             }
-            was_absent.set(true);
-            match self.put_absent(&path, &bytes).await {
-                // If it holds these bytes, then an earlier request wrote it, and its answer was lost.
-                Err(StoreError::AlreadyExists { .. }) if self.exists(&path).await? => {
-                    self.holds(&path, &bytes).await
-                }
-                Err(StoreError::AlreadyExists { source, .. }) => {
-                    Err(StoreError::Generic { store: "conflict", source }) // with a request that failed
-                }
-                written => {
-                    written?;
-                    self.check_length(&path, bytes.len() as u64).await?;
-                    self.check_conditions(&path, &bytes).await.map(|()| true)
-                }
+            Err(StoreError::AlreadyExists { source, .. }) => Err(generic(source)), // with a request that failed
+            written => {
+                let written = written?;
+                was_accepted.set(true);
+                self.check(&path, &bytes, &written).await.map(|()| true)
             }
         }))
+    }
+
+    /// Fails if the store ignores conditions. The first call tries it, on an object beside the one of this name.
+    pub fn check_conditions(&self, name: &str) -> Result<()> {
+        if self.heeds_conditions.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let nonce = RandomState::new().build_hasher().finish();
+        let path = Path::from(format!("{}.tmp-{nonce:016x}", self.path(name)?));
+        let tried = self.block(self.repeat(name, self.retry, async || {
+            self.inner.put(&path, "".into()).await?;
+            match self.put_absent(&path, &Bytes::new()).await {
+                Err(StoreError::AlreadyExists { .. }) => Ok(()),
+                Err(error) => Err(error),
+                Ok(_) => Err(no_conditions()),
+            }
+        }));
+        self.tidy(self.inner.delete(&path));
+        tried?;
+        self.heeds_conditions.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Sends a request that removes what a failed or interrupted one has left. Its own error is not the one to report.
+    fn tidy(&self, request: impl Future<Output = StoreResult<()>>) {
+        if let Ok(runtime) = runtime() {
+            let _ = runtime.block_on(async { tokio::time::timeout(TIDY_TIMEOUT, request).await });
+        }
     }
 
     /// Uploads a file to an object, whether that exists or not.
@@ -107,53 +137,70 @@ impl Store {
             file.read_exact_at(&mut bytes, start).map_err(failed)?;
             Ok(Bytes::from(bytes))
         };
-        self.put_parts(name, size, size.div_ceil(part_bytes), read)
+        let parts = Parts { name, path: self.path(name)?, size, part_bytes, read: &read };
+        // A store may lose an upload: rules of a bucket, a server that restarts.
+        if self.put_parts(&parts)? || self.put_parts(&parts)? {
+            return Ok(());
+        }
+        let (path, url) = (path.display(), self.url_of(name));
+        Err(Error::Input(format!("{url}: the store has lost the parts of {path} twice; upload it again")))
     }
 
-    /// Uploads the parts of an object. If that fails, none of them stays.
-    fn put_parts(
-        &self,
-        name: &str,
-        size: u64,
-        num_parts: u64,
-        read: impl Fn(u64) -> Result<Bytes>,
-    ) -> Result<()> {
-        let (path, store) = (self.path(name)?, self.multipart()?);
-        let id = self.block(self.repeat(name, self.retry, async || store.create_multipart(&path).await))?;
-        let sent = self.block(self.send_parts(name, &path, &id, size, num_parts, read));
-        if sent.is_err() {
-            let abort =
-                async { tokio::time::timeout(ABORT_TIMEOUT, store.abort_multipart(&path, &id)).await };
-            let _ = runtime()?.block_on(abort); // the first error is the one to report
+    /// Uploads the parts of an object. Returns whether the store holds them then. If that fails, none of them stays.
+    fn put_parts(&self, parts: &Parts) -> Result<bool> {
+        let store = self.multipart()?;
+        let create = async || store.create_multipart(&parts.path).await;
+        let id = self.block(self.repeat(parts.name, self.retry, create))?;
+        let sent = self.block(self.send_parts(parts, &id));
+        if !matches!(sent, Ok(true)) {
+            self.tidy(store.abort_multipart(&parts.path, &id));
         }
         sent
     }
 
-    async fn send_parts(
-        &self,
-        name: &str,
-        path: &Path,
-        id: &MultipartId,
-        size: u64,
-        num_parts: u64,
-        read: impl Fn(u64) -> Result<Bytes>,
-    ) -> Result<()> {
-        let (store, read) = (self.multipart()?, &read);
+    async fn send_parts(&self, parts: &Parts<'_>, id: &MultipartId) -> Result<bool> {
+        let store = self.multipart()?;
         let send = |number: u64| async move {
-            let bytes = read(number)?;
-            let put = async || store.put_part(path, id, number as usize, bytes.clone().into()).await;
-            self.repeat(name, self.retry, put).await
+            let bytes = (parts.read)(number)?;
+            let put = async || {
+                store.put_part(&parts.path, id, number as usize, bytes.clone().into()).await.map_or_else(
+                    |error| if is_lost(&error) { Ok(None) } else { Err(error) },
+                    |sent| Ok(Some(sent)),
+                )
+            };
+            self.repeat(parts.name, self.retry, put).await
         };
-        let parts: Vec<_> =
-            stream::iter((0..num_parts).map(send)).buffered(CONCURRENT_PARTS).try_collect().await?;
-        self.repeat(name, self.retry, async || {
-            match store.complete_multipart(path, id, parts.clone()).await {
-                // Maybe the answer to an earlier request was lost.
-                Ok(_) | Err(StoreError::NotFound { .. }) => self.check_length(path, size).await,
-                Err(error) => Err(error),
-            }
-        })
-        .await
+        let sent: Vec<_> =
+            stream::iter((0..parts.count()).map(send)).buffered(CONCURRENT_PARTS).try_collect().await?;
+        let Some(sent) = sent.into_iter().collect::<Option<Vec<_>>>() else { return Ok(false) };
+        let written = self
+            .repeat(parts.name, self.retry, async || {
+                match store.complete_multipart(&parts.path, id, sent.clone()).await {
+                    // The answer to an earlier request was lost, or else the upload: the object tells.
+                    Err(error) if is_lost(&error) => Ok(None),
+                    written => written.map(Some),
+                }
+            })
+            .await?;
+        self.holds_parts(parts, written).await
+    }
+
+    /// Whether an object is the one whose parts were sent: by the ETag with which the store has accepted it, or else by
+    /// its bytes, because an older object may have the same length.
+    async fn holds_parts(&self, parts: &Parts<'_>, written: Option<PutResult>) -> Result<bool> {
+        let found = self.repeat(parts.name, self.retry, async || self.find(&parts.path).await).await?;
+        let Some(found) = found.filter(|found| found.size == parts.size) else { return Ok(false) };
+        if written.is_some_and(|written| is_same(&written, &found)) {
+            return Ok(true);
+        }
+        let holds = |number: u64| async move {
+            let start = number * parts.part_bytes;
+            let range = start..parts.size.min(start + parts.part_bytes);
+            let request = Request { name: parts.name.to_owned(), range, version: None };
+            Ok(self.read_range(&request).await? == (parts.read)(number)?)
+        };
+        let equal = stream::iter((0..parts.count()).map(holds)).buffered(CONCURRENT_PARTS);
+        equal.try_fold(true, async |all, one| Ok(all && one)).await
     }
 
     /// Downloads an object to a file, which appears only when it is complete.
@@ -185,16 +232,18 @@ impl Store {
         self.block(self.repeat("", self.retry, async || {
             let each = stream::iter(paths.clone().into_iter().map(Ok)).boxed();
             let deleted: Vec<_> = self.inner.delete_stream(each).collect().await;
-            let is_error = |error: &StoreError| !matches!(error, StoreError::NotFound { .. });
+            let is_error = |error: &StoreError| {
+                !matches!(error, StoreError::NotFound { .. }) && !chain(error).contains("(code: NoSuchKey)")
+            };
             deleted.into_iter().find_map(|one| one.err().filter(is_error)).map_or(Ok(()), Err)
         }))
     }
 
-    async fn exists(&self, path: &Path) -> StoreResult<bool> {
+    /// The metadata of an object, if it exists.
+    async fn find(&self, path: &Path) -> StoreResult<Option<ObjectMeta>> {
         match self.inner.head(path).await {
-            Ok(_) => Ok(true),
-            Err(StoreError::NotFound { .. }) => Ok(false),
-            Err(error) => Err(error),
+            Err(StoreError::NotFound { .. }) => Ok(None),
+            found => found.map(Some),
         }
     }
 
@@ -203,31 +252,59 @@ impl Store {
         Ok(found.meta.size == bytes.len() as u64 && bytes_of(found, bytes.len() as u64).await? == *bytes)
     }
 
-    async fn put_absent(&self, path: &Path, bytes: &Bytes) -> StoreResult<()> {
+    async fn put_absent(&self, path: &Path, bytes: &Bytes) -> StoreResult<PutResult> {
         let options = PutOptions::from(PutMode::Create);
         match self.inner.put_opts(path, bytes.clone().into(), options).await {
             Err(error) if chain(&error).contains("<Code>NotImplemented<") => Err(no_conditions()),
-            written => written.map(drop),
+            written => written,
         }
     }
 
-    /// Fails if an object that exists can be created again: the server ignores conditions.
-    async fn check_conditions(&self, path: &Path, bytes: &Bytes) -> StoreResult<()> {
-        match self.put_absent(path, bytes).await {
-            Err(StoreError::AlreadyExists { .. }) => Ok(()),
-            Err(error) => Err(error),
-            Ok(()) => Err(no_conditions()),
+    /// Fails unless an object is the one that the store has accepted.
+    async fn check(&self, path: &Path, bytes: &Bytes, written: &PutResult) -> StoreResult<()> {
+        let found = self.find(path).await?;
+        let (kept, length) = (found.as_ref().map_or(0, |found| found.size), bytes.len() as u64);
+        match found {
+            Some(found) if kept == length => {
+                let holds = is_same(written, &found) || self.holds(path, bytes).await?;
+                if holds { Ok(()) } else { Err(generic("the store kept other bytes than were sent")) }
+            }
+            Some(_) => Err(generic(format!("the store kept {kept} bytes of {length}"))),
+            None => Err(generic("the store did not keep the object that was sent")),
         }
     }
+}
 
-    async fn check_length(&self, path: &Path, length: u64) -> StoreResult<()> {
-        let found = self.inner.head(path).await?.size;
-        if found == length {
-            return Ok(());
-        }
-        let source = format!("the store kept {found} bytes of {length}").into();
-        Err(StoreError::Generic { store: "upload", source })
+/// A file in parts.
+struct Parts<'a> {
+    name: &'a str,
+    path: Path,
+    size: u64,
+    part_bytes: u64,
+    read: &'a dyn Fn(u64) -> Result<Bytes>,
+}
+
+impl Parts<'_> {
+    fn count(&self) -> u64 {
+        self.size.div_ceil(self.part_bytes)
     }
+}
+
+/// Whether an object has the ETag with which it was accepted.
+fn is_same(written: &PutResult, found: &ObjectMeta) -> bool {
+    let tag = |tag: &Option<String>| tag.as_ref().map(|tag| tag.trim_matches('"').to_owned());
+    written.e_tag.is_some() && tag(&written.e_tag) == tag(&found.e_tag)
+}
+
+/// Whether the store knows no such upload, or not its parts: they are an object already, or were dropped.
+fn is_lost(error: &StoreError) -> bool {
+    const CODES: [&str; 3] = ["status code: 404", "<Code>InvalidPart<", "<Code>InvalidBlockList<"];
+    let text = chain(error);
+    matches!(error, StoreError::NotFound { .. }) || CODES.iter().any(|code| text.contains(code))
+}
+
+fn generic(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> StoreError {
+    StoreError::Generic { store: "upload", source: source.into() }
 }
 
 fn no_conditions() -> StoreError {
@@ -244,104 +321,4 @@ fn read_whole(path: &LocalPath) -> Result<Vec<u8>> {
         )));
     }
     std::fs::read(path).map_err(|error| Error::io(path, error))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::store::test_server::{Fault, TestServer};
-
-    /// A folder served as the bucket `data`, and a store that writes to it.
-    fn bucket(retry_seconds: u64) -> (tempfile::TempDir, TestServer, Store) {
-        let dir = tempfile::tempdir().unwrap();
-        let server = TestServer::start(dir.path());
-        server.log.lock().unwrap().faulty = Some("object");
-        let endpoint = server.url.trim_end_matches("/data");
-        let variables = [("aws_endpoint_url", endpoint), ("aws_skip_signature", "true")];
-        let variables = variables.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
-        let mut store = Store::configured("s3://data", true, variables).unwrap();
-        store.retry = Duration::from_secs(retry_seconds);
-        (dir, server, store)
-    }
-
-    fn inject(server: &TestServer, faults: &[Fault]) {
-        server.log.lock().unwrap().faults.extend(faults);
-    }
-
-    #[test]
-    fn an_upload_survives_faults() {
-        let (dir, server, store) = bucket(60);
-        for (number, fault) in
-            [Fault::Unavailable, Fault::Stall, Fault::Cut, Fault::Short].into_iter().enumerate()
-        {
-            inject(&server, &[fault]);
-            let name = format!("{number}-object");
-            store.put(&name, vec![7; 1000]).unwrap();
-            assert_eq!(std::fs::read(dir.path().join(name)).unwrap(), vec![7; 1000], "{fault:?}");
-        }
-        assert!(server.log.lock().unwrap().faults.is_empty());
-    }
-
-    #[test]
-    fn a_store_that_keeps_failing_is_one_line() {
-        let (_dir, server, store) = bucket(1);
-        for (fault, message) in [
-            (Fault::Unavailable, "s3://data/object: "),
-            (Fault::Short, "the store kept 500 bytes of 1000; the request was repeated for"),
-            (Fault::Forbidden, "check the credentials and what they may read and write"),
-        ] {
-            server.log.lock().unwrap().always = Some(fault);
-            let error = store.put("object", vec![7; 1000]).unwrap_err().to_string();
-            assert!(error.contains(message) && error.lines().count() == 1, "{error}");
-        }
-    }
-
-    #[test]
-    fn an_object_is_created_once() {
-        let (dir, server, store) = bucket(60);
-        assert!(store.create("object", "ours").unwrap());
-        assert!(!store.create("object", "theirs").unwrap());
-        assert!(!store.create("object", "ours").unwrap());
-        inject(&server, &[Fault::Cut]); // written, but the answer is lost
-        assert!(store.create("lost-object", "ours").unwrap());
-        assert_eq!(std::fs::read(dir.path().join("object")).unwrap(), b"ours");
-        server.log.lock().unwrap().ignores_conditions = true;
-        assert!(!store.create("object", "theirs").unwrap());
-        let error = store.create("new-object", "x").unwrap_err().to_string();
-        assert!(error.contains("it must support conditional PUT"), "{error}");
-    }
-
-    #[test]
-    fn a_large_file_is_uploaded_in_parts_and_none_stays_after_a_failure() {
-        let (dir, server, mut store) = bucket(60);
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let bytes: Vec<u8> = (0..MAX_WHOLE + 4_000_001).map(|at| (at / 1000 % 251) as u8).collect();
-        std::fs::write(file.path(), &bytes).unwrap();
-        inject(&server, &[Fault::Unavailable, Fault::Stall]);
-        store.put_file("object", file.path()).unwrap();
-        assert!(std::fs::read(dir.path().join("object")).unwrap() == bytes);
-        inject(&server, &[Fault::Short]);
-        store.retry = Duration::ZERO;
-        let error = store.put_file("short-object", file.path()).unwrap_err().to_string();
-        assert!(error.contains("the store kept"), "{error}");
-        std::fs::remove_file(dir.path().join("short-object")).unwrap();
-        server.log.lock().unwrap().always = Some(Fault::Forbidden);
-        assert!(store.put_file("other-object", file.path()).is_err());
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn an_interrupted_upload_leaves_no_parts() {
-        let (dir, server, store) = bucket(60);
-        let file = tempfile::NamedTempFile::new().unwrap();
-        file.as_file().set_len(MAX_WHOLE + 1).unwrap();
-        inject(&server, &[Fault::Stall]);
-        let upload = |_: std::sync::mpsc::Sender<()>| store.put_file("object", file.path());
-        let has_part =
-            || dir.path().join("object.part-2").exists() || dir.path().join("object.part-3").exists();
-        let interrupt = |_| if has_part() { Err("Ctrl-C") } else { Ok(()) };
-        assert_eq!(crate::store::attended(upload, interrupt).unwrap_err(), "Ctrl-C");
-        std::thread::sleep(Duration::from_millis(100));
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-    }
 }
