@@ -161,6 +161,9 @@ def train_vocab(
 def url_of(path: str) -> str | None: ...
 def verify(path: str) -> tuple[int, int, list[str]]: ...
 
+# For the command line: SIGBUS, from a mapped file that was cut off, ends the process with a message.
+def explain_bus_errors() -> None: ...
+
 # --- object stores: a ValueError, OSError or FileNotFoundError names the URL ----------------------
 
 # True if it was written; with `if_absent`, False if the object at `url` exists already.

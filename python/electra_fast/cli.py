@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from electra_fast import _data
 from electra_fast.cli_completion import PrintCompletion
 from electra_fast.cli_parser import CONFIGURED, build_parser
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
@@ -49,6 +50,7 @@ LESS_MEMORY = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code, which is 128 plus the signal's number after an interruption."""
     interrupt_at_once()
+    _data.explain_bus_errors()
     escape_unencodable()
     options = argparse.Namespace(command=None)
     try:

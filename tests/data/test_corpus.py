@@ -252,8 +252,10 @@ def test_a_corpus_is_a_sequence(vocab, tmp_path):
 def test_another_vocabulary_beside_the_shards(vocab, tmp_path):
     prepare(iter(["some text"]), vocab=vocab, out=tmp_path / "shards", progress=False)
     (tmp_path / "shards/vocab.txt").write_text("\n".join(VOCAB[:-1]))
-    with pytest.raises(InputError, match=r"vocab\.txt: not the bytes written"):
+    with pytest.raises(InputError, match=r"vocab\.txt: not the one that the corpus.s manifest names"):
         Tokenizer.of(Corpus(tmp_path / "shards"))
+    with pytest.raises(InputError, match=r"vocab\.txt: not the one that the corpus.s manifest names"):
+        Tokenizer(tmp_path / "shards")
 
 
 def test_token_counts_are_those_of_the_documents(tmp_path):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from in_process import run
 
 import electra_fast as ef
+from electra_fast import _data
 from electra_fast.errors import InputError
 
 PASSWORD = "Basic " + base64.b64encode(b"bob:SECRET").decode()
@@ -29,8 +33,29 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.corpus, self.url = corpus, f"http://127.0.0.1:{self.server_port}"
         self.modified = "Tue, 01 Jan 2030 00:00:00 GMT"
-        self.when_stalled: Callable[[], None] = lambda: None
         self.released = threading.Event()
+        # The process that gets Ctrl-C at a faulty request, which of them that is, and when it was.
+        self.interrupted, self.wanted, self.struck = os.getpid(), 0, 0.0
+        self.is_sound = False
+
+    @contextlib.contextmanager
+    def sound(self) -> Iterator[None]:
+        """A while without faults."""
+        self.is_sound = True
+        yield
+        self.is_sound = False
+
+    def strike(self) -> None:
+        """Notes a faulty request."""
+        self.wanted -= 1
+        while not self.interrupted:
+            time.sleep(0.01)
+        if self.wanted == 0:
+            self.struck = time.monotonic()
+            os.kill(self.interrupted, signal.SIGINT)
+
+    def handle_error(self, *_: object) -> None:
+        """A client that has gone is no error."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -44,41 +69,61 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The file, or what its path asks for."""
-        _, mode, name = self.path.split("/", 2)
+        mode, _, name = self.path[1:].partition("?")[0].partition("/")
+        if self.path.partition("?")[2].startswith("uploads"):
+            return self.answer(200, b"<R><Bucket>a</Bucket><Key>b</Key><UploadId>1</UploadId></R>")
+        fault, _, of = mode.partition("-")
+        if fault in FAULTS and name.endswith(of) and not self.server.is_sound:
+            self.server.strike()
+            return FAULTS[fault](self)
         if mode == "elsewhere":
             return self.refuse(302, f"{self.server.url.replace('127.0.0.1', 'localhost')}/plain/{name}")
         if mode in ("circle", "here"):
             return self.refuse(302, f"/{'plain' if mode == 'here' else mode}/{name}")
         if mode == "locked" and self.headers["Authorization"] != PASSWORD:
             return self.refuse(401)
-        if mode == "stalled" or (mode == "stalls" and name.endswith(".tokens")):
-            self.server.when_stalled()
-            self.server.released.wait()
         path = self.server.corpus / name
         if not path.is_file():
             return self.refuse(404)
-        data, status, total = path.read_bytes(), 200, path.stat().st_size
-        if "Range" in self.headers:
-            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-            data, status = data[first : last + 1], 206
-        self.send_response(status)
-        if status == 206:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{total}")
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Last-Modified", self.server.modified)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
+        data, times = path.read_bytes(), {"Last-Modified": self.server.modified}
+        if "Range" not in self.headers:
+            return self.answer(200, data, times)
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        return self.answer(206, data[first : last + 1], times | {"Content-Range": f"bytes {first}-{last}/{len(data)}"})
 
-    do_HEAD = do_GET
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def trickle(self) -> None:
+        """A byte now and then, of the range that was asked for if any was."""
+        if "Range" in self.headers:
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {self.headers['Range'].removeprefix('bytes=')}/1000000000")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        while not self.server.released.wait(0.1):
+            self.wfile.write(b" ")
 
     def refuse(self, status: int, location: str = "") -> None:
         """An answer without a body."""
+        self.answer(status, headers={"Location": location} if location else None)
+
+    def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+        """An answer of this length."""
         self.send_response(status)
-        self.send_header("Content-Length", "0")
-        if location:
-            self.send_header("Location", location)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
         self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+FAULTS: dict[str, Callable[[Handler], object]] = {
+    "silent": lambda handler: handler.server.released.wait(),
+    "trickling": Handler.trickle,
+    "busy": lambda handler: handler.refuse(503),
+}
 
 
 @pytest.fixture
@@ -149,33 +194,108 @@ def test_redirects_to_hosts_that_are_trusted(web: Server, monkeypatch: pytest.Mo
     assert ef.verify(f"{web.url}/elsewhere")["files"] > 0
 
 
-CALLS: dict[str, Callable[[str, Path], object]] = {
-    "inspect": lambda url, _: run("inspect", f"{url}/stalled"),
-    "prepare": lambda url, vocab: run("prepare", f"{url}/stalled/a.txt", "--vocab", vocab, "--out", vocab.parent / "x"),
-    "vocab": lambda url, vocab: run("vocab", f"{url}/stalled/a.txt", "--out", vocab.parent / "other.txt"),
-    "a document": lambda url, _: ef.Corpus(f"{url}/stalls")[0],
-    "coverage": lambda url, _: ef.Corpus(f"{url}/stalls").coverage(),
-    "rows": lambda url, _: ef.BatchLoader(f"{url}/stalls", sequence_length=64, batch_size=8).num_rows,
-    "a batch": lambda url, _: next(ef.BatchLoader(f"{url}/stalls", sequence_length=64, batch_size=8)),
+class Case:
+    """A store with a fault, and what calls need besides."""
+
+    def __init__(self, web: Server, fault: str, vocab: Path, tmp_path: Path) -> None:
+        self.web, self.vocab, self.tmp = web, vocab, tmp_path
+        self.url, self.s3 = f"{web.url}/{fault}", f"s3://{fault}/x"
+        self.late, self.late_lines, self.late_vocab = (f"{self.url}-{name}" for name in (".tokens", ".lines", ".txt"))
+        self.text, self.large = tmp_path / "a.txt", tmp_path / "large"
+        self.text.write_text("the cat sees the dog\n")
+        with self.large.open("wb") as file:
+            file.truncate(17 << 20)  # in parts
+
+    def loader(self, url: str, **options: Any) -> ef.BatchLoader:
+        return ef.BatchLoader(url, sequence_length=64, batch_size=8, **options)
+
+    def restored(self) -> None:
+        loader = self.loader(str(self.web.corpus))
+        next(loader)
+        self.loader(self.late).restore(loader.state())
+
+    def deleted(self) -> None:
+        """Its threads wait for the store."""
+        loader = self.loader(self.late)._loader
+        with contextlib.suppress(KeyboardInterrupt):
+            next(loader)
+            pytest.fail("the batch arrived")
+        del loader
+        raise KeyboardInterrupt
+
+    def inherited(self) -> None:
+        """A forked child, which is the one to interrupt, opens a corpus again."""
+        with self.web.sound():
+            corpus = ef.Corpus(self.url)
+        self.web.interrupted = 0
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(KeyboardInterrupt):
+                os._exit(corpus.num_tokens > 0)
+            os._exit(0)
+        self.web.interrupted = child
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            raise KeyboardInterrupt
+
+    def prepare(self, source: str | Path, out: str | Path) -> None:
+        ef.prepare([source], vocab=self.vocab, out=out, progress=False)
+
+
+CALLS: dict[str, Callable[[Case], object]] = {
+    "inspect": lambda case: run("inspect", case.url),
+    "a corpus": lambda case: ef.Corpus(case.url),
+    "a corpus in a child": Case.inherited,
+    "a document": lambda case: ef.Corpus(case.late)[0],
+    "counts": lambda case: ef.Corpus(case.late).token_counts(),
+    "coverage": lambda case: ef.Corpus(case.late).coverage(),
+    "its tokenizer": lambda case: ef.Tokenizer.of(ef.Corpus(case.late_vocab)),
+    "verify": lambda case: ef.verify(case.late),
+    "a loader": lambda case: case.loader(case.url),
+    "rows": lambda case: case.loader(case.late).num_rows,
+    "contents": lambda case: case.loader(case.late)._loader.contents(),
+    "weights": lambda case: _data.mixture_weights([(case.url, None)]),
+    "lanes": lambda case: _data.auto_lanes([case.url], 8),
+    "a batch": lambda case: next(case.loader(case.late)),
+    "a batch of lines": lambda case: next(case.loader(case.late_lines, packing="google")),
+    "a restored loader": Case.restored,
+    "a deleted loader": Case.deleted,
+    "prepare": lambda case: case.prepare(f"{case.url}/a.txt", case.tmp / "out"),
+    "prepare to it": lambda case: case.prepare(case.text, case.s3),
+    "a job": lambda case: _data.PrepareJob(_data.Tokenizer(str(case.vocab)), case.s3, files=[str(case.text)]),
+    "vocab": lambda case: ef.train_vocab([f"{case.url}/a.txt"], out=case.tmp / "vocab.txt", progress=False),
+    "a sample": lambda case: _data.text_sample(files=[f"{case.url}/a.txt"]),
+    "upload": lambda case: _data.upload(str(case.text), case.s3),
+    "upload in parts": lambda case: _data.upload(str(case.large), case.s3),
+    "upload if absent": lambda case: _data.upload(str(case.text), case.s3, True),
+    "download": lambda case: _data.download(case.s3, str(case.tmp / "b")),
+    "list": lambda case: _data.list_objects(case.s3),
+    "delete": lambda case: _data.delete_objects(case.s3, ["a"]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("call", CALLS)
-def test_ctrl_c_ends_waiting_for_a_store(call: str, web: Server, tiny_vocab: Path) -> None:
-    interrupts = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
-    web.when_stalled = lambda: next(interrupts, lambda: None)()
-    # A stalled request is given up and sent again after 30 s: whatever takes that long has not been interrupted.
+def test_ctrl_c_ends_waiting_for_a_store(
+    call: str, fault: str, web: Server, tiny_vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is a thread of this process, so it interrupts the call only if that has released the GIL."""
+    keys = {"AWS_ENDPOINT_URL": web.url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "c"}
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    web.wanted = 3 if fault == "busy" else 1
+    # Whatever takes longer has not been interrupted.
     deadline = threading.Timer(20, web.released.set)
     deadline.start()
     try:
-        done = CALLS[call](web.url, tiny_vocab)
+        done = CALLS[call](Case(web, fault, tiny_vocab, tmp_path))
     except KeyboardInterrupt:
         pass
     else:
         assert isinstance(done, CompletedProcess) and done.returncode == 130, done
         assert done.stderr.splitlines()[-1].startswith("electra-fast: interrupted; ")
+    assert time.monotonic() - web.struck < 4
     deadline.cancel()
-    assert not web.released.is_set()
 
 
 def test_an_input_without_an_etag_is_known_by_its_time(web: Server, tiny_vocab: Path, tmp_path: Path) -> None:

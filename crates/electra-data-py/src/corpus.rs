@@ -140,7 +140,7 @@ impl Corpus {
 impl Corpus {
     /// The corpus of this process. A forked child opens it again.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
-        self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash()), None).map_err(raise))
+        self.inner.get(py, |parent| interruptible(py, || open(&self.path, Some(parent.content_hash()), None)))
     }
 }
 

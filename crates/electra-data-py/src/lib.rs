@@ -3,6 +3,7 @@
 
 use pyo3::pymodule;
 
+mod bus_error;
 mod corpus;
 mod errors;
 mod interruption;
@@ -24,17 +25,20 @@ mod _data {
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-    /// Adds the names that options of the loader can have.
+    /// Adds the names that options of the loader can have. Python changes the environment under the GIL.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         fn names<C: Choice>() -> impl ExactSizeIterator<Item = &'static str> {
             C::NAMES.iter().map(|&(name, _)| name)
         }
+        electra_data::guard_environment(|read| Python::attach(|_| read()));
         module.add("MASKINGS", PyTuple::new(module.py(), names::<Masking>())?)?;
         module.add("PACKINGS", PyTuple::new(module.py(), names::<Packing>())?)?;
         module.add("CUTS", PyTuple::new(module.py(), names::<CutAt>())?)
     }
 
+    #[pymodule_export]
+    use crate::bus_error::explain_bus_errors;
     #[pymodule_export]
     use crate::corpus::{Corpus, url_of, verify};
     #[pymodule_export]

@@ -109,9 +109,11 @@ impl BatchLoader {
                 Err(TryLockError::Poisoned(parent)) => parent.into_inner().state(),
                 Err(TryLockError::WouldBlock) => return Err(InputError::new_err(IN_USE)),
             };
-            let mut loader = open(&self.corpora, &self.options).map_err(raise)?;
-            loader.restore(&state).map_err(raise)?;
-            Ok(Mutex::new(loader))
+            interruptible(py, || {
+                let mut loader = open(&self.corpora, &self.options)?;
+                loader.restore(&state)?;
+                Ok(Mutex::new(loader))
+            })
         })
     }
 }

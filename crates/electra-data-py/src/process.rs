@@ -3,52 +3,59 @@
 //! A fork copies memory but not threads: in the child, locks held by other threads of the parent stay locked,
 //! values that they were initializing stay incomplete, and joining them never returns.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 
 /// A value that a forked child opens again on first use.
-pub(crate) struct PerProcess<T> {
+pub(crate) struct PerProcess<T: Send + Sync> {
     current: Mutex<Owned<T>>,
 }
 
-impl<T> PerProcess<T> {
+impl<T: Send + Sync> PerProcess<T> {
     pub fn new(value: T) -> Self {
         Self { current: Mutex::new(Owned::new(value)) }
     }
 
-    /// The value of this process. In a forked child, `reopen` makes it from the parent's.
-    ///
+    /// The value of this process. In a forked child, `reopen` makes it from the parent's and may release the GIL.
+    pub fn get(&self, py: Python<'_>, reopen: impl FnOnce(&T) -> PyResult<T>) -> PyResult<Arc<T>> {
+        let parent = match &*self.lock(py) {
+            ours if ours.process == std::process::id() => return Ok(Arc::clone(&ours.value)),
+            theirs => Arc::clone(&theirs.value),
+        };
+        let new = Owned::new(reopen(&parent)?);
+        let mut current = self.lock(py);
+        if current.process != new.process {
+            *current = new; // unless another thread was faster
+        }
+        Ok(Arc::clone(&current.value))
+    }
+
     /// Holding the GIL is required to take the lock and to fork, so a child never finds it locked.
-    pub fn get(&self, _py: Python<'_>, reopen: impl FnOnce(&T) -> PyResult<T>) -> PyResult<Arc<T>> {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if current.is_foreign() {
-            *current = Owned::new(reopen(&current.value)?);
-        }
-        Ok(current.value.clone())
+    fn lock(&self, _py: Python<'_>) -> MutexGuard<'_, Owned<T>> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-struct Owned<T> {
+struct Owned<T: Send + Sync> {
     process: u32,
-    value: Arc<T>,
+    value: ManuallyDrop<Arc<T>>,
 }
 
-impl<T> Owned<T> {
+impl<T: Send + Sync> Owned<T> {
     fn new(value: T) -> Self {
-        Self { process: std::process::id(), value: Arc::new(value) }
-    }
-
-    fn is_foreign(&self) -> bool {
-        self.process != std::process::id()
+        Self { process: std::process::id(), value: ManuallyDrop::new(Arc::new(value)) }
     }
 }
 
-impl<T> Drop for Owned<T> {
+impl<T: Send + Sync> Drop for Owned<T> {
     fn drop(&mut self) {
-        if self.is_foreign() {
-            // Leak one reference: dropping the parent's value could wait for its threads.
-            std::mem::forget(self.value.clone());
+        if self.process == std::process::id() {
+            // SAFETY: nothing uses the value afterwards.
+            let value = unsafe { ManuallyDrop::take(&mut self.value) };
+            Python::attach(|py| py.detach(|| drop(value))); // it may wait for its threads
         }
+        // Otherwise it leaks: dropping the parent's value could wait for threads that are not here.
     }
 }

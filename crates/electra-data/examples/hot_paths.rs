@@ -10,7 +10,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use electra_data::philox::{Purpose, Stream};
-use electra_data::{Corpus, Loader, LoaderOptions, Tokenizer, write_sparse};
+use electra_data::{Corpus, Loader, LoaderOptions, Tokenizer};
+use sparse_corpus::write_sparse;
+
+mod sparse_corpus;
 
 const WORDS: usize = 8000;
 

@@ -1,7 +1,23 @@
-//! Text to masked, packed Arrow batches for replaced-token detection.
+//! Text to masked, packed Arrow batches for replaced-token detection: the engine of the Python package `electra-fast`,
+//! and not yet a stable interface for others.
 //!
-//! Building a corpus: `input` (files to lines) → `tokenizer` → `format`, driven by `prepare`.
-//! Reading it: `format` → `loader`.
+//! Building a corpus: `input` (files to lines) → `tokenizer` → `format`, driven by [`prepare`].
+//! Reading it: `format` ([`Corpus`]) → `loader` ([`Loader`]). Paths may be URLs of object stores.
+//!
+//! ```no_run
+//! # use std::{path::Path, sync::Arc};
+//! # use electra_data::*;
+//! # fn main() -> Result<()> {
+//! let tokenizer = Tokenizer::from_file(Path::new("vocab.txt"), None, None)?;
+//! let text = TextSource::Files(vec!["text.txt".into()]);
+//! prepare(text, &tokenizer, Path::new("corpus"), &PrepareOptions::default(), &mut |_| true)?;
+//! let corpus = Arc::new(Corpus::open(Path::new("corpus"))?);
+//! for batch in Loader::new(corpus, &LoaderOptions { epochs: Some(1), ..LoaderOptions::default() })? {
+//!     println!("{} rows", batch?.num_rows());
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 // The tests of the cache, which needs Linux, are the only users of some helpers.
 #![cfg_attr(all(test, not(target_os = "linux")), allow(dead_code))]
@@ -24,7 +40,7 @@ mod tokenizer;
 
 pub use choice::{Choice, options_from};
 pub use error::{Error, Result};
-pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, write_sparse};
+pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified};
 pub use input::{
     DocumentSeparator, InputFormat, InvalidUtf8, PassedOver, ReadOptions, SkippedRecord, TextSource,
 };
@@ -34,5 +50,7 @@ pub use prepare::{
     RepeatCount, RepeatedLine, Repeats, TaskReport, VocabOptions, VocabReport, job_tokenizer, prepare,
     prepare_input_groups, text_sample, train_vocab, verify,
 };
-pub use store::{attended, check_url, delete_objects, download, list_objects, upload, url_of};
+pub use store::{
+    attended, check_url, delete_objects, download, guard_environment, list_objects, upload, url_of,
+};
 pub use tokenizer::{Encoder, Pieces, SpecialNames, Tokenizer};

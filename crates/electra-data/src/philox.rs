@@ -122,6 +122,7 @@ impl Stream {
             self.words[4 * lane..4 * lane + 4].copy_from_slice(&block);
         }
         self.next = self.next.wrapping_add(LANES as u32);
+        debug_assert!(self.next & 0x00ff_ffff != 0, "2^26 words: the next ones are those of another purpose");
         self.used = 0;
     }
 }

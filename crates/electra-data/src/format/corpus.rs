@@ -9,8 +9,7 @@ use tempfile::TempDir;
 
 use super::atomic_file::{write_atomically, write_error};
 use super::block_cache::{BlockCache, CacheOptions, Pins};
-use super::checksum::hash_hex;
-use super::damage::{access_error, damaged};
+use super::damage::{access_error, foreign, wrong_length};
 use super::header::{BLOCK_BYTES, HEADER_BYTES, Layout};
 use super::manifest::{MANIFEST, MAX_TOKENIZER_BYTES, Manifest, SpecialTokens, saturating_sum};
 use super::mmap::MappedFile;
@@ -64,6 +63,7 @@ impl Corpus {
                 (manifest, Some(Arc::new(cache)))
             }
         };
+        check_whole(&dir, store.as_ref(), &manifest)?;
         if store.is_none() && manifest.shards.len() <= CHECKED_SHARDS {
             for entry in &manifest.shards {
                 check_length(&dir.join(&entry.tokens.file), entry.tokens.bytes)?;
@@ -254,7 +254,7 @@ impl Corpus {
             return Ok(path.clone());
         }
         let bytes = store.read(&entry.file, MAX_TOKENIZER_BYTES)?;
-        self.verify_tokenizer(&bytes)?;
+        entry.check(&self.tokenizer_name(), &bytes)?;
         // Unique to this reader: threads share a process, and containers may share its number.
         let tag = format!("{:016x}", RandomState::new().build_hasher().finish());
         let private = || TempDir::with_prefix("electra-fast-");
@@ -269,10 +269,7 @@ impl Corpus {
 
     /// Rejects bytes that are not the tokenizer's file as it was written.
     pub(crate) fn verify_tokenizer(&self, bytes: &[u8]) -> Result<()> {
-        if hash_hex(bytes) == self.manifest.tokenizer.file_hash {
-            return Ok(());
-        }
-        Err(damaged(&self.tokenizer_name(), "not the bytes written".into()))
+        self.manifest.tokenizer.check(&self.tokenizer_name(), bytes)
     }
 
     /// Settings to open [`Corpus::tokenizer_path`] with: lowercase and strip_accents.
@@ -312,15 +309,27 @@ fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
     slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Rejects a validation split that was made with another corpus than the one around it.
+pub(super) fn check_whole(dir: &Path, store: Option<&Store>, manifest: &Manifest) -> Result<()> {
+    let Some(around) = dir.parent().filter(|_| dir.ends_with(VALIDATION)) else { return Ok(()) };
+    let whole = match store {
+        None => Manifest::read(around),
+        Some(store) => store.at(&around.to_string_lossy()).and_then(|store| Manifest::fetch(&store)),
+    };
+    match whole {
+        Ok(whole) if whole.has_validation && whole.fingerprint != manifest.fingerprint => {
+            Err(foreign(&dir.join(MANIFEST)))
+        }
+        Err(Error::Interrupted) => Err(Error::Interrupted),
+        _ => Ok(()), // on its own
+    }
+}
+
 /// A file shorter than what was written must not be mapped: reading past its end would kill the process.
 fn check_length(path: &Path, expected: u64) -> Result<()> {
     match std::fs::metadata(path) {
         Ok(found) if found.len() == expected => Ok(()),
-        Ok(found) => {
-            let length = found.len();
-            let last = length.min(expected) / super::header::BLOCK_BYTES as u64;
-            Err(damaged(path, format!("{length} bytes instead of {expected}: truncated in block {last}")))
-        }
+        Ok(found) => Err(wrong_length(path, found.len(), expected)),
         Err(error) => Err(access_error(path, error)),
     }
 }
@@ -354,12 +363,6 @@ mod tests {
         assert_eq!(corpus.document(0).unwrap(), [5, 6]);
         let error = corpus.document(1).unwrap_err().to_string();
         assert!(error.contains("shard-000001-000.tokens: missing, though the manifest names it"), "{error}");
-    }
-
-    #[test]
-    fn a_corpus_can_be_shared_between_threads() {
-        fn shared<T: Send + Sync>() {}
-        shared::<Corpus>();
     }
 
     proptest! {

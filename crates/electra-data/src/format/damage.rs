@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::header::BLOCK_BYTES;
 use crate::error::Error;
 
 const REMEDY: &str = "restore the file from a copy or prepare the corpus again";
@@ -17,4 +18,17 @@ pub(super) fn access_error(path: &Path, error: std::io::Error) -> Error {
         std::io::ErrorKind::NotFound => damaged(path, "missing, though the manifest names it".into()),
         _ => Error::io(path, error),
     }
+}
+
+/// The error for a file whose length is not that in the manifest.
+pub(super) fn wrong_length(path: &Path, length: u64, expected: u64) -> Error {
+    let last = length.min(expected) / BLOCK_BYTES as u64;
+    damaged(path, format!("{length} bytes instead of {expected}: truncated in block {last}"))
+}
+
+/// The error for an intact file that is not the one that the manifest names.
+pub(crate) fn foreign(path: &Path) -> Error {
+    let reason = "not the one that the corpus's manifest names (an interrupted copy?); copy the corpus again, and check \
+                  it with `electra-fast verify`";
+    Error::Damaged { path: path.to_owned(), reason: reason.to_owned() }
 }

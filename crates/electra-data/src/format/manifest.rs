@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::checksum::{hash_hex, hex128};
-use super::damage::damaged;
+use super::damage::{damaged, foreign};
 use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header, Layout};
 use crate::error::{Error, Result};
 use crate::regular_file;
@@ -55,6 +55,11 @@ impl TokenizerEntry {
     /// The hash as it is stored in shard headers.
     pub fn hash_value(&self) -> u64 {
         u64::from_str_radix(&self.hash, 16).expect("`Manifest::read` accepts 16 hexadecimal digits only")
+    }
+
+    /// Rejects bytes that are not those of the tokenizer's file, which is at `path`.
+    pub fn check(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        if hash_hex(bytes) == self.file_hash { Ok(()) } else { Err(foreign(path)) }
     }
 }
 

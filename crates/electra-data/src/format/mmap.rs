@@ -1,6 +1,5 @@
 //! A memory-mapped file of a corpus. Each block is verified when it is first read, and readers check now and then
-//! whether the file has been written to since. If a file is truncated while it is mapped, `bus_error` explains the
-//! crash, on Linux.
+//! whether the file has been written to since.
 //!
 //! The file is on disk, or in an object store. Then runs of its blocks are mapped (see `block_cache`), which are fetched
 //! when they are first read unless they have been prefetched.
@@ -15,11 +14,10 @@ use std::time::SystemTime;
 use memmap2::Mmap;
 
 use super::block_cache::{BlockCache, CachedFile, Pins};
-#[cfg(target_os = "linux")]
-use super::bus_error;
-use super::checksum::block_hash;
-use super::damage::{access_error, damaged};
+use super::checksum::{block_hash, hash_hex};
+use super::damage::{access_error, damaged, foreign, wrong_length};
 use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, read_u64};
+use super::manifest::FileEntry;
 use crate::error::{Error, Result};
 use crate::regular_file;
 use crate::store::Cancel;
@@ -48,19 +46,17 @@ enum Backing {
 }
 
 impl MappedFile {
-    /// Maps a file and checks its header, its length and its table of checksums.
-    pub fn open(path: &Path) -> Result<Self> {
+    /// Maps the file of an entry of the manifest, and checks its length, its header and its table of checksums.
+    pub fn open(path: &Path, entry: &FileEntry) -> Result<Self> {
         let file = regular_file::open(path).map_err(|e| access_error(path, e))?;
         let metadata = file.metadata().map_err(|e| Error::io(path, e))?;
         let (length, modified, inode) = (metadata.len(), metadata.modified().ok(), metadata.ino());
-        if length < (HEADER_BYTES + 8) as u64 {
-            return Err(damaged(path, format!("{length} bytes are too few for a shard: it was cut off")));
+        if length != entry.bytes {
+            return Err(wrong_length(path, length, entry.bytes)); // a part that is missing must not be mapped
         }
-        #[cfg(target_os = "linux")]
-        bus_error::explain();
         // SAFETY: the map is read-only and private to this struct; this crate never modifies finished shards in place
         // (they are replaced by rename). Other programs may: every read copies what it then checks, `expect_unchanged`
-        // notices soon, and a missing page ends the process with a message.
+        // notices soon, and a missing page ends the process.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, e))?;
         let start: &[u8; HEADER_BYTES] =
             map.first_chunk().ok_or_else(|| damaged(path, "it was cut off while being opened".into()))?;
@@ -78,6 +74,9 @@ impl MappedFile {
         let backing = Backing::Local { map, verified, modified, inode };
         let mapped = Self::new(path.to_owned(), header, layout, backing);
         mapped.check_block(0)?;
+        if hash_hex(mapped.table()) != entry.hash {
+            return Err(foreign(path));
+        }
         Ok(mapped)
     }
 
@@ -117,7 +116,7 @@ impl MappedFile {
         if found == (kind, num_tokens, num_documents, tokenizer) {
             return Ok(self);
         }
-        Err(damaged(&self.path, "block 0: it belongs to another corpus than the manifest".into()))
+        Err(foreign(&self.path))
     }
 
     /// Rejects a file that was written to after it was mapped, judging by its length and modification time, because

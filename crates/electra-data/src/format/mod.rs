@@ -4,8 +4,6 @@
 
 mod atomic_file;
 mod block_cache;
-#[cfg(target_os = "linux")]
-mod bus_error;
 mod checksum;
 mod corpus;
 mod damage;
@@ -13,7 +11,6 @@ mod header;
 mod manifest;
 mod mmap;
 mod shard;
-mod synthetic;
 #[cfg(test)]
 pub(crate) mod testing;
 mod token_counts;
@@ -25,7 +22,6 @@ pub(crate) use block_cache::Pins;
 pub use corpus::Corpus;
 pub use manifest::SpecialTokens;
 pub use shard::Shard;
-pub use synthetic::write_sparse;
 pub use verify::{Verified, verify};
 
 pub(crate) use atomic_file::{create_folder, temp_path, write_all_new, write_atomically, write_error};

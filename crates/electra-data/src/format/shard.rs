@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use super::block_cache::BlockCache;
 use super::damage::damaged;
 use super::header::{FileKind, HEADER_BYTES, Header, read_u64};
-use super::manifest::{Manifest, ShardEntry};
+use super::manifest::{FileEntry, Manifest, ShardEntry};
 use super::mmap::MappedFile;
 use crate::error::{Error, Result};
 
@@ -19,6 +19,8 @@ use crate::error::{Error, Result};
 pub struct Shard {
     tokens_path: PathBuf,
     lines_path: PathBuf,
+    /// What the manifest says about them.
+    files: [FileEntry; 2],
     num_tokens: u64,
     num_documents: u64,
     width: u16,
@@ -37,6 +39,7 @@ impl Shard {
         Self {
             tokens_path: dir.join(&entry.tokens.file),
             lines_path: dir.join(&entry.lines.file),
+            files: [entry.tokens.clone(), entry.lines.clone()],
             num_tokens: entry.num_tokens,
             num_documents: entry.num_documents,
             width: manifest.token_bytes,
@@ -207,7 +210,7 @@ impl Shard {
         }
         let (tokens, documents) = (self.num_tokens, self.num_documents);
         let found = match &self.cache {
-            None => MappedFile::open(path)?,
+            None => MappedFile::open(path, &self.files[file])?,
             Some((cache, shard)) => MappedFile::cached(cache, 2 * shard + file, self.header(kind))?,
         };
         let found = found.expect(kind, tokens, documents, self.tokenizer_hash)?;

@@ -6,10 +6,9 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::block_cache::{BlockCache, Pins};
-use super::checksum::hash_hex;
-use super::corpus::VALIDATION;
-use super::damage::damaged;
-use super::manifest::{FileEntry, MAX_TOKENIZER_BYTES, Manifest, saturating_sum};
+use super::corpus::{VALIDATION, check_whole};
+use super::damage::{access_error, damaged};
+use super::manifest::{MAX_TOKENIZER_BYTES, Manifest, saturating_sum};
 use super::mmap::MappedFile;
 use super::shard::Shard;
 use crate::error::{Error, Result};
@@ -66,10 +65,14 @@ impl Verified {
 impl Verifier {
     fn open(dir: &Path) -> Result<Self> {
         let Some(url) = url_of(dir) else {
-            return Ok(Self { dir: dir.to_owned(), store: None, manifest: Manifest::read(dir)? });
+            let manifest = Manifest::read(dir)?;
+            check_whole(dir, None, &manifest)?;
+            return Ok(Self { dir: dir.to_owned(), store: None, manifest });
         };
-        let store = Store::open(&url)?;
-        Ok(Self { dir: PathBuf::from(url), manifest: Manifest::fetch(&store)?, store: Some(store) })
+        let (dir, store) = (PathBuf::from(&url), Store::open(&url)?);
+        let manifest = Manifest::fetch(&store)?;
+        check_whole(&dir, Some(&store), &manifest)?;
+        Ok(Self { dir, manifest, store: Some(store) })
     }
 
     fn verify(&self) -> Result<Verified> {
@@ -91,16 +94,11 @@ impl Verifier {
         }
         let path = dir.join(&manifest.tokenizer.file);
         let tokenizer = match &self.store {
-            None => crate::regular_file::read(&path).map_err(|error| error.to_string()),
-            Some(store) => {
-                store.read(&manifest.tokenizer.file, MAX_TOKENIZER_BYTES).map_err(|error| error.to_string())
-            }
+            None => crate::regular_file::read(&path).map_err(|error| access_error(&path, error)),
+            Some(store) => store.read(&manifest.tokenizer.file, MAX_TOKENIZER_BYTES),
         };
-        match tokenizer {
-            Ok(bytes) if hash_hex(&bytes) == manifest.tokenizer.file_hash => {}
-            Ok(_) => verified.damaged.push(damaged(&path, "not the bytes written".into()).to_string()),
-            Err(error) => verified.damaged.push(damaged(&path, error).to_string()),
-        }
+        let checked = tokenizer.and_then(|bytes| manifest.tokenizer.check(&path, &bytes));
+        verified.damaged.extend(checked.err().map(|error| error.to_string()));
         Ok(verified)
     }
 
@@ -122,8 +120,8 @@ impl Verifier {
             }
         };
         // What is read of a store stays mapped, since it is read again below.
-        let (mut errors, _pins) = check_file(shard.tokens(), &entry.tokens);
-        let (more, _more_pins) = check_file(shard.lines(), &entry.lines);
+        let (mut errors, _pins) = check_file(shard.tokens());
+        let (more, _more_pins) = check_file(shard.lines());
         errors.extend(more);
         if errors.is_empty() {
             errors.extend(check_tables(&shard).err());
@@ -133,20 +131,14 @@ impl Verifier {
     }
 }
 
-fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> (Vec<Error>, Option<Pins>) {
+fn check_file(file: Result<&MappedFile>) -> (Vec<Error>, Option<Pins>) {
     let (file, (blocks, pins)) = match file.and_then(|file| Ok((file, file.damaged_blocks()?))) {
         Ok(found) => found,
         Err(error) => return (vec![error], None),
     };
     let count = file.layout.num_blocks;
-    let mut errors: Vec<Error> = blocks
-        .into_iter()
-        .map(|block| damaged(file.path(), format!("block {block} of {count} is damaged")))
-        .collect();
-    if errors.is_empty() && hash_hex(file.table()) != entry.hash {
-        errors.push(damaged(file.path(), "it is not the file that the manifest means".into()));
-    }
-    (errors, pins)
+    let error = |block| damaged(file.path(), format!("block {block} of {count} is damaged"));
+    (blocks.into_iter().map(error).collect(), pins)
 }
 
 /// The lines of every document must add up to its length.

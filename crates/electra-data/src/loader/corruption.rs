@@ -43,7 +43,7 @@ fn options() -> LoaderOptions {
     LoaderOptions { sequence_length: 16, batch_size: 4, epochs: Some(2), ..LoaderOptions::default() }
 }
 
-/// The first error of each way to read besides `verify`: documents, lines, rows and batches.
+/// The first error of each way to read besides `verify`: documents, counts, lines, rows and batches.
 fn read_all(dir: &Path) -> Vec<String> {
     let corpus = match Corpus::open(dir) {
         Ok(corpus) => Arc::new(corpus),
@@ -53,15 +53,18 @@ fn read_all(dir: &Path) -> Vec<String> {
     let lines =
         |shard: &Shard| (0..shard.num_documents()).find_map(|document| shard.line_lengths(document).err());
     let lines = corpus.shards().find_map(|shard| lines(&shard));
-    let batches = |cut_at: &str| {
-        let options = LoaderOptions { cut_at: named(cut_at), ..options() };
+    let counts = corpus.token_counts().err();
+    let batches = |packing: &str, cut_at: &str| {
+        let options = LoaderOptions { packing: named(packing), cut_at: named(cut_at), ..options() };
         match Loader::new(corpus.clone(), &options) {
             Ok(mut loader) => loader.num_rows().err().or_else(|| loader.find_map(Result::err)),
             Err(error) => Some(error),
         }
     };
-    let all = [documents, lines, batches("token"), batches("line")];
-    all.into_iter().flatten().map(|error| error.to_string()).collect()
+    let batches = [("best-fit", "token"), ("best-fit", "line"), ("google", "token")]
+        .map(|(packing, cut_at)| batches(packing, cut_at));
+    let all = [documents, counts, lines].into_iter().chain(batches);
+    all.flatten().map(|error| error.to_string()).collect()
 }
 
 /// All errors that `verify` reports.
@@ -69,14 +72,16 @@ fn complaints(dir: &Path) -> Vec<String> {
     verify(dir).map_or_else(|error| vec![error.to_string()], |verified| verified.damaged)
 }
 
-/// The errors of reading and verifying. Each must be one line and name a file.
+/// The errors of reading and verifying. Each must be one line and name a file, and no reader refuses a corpus that is
+/// sound.
 fn all_errors(dir: &Path) -> Vec<String> {
-    let errors: Vec<_> = read_all(dir).into_iter().chain(complaints(dir)).collect();
-    for error in &errors {
+    let (errors, complaints) = (read_all(dir), complaints(dir));
+    for error in errors.iter().chain(&complaints) {
         assert!(!error.contains('\n') && !error.contains("unexpectedly"), "{error}");
         assert!(error.contains('/') || error.contains("no tokens"), "names no file: {error}");
+        assert!(!complaints.is_empty() || error.contains("no tokens"), "{error}");
     }
-    errors
+    [errors, complaints].concat()
 }
 
 #[test]
@@ -103,6 +108,56 @@ fn every_flipped_bit_is_noticed() {
             assert!(!loaded || !read_all(dir.path()).is_empty(), "{}: bit {bit}", path.display());
         }
         std::fs::write(&path, &sound).unwrap();
+    }
+}
+
+/// An interrupted copy: every file is sound, but one belongs to another corpus with the same counts.
+#[test]
+fn a_file_of_another_corpus_is_refused_by_all_that_read_it() {
+    let (dir, other) = (tiny_corpus(), corpus_of(&[vec![vec![5], vec![6, 9]], vec![vec![8]]]));
+    let holdout = |dir: &Path, fingerprint: &str| {
+        std::fs::create_dir(dir.join("holdout")).unwrap();
+        files(dir).iter().filter(|path| path.is_file()).for_each(|path| {
+            std::fs::copy(path, dir.join("holdout").join(path.file_name().unwrap())).unwrap();
+        });
+        for (dir, has_validation) in [(dir, true), (&dir.join("holdout"), false)] {
+            rewrite_manifest(dir, |manifest| {
+                (manifest.fingerprint, manifest.has_validation) = (fingerprint.into(), has_validation);
+            });
+        }
+    };
+    holdout(dir.path(), "one");
+    holdout(other.path(), "two");
+    std::fs::write(other.path().join("vocab.txt"), "more words").unwrap();
+    rewrite_manifest(other.path(), |manifest| manifest.tokenizer.file_hash = hash_hex(b"more words"));
+    for dir in [&dir, &other] {
+        assert_eq!(all_errors(dir.path()), [""; 0]);
+    }
+    for (to, from) in [(&dir, &other), (&other, &dir)] {
+        for (name, num_readers) in [
+            ("shard-000000-000.tokens", 5),
+            ("shard-000000-000.lines", 3),
+            ("vocab.txt", 0),
+            ("holdout/manifest.json", 0),
+        ] {
+            let (to, from) = (to.path().join(name), from.path().join(name));
+            let ours = std::fs::read(&to).unwrap();
+            std::fs::copy(&from, &to).unwrap();
+            let dir = to.ancestors().find(|dir| dir.join("holdout").is_dir()).unwrap();
+            let errors = read_all(dir);
+            assert_eq!(errors.len(), num_readers, "{name}: {errors:?}");
+            let complaints = complaints(dir);
+            for error in errors.iter().chain(&complaints) {
+                assert!(error.starts_with(&format!("{}: not the one that", to.display())), "{error}");
+                assert!(
+                    error.ends_with("copy the corpus again, and check it with `electra-fast verify`"),
+                    "{error}"
+                );
+            }
+            assert_eq!(complaints.len(), 1, "{complaints:?}");
+            assert_eq!(read_all(&dir.join("holdout")).is_empty(), !name.starts_with("holdout"), "{name}");
+            std::fs::write(&to, ours).unwrap();
+        }
     }
 }
 

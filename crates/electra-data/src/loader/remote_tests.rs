@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::tests::{hashes, loader_of, named, rows};
 use super::{Loader, LoaderOptions, LoaderState};
@@ -272,18 +273,43 @@ fn documents_counts_and_checksums_can_be_read_remotely() {
     assert!(damaged.iter().any(|line| line.contains("shard-000000-003.tokens: block 2 of")), "{damaged:?}");
 }
 
+/// The store stops answering after any number of requests, also those that no planner has announced: documents reach
+/// beyond the blocks of this rank by more than what is fetched ahead.
 #[test]
 fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
-    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    write(corpus.path());
-    let server = TestServer::start(corpus.path());
-    server.log().always = Some(Fault::Unavailable);
-    let mut loader = cached(&server, scratch.path(), GENEROUS, &options()).unwrap();
-    let poll = loader.poll_next(std::time::Duration::from_millis(300)).unwrap();
-    assert!(matches!(poll, super::Poll::Pending), "{poll:?}");
-    let start = std::time::Instant::now();
-    drop(loader); // the request would be repeated for three minutes
-    assert!(start.elapsed() < std::time::Duration::from_secs(30));
+    let corpus = tempfile::tempdir().unwrap();
+    let documents: Vec<_> = (0..3).map(|_| vec![vec![7; 100]; 6_000]).collect();
+    write_corpus(corpus.path(), 30_005, &documents, 1 << 20);
+    let ways = [("best-fit", "token"), ("best-fit", "line"), ("google", "token")];
+    let faults = [Fault::Unavailable, Fault::Stall, Fault::Slow];
+    let interrupt = |(packing, cut_at): (&str, &str), fault, requests: usize| -> bool {
+        let (scratch, server) = (tempfile::tempdir().unwrap(), TestServer::start(corpus.path()));
+        let sound = vec![Fault::Sound; requests].into();
+        (server.log().faulty, server.log().faults) = (Some("s"), sound); // of both files
+        let options = LoaderOptions {
+            packing: named(packing),
+            cut_at: named(cut_at),
+            epochs: None,
+            lanes: 2,
+            world_size: 2,
+            ..options()
+        };
+        let mut loader = cached(&server, scratch.path(), GENEROUS, &options).unwrap();
+        server.log().always = Some(fault);
+        let mut poll = || loader.poll_next(Duration::from_millis(200)).unwrap();
+        let waits = (0..40).any(|_| matches!(poll(), super::Poll::Pending));
+        let start = Instant::now();
+        drop(loader); // the request would be repeated for three minutes
+        assert!(start.elapsed() < Duration::from_secs(1), "{packing} {cut_at} {fault:?} {requests}");
+        waits
+    };
+    let end = |way, fault| (0..99).find(|&requests| !interrupt(way, fault, requests)).expect("the end");
+    let ends: Vec<_> = std::thread::scope(|scope| {
+        let all = ways.iter().flat_map(|way| faults.map(|fault| (*way, fault)));
+        let threads: Vec<_> = all.map(|(way, fault)| scope.spawn(move || end(way, fault))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(ends.iter().all(|&requests| requests > 2), "{ends:?}");
 }
 
 const READER: &str = "ELECTRA_FAST_TEST_READER";

@@ -59,7 +59,7 @@ struct PendingBatch {
 /// A window, with its lane, counted from the rank's first one.
 type Planned = Result<(usize, Arc<ShuffleWindow>)>;
 
-/// The running threads. Dropping it closes their channels and joins them.
+/// The running threads. Dropping it cancels their requests to stores, closes their channels and joins them.
 pub(super) struct Pipeline {
     /// The positions of the corpora in each lane after the last batch that was returned.
     pub positions: Vec<Vec<CorpusPosition>>,
@@ -96,11 +96,11 @@ impl Pipeline {
         };
         for corpus in 0..shared.mixture.corpora().len() {
             let starts: Vec<_> = positions.iter().map(|lane| lane[corpus].at).collect();
-            let (shared, cancel) = (shared.clone(), pipeline.cancel.clone());
+            let shared = shared.clone();
             let (sender, plans) = bounded(shared.windows_waiting[corpus]);
             pipeline.plans.push(plans);
             pipeline.spawn("electra-plan", move || {
-                let _ = Planner::new(&shared, corpus, &starts, &cancel).run(&sender);
+                let _ = Planner::new(&shared, corpus, &starts).run(&sender);
             })?;
         }
         for _ in 0..shared.options.num_threads {
@@ -111,7 +111,9 @@ impl Pipeline {
     }
 
     fn spawn(&mut self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(body);
+        let cancel = self.cancel.clone();
+        // Also requests that no planner has announced: for documents that reach beyond a block, for example.
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || cancel.cover(body));
         self.threads.push(thread.map_err(|error| Error::Input(format!("cannot start a thread: {error}")))?);
         Ok(())
     }
@@ -209,7 +211,6 @@ struct Planner<'a> {
     packer: Packer,
     lanes: Vec<LanePlan>,
     last_epoch: u32,
-    cancel: &'a Cancel,
 }
 
 /// The windows of a lane that are still to be planned.
@@ -223,7 +224,7 @@ struct LanePlan {
 }
 
 impl<'a> Planner<'a> {
-    fn new(shared: &'a Shared, corpus: usize, starts: &[RowPosition], cancel: &'a Cancel) -> Self {
+    fn new(shared: &'a Shared, corpus: usize, starts: &[RowPosition]) -> Self {
         let blocks = &shared.mixture.corpora()[corpus];
         let lanes = shared.options.lanes_of_rank().zip(starts);
         let lanes = lanes.map(|(lane, &next)| LanePlan {
@@ -237,7 +238,6 @@ impl<'a> Planner<'a> {
             packer: Packer::new(&shared.options, blocks.seed()),
             lanes: lanes.collect(),
             last_epoch: shared.options.last_epoch(),
-            cancel,
         }
     }
 
@@ -277,7 +277,7 @@ impl<'a> Planner<'a> {
             windows.extend(coming.map(|window| (lane.lane, RowPosition { window, row: 0, ..lane.next })));
             ends.push(windows.len());
         }
-        let pins = self.blocks.fetch(&self.packer, &windows, self.cancel)?.map(Arc::new);
+        let pins = self.blocks.fetch(&self.packer, &windows, &Cancel::default())?.map(Arc::new);
         let mut start = 0;
         for (lane, end) in self.lanes.iter_mut().zip(ends) {
             lane.fetched.extend(std::iter::repeat_n(pins.clone(), end - start));

@@ -14,8 +14,8 @@ const ATTEND_INTERVAL: Duration = Duration::from_millis(50);
 const STACK_BYTES: usize = 8 << 20;
 
 thread_local! {
-    /// The signal of the call that this thread works for.
-    static CALL: RefCell<Option<Arc<Signal>>> = const { RefCell::new(None) };
+    /// The call that this thread works for.
+    static CALL: RefCell<Option<Arc<Cancel>>> = const { RefCell::new(None) };
 }
 
 /// Cancels all requests that were given a clone of it. It also counts as raised once the call in which it was made is
@@ -23,7 +23,7 @@ thread_local! {
 #[derive(Clone, Debug)]
 pub(crate) struct Cancel {
     signal: Arc<Signal>,
-    call: Option<Arc<Signal>>,
+    call: Option<Arc<Cancel>>,
 }
 
 #[derive(Debug, Default)]
@@ -31,14 +31,6 @@ struct Signal {
     raised: AtomicBool,
     lock: Mutex<()>,
     changed: Condvar,
-}
-
-impl Signal {
-    fn raise(&self) {
-        let _held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        self.raised.store(true, Ordering::Release);
-        self.changed.notify_all();
-    }
 }
 
 impl Default for Cancel {
@@ -50,13 +42,14 @@ impl Default for Cancel {
 impl Cancel {
     /// Cancels the requests.
     pub fn raise(&self) {
-        self.signal.raise();
+        let _held = self.signal.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        self.signal.raised.store(true, Ordering::Release);
+        self.signal.changed.notify_all();
     }
 
     /// Whether the requests are canceled.
     pub fn is_raised(&self) -> bool {
-        let raised = |signal: &Arc<Signal>| signal.raised.load(Ordering::Acquire);
-        raised(&self.signal) || self.call.as_ref().is_some_and(raised)
+        self.signal.raised.load(Ordering::Acquire) || self.call.as_ref().is_some_and(|call| call.is_raised())
     }
 
     /// Waits, at most until it is raised.
@@ -67,15 +60,24 @@ impl Cancel {
 
     /// Runs `work` on another thread on behalf of the call in which this was made.
     pub fn carry<T>(&self, work: impl FnOnce() -> T) -> T {
-        struct Restore(Option<Arc<Signal>>);
-        impl Drop for Restore {
-            fn drop(&mut self) {
-                CALL.set(self.0.take());
-            }
-        }
-        let _restore = Restore(CALL.replace(self.call.clone()));
-        work()
+        run_for(self.call.clone(), work)
     }
+
+    /// Runs `work` as a call that this cancels, with all requests that are made in it.
+    pub fn cover<T>(&self, work: impl FnOnce() -> T) -> T {
+        run_for(Some(Arc::new(self.clone())), work)
+    }
+}
+
+fn run_for<T>(call: Option<Arc<Cancel>>, work: impl FnOnce() -> T) -> T {
+    struct Restore(Option<Arc<Cancel>>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            CALL.set(self.0.take());
+        }
+    }
+    let _restore = Restore(CALL.replace(call));
+    work()
 }
 
 /// Runs `work` on a thread of its own. Meanwhile, calls `attend` on this thread with every value that the work sends,
@@ -84,12 +86,12 @@ pub fn attended<T: Send, V: Send, E>(
     work: impl FnOnce(Sender<V>) -> Result<T> + Send,
     mut attend: impl FnMut(Option<V>) -> std::result::Result<(), E>,
 ) -> std::result::Result<Result<T>, E> {
-    let call = Cancel { signal: Arc::default(), call: Some(Arc::default()) };
+    let call = Cancel::default();
     std::thread::scope(|scope| {
         // The channel closes when the work is done, even by a panic.
         let (sender, events) = channel();
         let builder = std::thread::Builder::new().name("electra-call".into()).stack_size(STACK_BYTES);
-        let thread = match builder.spawn_scoped(scope, || call.carry(move || work(sender))) {
+        let thread = match builder.spawn_scoped(scope, || call.cover(move || work(sender))) {
             Ok(thread) => thread,
             Err(error) => return Ok(Err(Error::Input(format!("cannot start threads: {error}")))),
         };
@@ -103,7 +105,7 @@ pub fn attended<T: Send, V: Send, E>(
             if interruption.is_none()
                 && let Err(error) = attend(event)
             {
-                call.call.iter().for_each(|signal| signal.raise());
+                call.raise();
                 interruption = Some(error);
             }
         }

@@ -6,7 +6,7 @@
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, bounded};
@@ -66,12 +66,12 @@ impl Store {
     /// The store of a URL, configured by the environment: the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` that the
     /// clouds' own tools read. Sends no request.
     pub fn open(url: &str) -> Result<Self> {
-        Self::configured(url, false, environment())
+        guarded(|| Self::configured(url, false, environment()))
     }
 
     /// The same, for writing, which web servers do not offer.
     pub fn open_to_write(url: &str) -> Result<Self> {
-        let store = Self::configured(url, true, environment())?;
+        let store = guarded(|| Self::configured(url, true, environment()))?;
         store.multipart().map(drop)?;
         Ok(store)
     }
@@ -368,6 +368,22 @@ fn build(
             Ok((Arc::new(web.with_client_options(client).with_url(host).with_retry(retry).build()?), None))
         }
     }
+}
+
+/// Calls its argument while no other thread changes the environment.
+type Guard = fn(&mut dyn FnMut());
+static GUARD: OnceLock<Guard> = OnceLock::new();
+
+/// Sets how this crate reads the environment of a process in which other languages change it, with locks of their own.
+pub fn guard_environment(guard: Guard) {
+    let _ = GUARD.set(guard);
+}
+
+fn guarded<T>(read: impl FnOnce() -> T) -> T {
+    let Some(guard) = GUARD.get() else { return read() };
+    let (mut read, mut outcome) = (Some(read), None);
+    guard(&mut || outcome = read.take().map(|read| read()));
+    outcome.expect("a guard calls its argument")
 }
 
 /// The environment's variables, with keys in lower case.

@@ -21,6 +21,7 @@ use std::path::Path;
 pub(crate) use cancel::Cancel;
 pub use cancel::attended;
 pub(crate) use client::Store;
+pub use client::guard_environment;
 pub use secrets::check_url;
 pub use upload::{delete_objects, download, list_objects, upload};
 

@@ -17,6 +17,8 @@ use crate::format::hash_hex;
 /// A fault in the response to a GET.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
+    /// None.
+    Sound,
     /// "503 Service Unavailable".
     Unavailable,
     /// "403 Forbidden".

@@ -33,6 +33,8 @@ const CONCURRENT_PARTS: usize = 4;
 const MAX_CONDITIONAL: u64 = 256 << 20;
 /// How long an upload that has failed waits until the store has dropped its parts.
 const TIDY_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same after an interruption, whose caller is waiting for the end.
+const INTERRUPTED_TIMEOUT: Duration = Duration::from_secs(1);
 /// Bytes of a request of a download.
 const RANGE_BYTES: u64 = 1 << 20;
 
@@ -117,8 +119,9 @@ impl Store {
 
     /// Sends a request that removes what a failed or interrupted one has left. Its own error is not the one to report.
     fn tidy(&self, request: impl Future<Output = StoreResult<()>>) {
+        let patience = if Cancel::default().is_raised() { INTERRUPTED_TIMEOUT } else { TIDY_TIMEOUT };
         if let Ok(runtime) = runtime() {
-            let _ = runtime.block_on(async { tokio::time::timeout(TIDY_TIMEOUT, request).await });
+            let _ = runtime.block_on(async { tokio::time::timeout(patience, request).await });
         }
     }
 

@@ -61,12 +61,14 @@ impl Tokenizer {
         strip_accents: Option<bool>,
     ) -> Result<Option<Self>> {
         let Some(entry) = own_entry(path) else { return Ok(None) };
+        let file = read(path)?;
+        entry.check(path, &file)?;
         if is_json(path) {
             refuse_case(path, lowercase, strip_accents)?;
         }
         let strip_accents = strip_accents.or(entry.strip_accents.filter(|_| lowercase.is_none()));
         let case = (lowercase.or(entry.lowercase), strip_accents);
-        Self::restored(path, (&entry.file, read(path)?), case, entry.special_tokens).map(Some)
+        Self::restored(path, (&entry.file, file), case, entry.special_tokens).map(Some)
     }
 
     /// Restores a tokenizer from its [`Tokenizer::file`], [`Tokenizer::settings`], special tokens and path.
