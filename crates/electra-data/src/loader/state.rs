@@ -117,24 +117,20 @@ impl LoaderState {
         let (Saved::Lanes(ours), Saved::Lanes(theirs)) = (&self.0, &other.0) else {
             return (self == other).then(|| self.clone());
         };
+        let frame = |state: &Several<LanesOfMember>| {
+            let corpora = state.corpora.iter().map(|m| (m.corpus.clone(), m.weight, m.lanes.len()));
+            (corpora.collect::<Vec<_>>(), state.seed, state.options.clone())
+        };
         let mut both = ours.clone();
         for (member, other) in both.corpora.iter_mut().zip(&theirs.corpora) {
-            if member.lanes.len() != other.lanes.len() {
-                return None;
-            }
             for (lane, other) in member.lanes.iter_mut().zip(&other.lanes) {
+                if lane.is_some() && other.is_some() && lane != other {
+                    return None;
+                }
                 *lane = lane.or(*other);
             }
         }
-        // Equal but for the lanes that only one of them knows.
-        let is_part = |state: &Several<LanesOfMember>| {
-            let masked = both.corpora.iter().zip(&state.corpora).map(|(whole, part)| LanesOfMember {
-                lanes: whole.lanes.iter().zip(&part.lanes).map(|(lane, known)| known.and(*lane)).collect(),
-                ..whole.clone()
-            });
-            Several { corpora: masked.collect(), ..both.clone() } == *state
-        };
-        (is_part(ours) && is_part(theirs)).then(|| Self(Saved::Lanes(both.clone())))
+        (frame(ours) == frame(theirs)).then(|| Self(Saved::Lanes(both)))
     }
 
     /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
