@@ -302,6 +302,28 @@ def test_a_small_cache_is_refused(remote: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and "give at least" in done.stderr.splitlines()[-1]
 
 
+def test_counting_fills_the_cache_of_the_loader(local: Path, remote: str, tmp_path: Path) -> None:
+    cache = tmp_path / "shared"
+    expected = ef.Corpus(local).token_counts()
+    assert np.array_equal(ef.Corpus(remote).token_counts((str(cache), 2**30)), expected)
+    fetched = {path.name: path.stat().st_ino for path in cache.rglob("0.*")}
+    assert fetched and batches(remote, cache_dir=cache) == batches(local)
+    assert {path.name: path.stat().st_ino for path in cache.rglob("0.*")} == fetched
+
+
+def test_caches_of_an_earlier_version_are_named_once_and_kept(
+    remote: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "cache/electra-fast/corpora" / ("0" * 32)
+    old.mkdir(parents=True)
+    (old / "state").touch()
+    (old / "lock").touch()
+    for expected in (f"note: caches of an earlier version are not used any more; delete {old}\n", ""):
+        ef.BatchLoader(remote, sequence_length=64, batch_size=8)
+        assert capfd.readouterr().err == expected
+    assert sorted(path.name for path in old.iterdir()) == ["lock", "state"]
+
+
 def test_a_missing_input_is_named(vocab: Path) -> None:
     with pytest.raises((FileNotFoundError, InputError), match="s3://bucket/inputs/absent"):
         ef.prepare("s3://bucket/inputs/absent", vocab=vocab, out="somewhere", progress=False)

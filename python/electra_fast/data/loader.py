@@ -83,8 +83,8 @@ class BatchLoader(Iterator[RecordBatch]):
         prefetch: Number of batches prepared in advance.
         cache_dir: Folder on a local disk for blocks fetched from object stores (URLs `s3://`, `gs://`, `az://`,
             `http(s)://`), shared by all processes of a node and kept for the next run; by default
-            `electra-fast/corpora` in $XDG_CACHE_HOME or ~/.cache.
-        cache_bytes: Size limit of this cache. Blocks that are not in use make room for others.
+            `electra-fast/corpora` in $XDG_CACHE_HOME or ~/.cache. File systems that machines share are refused.
+        cache_bytes: Size limit of this cache. What was not used for longest makes room for the rest.
         epochs: Passes over each corpus; `None` for no limit. A finished corpus leaves its share to the others.
 
     Raises:

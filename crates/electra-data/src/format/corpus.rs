@@ -189,9 +189,10 @@ impl Corpus {
         let files = (0..=usize::from(lines)).map(|file| cache.layout(2 * shard + file));
         files.fold((0, 0), |(body, tables), Layout { index, file_length, .. }| {
             let share = (index as u64).saturating_mul(tokens) / self.shard_size(shard).1.max(1);
+            let block = BLOCK_BYTES as u64;
+            let tail = index as u64 / block * block;
             // A range may begin and end inside a checksummed block.
-            let (length, block) = (file_length as u64, BLOCK_BYTES as u64);
-            (body + (share + 2 * block).min(length), tables + length - index as u64 / block * block)
+            (body + (share + 2 * block).min(tail), tables + file_length as u64 - tail)
         })
     }
 
@@ -338,8 +339,11 @@ fn check_length(path: &Path, expected: u64) -> Result<()> {
 mod tests {
     use proptest::prelude::*;
 
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
     use crate::format::testing::write_corpus;
+    use crate::store::test_server::TestServer;
 
     #[test]
     fn thousands_of_shards_are_opened_without_looking_at_each() {
@@ -363,6 +367,29 @@ mod tests {
         assert_eq!(corpus.document(0).unwrap(), [5, 6]);
         let error = corpus.document(1).unwrap_err().to_string();
         assert!(error.contains("shard-000001-000.tokens: missing, though the manifest names it"), "{error}");
+    }
+
+    #[test]
+    fn a_private_cache_takes_little_space_whatever_is_read() {
+        let (dir, most) = (tempfile::tempdir().unwrap(), AtomicUsize::new(0));
+        let documents: Vec<_> = (0..2_000).map(|id| vec![vec![id; 9_000]]).collect();
+        write_corpus(dir.path(), 30_000, &documents, 150_000);
+        let server = TestServer::start(dir.path());
+        let corpus = Corpus::open(Path::new(&server.url)).unwrap();
+        let measure = || most.fetch_max(corpus.cache.as_ref().unwrap().mapped_bytes(), Ordering::Relaxed);
+        for index in (0..2_000).chain((0..2_000).step_by(7)) {
+            assert_eq!(corpus.document(index).unwrap(), vec![index as u32; 9_000]);
+            measure();
+        }
+        std::thread::scope(|scope| {
+            let counting = scope.spawn(|| corpus.token_counts().unwrap());
+            while !counting.is_finished() {
+                measure();
+            }
+            assert_eq!(counting.join().unwrap()[..2_000], [9_000; 2_000]);
+        });
+        let (most, all) = (most.into_inner() as u64, corpus.token_bytes());
+        assert!(most < all / 3 && most > all / 20, "{most} of {all}");
     }
 
     proptest! {

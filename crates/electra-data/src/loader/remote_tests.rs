@@ -385,10 +385,12 @@ fn streams_are_those_from_disk_whatever_happens_to_readers_of_a_small_cache() {
             let ended = reader.try_wait().unwrap();
             assert!(ended.is_none_or(|status| status.success()), "reader {number} failed at {done} of {all}");
         }
-        let (reader, _) = &readers[stops % 3];
+        let (reader, _) = &mut readers[stops % 3];
         for signal in [libc::SIGSTOP, libc::SIGCONT] {
-            // SAFETY: the call takes numbers only; the process is a child that has not been waited for.
-            unsafe { libc::kill(reader.id() as libc::pid_t, signal) };
+            if reader.try_wait().unwrap().is_none() {
+                // SAFETY: the call takes numbers only; the process is a child that has not been waited for.
+                unsafe { libc::kill(reader.id() as libc::pid_t, signal) };
+            }
             std::thread::sleep(std::time::Duration::from_millis(30));
         }
         stops += 1;
@@ -401,14 +403,13 @@ fn streams_are_those_from_disk_whatever_happens_to_readers_of_a_small_cache() {
     assert!(bytes < total * 3 / 4, "a cache of {bytes} of {total} bytes");
 }
 
-/// Five windows of blocks, each in a shard of its own of two checksummed blocks and its tables.
+/// Five windows of blocks, each in a shard of its own: a checksummed block of tokens, and one with the rest and its tables.
 fn write_blocks(dir: &Path) {
     let mut stream = Stream::new(9, Purpose::Tie, [0; 3]);
     let mut document = |_| -> Vec<Vec<u32>> {
-        (0..1 + stream.below(40))
-            .map(|_| (0..stream.below(400)).map(|_| 5 + stream.below(30_000)).collect())
-            .collect()
+        let lines = 0..1 + stream.below(20);
+        lines.map(|_| (0..stream.below(200)).map(|_| 5 + stream.below(30_000)).collect()).collect()
     };
-    let documents: Vec<_> = (0..6_000).map(&mut document).collect();
-    write_corpus(dir, 30_005, &documents, 65_536);
+    let documents: Vec<_> = (0..13_000).map(&mut document).collect();
+    write_corpus(dir, 30_005, &documents, 40_000);
 }

@@ -52,6 +52,13 @@ impl CachedFile {
         Self { number, url, layout, hash, tail: OnceLock::new(), runs }
     }
 
+    /// Bytes of all runs that are mapped.
+    #[cfg(test)]
+    pub fn mapped_bytes(&self) -> usize {
+        let slots = self.runs.iter().filter_map(|slot| slot.read().ok()?.map.as_ref().map(|map| map.len()));
+        slots.sum::<usize>() + self.tail.get().map_or(0, |map| map.len())
+    }
+
     /// The number of the last run.
     pub fn tail_run(&self) -> usize {
         self.runs.len()

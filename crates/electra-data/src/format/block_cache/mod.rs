@@ -98,6 +98,12 @@ impl BlockCache {
         self.folder.as_ref().map(|folder| folder.limit)
     }
 
+    /// Bytes that are mapped: the disk space that a private cache takes.
+    #[cfg(test)]
+    pub fn mapped_bytes(&self) -> usize {
+        lock(&self.files).values().filter_map(Weak::upgrade).map(|file| file.mapped_bytes()).sum()
+    }
+
     /// A file of the corpus: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
     pub fn file(&self, number: usize) -> Arc<CachedFile> {
         let mut files = lock(&self.files);
