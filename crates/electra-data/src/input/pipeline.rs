@@ -328,35 +328,29 @@ pub(crate) fn default_threads() -> usize {
 mod tests {
     use super::*;
 
+    /// Runs a pipeline that samples all text.
     fn run<T: Send, W: FnMut(TextBatch) -> Result<T>>(
         threads: usize,
-        intake: Intake,
         read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
         worker: impl Fn() -> W + Sync,
         consume: impl FnMut(Option<T>) -> Result<()>,
     ) -> Result<()> {
+        let intake = Intake::everything(Cut::Blanks);
         with_workers(threads, 1, worker, |workers| workers.run_pipeline(intake, read, consume))
     }
 
     #[test]
     fn results_come_in_order_whatever_the_threads() {
+        let read =
+            |batcher: &mut Batcher| (0..300_000).try_for_each(|i| batcher.push(&i.to_string(), Mark::Line));
+        let work = |batch: TextBatch| Ok(batch.texts().map(|p| p.text.to_owned()).collect::<Vec<_>>());
         for threads in [1, 5] {
             let mut found = Vec::new();
-            let read = |batcher: &mut Batcher| {
-                (0..300_000).try_for_each(|i| batcher.push(&i.to_string(), Mark::Line))
+            let consume = |texts: Option<Vec<_>>| {
+                found.extend(texts.into_iter().flatten());
+                Ok(())
             };
-            let work = |batch: TextBatch| Ok(batch.texts().map(|p| p.text.to_owned()).collect::<Vec<_>>());
-            run(
-                threads,
-                Intake::everything(Cut::Blanks),
-                read,
-                || work,
-                |texts| {
-                    found.extend(texts.into_iter().flatten());
-                    Ok(())
-                },
-            )
-            .unwrap();
+            run(threads, read, || work, consume).unwrap();
             assert!(found.iter().enumerate().all(|(i, text)| *text == i.to_string()));
             assert_eq!(found.len(), 300_000);
         }
@@ -380,10 +374,8 @@ mod tests {
             consumed.extend(text);
             Ok(())
         };
-        let intake = Intake::everything(Cut::Blanks);
-        let outcome =
-            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(2, intake, read, || work, consume)));
-        assert!(outcome.is_err());
+        let run = std::panic::AssertUnwindSafe(|| run(2, read, || work, consume));
+        assert!(std::panic::catch_unwind(run).is_err());
         assert_eq!(consumed, ["first"]);
     }
 
@@ -392,16 +384,9 @@ mod tests {
         let endless = |batcher: &mut Batcher| loop {
             batcher.push(&"x".repeat(1000), Mark::Line)?;
         };
-        let stopped =
-            run(2, Intake::everything(Cut::Blanks), endless, || |_| Ok(()), |_| Err(Error::Interrupted));
+        let stopped = run(2, endless, || |_| Ok(()), |_| Err(Error::Interrupted));
         assert!(matches!(stopped, Err(Error::Interrupted)));
-        let broken = run(
-            2,
-            Intake::everything(Cut::Blanks),
-            |_| Err(Error::Input("no".into())),
-            || |_| Ok(()),
-            |_| Ok(()),
-        );
+        let broken = run(2, |_| Err(Error::Input("no".into())), || |_| Ok(()), |_| Ok(()));
         assert_eq!(broken.unwrap_err().to_string(), "no");
     }
 }
