@@ -130,7 +130,7 @@ impl LoaderState {
                 *lane = lane.or(*other);
             }
         }
-        (frame(ours) == frame(theirs)).then(|| Self(Saved::Lanes(both)))
+        (frame(ours) == frame(theirs)).then_some(Self(Saved::Lanes(both)))
     }
 
     /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
