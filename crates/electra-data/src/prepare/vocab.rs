@@ -251,18 +251,4 @@ mod tests {
             assert_eq!(trained(120), first);
         }
     }
-
-    #[test]
-    fn the_size_is_kept() {
-        assert_eq!(trained(60).lines().count(), 60);
-    }
-
-    #[test]
-    fn nothing_to_learn_is_an_error() {
-        let out = Path::new("never.txt");
-        let empty = || TextSource::Documents(Box::new(std::iter::once(Ok(" \n".to_owned()))));
-        let error = train_vocab(empty(), out, &options(100), &mut |_| true, &mut |_| true).unwrap_err();
-        assert!(error.to_string().contains("no words"));
-        assert!(train_vocab(empty(), out, &options(10), &mut |_| true, &mut |_| true).is_err());
-    }
 }
