@@ -110,13 +110,9 @@ impl MappedFile {
     }
 
     /// Rejects an intact file that is not the one that the manifest names.
-    pub fn expect(self, kind: FileKind, num_tokens: u64, num_documents: u64, tokenizer: u64) -> Result<Self> {
-        let header = &self.header;
-        let found = (header.kind, header.num_tokens, header.num_documents, header.tokenizer_hash);
-        if found == (kind, num_tokens, num_documents, tokenizer) {
-            return Ok(self);
-        }
-        Err(foreign(&self.path))
+    pub fn expect(self, header: Header) -> Result<Self> {
+        let expected = Header { body_length: self.header.body_length, ..header };
+        if self.header == expected { Ok(self) } else { Err(foreign(&self.path)) }
     }
 
     /// Rejects a file that was written to after it was mapped, judging by its length and modification time, because

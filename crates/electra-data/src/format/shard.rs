@@ -208,12 +208,12 @@ impl Shard {
         if let Some(file) = cell.get() {
             return Ok(file);
         }
-        let (tokens, documents) = (self.num_tokens, self.num_documents);
+        let header = self.header(kind);
         let found = match &self.cache {
             None => MappedFile::open(path, &self.files[file])?,
-            Some((cache, shard)) => MappedFile::cached(cache, 2 * shard + file, self.header(kind))?,
+            Some((cache, shard)) => MappedFile::cached(cache, 2 * shard + file, header)?,
         };
-        let found = found.expect(kind, tokens, documents, self.tokenizer_hash)?;
+        let found = found.expect(header)?;
         Ok(cell.get_or_init(|| found))
     }
 

@@ -165,32 +165,3 @@ fn check_ids(shard: &Shard) -> Result<()> {
     }
     Ok(())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::format::testing::{HEADER_BYTES, forge, write_corpus};
-
-    #[test]
-    fn damage_under_valid_checksums_is_found() {
-        type Change = fn(&Path);
-        let changes: [(&str, Change); 3] = [
-            ("000.tokens", |dir| forge(dir, 0, false, |bytes| bytes[HEADER_BYTES] = 200)),
-            ("000.lines", |dir| forge(dir, 0, true, |bytes| bytes[HEADER_BYTES] = 1)),
-            ("001.tokens", |dir| {
-                std::fs::copy(dir.join("shard-000000-000.tokens"), dir.join("shard-000000-001.tokens"))
-                    .unwrap();
-            }),
-        ];
-        for (name, change) in changes {
-            let dir = tempfile::tempdir().unwrap();
-            write_corpus(dir.path(), 100, &[vec![vec![5, 6, 7]], vec![vec![8, 9, 10]]], 3);
-            std::fs::write(dir.path().join("vocab.txt"), "").unwrap();
-            let before = verify(dir.path()).unwrap().damaged;
-            change(dir.path());
-            let damaged = verify(dir.path()).unwrap().damaged;
-            assert_eq!(damaged.len(), before.len() + 1, "{damaged:?}");
-            assert!(damaged.iter().any(|line| line.contains(&format!("shard-000000-{name}"))), "{damaged:?}");
-        }
-    }
-}

@@ -225,11 +225,16 @@ fn numbers_of<'a>(value: &'a mut Value, found: &mut Vec<&'a mut Value>) {
 }
 
 #[test]
-fn an_id_outside_the_vocabulary_is_found() {
-    let dir = small_corpus();
-    forge(dir.path(), 0, false, |bytes| bytes[HEADER_BYTES + 2] = 100);
-    let [complaint] = &complaints(dir.path())[..] else { panic!("{:?}", complaints(dir.path())) };
-    assert!(complaint.contains("token 1: id 100 is not in the vocabulary of 100"), "{complaint}");
+fn damage_under_valid_checksums_is_found() {
+    for (lines, at, value, message) in [
+        (false, 2, 100, "token 1: id 100 is not in the vocabulary of 100"),
+        (true, 0, 1, "document 0: its lines do not add up to its tokens"),
+    ] {
+        let dir = small_corpus();
+        forge(dir.path(), 0, lines, |bytes| bytes[HEADER_BYTES + at] = value);
+        let [complaint] = &complaints(dir.path())[..] else { panic!("{:?}", complaints(dir.path())) };
+        assert!(complaint.contains(message), "{complaint}");
+    }
 }
 
 #[test]
