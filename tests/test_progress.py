@@ -83,3 +83,11 @@ def test_reading_shows_bar_bytes_and_eta(monkeypatch):
         line = last_line(shown)
     assert len(line) <= 60 and line.count("━") >= 3, line
     assert "22.8/45.6 MB" in line and "1,23" in line and "eta" in line
+
+
+def test_a_step_without_reading_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("electra_fast.progress.LINE_SECONDS", 0)
+    with ReadingProgress("prepare", shown=True) as progress:
+        progress.update(3_000_000, 6_000_000, 0, 0, "adding up counts")
+        progress.update(0, 0, 0, 0, "writing the manifest")
+    assert capsys.readouterr().err == "prepare: adding up counts, 50% of 6.0 MB\nprepare: writing the manifest\n"

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::format::{Corpus, VALIDATION, hash_hex};
 use crate::input::{InvalidUtf8, Mark, ReadOptions, TextSource};
 use crate::prepare::output_dir::{InputGroupRecord, OutputDir};
+use crate::prepare::pass::Pass;
 use crate::prepare::place::{Place, Sizes};
 use crate::prepare::progress::{Progress, Step};
 use crate::prepare::{DropDuplicates, PrepareOptions, PrepareReport, prepare};
@@ -482,6 +483,8 @@ fn a_store_reads_the_groups_side_by_side() {
     let sizes = Sizes::Store(HashMap::new());
     // Three reads, a write and a look at its length for each group.
     timed("hashes", 5 * GROUPS, &|step| decide(&out, &hashed, &sizes, step));
+    // A task asks for the records of its own groups, twice if there may be some.
+    timed("records", 2 * 9, &|_| out.few_records(&Pass::Build(None), &Vec::from_iter(0..9)).map(drop));
     let drops = Drops::read(&local, GROUPS - 1, &digest(&hashed)).unwrap().unwrap();
     assert_eq!([0, 1].map(|index| drops.contains(index)), [true, false]);
     // The end of the run is noticed while the store hangs.
