@@ -21,6 +21,8 @@ pub(super) struct InputGroupBuilder<'a> {
     /// Fraction of documents that go to the validation split.
     pub validation_fraction: f64,
     pub pass: Pass,
+    /// Input groups of the corpus.
+    pub num_groups: usize,
     /// Cancels requests to stores when the run ends.
     pub cancel: Cancel,
 }

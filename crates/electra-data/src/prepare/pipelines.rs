@@ -108,7 +108,7 @@ pub(super) fn build(
                 let (shared, ending, skips) = (&shared, ending.clone(), skips.clone());
                 let finished = finished.clone();
                 scope.spawn(move || {
-                    let watch = Some(watch(builder.out, &builder.pass));
+                    let watch = Some(watch(builder.out, &builder.pass, builder.num_groups));
                     let intake = Intake { skips, watch, ..Intake::everything(line_cut(builder.tokenizer)) };
                     let mut writer = PipelineWriter::new(builder, &shared.written, finished);
                     let read = |to: &mut Batcher| shared.read_all(pipeline, read, to);

@@ -253,7 +253,7 @@ impl PrepareRun<'_> {
             read_input_group(files, group.part.as_ref(), &self.options.reading, bytes, cancel, to)
         };
         pipelines::build(
-            &self.builder(&work.out, &work.pass, &plan.inputs.cancel),
+            &self.builder(&work.out, &work.pass, plan.groups.len(), &plan.inputs.cancel),
             threads,
             num_pipelines,
             &work.todo,
@@ -301,7 +301,7 @@ impl PrepareRun<'_> {
         };
         let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
         let built = pipelines::build(
-            &self.builder(&out, &pass, &Cancel::default()),
+            &self.builder(&out, &pass, 1, &Cancel::default()),
             threads,
             1,
             &todo,
@@ -448,13 +448,20 @@ impl PrepareRun<'_> {
     }
 
     /// Builds input groups in `out`; the end of the run raises `cancel`.
-    pub fn builder<'a>(&'a self, out: &'a OutputDir, pass: &Pass, cancel: &Cancel) -> InputGroupBuilder<'a> {
+    pub fn builder<'a>(
+        &'a self,
+        out: &'a OutputDir,
+        pass: &Pass,
+        num_groups: usize,
+        cancel: &Cancel,
+    ) -> InputGroupBuilder<'a> {
         InputGroupBuilder {
             out,
             tokenizer: self.tokenizer,
             spec: shard_spec(self.tokenizer, &out.attempt),
             validation_fraction: self.options.validation_fraction,
             pass: pass.clone(),
+            num_groups,
             cancel: cancel.clone(),
         }
     }

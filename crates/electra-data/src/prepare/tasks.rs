@@ -50,6 +50,7 @@ struct TaskSettings {
     reading: ReadOptions,
     validation_fraction: f64,
     pass: Pass,
+    num_groups: usize,
     /// Records that had been skipped before the job began.
     skipped: u64,
     /// The tokenizer's file in the folder of records, with its settings and its hash.
@@ -117,6 +118,7 @@ impl PrepareJob {
             reading: self.options.reading.clone(),
             validation_fraction: self.options.validation_fraction,
             pass: self.work.pass.clone(),
+            num_groups: self.plan.groups.len(),
             skipped: self.work.skipped,
             tokenizer: self.out.join(PARTS).join(tokenizer.file().0),
             lowercase,
@@ -247,7 +249,7 @@ impl TaskSettings {
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
         let num_pipelines = pipelines::num_pipelines(&self.pass, threads, todo.len());
         let built = pipelines::build(
-            &run.builder(&out, &self.pass, cancel),
+            &run.builder(&out, &self.pass, self.num_groups, cancel),
             threads,
             num_pipelines,
             &todo,

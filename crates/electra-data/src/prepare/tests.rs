@@ -57,6 +57,7 @@ fn build(pipelines: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Resu
         spec,
         validation_fraction: 0.0,
         pass: Pass::Build(None),
+        num_groups: groups,
         cancel: Cancel::default(),
     };
     let todo: Vec<Todo> = (0..groups).map(|number| Todo { number, bytes: 1 }).collect();

@@ -13,6 +13,9 @@ use crate::prepare::progress::Step;
 const GROUP_CAPACITY: usize = 1 << 18;
 /// … and in a corpus. Of more, a sample of half to all of so many is counted.
 const CORPUS_CAPACITY: usize = 1 << 22;
+/// Those that are stored for all input groups: more are read for nothing in the end. Each group stores `MIN_STORED`.
+const MAX_STORED: usize = 1 << 26;
+const MIN_STORED: usize = 1 << 12;
 /// The number of lines that a report names.
 const NAMED: usize = 10;
 
@@ -96,13 +99,12 @@ struct StoredSample {
 /// Bytes of a hash with its count.
 const ENTRY: usize = 12;
 
-impl Default for Counts {
-    fn default() -> Self {
-        Self::new(GROUP_CAPACITY)
-    }
-}
-
 impl Counts {
+    /// The counts of one of so many input groups.
+    pub fn of_group(num_groups: usize) -> Self {
+        Self::new((MAX_STORED / num_groups.max(1)).clamp(MIN_STORED, GROUP_CAPACITY))
+    }
+
     fn new(capacity: usize) -> Self {
         let (documents, lines) = (Sample::new(capacity), Sample::new(capacity));
         Self { documents, lines, frequent: Frequent::default(), dropped: Dropped::default() }

@@ -286,7 +286,7 @@ proptest! {
 #[test]
 fn the_most_repeated_of_a_long_text_are_found_within_the_bound() {
     // 600 different lines, repeated 100 to 699 times, among 600,000 that occur once, in two input groups.
-    let mut groups = [Counts::default(), Counts::default()];
+    let mut groups = [Counts::of_group(2), Counts::of_group(2)];
     let mut counts = HashMap::new();
     for n in 0..1_200_000_u64 {
         let number = if n % 2 == 0 { n / 2 % 600 } else { 1_000 + n };
@@ -320,6 +320,16 @@ fn the_most_repeated_of_a_long_text_are_found_within_the_bound() {
     let named: HashSet<_> = found.most_repeated.iter().map(|line| &line.text).collect();
     let others = counts.iter().filter(|(text, _)| !named.contains(text));
     assert!(others.map(|(_, &count)| count).max().unwrap() <= least + found.most_repeated_error);
+}
+
+#[test]
+fn many_input_groups_store_less() {
+    for (num_groups, num_stored) in [(1, 50_000), (1_000, 50_000), (100_000, 4_096)] {
+        let mut counts = Counts::of_group(num_groups);
+        (0..50_000_u64).for_each(|line| counts.add_line(xxh3_64(&line.to_le_bytes()), "a"));
+        let bytes = counts.into_bytes().unwrap().len();
+        assert!(bytes < 12 * num_stored + 400, "{num_groups}: {bytes}");
+    }
 }
 
 #[test]
@@ -464,7 +474,7 @@ fn a_store_reads_the_groups_side_by_side() {
     let hashes = |group: usize| [7, 7 + group as u64].map(|hash: u64| (hash << 50).to_le_bytes()).concat();
     let hashed: Vec<_> =
         (0..GROUPS).map(|group| save_hashes(&local, group, &hashes(group)).unwrap()).collect();
-    let counts = |group| local.save_counts(group, &Counts::default().into_bytes().unwrap()).unwrap();
+    let counts = |group| local.save_counts(group, &Counts::of_group(2).into_bytes().unwrap()).unwrap();
     let counted: Vec<_> = (0..GROUPS).map(counts).collect();
     let server = TestServer::start(dir.path());
     let out = OutputDir::unclaimed(dir.path(), Place::Store(server.bucket()));

@@ -14,14 +14,18 @@ use crate::prepare::output_dir::OutputDir;
 use crate::prepare::pass::{DropDuplicates, Pass};
 
 /// The watch of a pass.
-pub(in crate::prepare) fn watch<'a>(out: &'a OutputDir, pass: &Pass) -> Box<dyn Watch + 'a> {
+pub(in crate::prepare) fn watch<'a>(
+    out: &'a OutputDir,
+    pass: &Pass,
+    num_groups: usize,
+) -> Box<dyn Watch + 'a> {
     match pass {
         Pass::Hash(what) => {
             Box::new(HashWriter { out, what: *what, group: 0, hasher: Hasher::default(), hashes: Vec::new() })
         }
         Pass::Build(decided) => {
             let decided = decided.as_ref().map(|decided| (decided.what, decided.digest.clone()));
-            Box::new(Counter { out, decided, group: GroupState::default() })
+            Box::new(Counter { out, num_groups, decided, group: GroupState::new(0, num_groups) })
         }
     }
 }
@@ -63,13 +67,13 @@ impl Watch for HashWriter<'_> {
 /// Counts what is repeated, and leaves out duplicates.
 struct Counter<'a> {
     out: &'a OutputDir,
+    num_groups: usize,
     /// What duplicates are left out, and the hash of the hashes by which they were found.
     decided: Option<(DropDuplicates, String)>,
     group: GroupState,
 }
 
 /// State for an input group.
-#[derive(Default)]
 struct GroupState {
     number: usize,
     hasher: Hasher,
@@ -93,7 +97,7 @@ struct Dropping {
 
 impl Watch for Counter<'_> {
     fn begin(&mut self, input_group: usize) -> Result<()> {
-        self.group = GroupState { number: input_group, ..GroupState::default() };
+        self.group = GroupState::new(input_group, self.num_groups);
         if let Some((what, digest)) = &self.decided {
             let drops = Drops::read(self.out, input_group, digest)?.ok_or_else(missing)?;
             let (what, hashes) = (*what, Xxh3::new());
@@ -114,12 +118,18 @@ impl Watch for Counter<'_> {
                  --verify-inputs"
             )));
         }
-        let counts = std::mem::take(&mut self.group.counts).into_bytes();
+        let counts =
+            std::mem::replace(&mut self.group.counts, Counts::of_group(self.num_groups)).into_bytes();
         self.out.save_counts(self.group.number, &counts.map_err(|e| Error::io(self.out.parts(), e.into()))?)
     }
 }
 
 impl GroupState {
+    fn new(number: usize, num_groups: usize) -> Self {
+        let (hasher, counts) = (Hasher::default(), Counts::of_group(num_groups));
+        Self { number, hasher, counts, beginning: String::new(), drops: None }
+    }
+
     fn keeps(&mut self, text: &str, mark: &Mark) -> bool {
         let Some(ended) = self.hasher.push(text, mark) else {
             if self.beginning.len() < TEXT_BYTES {
