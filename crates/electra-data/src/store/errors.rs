@@ -112,7 +112,8 @@ fn not_found(url: &str) -> String {
     format!("; check the URL{bucket}")
 }
 
-fn remedy(url: &str) -> &'static str {
+/// How to give credentials for a URL.
+pub(super) fn remedy(url: &str) -> &'static str {
     match url.split(':').next() {
         Some("s3" | "s3a") => {
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (`aws configure export-credentials --format env` prints \

@@ -1,6 +1,7 @@
 //! URLs that hold a secret. It would be printed in errors and kept in configurations and checkpoints, which others can
 //! read, so such a URL is refused before anything is done with it, and never printed.
 
+use super::errors::remedy;
 use crate::error::{Error, Result};
 
 /// An error if a URL has a user name, a password or a query.
@@ -18,14 +19,10 @@ pub fn check_url(url: &str) -> Result<()> {
         None if has_user => "***".to_owned(),
         _ => name.to_owned(),
     };
-    let is_azure = scheme.starts_with("a") || authority.ends_with(".windows.net");
     let remedy = match scheme {
-        "s3" | "s3a" => "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        "gs" => "set GOOGLE_APPLICATION_CREDENTIALS to a key file",
-        _ if is_azure => {
-            "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_ACCOUNT_KEY"
-        }
-        _ if authority.ends_with(".amazonaws.com") => "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        "s3" | "s3a" | "gs" => remedy(url),
+        _ if authority.ends_with(".amazonaws.com") => remedy("s3:"),
+        _ if scheme.starts_with('a') || authority.ends_with(".windows.net") => remedy("az:"),
         _ if has_user => "write it to ~/.netrc (machine HOST login USER password PASSWORD)",
         _ => "download what it signs",
     };
@@ -68,11 +65,7 @@ mod tests {
                 "https://b.s3.amazonaws.com/x?***: ",
                 "AWS_",
             ),
-            (
-                "https://a.blob.core.windows.net/c/x?sv=1&sig=SECRET",
-                "https://a.blob",
-                "AZURE_STORAGE_SAS_TOKEN",
-            ),
+            ("https://a.blob.core.windows.net/c/x?sig=SECRET", "https://a.blob", "AZURE_STORAGE_SAS_TOKEN"),
             ("https://bob:SECRET@host/x?sig=SECRET@SECRET", "https://***@host/x: ", "~/.netrc"),
             ("https://host/x?SECRET", "https://host/x?***: ", "download"),
             ("az://c/x?sig=SECRET", "az://c/x?***: ", "AZURE_STORAGE_SAS_TOKEN"),
