@@ -2,13 +2,12 @@
 //! program writes, and only while its work is not finished, of which `parts/job.json` is the sign.
 
 use std::collections::HashSet;
-use std::io::ErrorKind::NotFound;
 use std::io::Write;
 use std::path::Path;
 
-use super::place::{FINGERPRINT, PROCESS_FILE, Place, RECORD, remove_if_exists};
-use super::process::{Process, is_nonce};
-use crate::error::{Error, Result};
+use super::place::{FINGERPRINT, Place, RECORD, names_in, remove_if_exists};
+use super::process::{Process, is_number, is_process_file};
+use crate::error::Result;
 use crate::format::{Manifest, PARTS, VALIDATION, create_folder, temp_path, write_error};
 
 /// Removes what a finished corpus no longer needs: records, process files, unfinished files, and shards of interrupted
@@ -70,19 +69,6 @@ fn is_shard(file: &str) -> bool {
     numbers.is_some_and(|(group, shard)| is_number(group, 6) && is_number(shard, 3))
 }
 
-fn is_number(text: &str, digits: usize) -> bool {
-    text.len() >= digits && text.bytes().all(|byte| byte.is_ascii_digit())
-}
-
-/// Whether this is the name of a [`super::process::ProcessFile`], also as older releases named it.
-pub(super) fn is_process_file(file: &str) -> bool {
-    let Some(rest) = file.strip_prefix(PROCESS_FILE) else { return false };
-    let (tag, nonce) = rest.split_once('.').map_or((rest, None), |(tag, nonce)| (tag, Some(nonce)));
-    let numbers = tag.split_once("-of-");
-    nonce.is_none_or(is_nonce)
-        && (tag == "all" || numbers.is_some_and(|(index, count)| is_number(index, 1) && is_number(count, 1)))
-}
-
 /// Whether this is the temporary name of a file that an attempt of this program writes.
 pub(super) fn is_unfinished(file: &str) -> bool {
     attempt_of(file).is_some()
@@ -123,16 +109,6 @@ pub(super) fn warn_of(removed: Result<()>) {
         // Not `eprintln`, which panics where standard error is closed.
         let _ = writeln!(std::io::stderr(), "warning: {error}; it is no longer needed and was not removed");
     }
-}
-
-/// The names of all entries of a folder; none if it does not exist.
-pub(super) fn names_in(dir: &Path) -> Result<Vec<String>> {
-    let failed = |e| Error::io(dir, e);
-    let entries = match std::fs::read_dir(dir) {
-        Err(error) if error.kind() == NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(failed)?,
-    };
-    entries.map(|entry| Ok(entry.map_err(failed)?.file_name().to_string_lossy().into_owned())).collect()
 }
 
 #[cfg(test)]

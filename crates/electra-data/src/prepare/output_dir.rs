@@ -18,13 +18,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::clean_up::{
-    clean_up, is_process_file, is_unfinished, names_in, remove_of_dead, temporary_folder, warn_of,
-};
+use super::clean_up::{clean_up, is_unfinished, remove_of_dead, temporary_folder, warn_of};
 use super::options::TEXT_VERSION;
 use super::pass::Pass;
-use super::place::{FINGERPRINT, Place, RECORD, Sizes, remove_if_exists};
-use super::process::{Process, ProcessFile};
+use super::place::{FINGERPRINT, Place, RECORD, Sizes, names_in, remove_if_exists};
+use super::process::{Process, ProcessFile, is_process_file};
 use crate::error::{Error, Result};
 use crate::format::{
     FileEntry, MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, saturating_sum,

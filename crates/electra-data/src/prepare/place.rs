@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::clean_up::names_in;
 use super::progress::Step;
 use crate::error::{Error, Result};
 use crate::format::{MANIFEST, Manifest, PARTS, VALIDATION, write_atomically};
@@ -17,8 +16,6 @@ use crate::store::{Cancel, Request, Store, url_of};
 pub(super) const FINGERPRINT: &str = "job.json";
 /// The beginning of the names of records.
 pub(super) const RECORD: &str = "input-group-";
-/// The beginning of the names of process files.
-pub(super) const PROCESS_FILE: &str = ".lock-";
 /// The largest file of a corpus, besides its shards, that is read.
 const MAX_BYTES: u64 = 1 << 30;
 /// The most bytes, and ranges, that are read at once.
@@ -255,6 +252,16 @@ pub(super) fn manifest_of(out: &Path) -> Result<Manifest> {
         Some(url) => Manifest::fetch(&Store::open(&url)?),
         None => Manifest::read(out),
     }
+}
+
+/// The names of all entries of a folder; none if it does not exist.
+pub(super) fn names_in(dir: &Path) -> Result<Vec<String>> {
+    let failed = |e| Error::io(dir, e);
+    let entries = match std::fs::read_dir(dir) {
+        Err(error) if error.kind() == NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(failed)?,
+    };
+    entries.map(|entry| Ok(entry.map_err(failed)?.file_name().to_string_lossy().into_owned())).collect()
 }
 
 /// Removes a file if it exists.

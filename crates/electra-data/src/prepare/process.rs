@@ -13,10 +13,12 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::clean_up::{is_process_file, names_in};
-use super::place::{PROCESS_FILE, remove_if_exists};
+use super::place::{names_in, remove_if_exists};
 use crate::error::{Error, Result};
 use crate::format::write_atomically;
+
+/// The beginning of the names of process files.
+const PROCESS_FILE: &str = ".lock-";
 
 /// A process, distinguished from those of other hosts, containers and boots, and from later ones with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -117,13 +119,27 @@ fn occupied(dir: &Path, process: Option<Process>, unless_ended: Option<&Path>) -
     ))
 }
 
+/// Whether this is the name of a [`ProcessFile`], also as older releases named it.
+pub(super) fn is_process_file(file: &str) -> bool {
+    let Some(rest) = file.strip_prefix(PROCESS_FILE) else { return false };
+    let (tag, nonce) = rest.split_once('.').map_or((rest, None), |(tag, nonce)| (tag, Some(nonce)));
+    let numbers = tag.split_once("-of-");
+    nonce.is_none_or(is_nonce)
+        && (tag == "all" || numbers.is_some_and(|(index, count)| is_number(index, 1) && is_number(count, 1)))
+}
+
+/// Whether this is a number of at least so many digits.
+pub(super) fn is_number(text: &str, digits: usize) -> bool {
+    text.len() >= digits && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
 /// A random number.
 pub(super) fn nonce() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
 /// Whether this is 64 bits in hexadecimal.
-pub(super) fn is_nonce(text: &str) -> bool {
+fn is_nonce(text: &str) -> bool {
     text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
