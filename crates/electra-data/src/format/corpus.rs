@@ -392,6 +392,16 @@ mod tests {
         assert!(most < all / 3 && most > all / 20, "{most} of {all}");
     }
 
+    #[test]
+    fn a_corpus_is_opened_by_one_request() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 100, &[vec![vec![5, 6]], vec![vec![7]]], 2);
+        let server = TestServer::start(dir.path());
+        let corpus = Corpus::open(Path::new(&server.url)).unwrap();
+        assert_eq!(server.log().requests, [("get", "manifest.json".to_owned())]);
+        assert_eq!(corpus.num_documents(), 2);
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]

@@ -14,8 +14,7 @@ use arrow_ipc::reader::{FileDecoder, read_footer_length};
 use arrow_ipc::{Block, MessageHeader, root_as_footer, root_as_message};
 use arrow_schema::ArrowError;
 
-use super::division::Part;
-use super::documents::Source;
+use super::division::{Part, Source};
 use super::input_file::InputFile;
 use super::pipeline::Batcher;
 use super::read_options::ReadOptions;

@@ -8,6 +8,7 @@
 
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
+use std::sync::atomic::AtomicU64;
 
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +22,16 @@ use crate::error::Result;
 const GROUP_BYTES: u64 = 4 << 20;
 /// A larger file is divided into parts of at most this size, where its format allows.
 pub(crate) const PART_BYTES: u64 = 512 << 20;
+
+/// A file, or a part of it, and how it is read.
+#[derive(Clone, Copy)]
+pub(super) struct Source<'a> {
+    pub file: &'a InputFile,
+    pub part: Option<&'a Part>,
+    pub reading: &'a ReadOptions,
+    /// Counts the bytes read from disk.
+    pub bytes: &'a AtomicU64,
+}
 
 /// Consecutive files, or a part of one.
 #[derive(Clone, Debug, PartialEq, Eq)]

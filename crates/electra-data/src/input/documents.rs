@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 
 use super::arrow::read_arrow;
 use super::cut::Cut;
-use super::division::{Part, SplitPoint};
+use super::division::{Part, Source, SplitPoint};
 use super::identity::InputIdentity;
 use super::input_file::{Compression, InputFile};
 use super::json::{BadRecord, parse_record};
@@ -18,16 +18,6 @@ use super::text::{InvalidBytes, LineEndings, Lines, is_indivisible};
 use crate::error::{Error, Result};
 use crate::panics::caught;
 use crate::store::Cancel;
-
-/// A file, or a part of it, and how it is read.
-#[derive(Clone, Copy)]
-pub(super) struct Source<'a> {
-    pub file: &'a InputFile,
-    pub part: Option<&'a Part>,
-    pub reading: &'a ReadOptions,
-    /// Counts the bytes read from disk.
-    pub bytes: &'a AtomicU64,
-}
 
 /// Sends every document of a file, or of a part of it, to the batcher; `bytes` counts the bytes read from disk.
 pub(crate) fn read_file(

@@ -12,8 +12,7 @@ use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader, RowGroupMe
 use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::schema::types::{ColumnDescPtr, ColumnDescriptor, SchemaDescriptor};
 
-use super::division::Part;
-use super::documents::Source;
+use super::division::{Part, Source};
 use super::input_file::InputFile;
 use super::pipeline::Batcher;
 use super::raw_file::TableFile;

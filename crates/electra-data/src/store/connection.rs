@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -16,7 +16,7 @@ use object_store::{ClientOptions, Result};
 use reqwest::redirect::{Action, Attempt, Policy};
 use url::Url;
 
-use super::errors::{Refused, is_metadata_host};
+use super::errors::{HAD_CREDENTIALS, METADATA_ANSWERED, Refused, is_metadata_host};
 use super::list;
 
 /// The longest response: a list, or a whole object. Ranges and objects have tighter limits where they are read.
@@ -32,16 +32,6 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } els
 /// The same while writing, where sending the request counts as waiting: four parts of 8 MiB over 2.5 Mbit/s.
 pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 120 });
 const MAX_REDIRECTS: usize = 10;
-
-/// Whether a metadata service has answered …
-static METADATA_ANSWERED: AtomicBool = AtomicBool::new(false);
-/// … and this process has then sent a request with credentials.
-static HAD_CREDENTIALS: AtomicBool = AtomicBool::new(false);
-
-/// Whether this process has had credentials from a metadata service.
-pub(super) fn had_credentials() -> bool {
-    HAD_CREDENTIALS.load(Ordering::Relaxed)
-}
 
 /// Makes the clients of a store.
 #[derive(Debug)]

@@ -2,12 +2,12 @@
 
 use std::error::Error as _;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use object_store::Error as StoreError;
 
 use url::Url;
 
-use super::connection::had_credentials;
 use crate::error::Error;
 
 /// The longest part of a server's response that is shown.
@@ -22,6 +22,11 @@ const METADATA_HOSTS: [&str; 6] = [
     "[fd00:ec2::23]",
     "metadata.google.internal",
 ];
+
+/// Whether a metadata service has answered …
+pub(super) static METADATA_ANSWERED: AtomicBool = AtomicBool::new(false);
+/// … and this process has then sent a request with credentials.
+pub(super) static HAD_CREDENTIALS: AtomicBool = AtomicBool::new(false);
 
 /// A response that is rejected, and would be again.
 #[derive(Debug, thiserror::Error)]
@@ -135,7 +140,8 @@ fn lacks_bucket(error: &StoreError) -> bool {
 /// Outside of a cloud, the last resort of all providers is a metadata service that is not there. One that has given
 /// credentials before is there.
 fn lacks_credentials(error: &StoreError) -> bool {
-    metadata_host(error).is_some() && !had_credentials() || chain(error).contains("Account must be specified")
+    metadata_host(error).is_some() && !HAD_CREDENTIALS.load(Ordering::Relaxed)
+        || chain(error).contains("Account must be specified")
 }
 
 /// Whether a host is a metadata service.

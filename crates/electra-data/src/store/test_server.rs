@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use url::form_urlencoded;
+use xxhash_rust::xxh3::xxh3_128;
 
 use super::Store;
-use crate::format::hash_hex;
 
 /// A fault in the response to a GET.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -281,7 +281,7 @@ impl Connection {
     }
 
     fn tag(&self, bytes: &[u8]) -> String {
-        self.log().tag.map_or_else(|| format!("\"{}\"", hash_hex(bytes)), str::to_owned)
+        self.log().tag.map_or_else(|| format!("\"{:032x}\"", xxh3_128(bytes)), str::to_owned)
     }
 
     /// Does what is asked for.

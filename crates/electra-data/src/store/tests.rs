@@ -12,8 +12,6 @@ use super::test_server::Reply::{Done, Half, Lost, Pretended, Stall, Undone};
 use super::test_server::{Reply, TestServer};
 use super::{Store, attended, url_of};
 use crate::error::Result;
-use crate::format::Corpus;
-use crate::format::testing::write_corpus;
 
 /// Two parts and a bit.
 const LARGE: usize = (5 << 19) + 1;
@@ -344,16 +342,6 @@ fn a_start_is_repeated_as_long_as_nobody_waits_at_a_terminal() {
         (0..50).for_each(|_| drop(scope.spawn(|| store.head("object").unwrap())));
     });
     assert!(server.log().replies.is_empty());
-}
-
-#[test]
-fn a_corpus_is_opened_by_one_request() {
-    let dir = tempfile::tempdir().unwrap();
-    write_corpus(dir.path(), 100, &[vec![vec![5, 6]], vec![vec![7]]], 2);
-    let server = TestServer::start(dir.path());
-    let corpus = Corpus::open(Path::new(&server.url)).unwrap();
-    assert_eq!(server.log().requests, [("get", "manifest.json".to_owned())]);
-    assert_eq!(corpus.num_documents(), 2);
 }
 
 #[test]
