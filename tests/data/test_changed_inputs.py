@@ -98,6 +98,7 @@ def test_a_finished_corpus_of_a_changed_input_is_refused(text, run, tmp_path, ed
         (between_the_samples, "again"),
         (between_the_samples, "by tasks"),
         (between_the_samples, "in parts"),
+        (at_the_beginning, "without duplicates"),
         (with_its_time_kept, "other partition"),
         (only_in_time, "again"),
         (only_in_time, "by tasks"),
@@ -106,8 +107,12 @@ def test_a_finished_corpus_of_a_changed_input_is_refused(text, run, tmp_path, ed
 def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, edit, way):
     """The first of two partitions leaves what an interruption does: some input groups are finished."""
     options = {"_part_bytes": 600_000} if way == "in parts" else {}
+    if way == "without duplicates":
+        options["drop_duplicates"] = "lines"
     changed = text / "0.txt"
     run(text, "out", partition=(1, 2), **options)
+    if way == "without duplicates":
+        run(text, "out", partition=(2, 2), **options)  # the rest is hashed, and its own part is built
     edit(changed)
     if edit is with_its_time_kept:
         options["verify_inputs"] = True

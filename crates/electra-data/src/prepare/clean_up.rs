@@ -120,77 +120,41 @@ mod tests {
     use crate::input::TextSource;
     use crate::prepare::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
     use crate::prepare::pass::Pass;
+    use crate::prepare::tests::tokenizer;
     use crate::prepare::{PrepareOptions, PrepareReport, prepare};
-    use crate::tokenizer::Tokenizer;
 
     /// Names that this program does not write.
-    const FOREIGN: [&str; 17] = [
-        "notes.txt",
-        "shard-notes.tokens",
-        "shard-9.tokens",
-        "shard-000009-000.txt",
-        ".tmp-x",
-        ".tmp-vocab-vocab.txt",
-        ".lock-mine",
-        ".lock-all.mine",
-        "below/shard-000009-000.tokens",
-        "below/manifest.json",
-        "parts/notes",
-        "parts/input-group-notes",
-        "parts/shard-000009-000.tokens",
-        "parts/below/input-group-000009.json",
-        "holdout/notes",
-        "holdout/.lock-all",
-        "holdout/below/shard-000009-000.lines",
-    ];
+    const FOREIGN: &str = "notes.txt shard-notes.tokens shard-9.tokens shard-000009-000.txt .tmp-x
+        .tmp-vocab-vocab.txt .lock-mine .lock-all.mine below/shard-000009-000.tokens below/manifest.json
+        parts/notes parts/input-group-notes parts/shard-000009-000.tokens parts/below/input-group-000009.json
+        holdout/notes holdout/.lock-all holdout/below/shard-000009-000.lines";
     /// Names that it writes, and that no finished corpus has, as a run leaves them that was killed.
-    const OURS: [&str; 9] = [
-        "shard-000900-000.tokens",
-        "shard-1000000-1000.lines",
-        ".lock-all",
-        ".lock-1-of-2.0123456789abcdef",
-        "parts/tokenizer.json",
-        "parts/input-group-000900.counts",
-        "parts/input-group-000900.hashes.json",
-        ".tmp-0123456789abcdef-1-1-0123456789abcdef-shard-000900-000.tokens",
-        "parts/.tmp-0123456789abcdef-1-1-0123456789abcdef-job.json",
-    ];
+    const OURS: &str = "shard-000900-000.tokens shard-1000000-1000.lines .lock-all
+        .lock-1-of-2.0123456789abcdef parts/tokenizer.json parts/input-group-000900.counts
+        parts/input-group-000900.hashes.json
+        .tmp-0123456789abcdef-1-1-0123456789abcdef-shard-000900-000.tokens
+        parts/.tmp-0123456789abcdef-1-1-0123456789abcdef-job.json";
     /// Such names in the validation split.
-    const OURS_IN_VALIDATION: [&str; 2] = [
-        "holdout/shard-000900-000.lines",
-        "holdout/.tmp-0123456789abcdef-1-1-0123456789abcdef-manifest.json",
-    ];
+    const OURS_IN_VALIDATION: &str = "holdout/shard-000900-000.lines
+        holdout/.tmp-0123456789abcdef-1-1-0123456789abcdef-manifest.json";
 
     fn names_below(dir: &Path) -> BTreeSet<String> {
-        let mut names = BTreeSet::new();
-        for name in names_in(dir).unwrap() {
-            if dir.join(&name).is_dir() {
-                names.extend(names_below(&dir.join(&name)).iter().map(|below| format!("{name}/{below}")));
-            } else {
-                names.insert(name);
+        let names = names_in(dir).unwrap().into_iter().flat_map(|name| match dir.join(&name) {
+            below if below.is_dir() => {
+                names_below(&below).iter().map(|file| format!("{name}/{file}")).collect()
             }
-        }
-        names
+            _ => BTreeSet::from([name]),
+        });
+        names.collect()
     }
 
     #[test]
     fn only_what_this_program_writes_is_removed_and_only_in_work_that_it_finishes() {
-        for (state, fraction) in [
-            "finished before",
-            "of other options, finished",
-            "of other options, unfinished",
-            "interrupted",
-            "resumed and finished now",
-            "interrupted while it was cleaning up",
-        ]
-        .into_iter()
-        .flat_map(|state| [(state, 0.0), (state, 0.1)])
-        {
+        let states = "finished before|of other options, finished|of other options, unfinished|interrupted|resumed and \
+                      finished now|interrupted while it was cleaning up";
+        for (state, fraction) in states.split('|').flat_map(|state| [(state, 0.0), (state, 0.1)]) {
             let dir = tempfile::tempdir().unwrap();
-            let vocab = dir.path().join("vocab.txt");
-            std::fs::write(&vocab, "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\n").unwrap();
-            let tokenizer = Tokenizer::from_file(&vocab, None, None).unwrap();
-            let text = dir.path().join("text.txt");
+            let (tokenizer, text) = (tokenizer(dir.path(), "a b"), dir.path().join("text.txt"));
             std::fs::write(&text, "a b b\n\n".repeat(200)).unwrap();
             let run = |out: &str, partition, validation_fraction, goes_on| -> Result<PrepareReport> {
                 let options = PrepareOptions {
@@ -208,9 +172,9 @@ mod tests {
             let partition = if is_finished || is_cleaning { None } else { Some((1, 2)) };
             run("out", partition, fraction, true).unwrap();
             let (alone, out) = (names_below(&dir.path().join("alone")), dir.path().join("out"));
-            let ours = OURS.iter().chain(OURS_IN_VALIDATION.iter().filter(|_| fraction > 0.0));
-            let not_ours = FOREIGN.iter().chain(OURS_IN_VALIDATION.iter().filter(|_| fraction == 0.0));
-            for name in ours.clone().chain(not_ours.clone()) {
+            let (mut ours, mut not_ours) = (OURS.to_owned(), FOREIGN.to_owned());
+            *(if fraction > 0.0 { &mut ours } else { &mut not_ours }) += &format!(" {OURS_IN_VALIDATION}");
+            for name in ours.split_whitespace().chain(not_ours.split_whitespace()) {
                 create_folder(out.join(name).parent().unwrap()).unwrap();
                 std::fs::write(out.join(name), "x").unwrap();
             }
@@ -222,14 +186,13 @@ mod tests {
             let other = if state.starts_with("of other") { 0.7 } else { fraction };
             let outcome = run("out", None, other, state != "interrupted");
             let after = names_below(&out);
-            if is_cleaning || state.ends_with("finished now") {
-                let expected = alone.into_iter().chain(not_ours.map(|&name| name.to_owned()));
-                assert_eq!(after, expected.collect(), "{state}, {fraction}");
-            } else if state == "interrupted" {
-                assert!(after.is_superset(&before), "{state}, {fraction}");
-            } else {
-                assert_eq!(after, before, "{state}, {fraction}");
-            }
+            let cleaned = alone.into_iter().chain(not_ours.split_whitespace().map(str::to_owned)).collect();
+            let is_cleaned = is_cleaning || state.ends_with("finished now");
+            let is_right = match state {
+                "interrupted" => after.is_superset(&before),
+                _ => after == if is_cleaned { cleaned } else { before },
+            };
+            assert!(is_right, "{state}, {fraction}: {after:?}");
             let is_refused = state.starts_with("of other") || state == "interrupted";
             assert_eq!(outcome.is_err(), is_refused, "{state}, {fraction}: {outcome:?}");
         }
@@ -241,21 +204,18 @@ mod tests {
         write_corpus(corpus.path(), 100, &[vec![vec![5, 6]]], 2);
         for round in 0..20 {
             let dir = tempfile::tempdir().unwrap();
-            let Claim::Ours(out) = OutputDir::claim(dir.path(), "job", ALL, false).unwrap() else {
-                panic!("the folder is new");
-            };
+            let claim = OutputDir::claim(dir.path(), "job", ALL, false).unwrap();
+            let Claim::Ours(out) = claim else { panic!("the folder is new") };
             let (begun, wait) = std::sync::mpsc::channel();
             std::thread::scope(|scope| {
                 let late = scope.spawn(|| {
                     (0..10_000).find_map(|input_group| {
                         let watched = out.save_counts(input_group, b"counts");
-                        let record = |file| InputGroupRecord {
-                            input_group,
-                            watched: Some(file),
-                            ..Default::default()
-                        };
-                        let saved =
-                            watched.and_then(|file| out.save_record(&Pass::Build(None), &record(file)));
+                        let saved = watched.and_then(|file| {
+                            let watched = Some(file);
+                            let record = InputGroupRecord { input_group, watched, ..Default::default() };
+                            out.save_record(&Pass::Build(None), &record)
+                        });
                         let _ = begun.send(());
                         saved.err()
                     })

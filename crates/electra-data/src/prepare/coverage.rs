@@ -179,17 +179,12 @@ fn unknown_words(lines: &[&str], tokenizer: &Tokenizer) -> Result<Vec<(String, u
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn tokenizer(entries: &str) -> Tokenizer {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("vocab.txt");
-        std::fs::write(&path, format!("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n{entries}\n")).unwrap();
-        Tokenizer::from_file(&path, None, None).unwrap()
-    }
+    use crate::prepare::tests::tokenizer;
 
     #[test]
     fn unknown_words_are_counted_and_named() {
-        let tokenizer = tokenizer("un\n##able\n.");
+        let dir = tempfile::tempdir().unwrap();
+        let tokenizer = tokenizer(dir.path(), "un ##able .");
         let found = Coverage::of_texts(&["unable. 好 Grün", "好 好, un"], &tokenizer).unwrap();
         assert_eq!((found.tokens, found.unknown, found.words), (9, 5, Some(8)));
         let words = [("好", 3), (",", 1), ("Grün", 1)].map(|(word, count)| (word.to_owned(), count));
@@ -199,7 +194,7 @@ mod tests {
     #[test]
     fn a_large_corpus_is_sampled_evenly() {
         let dir = tempfile::tempdir().unwrap();
-        let tokenizer = tokenizer("##a\nb");
+        let tokenizer = tokenizer(dir.path(), "##a b");
         // The second half is unknown: 2^25 tokens, half of which are counted.
         let line = |id| vec![vec![id; 1 << 16]];
         let documents: Vec<_> = (0..512).map(|n| line(if n < 256 { 5 } else { 1 })).collect();

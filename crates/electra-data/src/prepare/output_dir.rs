@@ -36,9 +36,8 @@ pub(super) const ALL: &str = "all";
 
 /// Finished input groups that are uploaded at once. Their shards are on disk meanwhile.
 const CONCURRENT_UPLOADS: usize = 4;
-/// The endings of the files of an input group's hashes, of those of older releases, and of what is left out of it.
+/// The endings of the files of an input group's hashes, and of what is left out of it.
 pub(super) const BUCKETED: &str = "buckets";
-pub(super) const HASHES: &str = ".hashes";
 pub(super) const DROPS: &str = "drops";
 
 /// The files and counts of a finished input group.
@@ -67,6 +66,9 @@ pub(super) struct InputGroupRecord {
     /// xxh3-128 of this file with the empty string here, hexadecimal; [`InputGroupRecord::sealed`] sets it.
     pub checksum: String,
 }
+
+/// The records of several input groups; `None` for those that are not finished.
+pub(super) type Records = Vec<Option<InputGroupRecord>>;
 
 impl InputGroupRecord {
     /// Tokens of all shards, the validation split included.
@@ -111,17 +113,9 @@ impl InputGroupRecord {
 struct FingerprintRecord {
     #[serde(rename = "job")]
     fingerprint: String,
-    /// That of the program; the first one is not written.
-    #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
-    text_version: usize,
-}
-
-fn first_version() -> usize {
-    1
-}
-
-fn is_first_version(version: &usize) -> bool {
-    *version == first_version()
+    /// That of the program; `None` is the first one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    text_version: Option<usize>,
 }
 
 /// An output folder in use by a run.
@@ -161,17 +155,17 @@ impl OutputDir {
             let dir = dir.display();
             return Err(Error::Input(format!("{dir}: not a folder; choose another --out")));
         }
-        if dir.join(MANIFEST).exists() {
-            return Ok(Claim::Finished(Box::new(Manifest::read(dir)?)));
+        let mut out = Self::new(dir, fingerprint)?;
+        if let Some(manifest) = out.place.manifest()? {
+            return Ok(Claim::Finished(Box::new(manifest)));
         }
         refuse_foreign(dir)?;
         create_folder(dir)?;
-        let mut out = Self::new(dir, fingerprint)?;
         let stored = out.stored_fingerprint()?;
         let may_share = !is_of_documents && stored.is_none_or(|stored| stored == fingerprint);
         out._process_file = Some(ProcessFile::create(dir, tag, may_share)?);
-        if dir.join(MANIFEST).exists() {
-            return Ok(Claim::Finished(Box::new(Manifest::read(dir)?)));
+        if let Some(manifest) = out.place.manifest()? {
+            return Ok(Claim::Finished(Box::new(manifest)));
         }
         out.store_fingerprint()?;
         remove_of_dead(&out.dir);
@@ -189,9 +183,7 @@ impl OutputDir {
         if claimed.stored_fingerprint()?.is_none() {
             let is_foreign = |name: &String| !name.starts_with(&format!("{PARTS}/"));
             if let Some(name) = store.list("")?.into_iter().map(|object| object.name).find(is_foreign) {
-                return Err(Error::Input(format!(
-                    "{url}: already holds something else ({name}); choose an empty or new folder for --out"
-                )));
+                return Err(holds_something_else(out, &name));
             }
             store.create(&fingerprint_name, claimed.fingerprint_record()?)?; // or another run has: compared below
         }
@@ -274,19 +266,14 @@ impl OutputDir {
         self.place.write(name, &self.attempt, bytes)
     }
 
-    /// The record of an input group.
-    #[cfg(test)]
-    pub fn record(&self, pass: &Pass, input_group: usize) -> Option<InputGroupRecord> {
-        self.few_records(pass, &[input_group]).unwrap().remove(0)
-    }
-
-    /// The records of input groups; `None` for those that a pass has not finished, or that lack a file.
+    /// The records of input groups; `None` for those that a pass has not finished, or that lack a file, or whose hashes
+    /// an older release has stored in another order.
     pub fn records(
         &self,
         pass: &Pass,
         input_groups: impl IntoIterator<Item = usize>,
         sizes: &Sizes,
-    ) -> Result<Vec<Option<InputGroupRecord>>> {
+    ) -> Result<Records> {
         let input_groups: Vec<usize> = input_groups.into_iter().collect();
         let names: Vec<_> = input_groups.iter().map(|&group| record_name(pass, group)).collect();
         let found = self.place.read_all(&names, sizes)?;
@@ -294,14 +281,15 @@ impl OutputDir {
             let record = InputGroupRecord::parse(&bytes)?;
             let matches = record.fingerprint == self.fingerprint
                 && record.input_group == group
-                && record.drops.as_deref() == pass.digest();
+                && record.drops.as_deref() == pass.digest()
+                && record.watched.as_ref().is_none_or(|entry| !entry.file.ends_with(".hashes"));
             (matches && record.files().all(|(name, bytes)| sizes.of(&name) == Some(bytes))).then_some(record)
         };
         Ok(input_groups.into_iter().zip(found).map(record).collect())
     }
 
     /// The same for a few input groups, without listing the files of all others.
-    pub fn few_records(&self, pass: &Pass, input_groups: &[usize]) -> Result<Vec<Option<InputGroupRecord>>> {
+    pub fn few_records(&self, pass: &Pass, input_groups: &[usize]) -> Result<Records> {
         let mut names: Vec<_> = input_groups.iter().map(|&group| record_name(pass, group)).collect();
         let records = self.place.read_all(&names, &self.place.sizes_of(&names)?)?;
         for record in records.iter().filter_map(|bytes| InputGroupRecord::parse(bytes)) {
@@ -422,7 +410,8 @@ impl OutputDir {
     }
 
     fn fingerprint_record(&self) -> Result<Vec<u8>> {
-        let record = FingerprintRecord { fingerprint: self.fingerprint.clone(), text_version: TEXT_VERSION };
+        let text_version = (TEXT_VERSION > 1).then_some(TEXT_VERSION);
+        let record = FingerprintRecord { fingerprint: self.fingerprint.clone(), text_version };
         serde_json::to_vec(&record).map_err(|e| Error::io(&self.out, e.into()))
     }
 }
@@ -446,7 +435,7 @@ fn stored_record(place: &Place) -> Result<Option<FingerprintRecord>> {
 
 /// What distinguishes the work of another fingerprint.
 fn whose(stored: Option<&FingerprintRecord>) -> String {
-    match stored.map_or(TEXT_VERSION, |stored| stored.text_version) {
+    match stored.map_or(TEXT_VERSION, |stored| stored.text_version.unwrap_or(1)) {
         TEXT_VERSION => "other inputs or options".to_owned(),
         version => {
             let age = if version < TEXT_VERSION { "an older" } else { "a newer" };
@@ -491,23 +480,22 @@ pub(super) fn total(ranges: &[Request]) -> u64 {
 
 /// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
 fn refuse_foreign(dir: &Path) -> Result<()> {
-    if dir.join(PARTS).join(FINGERPRINT).exists() {
-        return Ok(());
-    }
+    let parts = names_in(&dir.join(PARTS)).unwrap_or_else(|_| vec![String::new()]);
     let is_early = |name: &String| {
-        let parts =
-            || names_in(&dir.join(PARTS)).is_ok_and(|names| names.iter().all(|name| is_unfinished(name)));
-        is_unfinished(name) || is_process_file(name) || name == PARTS && parts()
+        let is_parts = || name == PARTS && parts.iter().all(|name| is_unfinished(name));
+        is_unfinished(name) || is_process_file(name) || is_parts()
     };
     match names_in(dir)?.into_iter().find(|name| !is_early(name)) {
-        None => Ok(()),
-        Some(name) => {
-            let dir = dir.display();
-            Err(Error::Input(format!(
-                "{dir}: already holds something else ({name}); choose an empty or new folder for --out"
-            )))
-        }
+        Some(name) if !parts.iter().any(|name| name == FINGERPRINT) => Err(holds_something_else(dir, &name)),
+        _ => Ok(()),
     }
+}
+
+fn holds_something_else(out: &Path, name: &str) -> Error {
+    let out = out.display();
+    Error::Input(format!(
+        "{out}: already holds something else ({name}); choose an empty or new folder for --out"
+    ))
 }
 
 #[cfg(test)]
@@ -535,19 +523,17 @@ mod tests {
 
     #[test]
     fn unfinished_work_of_another_text_version_is_refused() {
+        let differing = "version of electra-fast, whose token ids of a text can differ";
         for (version, message) in [
             ("", "holds unfinished work of other inputs or options;"),
-            (
-                ",\"text_version\":900",
-                "a newer version of electra-fast, whose token ids of a text can differ",
-            ),
-            (",\"text_version\":0", "an older version of electra-fast, whose token ids of a text can differ"),
+            (",\"text_version\":900", &*format!("a newer {differing}")),
+            (",\"text_version\":0", &*format!("an older {differing}")),
         ] {
             let dir = tempfile::tempdir().unwrap();
-            std::fs::create_dir(dir.path().join(PARTS)).unwrap();
+            let path = |name: &str| dir.path().join(PARTS).join(name);
             let claim = || OutputDir::claim(dir.path(), "job", ALL, false);
-            let write =
-                |name: &str, bytes: &str| std::fs::write(dir.path().join(PARTS).join(name), bytes).unwrap();
+            let write = |name: &str, bytes: &str| std::fs::write(path(name), bytes).unwrap();
+            std::fs::create_dir(path("")).unwrap();
             write("job.json", &format!("{{\"job\":\"other\"{version}}}"));
             write("input-group-000000.json", "{}");
             let error = claim().err().unwrap().to_string();
@@ -557,10 +543,10 @@ mod tests {
             );
             write("job.json", r#"{"job":"job"}"#); // as the first version writes it, and as this one does
             drop(claim().unwrap());
-            std::fs::remove_file(dir.path().join("parts/input-group-000000.json")).unwrap();
+            std::fs::remove_file(path("input-group-000000.json")).unwrap();
             write("job.json", &format!("{{\"job\":\"other\"{version}}}"));
             drop(claim().unwrap()); // nothing was finished
-            assert_eq!(std::fs::read(dir.path().join("parts/job.json")).unwrap(), br#"{"job":"job"}"#);
+            assert_eq!(std::fs::read(path("job.json")).unwrap(), br#"{"job":"job"}"#);
         }
     }
 }

@@ -51,12 +51,6 @@ struct Shared<'a> {
     failure: Mutex<Option<Error>>,
 }
 
-/// The number of pipelines for so many workers and input groups. Hashing leaves nothing to the workers.
-pub(super) fn num_pipelines(pass: &Pass, threads: usize, num_groups: usize) -> usize {
-    let per_pipeline = if let Pass::Hash(_) = pass { 1 } else { WORKERS_PER_PIPELINE };
-    threads.div_ceil(per_pipeline).min(num_groups).max(1)
-}
-
 /// Builds input groups with so many workers, and returns how much was built. The first error stops all pipelines;
 /// finished groups are kept.
 ///
@@ -64,7 +58,6 @@ pub(super) fn num_pipelines(pass: &Pass, threads: usize, num_groups: usize) -> u
 pub(super) fn build(
     builder: &InputGroupBuilder,
     threads: usize,
-    pipelines: usize,
     todo: &[Todo],
     skips: &SkipLog,
     read: &ReadGroup,
@@ -73,6 +66,9 @@ pub(super) fn build(
     if todo.is_empty() {
         return Ok(Progress::default());
     }
+    // Hashing leaves nothing to the workers.
+    let per_pipeline = if let Pass::Hash(_) = builder.pass { 1 } else { WORKERS_PER_PIPELINE };
+    let pipelines = threads.div_ceil(per_pipeline).min(todo.len());
     let shared = Shared {
         todo,
         taken: AtomicUsize::new(0),
@@ -93,11 +89,10 @@ pub(super) fn build(
             let (ending, ended) = bounded::<()>(0);
             // Without room, so that a pipeline waits for an upload instead of filling the disk.
             let (finished, uploads) = bounded::<InputGroupRecord>(0);
+            let save = |record| builder.cancel.carry(|| builder.out.save_record(&builder.pass, &record));
             for _ in 0..builder.out.num_uploads() {
                 let (shared, ending, uploads) = (&shared, ending.clone(), uploads.clone());
                 scope.spawn(move || {
-                    let save =
-                        |record| builder.cancel.carry(|| builder.out.save_record(&builder.pass, &record));
                     // The first failure ends it, so that no pipeline waits for a store that is away.
                     shared.note(uploads.iter().try_for_each(save));
                     drop((ending, uploads));
@@ -105,8 +100,8 @@ pub(super) fn build(
             }
             drop(uploads);
             for pipeline in 0..pipelines {
-                let (shared, ending, skips) = (&shared, ending.clone(), skips.clone());
-                let finished = finished.clone();
+                let (shared, ending, skips, finished) =
+                    (&shared, ending.clone(), skips.clone(), finished.clone());
                 scope.spawn(move || {
                     let watch = Some(watch(builder.out, &builder.pass, builder.num_groups));
                     let intake = Intake { skips, watch, ..Intake::everything(line_cut(builder.tokenizer)) };
@@ -132,14 +127,12 @@ pub(super) fn build(
             }
         });
     });
-    match shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
-        Some(error) => Err(error),
-        None => {
-            let built = shared.progress();
-            reporter.finish(built);
-            Ok(built)
-        }
+    if let Some(error) = shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        return Err(error);
     }
+    let built = shared.progress();
+    reporter.finish(built);
+    Ok(built)
 }
 
 impl Shared<'_> {

@@ -91,14 +91,14 @@ impl Place {
 
     /// The bytes of many small files; none for those that do not exist or cannot be read.
     pub fn read_all(&self, names: &[String], sizes: &Sizes) -> Result<Vec<Vec<u8>>> {
-        let Self::Store(store) = self else {
+        if let Self::Folder(_) = self {
             return Ok(names.iter().map(|name| self.read(name).ok().flatten().unwrap_or_default()).collect());
-        };
+        }
         let whole = |name: &String| {
             let range = 0..sizes.of(name).unwrap_or(0);
             Request { name: name.clone(), range, version: None }
         };
-        read_ranges(store, &names.iter().map(whole).collect::<Vec<_>>())
+        self.read_ranges(&names.iter().map(whole).collect::<Vec<_>>())
     }
 
     /// The bytes of ranges of many files, in order; in a store they are read side by side.
@@ -113,7 +113,16 @@ impl Place {
                     read.map_err(|error| Error::io(path, error))?;
                 }
             }
-            Self::Store(store) => return read_ranges(store, ranges),
+            Self::Store(store) => {
+                // A store has no empty ranges.
+                let filled = ranges.iter().enumerate().filter(|(_, request)| !request.range.is_empty());
+                let (numbers, requests): (Vec<_>, Vec<_>) =
+                    filled.map(|(n, request)| (n, request.clone())).unzip();
+                store.read_ranges(&requests, &Cancel::default(), |request, bytes| {
+                    found[numbers[request]] = bytes.to_vec();
+                    Ok(())
+                })?;
+            }
         }
         Ok(found)
     }
@@ -144,13 +153,13 @@ impl Place {
     pub fn names(&self) -> Result<Vec<String>> {
         match self {
             Self::Folder(dir) => {
-                let below = ["", PARTS, VALIDATION].map(|folder| {
-                    let names = names_in(&dir.join(folder))?.into_iter();
+                let mut all = Vec::new();
+                for folder in [String::new(), format!("{PARTS}/"), format!("{VALIDATION}/")] {
                     let names =
-                        names.map(|name| if folder.is_empty() { name } else { format!("{folder}/{name}") });
-                    Ok(names.filter(|name| !dir.join(name).is_dir()).collect::<Vec<_>>())
-                });
-                Ok(below.into_iter().collect::<Result<Vec<_>>>()?.concat())
+                        names_in(&dir.join(&folder))?.into_iter().map(|name| format!("{folder}{name}"));
+                    all.extend(names.filter(|name| !dir.join(name).is_dir()));
+                }
+                Ok(all)
             }
             Self::Store(store) => Ok(store.list("")?.into_iter().map(|object| object.name).collect()),
         }
@@ -168,9 +177,8 @@ impl Place {
     pub fn write(&self, name: &str, tag: &str, bytes: &[u8]) -> Result<()> {
         match self {
             Self::Folder(dir) => {
-                let (folder, name) = name.rsplit_once('/').unwrap_or((".", name));
-                let dir = if folder == "." { dir.clone() } else { dir.join(folder) };
-                write_atomically(&dir, name, tag, bytes)
+                let (folder, name) = name.rsplit_once('/').unwrap_or(("", name));
+                write_atomically(&dir.join(folder), name, tag, bytes)
             }
             Self::Store(store) => store.put(name, bytes.to_vec()),
         }
@@ -217,20 +225,6 @@ fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + 
         let done = outcomes.map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         Ok(done.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     })
-}
-
-/// The bytes of ranges of objects, which are read side by side.
-fn read_ranges(store: &Store, ranges: &[Request]) -> Result<Vec<Vec<u8>>> {
-    let mut found = vec![Vec::new(); ranges.len()];
-    // A store has no empty ranges.
-    let filled = ranges.iter().enumerate().filter(|(_, request)| !request.range.is_empty());
-    let (numbers, requests): (Vec<_>, Vec<_>) =
-        filled.map(|(number, request)| (number, request.clone())).unzip();
-    store.read_ranges(&requests, &Cancel::default(), |request, bytes| {
-        found[numbers[request]] = bytes.to_vec();
-        Ok(())
-    })?;
-    Ok(found)
 }
 
 /// The ranges in batches of limited size.

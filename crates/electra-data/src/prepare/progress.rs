@@ -56,6 +56,18 @@ impl Step {
         let now = || *step.0.lock().unwrap_or_else(PoisonError::into_inner);
         attended(|_: Sender<()>| work(&step), |_| reporter.report_if_due(now))?
     }
+
+    /// Does the same for a single step.
+    pub fn report_one<T: Send>(
+        progress: &mut Report,
+        step: &'static str,
+        work: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<T> {
+        Self::report(progress, |steps| {
+            steps.begin(step, 0);
+            work()
+        })
+    }
 }
 
 /// Limits how often a callback is called. The callback stops the run by returning `false`.

@@ -16,7 +16,7 @@ use super::changes::Comparer;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
 use super::options::{PrepareOptions, TEXT_VERSION, shard_spec};
-use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, resume_clean_up};
+use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, Records, resume_clean_up};
 use super::pass::{Decided, Pass};
 use super::pipelines::{self, Todo};
 use super::place::{Place, Sizes, manifest_of};
@@ -102,9 +102,7 @@ pub fn prepare(
             let plan = Plan::new(&inputs, tokenizer, out, options)?;
             match run.claim(&plan, progress)? {
                 Claimed::Complete(report) => Ok(*report),
-                Claimed::Unfinished(work) => {
-                    run.unless_finished(run.build_and_finalize(*work, &plan, progress), &plan)
-                }
+                Claimed::Unfinished(work) => run.unless_finished(run.finish(*work, &plan, progress), &plan),
             }
         }
         TextSource::Documents(documents) => run.documents(documents, progress),
@@ -139,33 +137,18 @@ pub(super) struct RemainingWork {
 impl RemainingWork {
     /// The files of the output folder.
     fn list(&self, progress: &mut Report) -> Result<Sizes> {
-        Step::report(progress, |step| {
-            step.begin("looking for finished input groups", 0);
-            self.out.place.sizes()
-        })
+        Step::report_one(progress, "looking for finished input groups", || self.out.place.sizes())
     }
 
     /// The records of the input groups that this pass has finished.
-    fn records(
-        &self,
-        plan: &Plan,
-        sizes: &Sizes,
-        progress: &mut Report,
-    ) -> Result<Vec<Option<InputGroupRecord>>> {
-        Step::report(progress, |step| {
-            step.begin("reading what is finished", 0);
-            self.out.records(&self.pass, 0..plan.groups.len(), sizes)
-        })
+    fn records(&self, plan: &Plan, sizes: &Sizes, progress: &mut Report) -> Result<Records> {
+        let read = || self.out.records(&self.pass, 0..plan.groups.len(), sizes);
+        Step::report_one(progress, "reading what is finished", read)
     }
 }
 
 impl PrepareRun<'_> {
-    fn build_and_finalize(
-        &self,
-        mut work: RemainingWork,
-        plan: &Plan,
-        progress: &mut Report,
-    ) -> Result<PrepareReport> {
+    fn finish(&self, mut work: RemainingWork, plan: &Plan, progress: &mut Report) -> Result<PrepareReport> {
         self.build_files(&work, plan, progress)?;
         // A disk that damages all hashes must not keep the run busy forever.
         for _ in 0..3 {
@@ -245,23 +228,14 @@ impl PrepareRun<'_> {
 
     pub(super) fn build_files(&self, work: &RemainingWork, plan: &Plan, progress: &mut Report) -> Result<()> {
         let skips = SkipLog::new(self.options.reading.skip_bad_records, work.skipped);
-        let threads = self.options.num_threads();
-        let num_pipelines = pipelines::num_pipelines(&work.pass, threads, work.todo.len());
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let (group, cancel) = (&plan.groups[number], &plan.inputs.cancel);
             let files = &plan.inputs.files[group.files.clone()];
             read_input_group(files, group.part.as_ref(), &self.options.reading, bytes, cancel, to)
         };
-        pipelines::build(
-            &self.builder(&work.out, &work.pass, plan.groups.len(), &plan.inputs.cancel),
-            threads,
-            num_pipelines,
-            &work.todo,
-            &skips,
-            &read,
-            progress,
-        )
-        .map(drop)
+        let builder = self.builder(&work.out, &work.pass, plan.groups.len(), &plan.inputs.cancel);
+        let threads = self.options.num_threads();
+        pipelines::build(&builder, threads, &work.todo, &skips, &read, progress).map(drop)
     }
 
     fn documents(
@@ -269,13 +243,12 @@ impl PrepareRun<'_> {
         documents: Box<dyn Iterator<Item = Result<String>> + Send + '_>,
         progress: &mut Report,
     ) -> Result<PrepareReport> {
+        let refused = |what: &str| Err(Error::Input(what.to_owned()));
         if self.options.partition.is_some() {
-            return Err(Error::Input("a partition needs files as input, not documents".to_owned()));
+            return refused("a partition needs files as input, not documents");
         }
         if self.options.drop_duplicates.is_some() {
-            return Err(Error::Input(
-                "drop_duplicates needs files as input, not documents: it reads them twice".to_owned(),
-            ));
+            return refused("drop_duplicates needs files as input, not documents: it reads them twice");
         }
         let pass = Pass::Build(None);
         let mut fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"), TEXT_VERSION);
@@ -299,20 +272,11 @@ impl PrepareRun<'_> {
             }
             Ok(())
         };
-        let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
-        let built = pipelines::build(
-            &self.builder(&out, &pass, 1, &Cancel::default()),
-            threads,
-            1,
-            &todo,
-            &SkipLog::default(),
-            &read,
-            progress,
-        );
-        if built.is_err() {
-            out.abandon();
-        }
-        built?;
+        let (builder, todo) =
+            (self.builder(&out, &pass, 1, &Cancel::default()), [Todo { number: 0, bytes: 0 }]);
+        let threads = self.options.num_threads();
+        pipelines::build(&builder, threads, &todo, &SkipLog::default(), &read, progress)
+            .inspect_err(|_| out.abandon())?;
         let records = out.few_records(&pass, &[0])?;
         let report = PrepareReport { num_input_groups: 1, ..PrepareReport::default() };
         self.corpus_of(&out, records, report, progress)
@@ -350,7 +314,7 @@ impl PrepareRun<'_> {
     fn corpus_of(
         &self,
         out: &OutputDir,
-        records: Vec<Option<InputGroupRecord>>,
+        records: Records,
         report: PrepareReport,
         progress: &mut Report,
     ) -> Result<PrepareReport> {
@@ -383,17 +347,20 @@ impl PrepareRun<'_> {
             let counts = counts.map(|files| merge(out, &files, step));
             let (repeats, dropped): (Option<Repeats>, Option<Dropped>) = counts.transpose()?.unzip();
             step.begin("writing the manifest", 0);
-            let finalizer = Finalizer {
-                out,
-                tokenizer: self.tokenizer,
-                spec: shard_spec(self.tokenizer, &out.attempt),
-                options: self.options.to_json(),
-                dropped: dropped.unwrap_or_default(),
-                wants_validation: self.options.validation_fraction > 0.0,
-            };
-            Ok((repeats, finalizer.finalize(records)?))
+            Ok((repeats, self.finalizer(out, dropped.unwrap_or_default()).finalize(records)?))
         })?;
         self.complete(&manifest, PrepareReport { repeats, ..report })
+    }
+
+    pub fn finalizer<'a>(&'a self, out: &'a OutputDir, dropped: Dropped) -> Finalizer<'a> {
+        Finalizer {
+            out,
+            tokenizer: self.tokenizer,
+            spec: shard_spec(self.tokenizer, &out.attempt),
+            options: self.options.to_json(),
+            dropped,
+            wants_validation: self.options.validation_fraction > 0.0,
+        }
     }
 
     /// The outcome of a run. An error is ignored if another run has meanwhile finished the same corpus and removed the
@@ -411,6 +378,8 @@ impl PrepareRun<'_> {
     fn complete(&self, manifest: &Manifest, report: PrepareReport) -> Result<PrepareReport> {
         let validation_documents =
             if manifest.has_validation { manifest_of(&self.out.join(VALIDATION))?.num_documents } else { 0 };
+        // Nothing depends on the list, so it may have been removed.
+        let list = if manifest.skipped_records > 0 { Place::open(self.out)?.read(SKIPPED)? } else { None };
         Ok(PrepareReport {
             complete: true,
             num_documents: manifest.num_documents,
@@ -421,13 +390,7 @@ impl PrepareRun<'_> {
             emptied_documents: manifest.emptied_documents,
             dropped_lines: manifest.dropped_lines,
             skipped_records: manifest.skipped_records,
-            first_skipped: if manifest.skipped_records > 0 {
-                // Nothing depends on the list, so it may have been removed.
-                let list = Place::open(self.out)?.read(SKIPPED)?;
-                first_skipped(&list.unwrap_or_default(), MAX_LISTED)?
-            } else {
-                Vec::new()
-            },
+            first_skipped: first_skipped(&list.unwrap_or_default(), MAX_LISTED)?,
             content_hash: manifest.content_hash.clone(),
             ..report
         })

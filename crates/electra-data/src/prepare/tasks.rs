@@ -15,7 +15,7 @@ use super::pass::Pass;
 use super::pipelines::{self, Todo};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
-use super::progress::Progress;
+use super::progress::Report;
 use super::run::{Claimed, PrepareReport, PrepareRun, RemainingWork};
 use crate::error::{Error, Result};
 use crate::format::{PARTS, SpecialTokens};
@@ -89,7 +89,7 @@ impl PrepareJob {
         tokenizer: &Tokenizer,
         out: &Path,
         options: PrepareOptions,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<OpenedJob> {
         options.check()?;
         let run = PrepareRun { tokenizer, out, options: &options };
@@ -135,11 +135,7 @@ impl PrepareJob {
 
     /// Begins the second pass over the input, if there is one and tasks have completed the first; returns whether it has
     /// begun.
-    pub fn next_pass(
-        &mut self,
-        tokenizer: &Tokenizer,
-        progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<bool> {
+    pub fn next_pass(&mut self, tokenizer: &Tokenizer, progress: &mut Report) -> Result<bool> {
         if let Pass::Build(_) = self.work.pass {
             return Ok(false);
         }
@@ -160,11 +156,7 @@ impl PrepareJob {
     }
 
     /// Makes the corpus of what the tasks have built; incomplete if one of them has not run.
-    pub fn finish(
-        &self,
-        tokenizer: &Tokenizer,
-        progress: &mut dyn FnMut(Progress) -> bool,
-    ) -> Result<PrepareReport> {
+    pub fn finish(&self, tokenizer: &Tokenizer, progress: &mut Report) -> Result<PrepareReport> {
         let run = PrepareRun { tokenizer, out: &self.out, options: &self.options };
         run.unless_finished(run.finalize(&self.work, &self.plan, progress), &self.plan)
     }
@@ -202,7 +194,7 @@ pub fn prepare_input_groups(
     groups: &[String],
     tokenizer: &Tokenizer,
     threads: usize,
-    progress: &mut dyn FnMut(Progress) -> bool,
+    progress: &mut Report,
 ) -> Result<TaskReport> {
     let settings = parse_settings(settings)?;
     let mut groups: Vec<AssignedGroup> = groups.iter().map(|group| parse(group)).collect::<Result<_>>()?;
@@ -226,7 +218,7 @@ impl TaskSettings {
         tokenizer: &Tokenizer,
         threads: usize,
         cancel: &Cancel,
-        progress: &mut dyn FnMut(Progress) -> bool,
+        progress: &mut Report,
     ) -> Result<TaskReport> {
         let out = OutputDir::join(&self.out, &self.fingerprint)?;
         let options = PrepareOptions {
@@ -238,25 +230,17 @@ impl TaskSettings {
         let numbers: Vec<_> = groups.iter().map(|group| group.number).collect();
         let known = out.few_records(&self.pass, &numbers)?;
         let unfinished = groups.iter().zip(&known).filter(|(_, record)| record.is_none());
-        let todo: Vec<Todo> =
-            unfinished.map(|(group, _)| Todo { number: group.number, bytes: group.bytes }).collect();
+        let todo = unfinished.map(|(group, _)| Todo { number: group.number, bytes: group.bytes });
+        let todo: Vec<Todo> = todo.collect();
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let group = groups.iter().find(|group| group.number == number);
-            let (files, part) =
-                group.map_or((&[][..], None), |group| (&group.files[..], group.part.as_ref()));
-            read_input_group(files, part, &self.reading, bytes, cancel, to)
+            group.map_or(Ok(()), |AssignedGroup { files, part, .. }| {
+                read_input_group(files, part.as_ref(), &self.reading, bytes, cancel, to)
+            })
         };
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
-        let num_pipelines = pipelines::num_pipelines(&self.pass, threads, todo.len());
-        let built = pipelines::build(
-            &run.builder(&out, &self.pass, self.num_groups, cancel),
-            threads,
-            num_pipelines,
-            &todo,
-            &skips,
-            &read,
-            progress,
-        )?;
+        let builder = run.builder(&out, &self.pass, self.num_groups, cancel);
+        let built = pipelines::build(&builder, threads, &todo, &skips, &read, progress)?;
         let known = || known.iter().flatten();
         Ok(TaskReport {
             documents: built.documents + known().map(|record| record.documents).sum::<u64>(),

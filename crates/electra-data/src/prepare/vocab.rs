@@ -11,7 +11,7 @@ use tokenizers::AddedToken;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::normalizers::BertNormalizer;
 
-use super::progress::Progress;
+use super::progress::Report;
 use super::vocab_files::VocabFiles;
 use super::word_counts::{Counts, WordCounter, WordCounts};
 use crate::error::{Error, Result};
@@ -91,7 +91,7 @@ pub fn train_vocab(
     source: TextSource,
     out: &Path,
     options: &VocabOptions,
-    progress: &mut dyn FnMut(Progress) -> bool,
+    progress: &mut Report,
     counted: &mut dyn FnMut(&VocabReport) -> bool,
 ) -> Result<VocabReport> {
     let (size, coverage) = (options.size, options.character_coverage);

@@ -41,13 +41,6 @@ pub(super) struct WordCounts {
     pub passed_over: PassedOver,
 }
 
-/// The words of one batch, by the sampling level of their text.
-struct BatchCounts {
-    levels: Vec<Counts>,
-    sampled: Sampled,
-    skipped: Vec<SkippedRecord>,
-}
-
 impl WordCounter<'_> {
     /// Counts the words in a sample of a source; the result does not depend on the number of threads.
     pub fn count(&self, source: TextSource, progress: &mut Report) -> Result<WordCounts> {
@@ -89,7 +82,7 @@ impl WordCounter<'_> {
         };
         let mut levels = Levels::default();
         let mut reporter = ProgressReporter::new(progress);
-        let consume = |found: Option<BatchCounts>| {
+        let consume = |found: Option<Levels>| {
             found.into_iter().for_each(|found| levels.add(found));
             let reported = reporter.report_if_due(|| {
                 let bytes_done = done.load(Ordering::Relaxed);
@@ -103,7 +96,7 @@ impl WordCounter<'_> {
     }
 }
 
-/// The words so far. Each level is counted separately, because it may still be dropped from the sample.
+/// The words so far, or of a batch, by the sampling level of their text. Each level is counted separately, because it may still be dropped from the sample.
 #[derive(Default)]
 struct Levels {
     levels: Vec<Counts>,
@@ -112,7 +105,7 @@ struct Levels {
 }
 
 impl Levels {
-    fn add(&mut self, batch: BatchCounts) {
+    fn add(&mut self, batch: Levels) {
         self.sampled = batch.sampled;
         self.skipped.extend(batch.skipped);
         if self.levels.len() < batch.levels.len() {
@@ -162,8 +155,8 @@ fn merge(into: &mut Counts, words: Counts) {
     }
 }
 
-fn words_of(batch: &TextBatch, characters: &Characters) -> Result<BatchCounts> {
-    let mut found = BatchCounts { levels: Vec::new(), sampled: batch.sampled, skipped: Vec::new() };
+fn words_of(batch: &TextBatch, characters: &Characters) -> Result<Levels> {
+    let mut found = Levels { sampled: batch.sampled, ..Levels::default() };
     for marked in batch.texts() {
         if let Mark::InputGroup(end) = marked.mark {
             found.skipped.extend_from_slice(&end.skipped);

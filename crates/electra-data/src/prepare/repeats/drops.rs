@@ -9,9 +9,7 @@ use super::buckets::{BUCKETS, Head, to_bytes, unsealed};
 use super::hasher::BLANK;
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, hash_hex};
-use crate::prepare::output_dir::{
-    BUCKETED, DROPS, HASHES, OutputDir, part_file, part_path, part_request, total, whole_part,
-};
+use crate::prepare::output_dir::{BUCKETED, DROPS, OutputDir, part_file, part_path, part_request, total};
 use crate::prepare::place::Sizes;
 use crate::prepare::progress::Step;
 
@@ -83,17 +81,12 @@ pub(in crate::prepare) fn digest(files: &[FileEntry]) -> String {
 /// Stores the hashes of an input group, each as 8 bytes. The entry has the hash of these, not of the file, whose pieces
 /// have checksums of their own.
 pub(super) fn save_hashes(out: &OutputDir, input_group: usize, hashes: &[u8]) -> Result<FileEntry> {
-    let (entry, bytes) = bucketed(input_group, hashes)?;
-    out.write(&part_path(&entry.file), &bytes)?;
-    Ok(entry)
-}
-
-fn bucketed(input_group: usize, hashes: &[u8]) -> Result<(FileEntry, Vec<u8>)> {
     let bytes = to_bytes(hashes).ok_or_else(|| {
         Error::Input(format!("input group {input_group} has 2^32 lines or more; divide its file"))
     })?;
     let (file, hash) = (part_file(input_group, BUCKETED), hash_hex(hashes));
-    Ok((FileEntry { file, bytes: bytes.len() as u64, hash }, bytes))
+    out.write(&part_path(&file), &bytes)?;
+    Ok(FileEntry { file, bytes: bytes.len() as u64, hash })
 }
 
 /// Decides which documents or lines are left out, and stores it for each input group, unless it is stored. `files` are
@@ -108,7 +101,6 @@ pub(in crate::prepare) fn decide(
     if are_known(out, files.len(), sizes, &digest, step)? {
         return Ok(());
     }
-    let files = in_buckets(out, files, step)?;
     step.begin("finding duplicates", files.iter().map(|file| file.bytes).sum());
     let mut read = |ranges: &[(usize, Range<u64>)], each: &mut Each| {
         let request = |(group, range): &(usize, Range<u64>)| part_request(&files[*group].file, range.clone());
@@ -142,27 +134,6 @@ fn are_known(out: &OutputDir, num_groups: usize, sizes: &Sizes, digest: &str, st
         Ok(())
     })?;
     Ok(are_known)
-}
-
-/// The files in buckets: those of older releases, which hold the hashes in order, are converted.
-fn in_buckets(out: &OutputDir, files: &[FileEntry], step: &Step) -> Result<Vec<FileEntry>> {
-    let mut files = files.to_vec();
-    let old: Vec<_> = (0..files.len()).filter(|&group| files[group].file.ends_with(HASHES)).collect();
-    let requests: Vec<_> = old.iter().map(|&group| whole_part(&files[group])).collect();
-    step.begin("converting the hashes of an older release", total(&requests));
-    out.place.read_batches(step, &requests, |start, contents| {
-        let mut converted = Vec::new();
-        for (&group, hashes) in old[start..].iter().zip(contents) {
-            if hash_hex(&hashes) != files[group].hash {
-                return Err(out.damaged(&files[group].file));
-            }
-            let (entry, bytes) = bucketed(group, &hashes)?;
-            converted.push((part_path(&entry.file), bytes));
-            files[group] = entry;
-        }
-        out.place.write_all(&out.attempt, &converted)
-    })?;
-    Ok(files)
 }
 
 /// Takes a range of the file of an input group; returns whether it is sound.
