@@ -53,7 +53,7 @@ pub(crate) fn read_input_group(
 ) -> Result<()> {
     for file in files {
         read_file(file, part, reading, bytes, to)?;
-        to.note_input(InputIdentity::of(file, part, cancel)?);
+        to.inputs.extend(InputIdentity::of(file, part, cancel)?);
         // Otherwise the bytes that were hashed might not be those that were read.
         file.check_unchanged()?;
     }
@@ -94,7 +94,7 @@ fn read_text(source: Source, to: &mut Batcher) -> Result<()> {
     let Some((input, begin, line_ends)) = open_part(source, split, false)? else {
         return Ok(());
     };
-    let mut lines = Lines::new(input, (file, begin), reading.invalid_utf8, line_ends, to.cut());
+    let mut lines = Lines::new(input, (file, begin), reading.invalid_utf8, line_ends, to.intake.cut);
     // Whether the current line and the current document have any text yet.
     let (mut line_begun, mut document_begun) = (false, reading.separator == DocumentSeparator::File);
     while let Some(fragment) = lines.next()? {
@@ -135,7 +135,7 @@ fn read_json_lines(source: Source, to: &mut Batcher) -> Result<()> {
             Ok(document) => to.push_document(&document)?,
             Err(bad) => {
                 let number = lines.line_number()?;
-                to.skip(bad.skipped(&file.name, number), &bad.error(&file.path, number))?;
+                to.intake.skips.add(bad.skipped(&file.name, number), &bad.error(&file.path, number))?;
             }
         }
     }
@@ -157,7 +157,9 @@ fn read_json_objects(source: Source, to: &mut Batcher) -> Result<()> {
         match document {
             Ok(document) => to.push_document(&document)?,
             Err(bad) => {
-                to.skip(bad.skipped(&file.name, object.line), &bad.error(&file.path, object.line))?;
+                to.intake
+                    .skips
+                    .add(bad.skipped(&file.name, object.line), &bad.error(&file.path, object.line))?;
             }
         }
     }

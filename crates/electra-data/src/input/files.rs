@@ -143,7 +143,7 @@ impl Search {
     /// Adds the objects in a store that a URL names.
     fn add_objects(&mut self, url: &str) -> Result<()> {
         for object in stored::find(url, self.format.is_some())? {
-            let path = object.path();
+            let path = PathBuf::from(&object.url);
             if self.except.as_ref().is_some_and(|except| path.starts_with(except)) {
                 continue;
             }
@@ -151,9 +151,9 @@ impl Search {
                 self.named.insert(path.clone());
             }
             match kind_of(&path, self.format) {
-                None => drop(self.skipped.insert(path, object.size())),
+                None => drop(self.skipped.insert(path, object.size)),
                 Some((format, compression)) => {
-                    let (name, size) = (path.to_string_lossy().into_owned(), object.size());
+                    let (name, size) = (path.to_string_lossy().into_owned(), object.size);
                     let object = Some(object);
                     let (regular, modified) = (true, None);
                     let file = InputFile {

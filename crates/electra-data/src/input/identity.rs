@@ -70,7 +70,7 @@ impl InputIdentity {
     fn without_content(file: &InputFile, part: Option<&Part>) -> Result<Self> {
         let (part, bytes, file_name) = (part.cloned(), file.size, file.name.clone());
         let (modified, etag, samples) = match &file.object {
-            Some(object) => (object.modified(), object.version(), None),
+            Some(object) => (object.modified, object.version.clone(), None),
             None => (file.modified.and_then(nanoseconds), None, Some(samples(file)?)),
         };
         Ok(Self { file: file_name, part, bytes, modified, etag, samples, content: None })

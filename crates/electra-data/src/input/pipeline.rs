@@ -111,20 +111,15 @@ pub(crate) struct Batcher<'a> {
     batch: TextBatch,
     /// A batch is sent once it has this many bytes of text.
     batch_bytes: usize,
-    intake: Intake<'a>,
+    pub intake: Intake<'a>,
     /// The inputs of the current input group.
-    inputs: Vec<InputIdentity>,
+    pub inputs: Vec<InputIdentity>,
     send: &'a mut dyn FnMut(TextBatch) -> Result<()>,
 }
 
 impl<'a> Batcher<'a> {
     fn new(batch_bytes: usize, intake: Intake<'a>, send: &'a mut dyn FnMut(TextBatch) -> Result<()>) -> Self {
         Self { batch: TextBatch::default(), batch_bytes, intake, inputs: Vec::new(), send }
-    }
-
-    /// Where a line may be cut.
-    pub fn cut(&self) -> Cut<'a> {
-        self.intake.cut
     }
 
     /// Appends text with the mark at its end. Long lines are cut where that is allowed.
@@ -146,16 +141,6 @@ impl<'a> Batcher<'a> {
             text = &text[at..];
         }
         self.append(text, mark)
-    }
-
-    /// Skips a bad record, or fails with `error` if too many have been skipped.
-    pub fn skip(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
-        self.intake.skips.add(record, error)
-    }
-
-    /// Records an input of the current input group.
-    pub fn note_input(&mut self, identity: Option<InputIdentity>) {
-        self.inputs.extend(identity);
     }
 
     /// Begins an input group.
@@ -197,7 +182,7 @@ impl<'a> Batcher<'a> {
         if self.batch.texts.is_empty() {
             return Ok(());
         }
-        self.batch.sampled = self.intake.sampler.sampled();
+        self.batch.sampled = self.intake.sampler.sampled;
         (self.send)(std::mem::take(&mut self.batch))
     }
 }

@@ -26,7 +26,8 @@ pub(crate) struct Sampled {
 pub(crate) struct Sampler {
     seed: u64,
     limit: u64,
-    sampled: Sampled,
+    /// The state of the sample so far.
+    pub sampled: Sampled,
     level_bytes: [u64; 65],
     part: u64,
     part_bytes: u64,
@@ -65,11 +66,6 @@ impl Sampler {
         }
         (level >= self.sampled.lowest_level).then_some(level)
     }
-
-    /// Returns the state of the sample so far.
-    pub fn sampled(&self) -> Sampled {
-        self.sampled
-    }
 }
 
 fn level(seed: u64, part: u64) -> u8 {
@@ -84,7 +80,7 @@ mod tests {
     fn sample(seed: u64, limit: u64, documents: usize) -> (Vec<usize>, Sampled) {
         let mut sampler = Sampler::new(seed, limit);
         let levels: Vec<_> = (0..documents).map(|_| sampler.level_of("0123456789", true)).collect();
-        let sampled = sampler.sampled();
+        let sampled = sampler.sampled;
         let kept = |&n: &usize| levels[n].is_some_and(|level| level >= sampled.lowest_level);
         ((0..documents).filter(kept).collect(), sampled)
     }
@@ -113,7 +109,7 @@ mod tests {
         for _ in 0..16 << 10 {
             sampler.level_of(&line, false);
         }
-        let sampled = sampler.sampled();
+        let sampled = sampler.sampled;
         assert!(
             (8 << 20..=32 << 20).contains(&sampled.bytes) && sampled.total_bytes == 1 << 30,
             "{sampled:?}"

@@ -1,7 +1,6 @@
 //! Input files in object stores: finding them by URL, folder or glob, and opening them.
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::sync::PoisonError;
 
 use serde::{Deserialize, Serialize};
@@ -14,11 +13,13 @@ use crate::store::{Cancel, Object, Store, check_url};
 /// A file in a store. Serialized without its connection, which another process opens anew.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct StoredObject {
-    url: String,
-    size: u64,
-    version: Option<String>,
+    pub url: String,
+    pub size: u64,
+    /// The identifier of its version, if the store gives one.
+    pub version: Option<String>,
+    /// When it was last modified, in nanoseconds since 1970.
     #[serde(default)]
-    modified: Option<i64>,
+    pub modified: Option<i64>,
     #[serde(skip)]
     store: Option<Store>,
     /// Cancels requests when the run ends.
@@ -29,26 +30,6 @@ pub(crate) struct StoredObject {
 }
 
 impl StoredObject {
-    /// The URL as a path.
-    pub fn path(&self) -> PathBuf {
-        PathBuf::from(&self.url)
-    }
-
-    /// Its length in bytes.
-    pub fn size(&self) -> u64 {
-        self.size
-    }
-
-    /// The identifier of its version, if the store gives one.
-    pub fn version(&self) -> Option<String> {
-        self.version.clone()
-    }
-
-    /// When it was last modified, in nanoseconds since 1970.
-    pub fn modified(&self) -> Option<i64> {
-        self.modified
-    }
-
     /// The last error of the store while its bytes were read.
     pub fn failure(&self) -> Option<Error> {
         let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);

@@ -128,14 +128,14 @@ impl BatchWriter {
     /// A writer of rows of `length` tokens.
     pub fn new(corpus: &Corpus, length: usize, masker: Masker, pool: Arc<BufferPool>) -> Self {
         let tokens = corpus.special_tokens();
-        let schema = Arc::new(schema(length, masker.slots(), tokens.pad));
+        let schema = Arc::new(schema(length, masker.slots, tokens.pad));
         Self { schema, length, tokens, masker, pool }
     }
 
     /// The batch of the rows of `ranges`, in order.
     pub fn write(&mut self, ranges: &[RowRange]) -> Result<RecordBatch> {
         let rows = ranges.iter().map(|range| range.len() as usize).sum();
-        let (length, slots) = (self.length, self.masker.slots());
+        let (length, slots) = (self.length, self.masker.slots);
         let sizes = [length, length, length, length, slots, slots, slots].map(|size| size * rows);
         let mut buffer = self.pool.take(sizes.iter().map(|&size| padded(size)).sum());
         let mut columns = carve(buffer.typed_data_mut(), sizes);
@@ -164,7 +164,7 @@ impl BatchWriter {
     }
 
     fn target<'a>(&self, columns: &'a mut [&mut [i32]; COLUMNS], number: usize) -> Target<'a> {
-        let (length, slots) = (self.length, self.masker.slots());
+        let (length, slots) = (self.length, self.masker.slots);
         let (tokens, masks) = (number * length..(number + 1) * length, number * slots..(number + 1) * slots);
         let [ids, types, positions, segment_ids, masked_positions, masked_ids, weights] = columns;
         Target {

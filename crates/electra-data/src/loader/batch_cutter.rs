@@ -7,8 +7,8 @@ use std::sync::Arc;
 use super::batch::RowRange;
 use super::mixture::{Mixture, Turns};
 use super::options::LoaderOptions;
-use super::position::CorpusPosition;
 use super::shuffle_window::{Blocks, ShuffleWindow};
+use super::state::CorpusPosition;
 
 /// Cuts the streams of a rank's lanes, one after the other in each batch.
 pub(super) struct BatchCutter {
@@ -93,7 +93,7 @@ impl LaneCutter {
             windows: VecDeque::new(),
         };
         Self {
-            corpora: positions.iter().zip(mixture.corpora()).map(source).collect(),
+            corpora: positions.iter().zip(&mixture.corpora).map(source).collect(),
             turns: mixture.turns(positions, epochs),
             epochs,
             rows: 0,
@@ -113,7 +113,7 @@ impl LaneCutter {
 
     fn positions(&self) -> Vec<CorpusPosition> {
         let position = |(corpus, source): (usize, &CorpusCursor)| CorpusPosition {
-            turns: self.turns.given(corpus),
+            turns: self.turns.rows[corpus],
             ..source.position
         };
         self.corpora.iter().enumerate().map(position).collect()

@@ -1,17 +1,16 @@
 //! The loader: an iterator of batches whose order does not depend on threads, ranks or interruptions.
 
+use std::iter::Sum;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arrow_array::RecordBatch;
 
-use super::contents::Contents;
 use super::mixture::Mixture;
 use super::options::{LoaderOptions, largest_divisor};
-use super::pack::{Packer, RngCounter};
-use super::position::{CorpusPosition, RowPosition};
+use super::pack::{Packer, RngCounter, Rows, Span};
 use super::shuffle_window::Blocks;
-use super::state::LoaderState;
+use super::state::{CorpusPosition, LoaderState, RowPosition};
 use super::workers::{Pipeline, Poll, Shared, stopped};
 use crate::error::{Error, Result};
 use crate::format::Corpus;
@@ -48,11 +47,11 @@ impl Loader {
     pub fn mixture(corpora: Vec<(Arc<Corpus>, Option<f64>)>, options: &LoaderOptions) -> Result<Self> {
         options.check()?;
         let mixture = Mixture::new(corpora, options.seed as u64, options.lanes as u32)?;
-        options.check_words(mixture.corpora()[0].corpus())?;
-        let (lanes, count) = (options.lanes_of_rank().len(), mixture.corpora().len());
+        options.check_words(&mixture.corpora[0].corpus)?;
+        let (lanes, count) = (options.lanes_of_rank().len(), mixture.corpora.len());
         let lines = Packer::new(options, 0).reads_lines();
         let waiting = |blocks| windows_waiting(blocks, lanes as u32, lines, count);
-        let windows_waiting = mixture.corpora().iter().map(waiting).collect::<Result<_>>()?;
+        let windows_waiting = mixture.corpora.iter().map(waiting).collect::<Result<_>>()?;
         let options = options.clone();
         let shared = Arc::new(Shared { mixture, options, pool: Arc::default(), windows_waiting });
         Ok(Self { shared, positions: vec![vec![CorpusPosition::default(); count]; lanes], pipeline: None })
@@ -91,7 +90,7 @@ impl Loader {
             let of_lanes = options.lanes_of_rank().zip(&self.positions);
             of_lanes.map(|(lane, positions)| blocks.passes(lane, &positions[number])).sum::<f64>() / lanes
         };
-        mixture.corpora().iter().enumerate().map(passes).collect()
+        mixture.corpora.iter().enumerate().map(passes).collect()
     }
 
     /// Resumes from the state of a loader with the same corpora, weights, seed, lanes and row options; batch size, ranks
@@ -99,7 +98,7 @@ impl Loader {
     pub fn restore(&mut self, state: &LoaderState) -> Result<()> {
         let Shared { mixture, options, .. } = &*self.shared;
         let mut positions = state.positions(options, mixture)?;
-        for (number, blocks) in mixture.corpora().iter().enumerate() {
+        for (number, blocks) in mixture.corpora.iter().enumerate() {
             let lanes = options.lanes_of_rank().zip(positions.iter_mut().map(|lane| &mut lane[number]));
             self.count_windows(blocks, &mut lanes.collect::<Vec<_>>())?;
         }
@@ -125,7 +124,7 @@ impl Loader {
             .map(|(lane, position)| (*lane, position.at))
             .filter(|(_, at)| !is_end(*at))
             .collect();
-        let mut packer = Packer::new(options, blocks.seed());
+        let mut packer = Packer::new(options, blocks.seed);
         // All at once, since the planner needs them next.
         let _pins = blocks.fetch(&packer, &windows, &Cancel::default())?;
         for (lane, position) in positions.iter_mut() {
@@ -146,7 +145,7 @@ impl Loader {
         let Shared { mixture, options, .. } = &*self.shared;
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(16) as u32);
         let sum_of = |blocks: &Blocks, first: u32| -> Result<Contents> {
-            let mut packer = Packer::new(options, blocks.seed());
+            let mut packer = Packer::new(options, blocks.seed);
             let ours = (first..blocks.len()).step_by(threads as usize);
             let of_block = |block| {
                 let _pins = blocks.pin_tables(block, packer.reads_lines())?;
@@ -156,7 +155,7 @@ impl Loader {
         };
         let cancel = Cancel::default();
         let sum =
-            |first: u32| cancel.carry(|| mixture.corpora().iter().map(|blocks| sum_of(blocks, first)).sum());
+            |first: u32| cancel.carry(|| mixture.corpora.iter().map(|blocks| sum_of(blocks, first)).sum());
         std::thread::scope(|scope| {
             let sum = &sum;
             let threads: Vec<_> = (0..threads).map(|first| scope.spawn(move || sum(first))).collect();
@@ -171,7 +170,39 @@ impl Loader {
 
     /// The weights of the corpora in lowest terms.
     pub fn weights(&self) -> &[u64] {
-        self.shared.mixture.weights()
+        &self.shared.mixture.weights
+    }
+}
+
+/// Contents of the rows of an epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Contents {
+    /// Number of rows.
+    pub rows: u64,
+    /// Tokens of the corpus, without special tokens.
+    pub tokens: u64,
+    /// Positions that are not padding: these tokens and the special ones.
+    pub positions: u64,
+}
+
+impl Contents {
+    fn of(rows: &Rows) -> Self {
+        let sum = |size: fn(&Span) -> usize| rows.spans.iter().map(|span| size(span) as u64).sum();
+        Self {
+            rows: rows.len() as u64,
+            tokens: sum(|span| usize::from(span.len)),
+            positions: sum(Span::num_positions),
+        }
+    }
+}
+
+impl Sum for Contents {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |a, b| Self {
+            rows: a.rows + b.rows,
+            tokens: a.tokens + b.tokens,
+            positions: a.positions + b.positions,
+        })
     }
 }
 
@@ -197,14 +228,14 @@ impl Iterator for Loader {
 /// both, and those that are being fetched; if it holds more, more are fetched ahead.
 fn windows_waiting(blocks: &Blocks, lanes: u32, lines: bool, num_corpora: usize) -> Result<usize> {
     let per_fetch = blocks.windows_per_fetch(lanes) * u64::from(lanes);
-    let Some(limit) = blocks.corpus().cache_limit() else {
+    let Some(limit) = blocks.corpus.cache_limit() else {
         return Ok(if num_corpora == 1 { per_fetch as usize } else { 0 });
     };
     let window = blocks.fetch_bytes(lanes, lines);
     let fit = limit / window.max(1);
     if fit < MIN_CACHED_WINDOWS {
         let needed = window.saturating_mul(MIN_CACHED_WINDOWS);
-        let (corpus, given) = (blocks.corpus().dir().display(), limit.saturating_mul(num_corpora as u64));
+        let (corpus, given) = (blocks.corpus.dir().display(), limit.saturating_mul(num_corpora as u64));
         return Err(Error::Input(format!(
             "cache_bytes = {given}: {MIN_CACHED_WINDOWS} shuffle windows of {corpus} need {needed}; give at least {}",
             needed.saturating_mul(num_corpora as u64)

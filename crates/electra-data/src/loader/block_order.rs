@@ -26,7 +26,7 @@ pub(super) struct BlockOrder {
     /// The first block of each shard, and the total at the end.
     first: Vec<u32>,
     seed: u64,
-    num_lanes: u32,
+    pub num_lanes: u32,
     rings: Mutex<VecDeque<Arc<Ring>>>,
 }
 
@@ -50,11 +50,6 @@ impl BlockOrder {
     /// The number of blocks.
     pub fn num_blocks(&self) -> u32 {
         self.first[self.first.len() - 1]
-    }
-
-    /// The number of lanes.
-    pub fn num_lanes(&self) -> u32 {
-        self.num_lanes
     }
 
     /// The shard of a block, and its blocks.
@@ -168,7 +163,7 @@ mod tests {
             blocks in prop::collection::vec(1_u32..700, 1..20), seed: u64, epoch: u32, num_lanes in 1_u32..100,
         ) {
             let order = order(&blocks, seed, num_lanes.min(blocks.iter().sum()));
-            let lanes: Vec<_> = (0..order.num_lanes()).map(|number| lane(&order, epoch, number)).collect();
+            let lanes: Vec<_> = (0..order.num_lanes).map(|number| lane(&order, epoch, number)).collect();
             let (shortest, longest) = (lanes.iter().map(Vec::len).min(), lanes.iter().map(Vec::len).max());
             prop_assert!(longest.unwrap() - shortest.unwrap() <= 1);
             let mut all = lanes.concat();

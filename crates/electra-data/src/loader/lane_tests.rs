@@ -80,7 +80,7 @@ fn lanes_read_the_rows_of_an_epoch_once() {
         let positions = loader.positions.clone();
         let batch = rows(&loader.next().unwrap().unwrap());
         for (lane, own) in batch.chunks(3).enumerate() {
-            let left = |at: super::position::RowPosition| at.epoch == 0;
+            let left = |at: super::state::RowPosition| at.epoch == 0;
             // A window has one block, and the lane's last one may end within the batch.
             let after = loader.positions[lane][0].at;
             let count = if left(after) { 3 } else { 3 - after.row.min(3) as usize };

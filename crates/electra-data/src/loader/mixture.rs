@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use super::position::CorpusPosition;
 use super::shuffle_window::Blocks;
+use super::state::CorpusPosition;
 use crate::error::{Error, Result};
 use crate::format::Corpus;
 use crate::philox::philox4x32;
@@ -20,8 +20,9 @@ type Weighted = (Arc<Corpus>, Option<f64>);
 /// The corpora of a loader: one, or several with weights.
 #[derive(Debug)]
 pub(super) struct Mixture {
-    corpora: Vec<Blocks>,
-    weights: Vec<u64>,
+    pub corpora: Vec<Blocks>,
+    /// In lowest terms.
+    pub weights: Vec<u64>,
 }
 
 impl Mixture {
@@ -39,16 +40,6 @@ impl Mixture {
             Blocks::new(corpus, seed, num_lanes)
         };
         Ok(Self { corpora: corpora.into_iter().map(blocks).collect::<Result<_>>()?, weights })
-    }
-
-    /// The blocks of each corpus.
-    pub fn corpora(&self) -> &[Blocks] {
-        &self.corpora
-    }
-
-    /// The weights in lowest terms.
-    pub fn weights(&self) -> &[u64] {
-        &self.weights
     }
 
     /// The turns, in a lane, of corpora that are at `positions`, if each is read `epochs` times.
@@ -71,7 +62,7 @@ pub(super) struct Turns {
     /// 0 for a corpus that is finished.
     weights: Vec<u64>,
     /// Rows that each corpus has given since the weights last changed.
-    rows: Vec<u64>,
+    pub rows: Vec<u64>,
     total_weight: u128,
     total_rows: u128,
     /// Whether all further rows are of one corpus.
@@ -101,11 +92,6 @@ impl Turns {
     pub fn give(&mut self, corpus: usize, rows: u64) {
         self.rows[corpus] += rows;
         self.total_rows += u128::from(rows);
-    }
-
-    /// Rows that a corpus has given since the weights last changed.
-    pub fn given(&self, corpus: usize) -> u64 {
-        self.rows[corpus]
     }
 
     /// Takes a corpus that is finished out of the mixture; the others share anew.

@@ -4,7 +4,6 @@ mod batch;
 mod batch_cutter;
 mod batch_loader;
 mod block_order;
-mod contents;
 #[cfg(test)]
 mod corruption;
 #[cfg(test)]
@@ -14,7 +13,6 @@ mod mixture;
 mod options;
 mod pack;
 mod permutation;
-mod position;
 #[cfg(test)]
 mod remote_tests;
 mod shuffle_window;
@@ -23,8 +21,7 @@ mod state;
 mod tests;
 mod workers;
 
-pub use batch_loader::{Loader, auto_lanes};
-pub use contents::Contents;
+pub use batch_loader::{Contents, Loader, auto_lanes};
 pub use options::{CutAt, LoaderOptions, Masking, Packing};
 pub use state::LoaderState;
 pub use workers::Poll;

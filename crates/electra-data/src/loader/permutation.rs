@@ -11,7 +11,8 @@ const ROUNDS: usize = 8;
 /// result is in range (cycle walking; Black and Rogaway 2002), on average less than twice.
 #[derive(Clone, Debug)]
 pub(super) struct Permutation {
-    len: u64,
+    /// The number of elements.
+    pub len: u64,
     low_bits: u32,
     low_mask: u64,
     high_mask: u64,
@@ -31,11 +32,6 @@ impl Permutation {
             high_mask: (1 << (bits - low_bits)) - 1,
             keys: std::array::from_fn(|_| stream.word64()),
         }
-    }
-
-    /// The number of elements.
-    pub fn len(&self) -> u64 {
-        self.len
     }
 
     /// The element at `index`, which must be below `len`.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use super::block_order::BlockOrder;
 use super::pack::{Packer, RngCounter, Rows, Span};
 use super::permutation::Permutation;
-use super::position::{CorpusPosition, RowPosition};
+use super::state::{CorpusPosition, RowPosition};
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Pins, Shard};
 use crate::philox::Purpose;
@@ -24,8 +24,9 @@ const FETCHED_BLOCKS: u64 = 64;
 /// A corpus divided into blocks, with the seed of their order.
 #[derive(Debug)]
 pub(super) struct Blocks {
-    corpus: Arc<Corpus>,
-    seed: u64,
+    pub corpus: Arc<Corpus>,
+    /// The seed of everything random in this corpus's stream.
+    pub seed: u64,
     order: BlockOrder,
 }
 
@@ -49,16 +50,6 @@ impl Blocks {
             )));
         }
         Ok(Self { corpus, seed, order })
-    }
-
-    /// The corpus.
-    pub fn corpus(&self) -> &Arc<Corpus> {
-        &self.corpus
-    }
-
-    /// The seed of everything random in this corpus's stream.
-    pub fn seed(&self) -> u64 {
-        self.seed
     }
 
     /// How often a lane has read its part at a position: finished epochs and a fraction of the next.
@@ -93,7 +84,7 @@ impl Blocks {
         let (shard, blocks) = self.order.shard_of(block);
         let tokens = self.corpus.shard_size(shard).1;
         let (index, count) = (u64::from(block - blocks.start), u64::from(blocks.end - blocks.start));
-        let edge = |index: u64| match self.order.num_lanes() {
+        let edge = |index: u64| match self.order.num_lanes {
             1 => (tokens * index / count) as u32,
             _ => self.corpus.aligned(tokens, index, count),
         };
@@ -221,7 +212,7 @@ impl Row<'_> {
 impl ShuffleWindow {
     /// Number of rows.
     pub fn len(&self) -> u64 {
-        self.order.len()
+        self.order.len
     }
 
     /// The row at `index` in the window's order.

@@ -4,8 +4,40 @@ use serde::{Deserialize, Serialize};
 
 use super::mixture::Mixture;
 use super::options::LoaderOptions;
-use super::position::{CorpusPosition, RowPosition};
 use crate::error::{Error, Result};
+
+/// A position between two rows of a corpus's stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct RowPosition {
+    /// Number of finished epochs.
+    pub epoch: u32,
+    /// Number of finished windows of this epoch.
+    pub window: u32,
+    /// Number of finished rows of this window.
+    pub row: u64,
+}
+
+impl RowPosition {
+    /// The start of the next window, given the number of windows per epoch.
+    pub fn next_window(self, num_windows: u32) -> Self {
+        let window = self.window + 1;
+        if window < num_windows {
+            return Self { window, row: 0, ..self };
+        }
+        Self { epoch: self.epoch.saturating_add(1), window: 0, row: 0 }
+    }
+}
+
+/// A corpus's position, and its turns in the mixture.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct CorpusPosition {
+    /// The position in the corpus's stream.
+    pub at: RowPosition,
+    /// Rows of the current window; 0 at its start, where the number may not be known yet.
+    pub window_rows: u64,
+    /// Rows given since a corpus last left the mixture; unused for a single corpus.
+    pub turns: u64,
+}
 
 /// No loader has given more rows than this, so that products with weights fit into 128 bits.
 const MAX_TURNS: u64 = 1 << 48;
@@ -69,9 +101,9 @@ impl LoaderState {
     /// The state of a loader with these options whose corpora are at `positions` in each of its lanes.
     pub(super) fn new(positions: &[Vec<CorpusPosition>], options: &LoaderOptions, mixture: &Mixture) -> Self {
         let (seed, content) = (options.seed as u64, options.content());
-        let members = mixture.corpora().iter().zip(mixture.weights()).enumerate();
+        let members = mixture.corpora.iter().zip(&mixture.weights).enumerate();
         let members =
-            members.map(|(number, (blocks, &weight))| (number, blocks.corpus().content_hash(), weight));
+            members.map(|(number, (blocks, &weight))| (number, blocks.corpus.content_hash(), weight));
         if options.lanes > 1 {
             let corpora = members.map(|(number, corpus, weight)| {
                 let mut lanes = vec![None; options.lanes as usize];
@@ -161,7 +193,7 @@ impl LoaderState {
         options: &LoaderOptions,
         mixture: &Mixture,
     ) -> Result<Vec<Vec<CorpusPosition>>> {
-        let start = vec![CorpusPosition::default(); mixture.corpora().len()];
+        let start = vec![CorpusPosition::default(); mixture.corpora.len()];
         let ours = Self::new(&vec![start; options.lanes_of_rank().len()], options, mixture);
         require_same_corpora(&self.0, &ours.0)?;
         let (seed, content) = self.0.stream();

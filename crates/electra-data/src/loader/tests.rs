@@ -276,7 +276,7 @@ fn alone(corpora: &[Arc<Corpus>], epochs: i64) -> Vec<Vec<Vec<i32>>> {
         let options = LoaderOptions { seed: seed as i64, epochs: Some(epochs), ..options() };
         all_rows(Loader::new(corpus.clone(), &options).unwrap())
     };
-    corpora.iter().zip(mixture.corpora().iter().map(|blocks| blocks.seed())).map(stream).collect()
+    corpora.iter().zip(mixture.corpora.iter().map(|blocks| blocks.seed)).map(stream).collect()
 }
 
 #[test]

@@ -18,8 +18,8 @@ use super::mask::Masker;
 use super::mixture::Mixture;
 use super::options::LoaderOptions;
 use super::pack::Packer;
-use super::position::{CorpusPosition, RowPosition};
 use super::shuffle_window::{Blocks, ShuffleWindow};
+use super::state::{CorpusPosition, RowPosition};
 use crate::error::{Error, Result};
 use crate::format::Pins;
 use crate::store::Cancel;
@@ -94,7 +94,7 @@ impl Pipeline {
             cancel: Cancel::default(),
             threads: Vec::new(),
         };
-        for corpus in 0..shared.mixture.corpora().len() {
+        for corpus in 0..shared.mixture.corpora.len() {
             let starts: Vec<_> = positions.iter().map(|lane| lane[corpus].at).collect();
             let shared = shared.clone();
             let (sender, plans) = bounded(shared.windows_waiting[corpus]);
@@ -225,7 +225,7 @@ struct LanePlan {
 
 impl<'a> Planner<'a> {
     fn new(shared: &'a Shared, corpus: usize, starts: &[RowPosition]) -> Self {
-        let blocks = &shared.mixture.corpora()[corpus];
+        let blocks = &shared.mixture.corpora[corpus];
         let lanes = shared.options.lanes_of_rank().zip(starts);
         let lanes = lanes.map(|(lane, &next)| LanePlan {
             lane,
@@ -235,7 +235,7 @@ impl<'a> Planner<'a> {
         });
         Self {
             blocks,
-            packer: Packer::new(&shared.options, blocks.seed()),
+            packer: Packer::new(&shared.options, blocks.seed),
             lanes: lanes.collect(),
             last_epoch: shared.options.last_epoch(),
         }
@@ -289,7 +289,7 @@ impl<'a> Planner<'a> {
 
 /// A worker thread: writes batches until there are no more requests.
 fn work(shared: &Shared, requests: &Receiver<BatchRequest>) {
-    let corpus = shared.mixture.corpora()[0].corpus(); // all have the same vocabulary
+    let corpus = &shared.mixture.corpora[0].corpus; // all have the same vocabulary
     let masker = Masker::for_corpus(&shared.options, corpus);
     let mut writer =
         BatchWriter::new(corpus, shared.options.sequence_length as usize, masker, shared.pool.clone());

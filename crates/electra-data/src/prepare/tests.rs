@@ -117,7 +117,7 @@ fn the_limit_of_skipped_records_is_one_for_all_pipelines() {
     let record = || crate::input::SkippedRecord { file: "f".into(), line: 1, reason: String::new() };
     let read = |_: usize, to: &mut Batcher<'_>| {
         to.push_document("a")?;
-        to.skip(record(), &Error::Input("bad".into()))
+        to.intake.skips.add(record(), &Error::Input("bad".into()))
     };
     assert!(build(8, 20, &SkipLog::new(20, 0), &read).0.is_ok());
     let error = build(8, 20, &SkipLog::new(20, 1), &read).0.unwrap_err().to_string();

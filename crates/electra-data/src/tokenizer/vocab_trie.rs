@@ -26,7 +26,8 @@ const FREE: Cell = Cell { base: 0, parent: NONE, id: NONE };
 pub(crate) struct VocabTrie {
     cells: Vec<Cell>,
     unknown: u32,
-    max_word_chars: usize,
+    /// Longer words are unknown, whatever their characters.
+    pub max_word_chars: usize,
 }
 
 impl VocabTrie {
@@ -52,11 +53,6 @@ impl VocabTrie {
     /// An empty vocabulary, in which every word is unknown.
     pub fn empty() -> Self {
         Self { cells: vec![FREE; 2 + REACH], unknown: 0, max_word_chars: 0 }
-    }
-
-    /// Longer words are unknown, whatever their characters.
-    pub fn max_word_chars(&self) -> usize {
-        self.max_word_chars
     }
 
     /// Appends the ids of a non-empty word in UTF-8; at least one.

@@ -214,7 +214,7 @@ impl TextEncoding<'_> {
                 Meaning::Nothing => {}
                 // The word is too long for the vocabulary already: what follows cannot change its id.
                 Meaning::Letter(_) | Meaning::Letters(_)
-                    if word.len() / 4 > tokenizer.trie.max_word_chars() => {}
+                    if word.len() / 4 > tokenizer.trie.max_word_chars => {}
                 Meaning::Letter(letter) if letter.is_ascii() => word.push(letter as u8),
                 Meaning::Letter(letter) => word.extend_from_slice(letter.encode_utf8(&mut [0; 4]).as_bytes()),
                 Meaning::Letters(at) => {

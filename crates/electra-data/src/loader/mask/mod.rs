@@ -56,7 +56,8 @@ impl Masking {
 pub(super) struct Masker {
     masking: Masking,
     mask_prob: f64,
-    slots: usize,
+    /// Mask slots per row.
+    pub slots: usize,
     specials: [i32; 3],
     mask: i32,
     vocab_size: u32,
@@ -94,11 +95,6 @@ impl Masker {
         let (tokens, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
         let (length, word_starts) = (options.sequence_length as usize, options.word_starts.as_deref());
         Self::new(options.masking, options.mask_prob, length, tokens, vocab_size, word_starts)
-    }
-
-    /// Mask slots per row.
-    pub fn slots(&self) -> usize {
-        self.slots
     }
 
     /// Masks a row whose tokens without padding are `row`. Fills the first slots of `positions` and

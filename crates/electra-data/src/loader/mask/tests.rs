@@ -39,7 +39,7 @@ struct Masked {
 
 fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
     let mut stream = Stream::new(42, Purpose::Mask, [0, 0, number]);
-    let (mut positions, mut originals) = (vec![-1; masker.slots()], vec![-1; masker.slots()]);
+    let (mut positions, mut originals) = (vec![-1; masker.slots], vec![-1; masker.slots]);
     let mut row = row.to_vec();
     let count = masker.apply(&mut row, &mut stream, &mut positions, &mut originals);
     Masked { row, positions, originals, count }
@@ -96,7 +96,7 @@ proptest! {
         let Masked { row, positions, originals, count } = masked(&mut masker, &inner, number);
         let wanted = match masking {
             Masking::Paper => (prob * inner.len() as f64).ceil() as usize,
-            _ => ((prob * inner.len() as f64).round_ties_even() as usize).clamp(1, masker.slots()),
+            _ => ((prob * inner.len() as f64).round_ties_even() as usize).clamp(1, masker.slots),
         };
         let used: HashSet<usize> = positions[..count].iter().map(|&position| position as usize).collect();
         prop_assert!(masking == Masking::Google || used.len() == count);

@@ -80,7 +80,8 @@ impl RngCounter {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rows {
     ends: Vec<u32>,
-    spans: Vec<Span>,
+    /// The spans of all rows.
+    pub spans: Vec<Span>,
 }
 
 impl Rows {
@@ -94,11 +95,6 @@ impl Rows {
     pub fn row(&self, row: usize) -> &[Span] {
         let start = if row == 0 { 0 } else { self.ends[row - 1] };
         &self.spans[start as usize..self.ends[row] as usize]
-    }
-
-    /// The spans of all rows.
-    pub fn spans(&self) -> &[Span] {
-        &self.spans
     }
 
     /// Ends a row after the spans added so far.

@@ -43,7 +43,7 @@ fn spans(packer: &mut SnappedPacker, shard: &Shard, edges: &[u32], epoch: u32, l
             let used: usize = rows.row(row).iter().map(Span::num_positions).sum();
             assert!((3..=length).contains(&used));
         }
-        all.extend_from_slice(rows.spans());
+        all.extend_from_slice(&rows.spans);
     }
     all.sort_by_key(|span| span.start);
     all
