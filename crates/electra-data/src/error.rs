@@ -1,6 +1,6 @@
 //! The crate's error type: what is wrong, where, and the remedy.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Everything that can go wrong between text and batch. Each message is one line that names the file or
 /// option and the remedy, because users see it unchanged.
@@ -46,5 +46,10 @@ impl Error {
     /// Wraps a system error with the file it happened on.
     pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io { path: path.into(), source }
+    }
+
+    /// What is wrong with a file that the user named, and the remedy.
+    pub(crate) fn at(path: impl AsRef<Path>, message: impl std::fmt::Display) -> Self {
+        Self::Input(format!("{}: {message}", path.as_ref().display()))
     }
 }

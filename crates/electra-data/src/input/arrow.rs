@@ -52,10 +52,8 @@ pub(super) fn read_arrow(source: Source, to: &mut Batcher) -> Result<()> {
         start.clear();
     }
     if start.starts_with(b"FEA1") {
-        let path = file.path.display();
-        return Err(Error::Input(format!(
-            "{path}: Feather of version 1, which is not Arrow; write it again with pyarrow.feather.write_feather"
-        )));
+        let remedy = "write it again with pyarrow.feather.write_feather";
+        return Err(Error::at(&file.path, format!("Feather of version 1, which is not Arrow; {remedy}")));
     }
     let mut input = Cursor::new(start).chain(input);
     let (columns, mut decoder) = open_batches(file, &mut input, reading)?;

@@ -69,7 +69,8 @@ impl Inputs {
                 groups.push(InputGroup { files: start..index, part: None });
             }
             if is_divided {
-                groups.extend(parts(file.size, part_bytes).map(|part| part.in_file(index)));
+                let group = |part| InputGroup { files: index..index + 1, part: Some(part) };
+                groups.extend(parts(file.size, part_bytes).map(group));
                 (start, bytes) = (index + 1, 0);
                 continue;
             }
@@ -95,10 +96,6 @@ impl InputFile {
 }
 
 impl Part {
-    fn in_file(self, index: usize) -> InputGroup {
-        InputGroup { files: index..index + 1, part: Some(self) }
-    }
-
     /// Whether it begins the file. If the file turns out to be indivisible, the first part's reader reads all of it.
     pub fn is_first(&self) -> bool {
         self.start == 0

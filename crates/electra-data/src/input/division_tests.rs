@@ -165,23 +165,6 @@ fn endless_lines_are_cut_at_the_same_places() {
     }
 }
 
-#[test]
-fn errors_say_where_in_the_file() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut text = "some words\n\n".repeat(50).into_bytes();
-    text.extend_from_slice(b"ab\xffc\n");
-    let path = file(&dir, "a.txt", text);
-    let error = read(&path, &ReadOptions::default(), 100).unwrap_err().to_string();
-    assert!(error.contains("at byte 602 "), "{error}");
-    let lines = "{\"text\": \"a\"}\n".repeat(50) + "{\"text\": 7}\n";
-    let path = file(&dir, "a.jsonl", lines.repeat(2));
-    let error = read(&path, &ReadOptions::default(), 90).unwrap_err().to_string();
-    assert!(error.contains("line 51:"), "{error}");
-    let allowed = ReadOptions { skip_bad_records: 2, ..ReadOptions::default() };
-    let skipped = read(&path, &allowed, 90).unwrap().1;
-    assert_eq!(skipped.iter().map(|record| record.line).collect::<Vec<_>>(), [51, 102]);
-}
-
 fn row_text(row: usize) -> String {
     format!("row {row} {}", "x".repeat(row % 50))
 }

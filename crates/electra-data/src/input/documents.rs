@@ -36,7 +36,13 @@ pub(crate) fn read_file(
         InputFormat::Arrow => read_arrow(source, to),
     };
     let is_plain = matches!(file.format, InputFormat::Text | InputFormat::JsonLines | InputFormat::Json);
-    let result = if is_plain && file.compression == Compression::None { read() } else { guarded(file, read) };
+    let result = if is_plain && file.compression == Compression::None {
+        read()
+    } else {
+        // The libraries that read tables and compressed files panic on some damaged ones.
+        let damaged = |_| Err(Error::at(&file.path, "too damaged to be read; get the file again"));
+        caught(read).unwrap_or_else(damaged)
+    };
     // Checked first: a change explains whatever else went wrong.
     file.check_unchanged()?;
     result
@@ -58,14 +64,6 @@ pub(crate) fn read_input_group(
         file.check_unchanged()?;
     }
     Ok(())
-}
-
-/// Turns a panic into an error: the libraries that read tables and compressed files panic on some damaged ones.
-fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
-    caught(read).unwrap_or_else(|_| {
-        let path = file.path.display();
-        Err(Error::Input(format!("{path}: too damaged to be read; get the file again")))
-    })
 }
 
 /// Text, the offset of its first byte in the file, and its line ends.

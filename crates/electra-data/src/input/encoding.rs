@@ -35,10 +35,8 @@ impl Encoding {
                 }
             },
         };
-        let path = path.display();
-        Err(Error::Input(format!(
-            "{path}: looks like {name}; convert it to UTF-8: iconv -f {convert_from} -t UTF-8 {path} > NEW-FILE"
-        )))
+        let convert = format!("iconv -f {convert_from} -t UTF-8 {} > NEW-FILE", path.display());
+        Err(Error::at(path, format!("looks like {name}; convert it to UTF-8: {convert}")))
     }
 }
 

@@ -152,21 +152,9 @@ impl Search {
             }
             match kind_of(&path, self.format) {
                 None => drop(self.skipped.insert(path, object.size)),
-                Some((format, compression)) => {
-                    let (name, size) = (path.to_string_lossy().into_owned(), object.size);
-                    let object = Some(object);
-                    let (regular, modified) = (true, None);
-                    let file = InputFile {
-                        path: path.clone(),
-                        name,
-                        size,
-                        regular,
-                        modified,
-                        format,
-                        compression,
-                        object,
-                    };
-                    self.files.insert(path, file);
+                Some(kind) => {
+                    let file = InputFile::new(&path, &path, object.size, kind);
+                    self.files.insert(path, InputFile { object: Some(object), ..file });
                 }
             }
         }
@@ -180,12 +168,8 @@ impl Search {
         if input.exists() {
             let known = self.add_file(input)?;
             self.named.insert(input.canonicalize().map_err(|e| Error::io(input, e))?);
-            let name = input.display();
-            return if known {
-                Ok(())
-            } else {
-                Err(Error::Input(format!("{name}: unknown kind of file; known are {KNOWN}; {REMEDY}")))
-            };
+            let unknown = || Error::at(input, format!("unknown kind of file; known are {KNOWN}; {REMEDY}"));
+            return if known { Ok(()) } else { Err(unknown()) };
         }
         let pattern = input.to_string_lossy();
         if !pattern.contains(['*', '?', '[']) {
@@ -289,15 +273,12 @@ impl Search {
         if let Some(kind) = special_kind(&found)
             && (kind != "a pipe" || format == InputFormat::Parquet)
         {
-            let path = path.display();
-            return Err(Error::Input(format!(
-                "{path}: {kind}, where a regular file is needed; copy what it holds to a file"
-            )));
+            let reason = "where a regular file is needed; copy what it holds to a file";
+            return Err(Error::at(path, format!("{kind}, {reason}")));
         }
-        let (size, modified, regular) = (found.len(), found.modified().ok(), found.is_file());
-        let (name, path) = (full.to_string_lossy().into_owned(), path.to_owned());
-        let file = InputFile { path, name, size, regular, modified, format, compression, object: None };
-        self.files.insert(full, file);
+        let file = InputFile::new(path, &full, found.len(), (format, compression));
+        let (regular, modified) = (found.is_file(), found.modified().ok());
+        self.files.insert(full, InputFile { regular, modified, ..file });
         Ok(true)
     }
 }

@@ -172,13 +172,15 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::input::{Compression, InputFormat};
 
     const SIZE: u64 = 1 << 20;
 
     /// The file as it is listed now.
     fn listed(path: &Path) -> InputFile {
         let metadata = path.metadata().unwrap();
-        InputFile::sample(path, metadata.len(), metadata.modified().ok())
+        let kind = (InputFormat::Text, Compression::None);
+        InputFile { modified: metadata.modified().ok(), ..InputFile::new(path, path, metadata.len(), kind) }
     }
 
     /// How a file compares with its identity, or with that of a part, after one byte was changed and the modification

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::ErrorKind::{NotFound, QuotaExceeded, StorageFull};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
@@ -90,12 +90,15 @@ impl Read for CountingReader<'_> {
 }
 
 impl InputFile {
-    /// A text on disk.
-    #[cfg(test)]
-    pub fn sample(path: &std::path::Path, size: u64, modified: Option<SystemTime>) -> Self {
-        let (path, name, regular) = (path.to_owned(), "text".to_owned(), true);
-        let (format, compression) = (InputFormat::Text, Compression::None);
-        Self { path, name, size, regular, modified, format, compression, object: None }
+    /// A regular file that is opened by `path`, with its full name.
+    pub fn new(
+        path: &Path,
+        full: &Path,
+        size: u64,
+        (format, compression): (InputFormat, Compression),
+    ) -> Self {
+        let (path, name) = (path.to_owned(), full.to_string_lossy().into_owned());
+        Self { path, name, size, regular: true, modified: None, format, compression, object: None }
     }
 
     /// Makes `cancel` cancel requests to the file's store.
@@ -122,10 +125,9 @@ impl InputFile {
         let mut raw = BufReader::with_capacity(BUFFER_BYTES, CountingReader { file, bytes });
         let head = raw.fill_buf().map_err(|e| self.unreadable(&e))?;
         if !self.compression.may_begin_with(head) {
-            let (path, kind) = (self.path.display(), self.compression.name());
-            return Err(Error::Input(format!(
-                "{path}: is not {kind} data, despite its name; if it is plain text, rename it"
-            )));
+            let kind = self.compression.name();
+            let reason = format!("is not {kind} data, despite its name; if it is plain text, rename it");
+            return Err(Error::at(&self.path, reason));
         }
         Ok(match self.compression {
             Compression::None => Box::new(raw),
@@ -204,8 +206,7 @@ impl InputFile {
             Err(error) if error.kind() == NotFound => "disappeared".to_owned(),
             Err(error) => return Err(Error::io(&self.path, error)),
         };
-        let path = self.path.display();
-        Err(Error::Input(format!("{path}: {what} while it was in use; run again when nothing changes it")))
+        Err(Error::at(&self.path, format!("{what} while it was in use; run again when nothing changes it")))
     }
 
     /// The error for a failed read: the system's, or damaged compressed data.
@@ -216,13 +217,12 @@ impl InputFile {
         if error.raw_os_error().is_some() || self.compression == Compression::None {
             return Error::io(&self.path, std::io::Error::new(error.kind(), error.to_string()));
         }
-        let (path, kind) = (self.path.display(), self.compression.name());
         let what = match (error.kind(), remedy_of(error)) {
             (std::io::ErrorKind::UnexpectedEof, _) => "is cut off; get the file again".to_owned(),
             (_, Some(remedy)) if self.compression == Compression::Zstd => remedy,
             _ => format!("cannot be unpacked ({error}); get the file again"),
         };
-        Error::Input(format!("{path}: the {kind} data {what}"))
+        Error::at(&self.path, format!("the {} data {what}", self.compression.name()))
     }
 }
 

@@ -40,8 +40,8 @@ impl BadRecord {
     pub fn error(&self, path: &Path, line: u64) -> Error {
         let (below, column) =
             self.position.map_or((0, String::new()), |(below, column)| (below, format!(", column {column}")));
-        let (path, reason, remedy) = (path.display(), &self.reason, self.remedy);
-        Error::Input(format!("{path}: line {}{column}: {reason}; {remedy}", line + below as u64))
+        let (reason, remedy) = (&self.reason, self.remedy);
+        Error::at(path, format!("line {}{column}: {reason}; {remedy}", line + below as u64))
     }
 
     pub fn skipped(&self, file: &str, line: u64) -> SkippedRecord {
@@ -218,6 +218,16 @@ impl<'de> DeserializeSeed<'de> for Wanted<'_, '_, 'de> {
     }
 }
 
+/// Methods of a visitor that note a value.
+macro_rules! visit {
+    ($($method:ident($($value:tt: $kind:ty)?) => $field:expr,)*) => {$(
+        fn $method<E: serde::de::Error>(self $(, $value: $kind)?) -> std::result::Result<(), E> {
+            self.note(&$field);
+            Ok(())
+        }
+    )*};
+}
+
 impl<'de> Visitor<'de> for Wanted<'_, '_, 'de> {
     type Value = ();
 
@@ -258,37 +268,14 @@ impl<'de> Visitor<'de> for Wanted<'_, '_, 'de> {
         Ok(())
     }
 
-    fn visit_str<E: serde::de::Error>(self, text: &str) -> std::result::Result<(), E> {
-        self.note(&Field::Text(text.to_owned().into()));
-        Ok(())
-    }
-
-    fn visit_borrowed_str<E: serde::de::Error>(self, text: &'de str) -> std::result::Result<(), E> {
-        self.note(&Field::Text(text.into()));
-        Ok(())
-    }
-
-    fn visit_unit<E: serde::de::Error>(self) -> std::result::Result<(), E> {
-        self.note(&Field::Null);
-        Ok(())
-    }
-
-    fn visit_bool<E: serde::de::Error>(self, _: bool) -> std::result::Result<(), E> {
-        self.note(&Field::Other("a boolean"));
-        Ok(())
-    }
-
-    fn visit_i64<E: serde::de::Error>(self, _: i64) -> std::result::Result<(), E> {
-        self.note(&Field::Other("a number"));
-        Ok(())
-    }
-
-    fn visit_u64<E: serde::de::Error>(self, _: u64) -> std::result::Result<(), E> {
-        self.visit_i64(0)
-    }
-
-    fn visit_f64<E: serde::de::Error>(self, _: f64) -> std::result::Result<(), E> {
-        self.visit_i64(0)
+    visit! {
+        visit_str(text: &str) => Field::Text(text.to_owned().into()),
+        visit_borrowed_str(text: &'de str) => Field::Text(text.into()),
+        visit_unit() => Field::Null,
+        visit_bool(_: bool) => Field::Other("a boolean"),
+        visit_i64(_: i64) => Field::Other("a number"),
+        visit_u64(_: u64) => Field::Other("a number"),
+        visit_f64(_: f64) => Field::Other("a number"),
     }
 }
 
@@ -321,9 +308,6 @@ mod tests {
             (r#"["text"]"#, "text", "line 3, column 0: broken JSON: invalid type"),
             (r#"{"text": "a"} x"#, "text", "broken JSON: trailing"),
             (nested, "review.by.name,review.body,gone.text", "[n\nb]"),
-            (r#"{"a": {"b": "inner"}, "a.b": "literal"}"#, "a.b", "[literal]"),
-            (r#"{"a.b": "literal", "a": {"b": "inner"}}"#, "a.b", "[literal]"),
-            (r#"{"a": {"b": "first"}, "a": {"b": "last"}}"#, "a.b", "[last]"),
             (r#"{"a": {"b": "first"}, "a": 5}"#, "a.b", "there are: a;"),
             (nested, "review.text", "there are: a.b, gone, id.n, review.body, review.by;"),
             (nested, "review", "is an object, not text"),
@@ -335,13 +319,11 @@ mod tests {
             (r#"{"text": NaN}"#, "text", "line 3: field \"text\" is a number"),
             (r#"{"text": 1e999}"#, "text", "line 3: field \"text\" is a number"),
             (r#"{"x": NaN, "text": nan}"#, "text", "line 3, column 21: broken JSON"),
-            (r#"{"x": -NaN, "text": ""}"#, "text", "column 8: broken JSON"),
             (
                 r#"{"text": "a\ud83d"}"#,
                 "text",
                 "line 3: half of a surrogate pair, which is not text, in field",
             ),
-            ("{\"text\": \"a\u{fffd}\", \"x\": \"\\ud83d\"}", "text", "[a\u{fffd}]"),
         ] {
             let found = parse(line, fields, InvalidUtf8::Error);
             assert!(found.contains(expected), "{line}: {found}");

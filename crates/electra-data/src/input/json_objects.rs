@@ -31,10 +31,7 @@ impl Trouble {
     pub fn in_file(self, file: &InputFile) -> Error {
         match self {
             Self::Unreadable(error) => file.unreadable(&error),
-            Self::Malformed { line, reason } => {
-                let path = file.path.display();
-                Error::Input(format!("{path}: line {line}: {reason}"))
-            }
+            Self::Malformed { line, reason } => Error::at(&file.path, format!("line {line}: {reason}")),
         }
     }
 }

@@ -86,33 +86,21 @@ mod tests {
     }
 
     #[test]
-    fn below_the_limit_everything_is_kept() {
+    fn everything_is_kept_up_to_the_limit_and_then_the_seed_decides() {
         let (kept, sampled) = sample(3, 1_000, 100);
-        assert_eq!(
-            (kept.len(), sampled),
-            (100, Sampled { lowest_level: 0, bytes: 1_000, total_bytes: 1_000 })
-        );
-    }
-
-    #[test]
-    fn above_the_limit_the_seed_decides_what_is_kept() {
+        let everything = Sampled { lowest_level: 0, bytes: 1_000, total_bytes: 1_000 };
+        assert_eq!((kept.len(), sampled), (100, everything));
         let (kept, sampled) = sample(0, 5_000, 10_000);
         assert_eq!((kept.len() as u64 * 10, sampled.total_bytes), (sampled.bytes, 100_000));
         assert!((2_000..=5_000).contains(&sampled.bytes), "{sampled:?}");
         assert_eq!(sample(0, 5_000, 10_000).0, kept);
         assert_ne!(sample(1, 5_000, 10_000).0, kept);
-    }
-
-    #[test]
-    fn a_single_endless_document_is_sampled_in_parts() {
+        // A single endless document is sampled in parts.
         let (mut sampler, line) = (Sampler::new(0, 32 << 20), "x".repeat(1 << 16));
         for _ in 0..16 << 10 {
             sampler.level_of(&line, false);
         }
-        let sampled = sampler.sampled;
-        assert!(
-            (8 << 20..=32 << 20).contains(&sampled.bytes) && sampled.total_bytes == 1 << 30,
-            "{sampled:?}"
-        );
+        let Sampled { bytes, total_bytes, .. } = sampler.sampled;
+        assert!((8 << 20..=32 << 20).contains(&bytes) && total_bytes == 1 << 30, "{bytes}");
     }
 }

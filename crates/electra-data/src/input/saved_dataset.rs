@@ -75,21 +75,18 @@ fn rows(folder: &Path) -> Result<SavedDataset> {
     let path = folder.join(STATE);
     let state: SavedState = read(&path)?;
     if state.indices.is_some_and(|files| !files.is_empty()) {
-        let path = path.display();
-        return Err(Error::Input(format!(
-            "{path}: the dataset selects rows by an index; save it again with `flatten_indices()` first"
-        )));
+        let reason = "the dataset selects rows by an index; save it again with `flatten_indices()` first";
+        return Err(Error::at(path, reason));
     }
     let files: Vec<PathBuf> = state.data_files.iter().map(|file| folder.join(&file.filename)).collect();
-    match files.iter().find(|file| !file.is_file()) {
-        Some(missing) => {
-            let (path, missing) = (path.display(), missing.display());
-            Err(Error::Input(format!(
-                "{path}: names {missing}, which is missing; get the whole folder again"
-            )))
-        }
-        None => Ok(SavedDataset::Rows(files)),
+    if let Some(missing) = files.iter().find(|file| !file.is_file()) {
+        let missing = missing.display();
+        return Err(Error::at(
+            path,
+            format!("names {missing}, which is missing; get the whole folder again"),
+        ));
     }
+    Ok(SavedDataset::Rows(files))
 }
 
 fn splits(folder: &Path) -> Result<SavedDataset> {
@@ -98,8 +95,8 @@ fn splits(folder: &Path) -> Result<SavedDataset> {
     let chosen = match &splits[..] {
         [only] => only,
         several => several.iter().find(|name| *name == TRAIN).ok_or_else(|| {
-            let (path, names, folder) = (path.display(), several.join(", "), folder.display());
-            Error::Input(format!("{path}: no split is called {TRAIN}; name one ({names}) as {folder}/NAME"))
+            let (names, folder) = (several.join(", "), folder.display());
+            Error::at(&path, format!("no split is called {TRAIN}; name one ({names}) as {folder}/NAME"))
         })?,
     };
     let others = splits.iter().filter(|name| *name != chosen).cloned().collect();
@@ -108,10 +105,8 @@ fn splits(folder: &Path) -> Result<SavedDataset> {
 
 fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
-    serde_json::from_slice(&bytes).map_err(|error| {
-        let path = path.display();
-        Error::Input(format!("{path}: not what `save_to_disk` writes ({error}); get the whole folder again"))
-    })
+    let reason = |e| format!("not what `save_to_disk` writes ({e}); get the whole folder again");
+    serde_json::from_slice(&bytes).map_err(|e| Error::at(path, reason(e)))
 }
 
 /// Whether a file or folder in a folder is no data: it is hidden, or a note of the program that wrote the folder.

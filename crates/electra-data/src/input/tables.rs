@@ -65,8 +65,7 @@ pub(super) fn read_parquet(source: Source, to: &mut Batcher) -> Result<()> {
                     .ok_or_else(|| damaged(&"a column is too short"))?;
                 let length = text.as_ref().map_or(0, ByteArray::len);
                 if length > MAX_LINE_BYTES {
-                    let path = file.path.display();
-                    return Err(Error::Input(format!("{path}: a row has more than 1 GiB of text; split it")));
+                    return Err(Error::at(&file.path, "a row has more than 1 GiB of text; split it"));
                 }
                 texts.extend(text);
             }
@@ -191,27 +190,19 @@ fn names_of_texts(fields: &Fields, before: &str) -> Vec<String> {
 /// The wanted columns; an error lists those that hold text.
 pub(super) fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<Vec<ColumnPath>> {
     let texts = names_of_texts(schema.fields(), "");
-    let path = file.path.display().to_string();
-    let mut columns = Vec::with_capacity(fields.len());
-    for field in fields {
-        match ColumnPath::find(schema.fields(), field) {
-            Some((column, kind)) if is_text(&kind) => columns.push(column),
-            _ if texts.is_empty() => {
-                return Err(Error::Input(format!("{path}: no column holds strings; nothing to read")));
-            }
+    let column = |field: &String| {
+        let reason = match ColumnPath::find(schema.fields(), field) {
+            Some((column, kind)) if is_text(&kind) => return Ok(column),
+            _ if texts.is_empty() => "no column holds strings; nothing to read".to_owned(),
             Some((_, kind)) => {
                 let texts = texts.join(", ");
-                return Err(Error::Input(format!(
-                    "{path}: column \"{field}\" is {kind}, not a string; columns of strings are: {texts}"
-                )));
+                format!("column \"{field}\" is {kind}, not a string; columns of strings are: {texts}")
             }
-            None => {
-                let missing = missing_field(field, &texts);
-                return Err(Error::Input(format!("{path}: {missing}; choose with --text-field")));
-            }
-        }
-    }
-    Ok(columns)
+            None => format!("{}; choose with --text-field", missing_field(field, &texts)),
+        };
+        Err(Error::at(&file.path, reason))
+    };
+    fields.iter().map(column).collect()
 }
 
 fn is_text(kind: &DataType) -> bool {
@@ -230,9 +221,9 @@ pub(super) fn send_row(texts: &[&str], to: &mut Batcher) -> Result<()> {
 }
 
 pub(super) fn unreadable(file: &InputFile, kind: &str, error: &dyn std::fmt::Display) -> Error {
-    let (path, error) = (file.path.display(), error.to_string());
+    let error = error.to_string();
     let error = error.split_whitespace().collect::<Vec<_>>().join(" "); // flatbuffers adds empty lines
-    Error::Input(format!("{path}: cannot be read as {kind} ({error}); get the file again"))
+    Error::at(&file.path, format!("cannot be read as {kind} ({error}); get the file again"))
 }
 
 #[cfg(test)]

@@ -153,8 +153,9 @@ impl<'a, R: BufRead> Lines<'a, R> {
                 }
             }
             if searched > MAX_LINE_BYTES {
-                let (path, number) = (self.file.path.display(), self.line_number()?);
-                return Err(Error::Input(format!("{path}: line {number} is longer than 1 GiB; split it")));
+                let number = self.line_number()?;
+                let reason = format!("line {number} is longer than 1 GiB; split it");
+                return Err(Error::at(&self.file.path, reason));
             }
             let more = self.read_more()?;
             if !more && searched == 0 && self.ended_line {
@@ -252,7 +253,7 @@ impl InvalidBytes {
 
     /// The same as an error.
     pub fn in_file(&self, path: &Path) -> Error {
-        Error::Input(format!("{}: {}; {}", path.display(), self.reason(), Self::REMEDY))
+        Error::at(path, format!("{}; {}", self.reason(), Self::REMEDY))
     }
 }
 
@@ -261,6 +262,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::input::{Compression, InputFormat};
 
     /// The fragments of a text, with whether each ends a line; a bad one is its error.
     fn fragments(
@@ -271,7 +273,8 @@ mod tests {
     ) -> Vec<std::result::Result<(String, bool), String>> {
         // A small buffer, unless that would take too long.
         let input = BufReader::with_capacity(if bytes.len() < 1_000 { 7 } else { 8 << 10 }, bytes);
-        let file = InputFile::sample("x".as_ref(), 0, None);
+        let kind = (InputFormat::Text, Compression::None);
+        let file = InputFile::new("x".as_ref(), "x".as_ref(), 0, kind);
         let mut lines = Lines::new(input, (&file, 0), invalid, line_ends, cut);
         let mut all = Vec::new();
         loop {

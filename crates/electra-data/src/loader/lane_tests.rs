@@ -103,12 +103,7 @@ fn nodes_fetch_their_own_lanes_only() {
     let corpus = tempfile::tempdir().unwrap();
     let documents: Vec<_> = (0..64 * 512).map(|number| vec![vec![5 + number % 20_000; 512]]).collect();
     write_corpus(corpus.path(), VOCAB, &documents, 8 * 262_144);
-    let all: u64 = std::fs::read_dir(corpus.path())
-        .unwrap()
-        .map(|entry| entry.unwrap())
-        .filter(|entry| entry.file_name().to_string_lossy().ends_with(".tokens"))
-        .map(|entry| entry.metadata().unwrap().len())
-        .sum();
+    let all = super::remote_tests::token_bytes(corpus.path());
     let options =
         LoaderOptions { lanes: 16, batch_size: 64, sequence_length: 512, epochs: None, ..options() };
     let whole = loader_of(corpus.path(), &options);

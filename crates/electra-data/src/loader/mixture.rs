@@ -113,9 +113,9 @@ fn derived_seed(seed: u64, content_hash: &str) -> u64 {
 fn check_corpora(corpora: &[Weighted]) -> Result<()> {
     for (number, (corpus, _)) in corpora.iter().enumerate() {
         if corpus.num_tokens() == 0 {
-            let which = if corpora.len() == 1 { String::new() } else { format!("{}: ", named(corpus)) };
             let reason = "the corpus has no tokens; prepare it from other input";
-            return Err(Error::Input(format!("{which}{reason}")));
+            let is_alone = corpora.len() == 1;
+            return Err(if is_alone { Error::Input(reason.into()) } else { Error::at(corpus.dir(), reason) });
         }
         for (other, _) in &corpora[..number] {
             check_pair(other, corpus)?;
@@ -126,30 +126,19 @@ fn check_corpora(corpora: &[Weighted]) -> Result<()> {
 
 /// Rejects two corpora that do not have the same ids, or are the same corpus.
 fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
-    let (hashes, names) = (first.tokenizer_hash(), format!("{} and {}", named(first), named(second)));
-    let difference = if hashes != second.tokenizer_hash() {
-        Some(format!("vocabularies (hashes {hashes} and {})", second.tokenizer_hash()))
+    let (hash, other, content) = (first.tokenizer_hash(), second.tokenizer_hash(), first.content_hash());
+    let again = "prepare one again with the other's vocabulary";
+    let reason = if hash != other {
+        format!("have different vocabularies (hashes {hash} and {other}); {again}")
     } else if first.special_tokens() != second.special_tokens() {
-        Some("special tokens".to_owned())
+        format!("have different special tokens; {again}")
+    } else if content == second.content_hash() {
+        format!("are the same corpus (content hash {content}); name it once, with its whole weight")
     } else {
-        None
+        return Ok(());
     };
-    if let Some(difference) = difference {
-        return Err(Error::Input(format!(
-            "{names} have different {difference}; prepare one again with the other's vocabulary"
-        )));
-    }
-    if first.content_hash() == second.content_hash() {
-        let hash = first.content_hash();
-        return Err(Error::Input(format!(
-            "{names} are the same corpus (content hash {hash}); name it once, with its whole weight"
-        )));
-    }
-    Ok(())
-}
-
-fn named(corpus: &Corpus) -> std::path::Display<'_> {
-    corpus.dir().display()
+    let (first, second) = (first.dir().display(), second.dir().display());
+    Err(Error::Input(format!("{first} and {second} {reason}")))
 }
 
 /// The weights as integers in lowest terms: those given, or the numbers of tokens.
@@ -161,12 +150,10 @@ fn weights_of(corpora: &[Weighted]) -> Result<Vec<u64>> {
     }
     for (corpus, weight) in corpora {
         let Some(weight) = *weight else {
-            let reason = "has no weight; give every corpus one, or none";
-            return Err(Error::Input(format!("{}: {reason}", named(corpus))));
+            return Err(Error::at(corpus.dir(), "has no weight; give every corpus one, or none"));
         };
         if !(weight > 0.0 && weight.is_finite()) {
-            let reason = "must be a number above 0";
-            return Err(Error::Input(format!("{}: weight {weight}: {reason}", named(corpus))));
+            return Err(Error::at(corpus.dir(), format!("weight {weight}: must be a number above 0")));
         }
     }
     decimals(&given).and_then(lowest_terms).ok_or_else(|| {

@@ -46,9 +46,11 @@ const MAX_TURNS: u64 = 1 << 48;
 /// than 256 bytes for one corpus, and about 110 per corpus of a mixture; with several lanes, about 20 per corpus and
 /// lane. A rank knows the positions of its own lanes only: `merged` combines the states of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct LoaderState(Saved);
+#[serde(into = "Saved")]
+pub struct LoaderState(Several<LanesOfMember>);
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// The forms of a state: of one corpus, of a mixture, and with several lanes.
+#[derive(Serialize)]
 #[serde(untagged)]
 enum Saved {
     Single(Single),
@@ -56,7 +58,7 @@ enum Saved {
     Lanes(Several<LanesOfMember>),
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Single {
     epoch: u32,
@@ -76,7 +78,7 @@ struct Several<M> {
     options: String,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Member {
     corpus: String,
@@ -97,36 +99,57 @@ struct LanesOfMember {
     lanes: Vec<Option<(u32, u32, u64, u64)>>,
 }
 
+impl From<LoaderState> for Saved {
+    fn from(LoaderState(state): LoaderState) -> Self {
+        let member = |LanesOfMember { corpus, weight, lanes }: &LanesOfMember| {
+            let [Some((epoch, window, row, turns))] = lanes[..] else { return None };
+            Some(Member { corpus: corpus.clone(), weight: *weight, epoch, window, row, turns })
+        };
+        let (seed, options) = (state.seed, state.options.clone());
+        match state.corpora.iter().map(member).collect::<Option<Vec<_>>>() {
+            None => Self::Lanes(state),
+            Some(mut corpora) if corpora.len() == 1 => {
+                let Member { corpus, epoch, window, row, .. } = corpora.remove(0);
+                Self::Single(Single { epoch, window, row, seed, corpus, options })
+            }
+            Some(corpora) => Self::Mixture(Several { corpora, seed, options }),
+        }
+    }
+}
+
+impl From<Saved> for LoaderState {
+    fn from(saved: Saved) -> Self {
+        let (corpora, seed, options) = match saved {
+            Saved::Lanes(state) => return Self(state),
+            Saved::Mixture(Several { corpora, seed, options }) => (corpora, seed, options),
+            Saved::Single(Single { epoch, window, row, seed, corpus, options }) => {
+                (vec![Member { corpus, weight: 1, epoch, window, row, turns: 0 }], seed, options)
+            }
+        };
+        let lanes = |Member { corpus, weight, epoch, window, row, turns }| LanesOfMember {
+            corpus,
+            weight,
+            lanes: vec![Some((epoch, window, row, turns))],
+        };
+        Self(Several { corpora: corpora.into_iter().map(lanes).collect(), seed, options })
+    }
+}
+
 impl LoaderState {
     /// The state of a loader with these options whose corpora are at `positions` in each of its lanes.
     pub(super) fn new(positions: &[Vec<CorpusPosition>], options: &LoaderOptions, mixture: &Mixture) -> Self {
-        let (seed, content) = (options.seed as u64, options.content());
+        let is_single = options.lanes == 1 && mixture.corpora.len() == 1;
         let members = mixture.corpora.iter().zip(&mixture.weights).enumerate();
-        let members =
-            members.map(|(number, (blocks, &weight))| (number, blocks.corpus.content_hash(), weight));
-        if options.lanes > 1 {
-            let corpora = members.map(|(number, corpus, weight)| {
-                let mut lanes = vec![None; options.lanes as usize];
-                for (lane, positions) in options.lanes_of_rank().zip(positions) {
-                    let CorpusPosition { at, turns, .. } = positions[number];
-                    lanes[lane as usize] = Some((at.epoch, at.window, at.row, turns));
-                }
-                LanesOfMember { corpus: corpus.into(), weight, lanes }
-            });
-            return Self(Saved::Lanes(Several { corpora: corpora.collect(), seed, options: content }));
-        }
-        let mut corpora: Vec<Member> = members
-            .map(|(number, corpus, weight)| {
-                let CorpusPosition { at: RowPosition { epoch, window, row }, turns, .. } =
-                    positions[0][number];
-                Member { corpus: corpus.into(), weight, epoch, window, row, turns }
-            })
-            .collect();
-        if corpora.len() > 1 {
-            return Self(Saved::Mixture(Several { corpora, seed, options: content }));
-        }
-        let Member { corpus, epoch, window, row, .. } = corpora.remove(0);
-        Self(Saved::Single(Single { epoch, window, row, seed, corpus, options: content }))
+        let corpora = members.map(|(number, (blocks, &weight))| {
+            let mut lanes = vec![None; options.lanes as usize];
+            for (lane, positions) in options.lanes_of_rank().zip(positions) {
+                let CorpusPosition { at, turns, .. } = positions[number];
+                let turns = if is_single { 0 } else { turns };
+                lanes[lane as usize] = Some((at.epoch, at.window, at.row, turns));
+            }
+            LanesOfMember { corpus: blocks.corpus.content_hash().into(), weight, lanes }
+        });
+        Self(Several { corpora: corpora.collect(), seed: options.seed as u64, options: options.content() })
     }
 
     /// The state of a loader whose ranks have these states after the same batch. States of different batches are
@@ -146,15 +169,8 @@ impl LoaderState {
 
     /// This state with the lanes of another one, if they agree on all else.
     fn union(&self, other: &Self) -> Option<Self> {
-        let (Saved::Lanes(ours), Saved::Lanes(theirs)) = (&self.0, &other.0) else {
-            return (self == other).then(|| self.clone());
-        };
-        let frame = |state: &Several<LanesOfMember>| {
-            let corpora = state.corpora.iter().map(|m| (m.corpus.clone(), m.weight, m.lanes.len()));
-            (corpora.collect::<Vec<_>>(), state.seed, state.options.clone())
-        };
-        let mut both = ours.clone();
-        for (member, other) in both.corpora.iter_mut().zip(&theirs.corpora) {
+        let mut both = self.clone();
+        for (member, other) in both.0.corpora.iter_mut().zip(&other.0.corpora) {
             for (lane, other) in member.lanes.iter_mut().zip(&other.lanes) {
                 if lane.is_some() && other.is_some() && lane != other {
                     return None;
@@ -162,7 +178,12 @@ impl LoaderState {
                 *lane = lane.or(*other);
             }
         }
-        (frame(ours) == frame(theirs)).then_some(Self(Saved::Lanes(both)))
+        let without_positions = |state: &Self| {
+            let mut state = state.clone();
+            state.0.corpora.iter_mut().for_each(|member| member.lanes.fill(None));
+            state
+        };
+        (without_positions(self) == without_positions(other)).then_some(both)
     }
 
     /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
@@ -175,10 +196,8 @@ impl LoaderState {
         } else {
             serde_json::from_str(json).map(Saved::Single)
         };
-        let saved = saved.map_err(|error| {
-            Error::Input(format!("state: {error}; give what state() returned, unchanged"))
-        })?;
-        Ok(Self(saved))
+        let failed = |error| Error::Input(format!("state: {error}; give what state() returned, unchanged"));
+        saved.map(Self::from).map_err(failed)
     }
 
     /// The state as a JSON object.
@@ -195,84 +214,37 @@ impl LoaderState {
     ) -> Result<Vec<Vec<CorpusPosition>>> {
         let start = vec![CorpusPosition::default(); mixture.corpora.len()];
         let ours = Self::new(&vec![start; options.lanes_of_rank().len()], options, mixture);
-        require_same_corpora(&self.0, &ours.0)?;
-        let (seed, content) = self.0.stream();
-        let (our_seed, our_content) = ours.0.stream();
-        require_same("seed", &seed.to_string(), &our_seed.to_string())?;
-        require_same("options", content, our_content)?;
-        options.lanes_of_rank().map(|lane| self.0.positions(lane as usize)).collect()
-    }
-}
-
-impl Saved {
-    /// Returns the settings that, with the corpora, determine the streams of rows.
-    fn stream(&self) -> (u64, &str) {
-        match self {
-            Self::Single(state) => (state.seed, &state.options),
-            Self::Mixture(state) => (state.seed, &state.options),
-            Self::Lanes(state) => (state.seed, &state.options),
-        }
-    }
-
-    /// The content hashes, separated by commas.
-    fn hashes(&self) -> String {
-        match self {
-            Self::Single(state) => state.corpus.clone(),
-            Self::Mixture(state) => joined(state.corpora.iter().map(|member| &member.corpus)),
-            Self::Lanes(state) => joined(state.corpora.iter().map(|member| &member.corpus)),
-        }
-    }
-
-    /// The weights, which a corpus alone does not need.
-    fn weights(&self) -> String {
-        match self {
-            Self::Mixture(state) => joined(state.corpora.iter().map(|member| member.weight)),
-            Self::Lanes(state) if state.corpora.len() > 1 => {
-                joined(state.corpora.iter().map(|member| member.weight))
-            }
-            _ => String::new(),
-        }
+        let hashes = |Self(state): &Self| joined(state.corpora.iter().map(|member| &member.corpus));
+        let weights = |Self(state): &Self| match &state.corpora[..] {
+            [_] => String::new(), // which a corpus alone does not need
+            several => joined(several.iter().map(|member| member.weight)),
+        };
+        let is_single = !hashes(self).contains(',') && !hashes(&ours).contains(',');
+        require_same(if is_single { "corpus" } else { "corpora" }, &hashes(self), &hashes(&ours))?;
+        require_same("weights", &weights(self), &weights(&ours))?;
+        require_same("seed", &self.0.seed.to_string(), &ours.0.seed.to_string())?;
+        require_same("options", &self.0.options, &ours.0.options)?;
+        options.lanes_of_rank().map(|lane| self.in_lane(lane as usize)).collect()
     }
 
     /// The corpora's positions in a lane.
-    fn positions(&self, lane: usize) -> Result<Vec<CorpusPosition>> {
-        let positions: Vec<_> = match self {
-            Self::Single(state) => vec![position(state.epoch, state.window, state.row, 0)],
-            Self::Mixture(state) => {
-                state.corpora.iter().map(|m| position(m.epoch, m.window, m.row, m.turns)).collect()
+    fn in_lane(&self, lane: usize) -> Result<Vec<CorpusPosition>> {
+        let position = |member: &LanesOfMember| {
+            let (epoch, window, row, turns) = member.lanes.get(lane).copied().flatten().ok_or_else(|| {
+                let remedy = "merge the states of all ranks (merge_states)";
+                Error::Input(format!("state: has no lane {lane}; {remedy}"))
+            })?;
+            if turns > MAX_TURNS {
+                return Err(Error::Input(format!("state: turns {turns}: no loader has given so many rows")));
             }
-            Self::Lanes(state) => {
-                let in_lane = state.corpora.iter().map(|member| member.lanes.get(lane).copied().flatten());
-                let positions = in_lane
-                    .map(|at| at.map(|(epoch, window, row, turns)| position(epoch, window, row, turns)));
-                positions.collect::<Option<_>>().ok_or_else(|| {
-                    Error::Input(format!(
-                        "state: has no lane {lane}; merge the states of all ranks (merge_states)"
-                    ))
-                })?
-            }
+            Ok(CorpusPosition { at: RowPosition { epoch, window, row }, window_rows: 0, turns })
         };
-        match positions.iter().find(|position| position.turns > MAX_TURNS) {
-            Some(CorpusPosition { turns, .. }) => {
-                Err(Error::Input(format!("state: turns {turns}: no loader has given so many rows")))
-            }
-            None => Ok(positions),
-        }
+        self.0.corpora.iter().map(position).collect()
     }
-}
-
-fn position(epoch: u32, window: u32, row: u64, turns: u64) -> CorpusPosition {
-    CorpusPosition { at: RowPosition { epoch, window, row }, window_rows: 0, turns }
 }
 
 fn joined(parts: impl Iterator<Item = impl ToString>) -> String {
     parts.map(|part| part.to_string()).collect::<Vec<_>>().join(", ")
-}
-
-fn require_same_corpora(saved: &Saved, ours: &Saved) -> Result<()> {
-    let is_single = !saved.hashes().contains(',') && !ours.hashes().contains(',');
-    require_same(if is_single { "corpus" } else { "corpora" }, &saved.hashes(), &ours.hashes())?;
-    require_same("weights", &saved.weights(), &ours.weights())
 }
 
 fn require_same(what: &str, saved: &str, ours: &str) -> Result<()> {

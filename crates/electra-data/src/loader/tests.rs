@@ -365,25 +365,19 @@ fn dropping_a_busy_loader_ends_its_threads() {
 }
 
 #[test]
-fn word_starts_of_another_vocabulary_are_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut options = with("google", "word");
-    options.word_starts = Some(Arc::new([true; 7]));
-    let message = Loader::new(corpus(dir.path(), 3, false), &options).err().unwrap().to_string();
-    assert!(message.contains("vocab.txt has 7 entries, not 30000"), "{message}");
-}
-
-#[test]
-fn corpora_with_other_special_tokens_or_without_tokens_are_refused() {
+fn corpora_that_do_not_fit_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let first = corpora(dir.path()).remove(0);
     rewrite_manifest(&dir.path().join("2"), |manifest| manifest.tokenizer.special_tokens.mask = 9);
     write_corpus(&dir.path().join("3"), VOCAB, &[], 500);
-    for (name, message) in
-        [("2", "/2 have different special tokens; "), ("3", "/3: the corpus has no tokens; ")]
-    {
+    let of_another = LoaderOptions { word_starts: Some(Arc::new([true; 7])), ..with("google", "word") };
+    for (name, options, message) in [
+        ("1", of_another, "vocab.txt has 7 entries, not 30000"),
+        ("2", options(), "/2 have different special tokens; "),
+        ("3", options(), "/3: the corpus has no tokens; "),
+    ] {
         let other = Arc::new(Corpus::open(&dir.path().join(name)).unwrap());
-        let refused = Loader::mixture(weighted(&[first.clone(), other], &[1.0; 2]), &options());
+        let refused = Loader::mixture(weighted(&[first.clone(), other], &[1.0; 2]), &options);
         assert!(refused.err().unwrap().to_string().contains(message), "{message}");
     }
 }

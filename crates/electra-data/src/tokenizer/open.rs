@@ -210,9 +210,8 @@ fn own_entry(path: &Path) -> Option<TokenizerEntry> {
 fn vocab_size(path: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<u32> {
     match tokenizer.get_vocab(true).into_iter().max_by_key(|&(_, id)| id) {
         Some((token, id)) if id >= MAX_VOCAB_SIZE => {
-            let reason =
-                format!("{token:?} has the id {id}, and ids must be below {MAX_VOCAB_SIZE}; correct it");
-            Err(Error::Input(format!("{}: {reason}", path.display())))
+            let limit = format!("ids must be below {MAX_VOCAB_SIZE}; correct it");
+            Err(Error::at(path, format!("{token:?} has the id {id}, and {limit}")))
         }
         last => Ok(last.map_or(0, |(_, id)| id + 1)),
     }
@@ -228,8 +227,7 @@ fn parse(path: &Path, file: &[u8]) -> Result<tokenizers::Tokenizer> {
     if let ModelWrapper::BPE(model) = inner.get_model()
         && model.dropout.is_some_and(|dropout| dropout > 0.0)
     {
-        let path = path.display();
-        return Err(Error::Input(format!("{path}: dropout of its model makes ids random; set it to null")));
+        return Err(Error::at(path, "dropout of its model makes ids random; set it to null"));
     }
     Ok(inner)
 }
@@ -242,10 +240,7 @@ fn refuse_case(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>
     if lowercase.is_none() && strip_accents.is_none() {
         return Ok(());
     }
-    let path = path.display();
-    Err(Error::Input(format!(
-        "{path}: lowercase and strip_accents belong to vocab.txt; a tokenizer.json has its own"
-    )))
+    Err(Error::at(path, "lowercase and strip_accents belong to vocab.txt; a tokenizer.json has its own"))
 }
 
 /// The special tokens by their names, or else by their usual ones.
@@ -262,18 +257,14 @@ fn find_special(
         ("mask_token", &["[MASK]", "<mask>"]),
     ];
     let find = |number: usize| {
-        let ((role, usual), shown) = (ROLES[number], path.display());
+        let (role, usual) = ROLES[number];
         let Some(name) = &names[number] else {
-            let found = usual.iter().find_map(|name| id_of(name));
-            return found.ok_or_else(|| {
-                format!("{shown}: no {} in the vocabulary; training needs it: add it", usual[0])
-            });
+            let reason = || format!("no {} in the vocabulary; training needs it: add it", usual[0]);
+            return usual.iter().find_map(|name| id_of(name)).ok_or_else(|| Error::at(path, reason()));
         };
-        id_of(name).ok_or_else(|| {
-            let config = path.with_file_name("tokenizer_config.json");
-            format!("{}: {role} is {name:?}, which {shown} does not have; add it there", config.display())
-        })
+        let reason = || format!("{role} is {name:?}, which {} does not have; add it there", path.display());
+        let config = || path.with_file_name("tokenizer_config.json");
+        id_of(name).ok_or_else(|| Error::at(config(), reason()))
     };
-    let find = |number| find(number).map_err(Error::Input);
     Ok(SpecialTokens { pad: find(0)?, unk: find(1)?, cls: find(2)?, sep: find(3)?, mask: find(4)? })
 }

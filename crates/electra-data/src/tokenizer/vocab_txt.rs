@@ -36,8 +36,8 @@ impl<'a> Vocabulary<'a> {
     /// The lines of a `vocab.txt` without trailing whitespace. The index of a line is its id.
     pub fn new(path: &'a Path, file: &'a [u8]) -> Result<Self> {
         let text = std::str::from_utf8(file).map_err(|error| {
-            let (path, at) = (path.display(), error.valid_up_to());
-            Error::Input(format!("{path}: invalid UTF-8 at byte {at}; a vocabulary is UTF-8 text"))
+            let at = error.valid_up_to();
+            Error::at(path, format!("invalid UTF-8 at byte {at}; a vocabulary is UTF-8 text"))
         })?;
         let text = text.strip_suffix('\n').unwrap_or(text);
         let entries: Vec<&str> = text.split('\n').map(str::trim_end).collect();
@@ -118,7 +118,7 @@ pub(super) fn guarded<T>(path: &Path, run: impl FnOnce() -> Result<T>) -> Result
 
 /// The error for a file that is not a usable tokenizer.
 pub(super) fn unusable(path: &Path, error: &dyn std::fmt::Display) -> Error {
-    Error::Input(format!("{}: not a usable tokenizer ({error})", path.display()))
+    Error::at(path, format!("not a usable tokenizer ({error})"))
 }
 
 #[cfg(test)]

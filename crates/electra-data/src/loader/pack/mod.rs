@@ -104,9 +104,7 @@ impl Rows {
 }
 
 /// Packs blocks for one row length and seed. Reuses its working memory from block to block.
-pub(super) struct Packer(PackerKind);
-
-enum PackerKind {
+pub(super) enum Packer {
     BestFit(best_fit::BestFitPacker),
     Snapped(best_fit::SnappedPacker),
     Google(google::GooglePacker),
@@ -117,43 +115,43 @@ impl Packer {
     pub fn new(options: &LoaderOptions, seed: u64) -> Self {
         let length = options.sequence_length as usize;
         if options.packing == Packing::Google {
-            return Self(PackerKind::Google(google::GooglePacker::new(length, seed)));
+            return Self::Google(google::GooglePacker::new(length, seed));
         }
         let points = match options.cut_at {
             CutAt::Token => None,
             CutAt::Word => options.word_starts.clone().map(CutPoints::Words),
             CutAt::Line => Some(CutPoints::lines()),
         };
-        Self(match points {
-            Some(points) => PackerKind::Snapped(best_fit::SnappedPacker::new(length, seed, points)),
-            None => PackerKind::BestFit(best_fit::BestFitPacker::new(length, seed)),
-        })
+        match points {
+            Some(points) => Self::Snapped(best_fit::SnappedPacker::new(length, seed, points)),
+            None => Self::BestFit(best_fit::BestFitPacker::new(length, seed)),
+        }
     }
 
     /// Whether it reads line lengths.
     pub fn reads_lines(&self) -> bool {
-        match &self.0 {
-            PackerKind::BestFit(_) => false,
-            PackerKind::Snapped(packer) => packer.reads_lines(),
-            PackerKind::Google(_) => true,
+        match self {
+            Self::BestFit(_) => false,
+            Self::Snapped(packer) => packer.reads_lines(),
+            Self::Google(_) => true,
         }
     }
 
     /// How many tokens before and after a block it reads in most cases: edges move to words, documents reach beyond.
     pub fn margins(&self) -> (u32, u32) {
-        match &self.0 {
-            PackerKind::BestFit(_) => (0, 0),
-            PackerKind::Snapped(_) => (MARGIN, MARGIN),
-            PackerKind::Google(_) => (0, MARGIN),
+        match self {
+            Self::BestFit(_) => (0, 0),
+            Self::Snapped(_) => (MARGIN, MARGIN),
+            Self::Google(_) => (0, MARGIN),
         }
     }
 
     /// The rows of `block`, a range of the shard's tokens.
     pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
-        match &mut self.0 {
-            PackerKind::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, counter)),
-            PackerKind::Snapped(packer) => packer.pack(shard, block, counter),
-            PackerKind::Google(packer) => packer.pack(shard, block, counter),
+        match self {
+            Self::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, counter)),
+            Self::Snapped(packer) => packer.pack(shard, block, counter),
+            Self::Google(packer) => packer.pack(shard, block, counter),
         }
     }
 }

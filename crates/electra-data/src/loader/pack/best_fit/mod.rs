@@ -12,7 +12,7 @@ use crate::philox::{Purpose, Stream};
 
 mod snapped;
 
-pub(super) use self::snapped::SnappedPacker;
+pub(in crate::loader) use self::snapped::SnappedPacker;
 
 /// Special tokens per span: `[CLS]` before it and `[SEP]` after it.
 const SPECIALS_PER_SEGMENT: usize = 2;
@@ -23,7 +23,7 @@ const MIN_CUT_DIVISOR: u32 = 16;
 const NONE: u32 = u32::MAX;
 
 /// Packs blocks for one row length and seed. Reuses its working memory from block to block.
-pub(super) struct BestFitPacker {
+pub(in crate::loader) struct BestFitPacker {
     sequence_length: usize,
     seed: u64,
     open_rows: OpenRows,

@@ -12,7 +12,7 @@ use crate::format::Shard;
 use crate::philox::{Purpose, Stream};
 
 /// Packs blocks for one row length and seed. Reuses its working memory from block to block.
-pub(in crate::loader::pack) struct SnappedPacker {
+pub(in crate::loader) struct SnappedPacker {
     best_fit: BestFitPacker,
     points: CutPoints,
 }
@@ -24,7 +24,7 @@ impl SnappedPacker {
     }
 
     /// A packer of rows of `sequence_length` tokens, special tokens included.
-    pub fn new(sequence_length: usize, seed: u64, points: CutPoints) -> Self {
+    pub(in crate::loader::pack) fn new(sequence_length: usize, seed: u64, points: CutPoints) -> Self {
         Self { best_fit: BestFitPacker::new(sequence_length, seed), points }
     }
 

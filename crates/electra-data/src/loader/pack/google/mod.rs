@@ -33,7 +33,7 @@ const MIN_TARGET: u32 = 5;
 const SPECIALS: [u32; 2] = [2, 3];
 
 /// Builds the examples of blocks for one row length.
-pub(super) struct GooglePacker {
+pub(in crate::loader) struct GooglePacker {
     sequence_length: u32,
     seed: u64,
     lengths: Vec<u32>,
