@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use arrow_array::cast::AsArray;
-use arrow_array::{
-    Array, ArrayAccessor, ArrayRef, LargeStringArray, RecordBatch, StringArray, StringViewArray,
-};
+use arrow_array::{Array, ArrayAccessor, ArrayRef, RecordBatch};
 use arrow_buffer::Buffer;
 use arrow_ipc::convert::try_fb_to_schema;
 use arrow_ipc::reader::{FileDecoder, read_footer_length};
@@ -25,7 +23,6 @@ use crate::error::{Error, Result};
 /// is more.
 const MAX_DECOMPRESSED: (u64, u64) = (1 << 30, 100);
 
-/// The first eight bytes of an Arrow IPC file.
 const FILE_MAGIC: &[u8] = b"ARROW1\0\0";
 
 type ArrowResult<T> = std::result::Result<T, ArrowError>;
@@ -245,12 +242,8 @@ struct TextColumn<'a> {
     keys: Option<Vec<usize>>,
 }
 
-/// An array of strings.
-enum Strings<'a> {
-    Utf8(&'a StringArray),
-    LargeUtf8(&'a LargeStringArray),
-    Utf8View(&'a StringViewArray),
-}
+/// The string at an index (`Some(None)` for null); `None` if the index is out of range.
+type Strings<'a> = Box<dyn Fn(usize) -> Option<Option<&'a str>> + 'a>;
 
 impl<'a> TextColumn<'a> {
     fn at_path(path: &ColumnPath, batch: &'a RecordBatch) -> Option<Self> {
@@ -269,12 +262,12 @@ impl<'a> TextColumn<'a> {
     fn of(column: &'a ArrayRef) -> Option<Self> {
         let columns = vec![column];
         let Some(dictionary) = column.as_any_dictionary_opt() else {
-            return Some(Self { columns, values: Strings::of(column)?, keys: None });
+            return Some(Self { columns, values: strings(column)?, keys: None });
         };
         // Without values every row is null, and `normalized_keys` would panic.
         let has_values = !dictionary.values().is_empty();
         let keys = if has_values { dictionary.normalized_keys() } else { Vec::new() };
-        Some(Self { columns, values: Strings::of(dictionary.values())?, keys: Some(keys) })
+        Some(Self { columns, values: strings(dictionary.values())?, keys: Some(keys) })
     }
 
     /// The text in a row (`Some(None)` for null); `None` if its key is outside the dictionary.
@@ -283,28 +276,17 @@ impl<'a> TextColumn<'a> {
             return Some(None);
         }
         match &self.keys {
-            Some(keys) => self.values.get(*keys.get(row)?),
-            None => self.values.get(row),
+            Some(keys) => (self.values)(*keys.get(row)?),
+            None => (self.values)(row),
         }
     }
 }
 
-impl<'a> Strings<'a> {
-    fn of(array: &'a ArrayRef) -> Option<Self> {
-        let large = || array.as_string_opt::<i64>().map(Self::LargeUtf8);
-        let view = || array.as_string_view_opt().map(Self::Utf8View);
-        array.as_string_opt::<i32>().map(Self::Utf8).or_else(large).or_else(view)
+fn strings(array: &ArrayRef) -> Option<Strings<'_>> {
+    fn of<'a>(array: impl ArrayAccessor<Item = &'a str> + 'a) -> Strings<'a> {
+        Box::new(move |at| (at < array.len()).then(|| array.is_valid(at).then(|| array.value(at))))
     }
-
-    /// The string at an index (`Some(None)` for null); `None` if the index is out of range.
-    fn get(&self, at: usize) -> Option<Option<&'a str>> {
-        fn one<'a>(array: impl ArrayAccessor<Item = &'a str>, at: usize) -> Option<Option<&'a str>> {
-            (at < array.len()).then(|| array.is_valid(at).then(|| array.value(at)))
-        }
-        match self {
-            Self::Utf8(array) => one(*array, at),
-            Self::LargeUtf8(array) => one(*array, at),
-            Self::Utf8View(array) => one(*array, at),
-        }
-    }
+    let large = || array.as_string_opt::<i64>().map(of);
+    let view = || array.as_string_view_opt().map(of);
+    array.as_string_opt::<i32>().map(of).or_else(large).or_else(view)
 }

@@ -3,7 +3,6 @@
 /// Longer lines are returned in fragments where the tokenizer allows it.
 pub(super) const FRAGMENT_BYTES: usize = 64 << 10;
 
-/// Where a long line may be cut.
 #[derive(Clone, Copy)]
 pub(crate) enum Cut<'a> {
     Nowhere,

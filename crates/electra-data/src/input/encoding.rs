@@ -8,7 +8,6 @@ use crate::error::{Error, Result};
 /// Bytes of a file's beginning that are examined.
 pub(super) const HEAD_BYTES: usize = 4 << 10;
 
-/// A supported encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Encoding {
     Utf8,

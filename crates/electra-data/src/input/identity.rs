@@ -11,14 +11,13 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::division::Part;
 use super::input_file::InputFile;
-use super::raw_file::RawFile;
 use crate::error::{Error, Result};
 use crate::format::hex128;
 use crate::store::Cancel;
 
 /// The length of each of the three samples.
 const SAMPLE_BYTES: u64 = 64 << 10;
-const BUFFER_BYTES: usize = 1 << 18;
+const CHUNK_BYTES: u64 = 1 << 18;
 
 /// The identity of a file, or of a part of one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +26,6 @@ pub(crate) struct InputIdentity {
     pub file: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     part: Option<Part>,
-    /// Size of the file.
     pub bytes: u64,
     /// Nanoseconds since 1970.
     modified: Option<i64>,
@@ -132,26 +130,21 @@ fn content(file: &InputFile, part: Option<&Part>, cancel: &Cancel) -> Result<Str
 }
 
 fn hash(file: &InputFile, ranges: &[Range<u64>], cancel: &Cancel) -> Result<String> {
-    let mut raw = file.raw()?;
-    let (mut hash, mut buffer) = (Xxh3::new(), vec![0; BUFFER_BYTES.min(file.size as usize)]);
-    let mut add = |raw: &mut RawFile, range: &Range<u64>| -> std::io::Result<bool> {
-        raw.seek(SeekFrom::Start(range.start))?;
-        let mut rest = raw.take(range.end - range.start);
-        loop {
-            match rest.read(&mut buffer) {
-                Ok(0) => return Ok(true),
-                Ok(count) => hash.update(&buffer[..count]),
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-            if cancel.is_raised() {
-                return Ok(false);
-            }
-        }
-    };
+    let (mut raw, mut hash, mut chunk) = (file.raw()?, Xxh3::new(), Vec::new());
+    let failed = |e| file.unreadable(&e);
     for range in ranges {
-        if !add(&mut raw, range).map_err(|e| file.unreadable(&e))? {
-            return Err(Error::Interrupted);
+        raw.seek(SeekFrom::Start(range.start)).map_err(failed)?;
+        let mut rest = raw.by_ref().take(range.end - range.start);
+        loop {
+            chunk.clear();
+            rest.by_ref().take(CHUNK_BYTES).read_to_end(&mut chunk).map_err(failed)?;
+            if chunk.is_empty() {
+                break;
+            }
+            hash.update(&chunk);
+            if cancel.is_raised() {
+                return Err(Error::Interrupted);
+            }
         }
     }
     Ok(hex128(hash.digest128()))

@@ -22,7 +22,6 @@ use crate::store::Cancel;
 /// Size of the chunks in which files are read.
 const BUFFER_BYTES: usize = 1 << 18;
 
-/// Compression of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Compression {
     None,
@@ -70,7 +69,6 @@ pub(crate) struct InputFile {
     pub modified: Option<SystemTime>,
     pub format: InputFormat,
     pub compression: Compression,
-    /// The object, if the file is in a store.
     #[serde(default)]
     pub object: Option<StoredObject>,
 }

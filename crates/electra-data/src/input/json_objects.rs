@@ -12,7 +12,6 @@ use crate::error::{Error, Result};
 /// Bytes of a file's beginning that are examined for its layout: a first object and the beginning of another.
 const HEAD_BYTES: u64 = 16 << 20;
 
-/// An object.
 pub(super) struct Object {
     pub bytes: Vec<u8>,
     /// Its offset in the text.
@@ -66,7 +65,6 @@ impl<R: BufRead> Objects<R> {
         Self { input, state: State::Start, offset: 0, line: 1 }
     }
 
-    /// The next object; `None` at the end.
     pub fn next(&mut self) -> std::result::Result<Option<Object>, Trouble> {
         use State::{End, List, Sequence, Start};
         while let Some(&byte) = self.input.fill_buf()?.first() {
@@ -95,7 +93,6 @@ impl<R: BufRead> Objects<R> {
         }
     }
 
-    /// The object that begins here.
     fn object(&mut self) -> std::result::Result<Object, Trouble> {
         let (mut object, mut depth) = (Object { bytes: Vec::new(), offset: self.offset, line: self.line }, 0);
         let (mut in_string, mut is_escaped) = (false, false);

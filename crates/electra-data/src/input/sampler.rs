@@ -26,7 +26,6 @@ pub(crate) struct Sampled {
 pub(crate) struct Sampler {
     seed: u64,
     limit: u64,
-    /// The state of the sample so far.
     pub sampled: Sampled,
     level_bytes: [u64; 65],
     part: u64,

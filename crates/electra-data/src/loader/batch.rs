@@ -28,14 +28,12 @@ const PREFETCH_ROWS: usize = 8;
 /// Consecutive rows of a window.
 #[derive(Clone, Debug)]
 pub(super) struct RowRange {
-    /// The window.
     pub window: Arc<ShuffleWindow>,
     /// Indices in the window's order.
     pub rows: Range<u64>,
 }
 
 impl RowRange {
-    /// The number of rows.
     pub fn len(&self) -> u64 {
         self.rows.end - self.rows.start
     }
@@ -125,7 +123,6 @@ pub(super) struct BatchWriter {
 }
 
 impl BatchWriter {
-    /// A writer of rows of `length` tokens.
     pub fn new(corpus: &Corpus, length: usize, masker: Masker, pool: Arc<BufferPool>) -> Self {
         let tokens = corpus.special_tokens();
         let schema = Arc::new(schema(length, masker.slots, tokens.pad));

@@ -28,7 +28,7 @@ const MIN_LANE_BLOCKS: u64 = 16;
 /// Masked, packed batches of a corpus or of several. Corpora, options and seed alone decide their content and
 /// order.
 pub struct Loader {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     /// For each lane of this rank, the positions of the corpora.
     pub(super) positions: Vec<Vec<CorpusPosition>>,
     pipeline: Option<Pipeline>,

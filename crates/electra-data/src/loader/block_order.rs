@@ -42,12 +42,10 @@ struct Ring {
 }
 
 impl BlockOrder {
-    /// The order of blocks of shards that begin at `first`.
     pub fn new(first: Vec<u32>, seed: u64, num_lanes: u32) -> Self {
         Self { first, seed, num_lanes, rings: Mutex::default() }
     }
 
-    /// The number of blocks.
     pub fn num_blocks(&self) -> u32 {
         self.first[self.first.len() - 1]
     }
@@ -74,7 +72,6 @@ impl BlockOrder {
         self.lane_blocks(lane).div_ceil(self.window_blocks()) as u32
     }
 
-    /// The blocks of a window, in order.
     pub fn window(&self, epoch: u32, lane: u32, window: u32) -> Vec<u32> {
         let total = self.lane_blocks(lane);
         let start = u64::from(window) * self.window_blocks();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::tests::{corpora, documents, hash, loader_of, options, rows};
+use super::tests::{corpora, hash, loader_of, options, rows};
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::format::testing::write_corpus;
 use crate::format::{CacheOptions, Corpus};
@@ -65,35 +65,6 @@ proptest! {
         prop_assert_eq!(state(&second), state(&first));
         prop_assert_eq!(next(&mut second, 60 - done), &expected[done..]);
     }
-}
-
-#[test]
-fn lanes_read_the_rows_of_an_epoch_once() {
-    let dir = tempfile::tempdir().unwrap();
-    write_corpus(dir.path(), VOCAB, &documents(300), 500); // a block per shard
-    let mut expected: Vec<_> = loader_of(dir.path(), &LoaderOptions { epochs: Some(1), ..options() })
-        .flat_map(|batch| rows(&batch.unwrap()))
-        .collect();
-    let mut loader = loader_of(dir.path(), &laned());
-    let mut lanes = vec![Vec::new(); 8];
-    while loader.positions.iter().any(|lane| lane[0].at.epoch == 0) {
-        let positions = loader.positions.clone();
-        let batch = rows(&loader.next().unwrap().unwrap());
-        for (lane, own) in batch.chunks(3).enumerate() {
-            let left = |at: super::state::RowPosition| at.epoch == 0;
-            // A window has one block, and the lane's last one may end within the batch.
-            let after = loader.positions[lane][0].at;
-            let count = if left(after) { 3 } else { 3 - after.row.min(3) as usize };
-            lanes[lane].extend(own[..if left(positions[lane][0].at) { count } else { 0 }].to_vec());
-        }
-    }
-    let mut found = lanes.concat();
-    found.sort_unstable();
-    expected.sort_unstable();
-    assert_eq!(found.len(), expected.len());
-    // Masks and cuts depend on epoch, block and row alone.
-    assert!(found == expected);
-    assert!(lanes.iter().all(|lane| lane.len().abs_diff(expected.len() / 8) < expected.len() / 20));
 }
 
 #[test]

@@ -87,7 +87,6 @@ impl Turns {
         (0..self.weights.len()).filter(may_come).min_by(|&a, &b| due(a, b).cmp(&due(b, a)))
     }
 
-    /// Counts rows that a corpus gives.
     #[inline]
     pub fn give(&mut self, corpus: usize, rows: u64) {
         self.rows[corpus] += rows;
@@ -198,52 +197,19 @@ mod tests {
         assert_eq!(terms(&[1e19, 1.0]), None);
     }
 
-    /// The corpora of the first `rows` rows.
-    fn order(weights: &[u64], rows: usize) -> Vec<usize> {
-        let mut turns = Turns::new(weights.to_vec(), vec![0; weights.len()]);
-        let mut next = || {
-            let corpus = turns.next().unwrap();
-            turns.give(corpus, 1);
-            corpus
-        };
-        (0..rows).map(|_| next()).collect()
-    }
-
-    #[test]
-    fn corpora_take_turns() {
-        assert_eq!(order(&[1, 1], 4), [0, 1, 0, 1]);
-        assert_eq!(order(&[7, 3], 10), [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]);
-        assert_eq!(order(&[1, 2, 1], 4), [1, 0, 1, 2]);
-        assert_eq!(order(&[1, 1 << 40], 3), [1, 1, 1]);
-    }
-
     #[test]
     fn proportions_are_exact_at_every_row() {
         // With the last one, the corpus that lags most would leave another more than a row behind.
         for weights in [&[7, 3][..], &[1, 999], &[5], &[1, 1, 1, 1, 1], &[52, 1, 39, 1, 6, 23, 1, 23, 4]] {
             let total: u64 = weights.iter().sum();
-            let mut given = vec![0_u64; weights.len()];
-            for (rows, corpus) in (1..).zip(order(weights, 3 * total as usize)) {
-                given[corpus] += 1;
-                for (&given, &weight) in given.iter().zip(weights) {
+            let mut turns = Turns::new(weights.to_vec(), vec![0; weights.len()]);
+            for rows in 1..=3 * total {
+                turns.give(turns.next().unwrap(), 1);
+                for (&given, &weight) in turns.rows.iter().zip(weights) {
                     assert!((given * total).abs_diff(rows * weight) < total, "{weights:?}: row {rows}");
                 }
             }
-            assert!(given.iter().zip(weights).all(|(&given, &weight)| given == 3 * weight));
+            assert!(turns.rows.iter().zip(weights).all(|(&given, &weight)| given == 3 * weight));
         }
-    }
-
-    #[test]
-    fn a_finished_corpus_leaves_its_turns_to_the_others() {
-        let mut turns = Turns::new(vec![8, 1, 3], vec![16, 2, 6]);
-        assert!(!turns.is_decided);
-        turns.finish(0);
-        let rest: Vec<_> = (0..4).map(|_| turns.next().inspect(|&corpus| turns.give(corpus, 1))).collect();
-        assert_eq!(rest, [Some(2), Some(2), Some(1), Some(2)]);
-        turns.finish(2);
-        assert!(turns.is_decided);
-        assert_eq!(turns.next(), Some(1));
-        turns.finish(1);
-        assert_eq!(turns.next(), None);
     }
 }

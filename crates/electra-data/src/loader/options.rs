@@ -137,40 +137,29 @@ impl LoaderOptions {
                 return Err(Error::Input(format!("{name} = {value}: must be from {min} to {max}")));
             }
         }
-        let (prob, rows) = (self.mask_prob, self.batch_size);
-        if !(prob > 0.0 && prob < 1.0) {
-            return Err(Error::Input(format!("mask_prob = {prob}: must lie between 0 and 1, both excluded")));
-        }
-        if self.cut_at != CutAt::Token && self.packing != Packing::BestFit {
-            let (cut_at, packing) = (self.cut_at.name(), self.packing.name());
-            return Err(Error::Input(format!(
-                "cut_at = {cut_at:?} needs packing = \"best-fit\"; packing {packing:?} is made of lines already"
-            )));
-        }
-        self.check_lanes()?;
+        let (prob, rows, lanes) = (self.mask_prob, self.batch_size, self.lanes);
         let tokens = (rows as u64).div_ceil(self.world_size as u64) * self.sequence_length as u64;
-        if tokens > MAX_TOKENS {
-            return Err(Error::Input(format!(
-                "batch_size = {rows}: {tokens} tokens per rank; at most {MAX_TOKENS} are possible"
-            )));
-        }
-        Ok(())
-    }
-
-    fn check_lanes(&self) -> Result<()> {
-        let (lanes, rows) = (self.lanes, self.batch_size);
-        if rows % lanes != 0 {
+        let (cut_at, packing) = (self.cut_at.name(), self.packing.name());
+        Err(Error::Input(if !(prob > 0.0 && prob < 1.0) {
+            format!("mask_prob = {prob}: must lie between 0 and 1, both excluded")
+        } else if self.cut_at != CutAt::Token && self.packing != Packing::BestFit {
+            format!(
+                "cut_at = {cut_at:?} needs packing = \"best-fit\"; packing {packing:?} is made of lines already"
+            )
+        } else if rows % lanes != 0 {
             let divisor = largest_divisor(rows as u64, lanes as u64);
-            return Err(Error::Input(format!(
+            format!(
                 "lanes = {lanes}: must divide batch_size = {rows}; {divisor} is the largest that does, up to {lanes}"
-            )));
-        }
-        match self.epochs {
-            Some(epochs) if lanes > 1 => Err(Error::Input(format!(
+            )
+        } else if let (Some(epochs), 2..) = (self.epochs, lanes) {
+            format!(
                 "epochs = {epochs} needs lanes = 1, not {lanes}: lanes have different numbers of rows per epoch"
-            ))),
-            _ => Ok(()),
-        }
+            )
+        } else if tokens > MAX_TOKENS {
+            format!("batch_size = {rows}: {tokens} tokens per rank; at most {MAX_TOKENS} are possible")
+        } else {
+            return Ok(());
+        }))
     }
 
     /// The rows of each batch that the rank loads.
@@ -220,19 +209,19 @@ impl LoaderOptions {
         } else {
             return Ok(());
         };
-        let path = corpus.tokenizer_name();
+        let (path, size) = (corpus.tokenizer_name(), corpus.vocab_size());
         let path = path.display();
-        match self.word_starts.as_deref().map(<[bool]>::len) {
-            None => Err(Error::Input(format!(
-                "{what}: the entries of {path} do not mark where words begin; choose {others}, or prepare the \
-                 text with a WordPiece, byte-level BPE or SentencePiece vocabulary"
-            ))),
-            Some(found) if found != corpus.vocab_size() as usize => Err(Error::Input(format!(
-                "{what}: {path} has {found} entries, not {} as the corpus; run `electra-fast verify`",
-                corpus.vocab_size()
-            ))),
-            Some(_) => Ok(()),
-        }
+        let reason = match self.word_starts.as_deref().map(<[bool]>::len) {
+            None => format!(
+                "the entries of {path} do not mark where words begin; choose {others}, or prepare the text with \
+                 a WordPiece, byte-level BPE or SentencePiece vocabulary"
+            ),
+            Some(found) if found == size as usize => return Ok(()),
+            Some(found) => {
+                format!("{path} has {found} entries, not {size} as the corpus; run `electra-fast verify`")
+            }
+        };
+        Err(Error::Input(format!("{what}: {reason}")))
     }
 
     /// The options that determine the content of rows, besides corpus and seed. Batch size, ranks and threads

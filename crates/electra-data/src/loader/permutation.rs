@@ -11,7 +11,6 @@ const ROUNDS: usize = 8;
 /// result is in range (cycle walking; Black and Rogaway 2002), on average less than twice.
 #[derive(Clone, Debug)]
 pub(super) struct Permutation {
-    /// The number of elements.
     pub len: u64,
     low_bits: u32,
     low_mask: u64,

@@ -62,7 +62,6 @@ impl Blocks {
         f64::from(at.epoch) + (before as f64 + current) / total as f64
     }
 
-    /// Number of blocks.
     pub fn len(&self) -> u32 {
         self.order.num_blocks()
     }
@@ -96,7 +95,6 @@ impl Blocks {
         self.corpus.prefetch_tables(self.locate(block).0, lines)
     }
 
-    /// The rows of one block.
     pub fn rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<Rows> {
         let (shard, range) = self.locate(counter.block);
         packer.pack(&self.corpus.shard(shard), range, counter)
@@ -189,11 +187,9 @@ pub(super) struct ShuffleWindow {
 /// One row: where its tokens are, and the counter of its random numbers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row<'a> {
-    /// The shard that holds the tokens.
     pub shard: &'a Shard,
     /// The spans of the shard that it consists of, in order.
     pub spans: &'a [Span],
-    /// The seed of its corpus.
     pub seed: u64,
     /// Epoch, block and row within the block.
     pub counter: [u32; 3],
@@ -210,7 +206,6 @@ impl Row<'_> {
 }
 
 impl ShuffleWindow {
-    /// Number of rows.
     pub fn len(&self) -> u64 {
         self.order.len
     }

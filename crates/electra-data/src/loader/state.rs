@@ -31,7 +31,6 @@ impl RowPosition {
 /// A corpus's position, and its turns in the mixture.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct CorpusPosition {
-    /// The position in the corpus's stream.
     pub at: RowPosition,
     /// Rows of the current window; 0 at its start, where the number may not be known yet.
     pub window_rows: u64,

@@ -9,7 +9,7 @@ use arrow_array::types::{Float32Type, Int32Type};
 use arrow_buffer::ToByteSlice;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::mixture::Mixture;
+use super::shuffle_window::Blocks;
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::choice::Choice;
 use crate::format::Corpus;
@@ -83,7 +83,6 @@ pub(super) fn named<C: Choice>(name: &str) -> C {
     C::NAMES.iter().find(|(known, _)| *known == name).unwrap().1
 }
 
-/// A loader of a corpus on disk.
 pub(super) fn loader_of(dir: &Path, options: &LoaderOptions) -> Loader {
     Loader::new(Arc::new(Corpus::open(dir).unwrap()), options).unwrap()
 }
@@ -255,49 +254,22 @@ fn segments(batch: &RecordBatch) -> Vec<Vec<i32>> {
 }
 
 #[test]
-fn seeds_and_epochs_differ() {
-    let dir = tempfile::tempdir().unwrap();
-    let corpus = corpus(dir.path(), 100, false);
-    let both = |seed| all_rows(Loader::new(corpus.clone(), &LoaderOptions { seed, ..options() }).unwrap());
-    let (first, second) = (both(1), both(2));
-    assert_eq!(first.len(), second.len());
-    let (first, next) = first.split_at(first.len() / 2);
-    for other in [next, &second[..next.len()]] {
-        let common = other.iter().filter(|row| first.contains(row)).count();
-        assert!(other.len() == first.len() && common * 20 < first.len(), "{common} of {} rows", first.len());
-    }
-}
-
-/// The stream of rows of each corpus alone, under its seed in a mixture.
-fn alone(corpora: &[Arc<Corpus>], epochs: i64) -> Vec<Vec<Vec<i32>>> {
-    let mixture =
-        Mixture::new(weighted(corpora, &vec![1.0; corpora.len()]), options().seed as u64, 1).unwrap();
-    let stream = |(corpus, seed): (&Arc<Corpus>, u64)| {
-        let options = LoaderOptions { seed: seed as i64, epochs: Some(epochs), ..options() };
-        all_rows(Loader::new(corpus.clone(), &options).unwrap())
-    };
-    corpora.iter().zip(mixture.corpora.iter().map(|blocks| blocks.seed)).map(stream).collect()
-}
-
-#[test]
 fn a_mixture_interleaves_the_streams_of_its_corpora_in_proportion() {
     let dir = tempfile::tempdir().unwrap();
-    let corpora = corpora(dir.path());
-    let alone = alone(&corpora, 2);
-    let weights = [0.2, 0.3, 0.5];
-    let mixed = all_rows(mixed(&weighted(&corpora, &weights), &options()));
-    assert_eq!(mixed.len(), alone.iter().map(Vec::len).sum::<usize>());
-    let mut given = [0; 3];
-    let mut finished = Vec::new();
-    for (row, values) in (1..).zip(&mixed) {
+    let (corpora, weights) = (corpora(dir.path()), [0.2, 0.3, 0.5]);
+    let mixture = mixed(&weighted(&corpora, &weights), &options());
+    let alone = |blocks: &Blocks| {
+        let options = LoaderOptions { seed: blocks.seed as i64, ..options() };
+        all_rows(Loader::new(blocks.corpus.clone(), &options).unwrap())
+    };
+    let alone: Vec<_> = mixture.shared.mixture.corpora.iter().map(alone).collect();
+    let (mut given, mut finished) = ([0; 3], Vec::new());
+    for (row, values) in (1..).zip(all_rows(mixture)) {
         // The next one of a corpus in its own order.
-        let corpus = (0..3).find(|&corpus| alone[corpus].get(given[corpus]) == Some(values)).unwrap();
+        let corpus = (0..3).find(|&corpus| alone[corpus].get(given[corpus]) == Some(&values)).unwrap();
         given[corpus] += 1;
-        if finished.is_empty() {
-            for (given, weight) in given.iter().zip(weights) {
-                assert!((*given as f64 - f64::from(row) * weight).abs() < 1.0);
-            }
-        }
+        let is_due = |(&given, weight): (&usize, f64)| (given as f64 - f64::from(row) * weight).abs() < 1.0;
+        assert!(!finished.is_empty() || given.iter().zip(weights).all(is_due));
         if given[corpus] == alone[corpus].len() {
             finished.push(corpus);
         }
@@ -317,10 +289,8 @@ fn without_weights_all_corpora_end_together() {
     assert!(loader.passes().iter().all(|passes| (passes - 1.0).abs() < 0.05), "{:?}", loader.passes());
     assert_eq!(loader.by_ref().count(), rows - rows / 2);
     assert_eq!(loader.passes(), [2.0; 3]);
-    assert_eq!(
-        loader.contents().unwrap().tokens,
-        corpora.iter().map(|corpus| corpus.num_tokens()).sum::<u64>()
-    );
+    let num_tokens = corpora.iter().map(|corpus| corpus.num_tokens()).sum::<u64>();
+    assert_eq!(loader.contents().unwrap().tokens, num_tokens);
 }
 
 #[test]

@@ -110,29 +110,3 @@ fn alphanumeric(bytes: u64) -> u64 {
     let digit = at_least(seven, b'0') & !at_least(seven, b'9' + 1);
     (letter | digit) & !bytes & HIGH
 }
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn windows_agree_with_the_plain_way(text in prop::collection::vec(prop_oneof![
-            prop::sample::select(b"aZz09@[`{/: ".to_vec()), any::<u8>()
-        ], 0..40), at in 0..40_usize) {
-            let at = at.min(text.len());
-            let window = Window::new(&text, at);
-            let length = text[at..].iter().take(16).take_while(|b| b.is_ascii_alphanumeric()).count();
-            prop_assert_eq!(window.word_length(), length);
-            if (1..=MAX_KEY_BYTES).contains(&length) {
-                let word = text[at..at + length].to_ascii_lowercase();
-                let key = window.key(length, CASE);
-                prop_assert_eq!(Some(key), Key::of(&word));
-                prop_assert_eq!(&key.bytes().0[..key.bytes().1], &word[..]);
-                prop_assert_eq!(Some(window.key(length, 0)), Key::of(&text[at..at + length]));
-            }
-        }
-    }
-}

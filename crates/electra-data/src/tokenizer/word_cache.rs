@@ -32,11 +32,6 @@ impl WordCache {
         Self { sets: vec![Set::default(); SETS].into_boxed_slice() }
     }
 
-    /// A placeholder without memory, which must not be used.
-    pub fn unallocated() -> Self {
-        Self { sets: Box::default() }
-    }
-
     /// The ids of a word, if it is cached.
     #[inline]
     pub fn get(&mut self, key: Key) -> Option<Ids> {

@@ -106,9 +106,9 @@ impl FastWordPiece {
         Some(Self { trie, characters, classes, punctuation, case, added, scratches })
     }
 
-    /// A new encoder, with the cache of a dropped one if there is any.
+    /// A new encoder, which uses the cache of a dropped one if there is any.
     pub fn encoder(&self) -> WordPieceEncoder<'_> {
-        WordPieceEncoder { tokenizer: self, scratch: self.scratches().pop().unwrap_or_else(Scratch::new) }
+        WordPieceEncoder { tokenizer: self, scratch: None }
     }
 
     fn scratches(&self) -> MutexGuard<'_, Vec<Scratch>> {
@@ -131,20 +131,16 @@ fn leaves_text_alone(processor: Option<&PostProcessorWrapper>) -> bool {
 
 impl Scratch {
     fn new() -> Self {
-        Self { cache: WordCache::new(), ..Self::without_cache() }
-    }
-
-    /// A placeholder for the memory of an encoder that is being dropped.
-    fn without_cache() -> Self {
         let (word, ids) = (Vec::new(), Vec::new());
-        Self { cache: WordCache::unallocated(), buffer: Box::new([0; BUFFER]), word, ids }
+        Self { cache: WordCache::new(), buffer: Box::new([0; BUFFER]), word, ids }
     }
 }
 
 /// Encodes texts on one thread.
 pub(crate) struct WordPieceEncoder<'a> {
     tokenizer: &'a FastWordPiece,
-    scratch: Scratch,
+    /// Taken at the first text.
+    scratch: Option<Scratch>,
 }
 
 impl WordPieceEncoder<'_> {
@@ -155,8 +151,10 @@ impl WordPieceEncoder<'_> {
 
     /// Appends the ids of a text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
-        let mut encoding =
-            TextEncoding { tokenizer: self.tokenizer, scratch: &mut self.scratch, text, held: 0, ids };
+        let tokenizer = self.tokenizer;
+        let of_another = || tokenizer.scratches().pop().unwrap_or_else(Scratch::new);
+        let scratch = self.scratch.get_or_insert_with(of_another);
+        let mut encoding = TextEncoding { tokenizer, scratch, text, held: 0, ids };
         encoding.run()?;
         encoding.flush();
         Ok(())
@@ -165,7 +163,7 @@ impl WordPieceEncoder<'_> {
 
 impl Drop for WordPieceEncoder<'_> {
     fn drop(&mut self) {
-        self.tokenizer.scratches().push(std::mem::replace(&mut self.scratch, Scratch::without_cache()));
+        self.tokenizer.scratches().extend(self.scratch.take());
     }
 }
 

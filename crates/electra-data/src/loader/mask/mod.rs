@@ -56,7 +56,6 @@ impl Masking {
 pub(super) struct Masker {
     masking: Masking,
     mask_prob: f64,
-    /// Mask slots per row.
     pub slots: usize,
     specials: [i32; 3],
     mask: i32,
@@ -90,7 +89,6 @@ impl Masker {
         }
     }
 
-    /// A masker of a corpus's rows.
     pub fn for_corpus(options: &LoaderOptions, corpus: &Corpus) -> Self {
         let (tokens, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
         let (length, word_starts) = (options.sequence_length as usize, options.word_starts.as_deref());

@@ -12,9 +12,7 @@ const STRIDE: u32 = 16;
 pub(super) enum CutPoints {
     /// Starts of words: for each id, whether it begins one.
     Words(Arc<[bool]>),
-    /// Starts of lines.
     Lines {
-        /// Working memory.
         lengths: Vec<u32>,
         /// Line starts of the document that was entered last.
         starts: Vec<u32>,
@@ -22,7 +20,6 @@ pub(super) enum CutPoints {
 }
 
 impl CutPoints {
-    /// Starts of lines.
     pub fn lines() -> Self {
         Self::Lines { lengths: Vec::new(), starts: Vec::new() }
     }

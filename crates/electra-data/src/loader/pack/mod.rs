@@ -47,7 +47,6 @@ pub(super) struct Span {
     pub start: u32,
     /// Number of tokens. At most 32,768, so that a span takes eight bytes.
     pub len: u16,
-    /// The boundary before it in the row.
     pub boundary: Boundary,
 }
 
@@ -63,7 +62,6 @@ impl Span {
 /// The part of a Philox counter that the random numbers of a block depend on besides the seed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RngCounter {
-    /// The epoch, counted from 0.
     pub epoch: u32,
     /// The block, counted over the whole corpus.
     pub block: u32,
@@ -85,7 +83,6 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// The number of rows.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
@@ -111,7 +108,6 @@ pub(super) enum Packer {
 }
 
 impl Packer {
-    /// A packer for a corpus with this seed.
     pub fn new(options: &LoaderOptions, seed: u64) -> Self {
         let length = options.sequence_length as usize;
         if options.packing == Packing::Google {
@@ -128,7 +124,6 @@ impl Packer {
         }
     }
 
-    /// Whether it reads line lengths.
     pub fn reads_lines(&self) -> bool {
         match self {
             Self::BestFit(_) => false,
@@ -146,7 +141,6 @@ impl Packer {
         }
     }
 
-    /// The rows of `block`, a range of the shard's tokens.
     pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
         match self {
             Self::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, counter)),

@@ -30,7 +30,6 @@ pub(in crate::loader) struct BestFitPacker {
 }
 
 impl BestFitPacker {
-    /// A packer of rows of `sequence_length` tokens, special tokens included.
     pub(super) fn new(sequence_length: usize, seed: u64) -> Self {
         Self { sequence_length, seed, open_rows: OpenRows::new(sequence_length) }
     }
@@ -73,8 +72,8 @@ impl BestFitPacker {
         let assigned = self.place(remainders);
         let used: usize = remainders.iter().map(|s| s.num_positions()).sum();
         let ideal = used.div_ceil(self.sequence_length);
-        if self.open_rows.len() <= ideal + (full_rows + ideal) / WASTE_DIVISOR + 1 {
-            append_rows(remainders, &assigned, self.open_rows.len(), rows);
+        if self.open_rows.below.len() <= ideal + (full_rows + ideal) / WASTE_DIVISOR + 1 {
+            append_rows(remainders, &assigned, self.open_rows.below.len(), rows);
         } else {
             chain(remainders, self.sequence_length as u32, rows);
         }
@@ -190,24 +189,18 @@ impl OpenRows {
         self.below.clear();
     }
 
-    fn len(&self) -> usize {
-        self.below.len()
-    }
-
     /// Puts a span of `len` tokens into the fullest row with enough space, or into a new one.
     fn place(&mut self, len: u32) -> u32 {
         let need = len as usize + SPECIALS_PER_SEGMENT;
         let (row, free) = match self.tightest(need) {
             Some(free) => (self.pop(free), free),
-            None => (self.open(), self.sequence_length),
+            None => {
+                self.below.push(NONE);
+                (self.below.len() as u32 - 1, self.sequence_length)
+            }
         };
         self.push(row, free - need);
         row
-    }
-
-    fn open(&mut self) -> u32 {
-        self.below.push(NONE);
-        self.below.len() as u32 - 1
     }
 
     fn tightest(&self, need: usize) -> Option<usize> {

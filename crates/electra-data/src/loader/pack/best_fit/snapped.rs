@@ -18,17 +18,14 @@ pub(in crate::loader) struct SnappedPacker {
 }
 
 impl SnappedPacker {
-    /// Whether it reads line lengths.
     pub fn reads_lines(&self) -> bool {
         matches!(self.points, CutPoints::Lines { .. })
     }
 
-    /// A packer of rows of `sequence_length` tokens, special tokens included.
     pub(in crate::loader::pack) fn new(sequence_length: usize, seed: u64, points: CutPoints) -> Self {
         Self { best_fit: BestFitPacker::new(sequence_length, seed), points }
     }
 
-    /// The rows of `block`, a range of the shard's tokens.
     pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
         let full = self.best_fit.max_span();
         let mut edge = |edge| self.points.snap(shard, edge, full);
@@ -44,7 +41,7 @@ impl SnappedPacker {
         }
         self.best_fit.sort_remainders(&mut remainders, counter);
         let assigned = self.best_fit.place(&remainders);
-        append_rows(&remainders, &assigned, self.best_fit.open_rows.len(), &mut rows);
+        append_rows(&remainders, &assigned, self.best_fit.open_rows.below.len(), &mut rows);
         Ok(rows)
     }
 

@@ -40,7 +40,6 @@ pub(in crate::loader) struct GooglePacker {
 }
 
 impl GooglePacker {
-    /// A packer of rows of `sequence_length` tokens, special tokens included.
     pub(super) fn new(sequence_length: usize, seed: u64) -> Self {
         Self { sequence_length: sequence_length as u32, seed, lengths: Vec::new() }
     }
