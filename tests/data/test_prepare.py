@@ -331,6 +331,15 @@ def test_options_out_of_range(text, vocab, tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_same_text_gives_the_same_vocabulary(tmp_path):
+    words = ["Tokens", "tokenise", "ising", "shards", "sharding", "masked", "unmasked", "électra"]
+    text = " ".join(words[(n * n + n // 7) % len(words)] for n in range(4_000))
+    for number in range(4):
+        train_vocab(iter([text] * 9), out=tmp_path / f"{number}/vocab.txt", size=120, progress=False)
+    (vocab,) = {(tmp_path / f"{number}/vocab.txt").read_text() for number in range(4)}
+    assert vocab.startswith("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nc") and "masked" in vocab.splitlines()
+
+
 def test_training_a_vocabulary_needs_words(tmp_path):
     with pytest.raises(ValueError, match="no words"):
         train_vocab(iter(["\n"]), out=tmp_path / "vocab.txt", size=100, progress=False)

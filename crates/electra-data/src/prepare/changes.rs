@@ -2,7 +2,7 @@
 //! It is not part of the manifest: there can be a million files, modification times differ between machines that make
 //! the same corpus, and no reader of the corpus needs it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
 
@@ -52,19 +52,20 @@ impl Comparer<'_> {
         for ((group, _), result) in identities.iter().zip(compared) {
             found.entry(*group).or_default().push(result);
         }
-        let is_same = |group: &usize| {
-            found.get(group).is_some_and(|results| results.iter().all(|(result, _)| is_known(*result)))
-        };
+        let is_known =
+            |(result, _): &(Comparison, _)| matches!(result, Comparison::Same | Comparison::SamePart);
+        let is_same = |group: &usize| found.get(group).is_some_and(|results| results.iter().all(is_known));
         let mut stale = Vec::new();
         for record in records.iter().flatten() {
-            let (group, files) = (record.input_group, self.files_of(record.input_group));
+            let group = record.input_group;
             let results = found.get(&group).map_or(&[][..], |results| &results[..]);
             let differs = results.iter().find(|(result, _)| match result {
                 Comparison::Same => false,
                 Comparison::SamePart => !self.decisive_parts(group).iter().all(is_same),
                 Comparison::Changed | Comparison::Unknown => true,
             });
-            let unrecorded = || files.iter().find(|file| file.regular && self.verify && results.is_empty());
+            let is_unrecorded = |file: &&InputFile| file.regular && self.verify && results.is_empty();
+            let unrecorded = || self.files_of(group).iter().find(is_unrecorded);
             if let Some(file) = differs.map(|(_, file)| *file).or_else(unrecorded) {
                 stale.push((group, file.path.clone()));
             }
@@ -76,14 +77,9 @@ impl Comparer<'_> {
     pub fn check_finished(&self, dir: &Path, progress: &mut Report) -> Result<()> {
         // Older releases wrote no list: then names and sizes count, which are in the fingerprint.
         let list = read(dir)?.unwrap_or_default();
-        let mut unrecorded: HashMap<&str, &InputFile> = HashMap::new();
-        if self.verify {
-            let files = self.plan.inputs.files.iter().filter(|file| file.regular);
-            unrecorded.extend(files.map(|file| (&*file.name, file)));
-            for identity in &list {
-                unrecorded.remove(&*identity.file);
-            }
-        }
+        let mut unrecorded = self.files();
+        let recorded: HashSet<&str> = list.iter().map(|identity| &*identity.file).collect();
+        unrecorded.retain(|name, file| self.verify && file.regular && !recorded.contains(name));
         for (result, file) in self.compare(list.iter().collect(), progress)? {
             match result {
                 Comparison::Same | Comparison::SamePart => {}
@@ -93,25 +89,21 @@ impl Comparer<'_> {
                 }
             }
         }
-        match unrecorded.values().next() {
-            Some(file) => Err(Error::Input(format!(
-                "{}: {} holds no hash of it, so --verify-inputs cannot compare it; to be sure, prepare it again in \
-                 another --out",
-                file.path.display(),
-                dir.display()
-            ))),
-            None => Ok(()),
-        }
+        let Some(file) = unrecorded.values().next() else { return Ok(()) };
+        let (file, dir) = (file.path.display(), dir.display());
+        Err(Error::Input(format!(
+            "{file}: {dir} holds no hash of it, so --verify-inputs cannot compare it; to be sure, prepare it again in \
+             another --out"
+        )))
     }
 
     /// Fails if the finished corpus in `dir`, which has another fingerprint, was made of an input of another size.
     pub fn check_sizes(&self, dir: &Path) -> Result<()> {
         let (list, files) = (read(dir)?.unwrap_or_default(), self.files());
-        let resized = |identity: &&InputIdentity| {
-            files.get(&*identity.file).is_some_and(|file| file.size != identity.bytes)
+        let resized = |identity: &InputIdentity| {
+            files.get(&*identity.file).filter(|file| file.size != identity.bytes).copied()
         };
-        let file = list.iter().find(resized).and_then(|identity| files.get(&*identity.file));
-        file.map_or(Ok(()), |file| Err(changed(file, dir)))
+        list.iter().find_map(resized).map_or(Ok(()), |file| Err(changed(file, dir)))
     }
 
     fn files(&self) -> HashMap<&str, &InputFile> {
@@ -165,10 +157,6 @@ impl Comparer<'_> {
     }
 }
 
-fn is_known(result: Comparison) -> bool {
-    matches!(result, Comparison::Same | Comparison::SamePart)
-}
-
 fn changed(file: &InputFile, dir: &Path) -> Error {
     let (file, dir) = (file.path.display(), dir.display());
     Error::Input(format!(
@@ -193,13 +181,10 @@ pub(super) fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
     let path = dir.join(INPUTS);
     let Some(bytes) = Place::open(dir)?.read(INPUTS)? else { return Ok(None) };
     let list: Option<InputList> = serde_json::from_slice(&bytes).ok();
-    match list.filter(|list| checksum(&list.inputs).is_ok_and(|found| found == list.checksum)) {
-        Some(list) => Ok(Some(list.inputs)),
-        None => {
-            let reason = "damaged; the corpus does not need it: remove it, and its inputs are known by name and size only";
-            Err(Error::Damaged { path, reason: reason.to_owned() })
-        }
-    }
+    let list = list.filter(|list| checksum(&list.inputs).is_ok_and(|found| found == list.checksum));
+    let reason =
+        "damaged; the corpus does not need it: remove it, and its inputs are known by name and size only";
+    list.map(|list| Some(list.inputs)).ok_or_else(|| Error::Damaged { path, reason: reason.to_owned() })
 }
 
 fn checksum(inputs: &[InputIdentity]) -> serde_json::Result<String> {

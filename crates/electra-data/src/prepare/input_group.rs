@@ -42,22 +42,14 @@ pub(super) struct TokenBatch {
 
 /// Writes the input groups of one pipeline, one after the other.
 pub(super) struct PipelineWriter<'a> {
-    builder: &'a InputGroupBuilder<'a>,
-    written: &'a Written,
+    pub builder: &'a InputGroupBuilder<'a>,
+    pub written: &'a Written,
     /// To those that upload, if anything is to be uploaded.
-    finished: Sender<InputGroupRecord>,
-    current: Option<InputGroupWriter>,
+    pub finished: Sender<InputGroupRecord>,
+    pub current: Option<InputGroupWriter>,
 }
 
-impl<'a> PipelineWriter<'a> {
-    pub fn new(
-        builder: &'a InputGroupBuilder,
-        written: &'a Written,
-        finished: Sender<InputGroupRecord>,
-    ) -> Self {
-        Self { builder, written, finished, current: None }
-    }
-
+impl PipelineWriter<'_> {
     /// Writes the texts of a batch; the mark at the end of an input group finishes it.
     pub fn write(&mut self, TokenBatch { ids, texts }: TokenBatch) -> Result<()> {
         let mut at = 0;
@@ -70,7 +62,11 @@ impl<'a> PipelineWriter<'a> {
                     let record = self.current.take().map(|group| group.finish(self.builder, *end));
                     record.map_or(Ok(()), |record| self.save(record?))?;
                 }
-                (Mark::Begin(_), Some(_)) | (_, None) => return Err(text_outside_groups()),
+                (Mark::Begin(_), Some(_)) | (_, None) => {
+                    let message =
+                        "more text was read than belongs to the input groups of this run; report this";
+                    return Err(Error::Input(message.to_owned()));
+                }
                 (mark, Some(group)) => group.push(&ids[at..at + count], &mark, self.written)?,
             }
             at += count;
@@ -88,20 +84,14 @@ impl<'a> PipelineWriter<'a> {
 
     /// Fails if an input group was not ended.
     pub fn end(self) -> Result<()> {
-        if self.current.is_some() {
-            return Err(Error::Input("the input ended within an input group; report this".to_owned()));
-        }
-        Ok(())
+        let error = || Error::Input("the input ended within an input group; report this".to_owned());
+        self.current.map_or(Ok(()), |_| Err(error()))
     }
 }
 
 /// Where lines may be cut without changing the ids that this tokenizer gives them.
 pub(super) fn line_cut(tokenizer: &Tokenizer) -> Cut<'static> {
     if tokenizer.splits_at_whitespace() { Cut::Blanks } else { Cut::Nowhere }
-}
-
-fn text_outside_groups() -> Error {
-    Error::Input("more text was read than belongs to the input groups of this run; report this".to_owned())
 }
 
 /// The ids of a batch.
@@ -117,7 +107,7 @@ pub(super) fn tokenize(encoder: &mut Encoder, batch: &TextBatch) -> Result<Token
     Ok(TokenBatch { ids, texts })
 }
 
-struct InputGroupWriter {
+pub(super) struct InputGroupWriter {
     input_group: usize,
     train: DocumentWriter,
     validation: DocumentWriter,
@@ -148,19 +138,16 @@ impl InputGroupWriter {
         writer.push(ids)?;
         written.tokens.fetch_add(ids.len() as u64, Ordering::Release);
         match mark {
-            Mark::Line => writer.end_line(),
+            Mark::Line => writer.end_line()?,
             Mark::Document if writer.end_document()? => {
                 self.documents += 1;
                 written.documents.fetch_add(1, Ordering::Release);
                 self.in_validation = is_validation(self.input_group, self.documents, self.threshold);
-                Ok(())
             }
-            Mark::Document => {
-                self.empty_documents += 1;
-                Ok(())
-            }
-            Mark::Partial | Mark::Begin(_) | Mark::InputGroup(_) => Ok(()),
+            Mark::Document => self.empty_documents += 1,
+            Mark::Partial | Mark::Begin(_) | Mark::InputGroup(_) => {}
         }
+        Ok(())
     }
 
     fn finish(self, builder: &InputGroupBuilder, end: GroupEnd) -> Result<InputGroupRecord> {

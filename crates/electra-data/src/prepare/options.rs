@@ -47,25 +47,20 @@ pub struct PrepareOptions {
 impl PrepareOptions {
     pub(super) fn check(&self) -> Result<()> {
         let holdout = self.validation_fraction;
-        if !(0.0..1.0).contains(&holdout) {
-            return Err(Error::Input(format!(
-                "holdout is {holdout}; give a fraction of at least 0 and below 1"
-            )));
-        }
-        if let Some((index, count)) = self.partition
+        let reason = if !(0.0..1.0).contains(&holdout) {
+            &*format!("holdout is {holdout}; give a fraction of at least 0 and below 1")
+        } else if let Some((index, count)) = self.partition
             && !(1..=count).contains(&index)
         {
-            return Err(Error::Input(format!(
-                "partition {index}/{count}: count from 1/{count} to {count}/{count}"
-            )));
-        }
-        if self.threads == Some(0) {
-            return Err(Error::Input("threads is 0; give at least 1".to_owned()));
-        }
-        if self.reading.text_fields.is_empty() {
-            return Err(Error::Input("no text field is named; the usual one is \"text\"".to_owned()));
-        }
-        Ok(())
+            &*format!("partition {index}/{count}: count from 1/{count} to {count}/{count}")
+        } else if self.threads == Some(0) {
+            "threads is 0; give at least 1"
+        } else if self.reading.text_fields.is_empty() {
+            "no text field is named; the usual one is \"text\""
+        } else {
+            return Ok(());
+        };
+        Err(Error::Input(reason.to_owned()))
     }
 
     pub(super) fn num_threads(&self) -> usize {
@@ -86,21 +81,13 @@ impl PrepareOptions {
     }
 
     /// The fingerprint for these files: the size of parts counts only where there are parts.
-    pub(super) fn fingerprint_of(
-        &self,
-        tokenizer: &Tokenizer,
-        inputs: &Inputs,
-        text_version: usize,
-    ) -> String {
+    pub(super) fn fingerprint_of(&self, tokenizer: &Tokenizer, inputs: &Inputs, version: usize) -> String {
         let part_bytes = self.part_bytes();
-        let entry = |file: &InputFile| {
-            if file.is_divided(&self.reading, part_bytes) {
-                json!([file.name, file.size, part_bytes])
-            } else {
-                json!([file.name, file.size])
-            }
+        let entry = |file: &InputFile| match file.is_divided(&self.reading, part_bytes) {
+            true => json!([file.name, file.size, part_bytes]),
+            false => json!([file.name, file.size]),
         };
-        self.fingerprint(tokenizer, &inputs.files.iter().map(entry).collect(), text_version)
+        self.fingerprint(tokenizer, &inputs.files.iter().map(entry).collect(), version)
     }
 
     /// Options that decide the content, so without `skip_bad_records`. Some are included only if given: corpora
@@ -142,6 +129,7 @@ mod tests {
     use super::*;
     use crate::input::{DocumentSeparator, InvalidUtf8, TextSource};
     use crate::prepare::prepare;
+    use crate::prepare::tests::tokenizer;
 
     const SPECIAL: &str = "[PAD] [UNK] [CLS] [SEP] [MASK]";
     const SCRIPTS: &str = "Straße ﬁn İstanbul ΣΟΦΟΣ e\u{301}té | мир йод | हिन्दी ไทย 한국 ｶﾞ が | 東京都は | שלום مرحبا | 😀👩\u{200d}👩 ①½Ⅻ";
@@ -159,25 +147,21 @@ mod tests {
 
     /// A tokenizer of every path: the fast one with and without case, and the others.
     fn tokenizers(dir: &Path) -> Vec<Tokenizer> {
-        let letters =
-            ('!'..'\u{3400}').chain(SCRIPTS.chars()).filter(|c| !c.is_whitespace() && !c.is_control());
-        let letters: BTreeSet<String> =
-            letters.flat_map(|letter| [format!("{letter}"), format!("##{letter}")]).collect();
-        let entries =
-            SPECIAL.split(' ').map(str::to_owned).chain(letters).chain(["Ġa", "▁a"].map(str::to_owned));
-        let entries: Vec<String> = entries.collect();
-        let vocab = dir.join("vocab.txt");
+        let is_letter = |c: &char| !c.is_whitespace() && !c.is_control();
+        let letters = ('!'..'\u{3400}').chain(SCRIPTS.chars()).filter(is_letter);
+        let letters: BTreeSet<String> = letters.flat_map(|c| [format!("{c}"), format!("##{c}")]).collect();
+        let entries = SPECIAL.split(' ').chain(letters.iter().map(|letter| &**letter)).chain(["Ġa", "▁a"]);
+        let entries: Vec<&str> = entries.collect();
+        let [vocab, json] = ["vocab.txt", "tokenizer.json"].map(|name| dir.join(name));
         std::fs::write(&vocab, entries.join("\n")).unwrap();
-        let ids: serde_json::Map<_, _> =
-            entries.iter().cloned().zip((0..).map(|id: u32| id.into())).collect();
-        let scores: Vec<Value> = entries.iter().map(|entry| json!([entry, -1.0])).collect();
-        let (ids, scores) = (Value::from(ids).to_string(), Value::from(scores).to_string());
+        let ids = entries.iter().zip(0..).map(|(&entry, id): (_, u32)| (entry.to_owned(), id.into()));
+        let ids = Value::from(ids.collect::<serde_json::Map<_, _>>()).to_string();
+        let scores: Value = entries.iter().map(|entry| json!([entry, -1.0])).collect();
         let fast = [true, false].map(|case| Tokenizer::from_file(&vocab, Some(case), None).unwrap());
         let others = OTHERS.map(|rules| {
-            let json = format!("{{{}}}", rules.replace("IDS", &ids).replace("SCORES", &scores));
-            let path = dir.join("tokenizer.json");
-            std::fs::write(&path, json).unwrap();
-            Tokenizer::from_file(&path, None, None).unwrap()
+            let rules = rules.replace("IDS", &ids).replace("SCORES", &scores.to_string());
+            std::fs::write(&json, format!("{{{rules}}}")).unwrap();
+            Tokenizer::from_file(&json, None, None).unwrap()
         });
         assert!(fast.iter().all(Tokenizer::is_fast) && !others.iter().any(Tokenizer::is_fast));
         fast.into_iter().chain(others).collect()
@@ -189,14 +173,14 @@ mod tests {
         let others = (0x3400..0xA700).chain(0xA800..0x1_6E00).chain(0x1_7000..0x11_0000);
         let points = (0..0x3400).chain(others.step_by(89)).filter_map(char::from_u32);
         let words: Vec<String> = points.map(|point| format!("a{point}b")).collect();
-        let lines: Vec<String> =
-            words.chunks(100).map(|words| format!("{SCRIPTS} {}", words.join(" "))).collect();
+        let lines = words.chunks(100).map(|words| format!("{SCRIPTS} {}", words.join(" ")));
+        let lines: Vec<String> = lines.collect();
         let ends =
             ["\n", "\r\n", "\r", "\n \t\n", "\u{85}", "\u{2028}", "\n\n", "\u{b}\u{c}", "\n\u{3000}\n"];
-        let pieces = lines.iter().zip(ends.iter().cycle());
-        let pieces =
-            pieces.map(|(line, end)| [line.as_bytes(), b"\xff a\xe3\x81b\0", end.as_bytes()].concat());
-        let text = [b"\xef\xbb\xbf".to_vec()].into_iter().chain(pieces).collect::<Vec<_>>().concat();
+        let mut text = b"\xef\xbb\xbf".to_vec();
+        for (line, end) in lines.iter().zip(ends.iter().cycle()) {
+            text.extend([line.as_bytes(), b"\xff a\xe3\x81b\0", end.as_bytes()].concat());
+        }
         let record = |line: &String| json!({"text": line.repeat(2), "title": "a"}).to_string();
         let records = lines.iter().step_by(9).map(record).collect::<Vec<_>>().join("\n").into_bytes();
         let write = |(name, bytes)| std::fs::write(dir.join(name), bytes).map(|()| dir.join(name));
@@ -219,30 +203,19 @@ mod tests {
                     invalid_utf8: InvalidUtf8::Replace,
                     ..ReadOptions::default()
                 };
-                let (validation_fraction, part_bytes) = (0.1, Some(100_000));
-                let options = PrepareOptions {
-                    reading,
-                    validation_fraction,
-                    drop_duplicates,
-                    part_bytes,
-                    ..Default::default()
-                };
+                let part_bytes = Some(100_000);
+                let options = PrepareOptions { reading, drop_duplicates, part_bytes, ..Default::default() };
+                let options = PrepareOptions { validation_fraction: 0.1, ..options };
                 let out = dir.path().join(format!("{number}-{}", separator.name()));
                 let source = TextSource::Files(inputs.clone());
                 let report = prepare(source, tokenizer, &out, &options, &mut |_| true).unwrap();
                 hashes += &format!("{} {}\n", report.content_hash, report.validation_documents);
             }
         }
-        assert_eq!(
-            Some(&*hash_hex(hashes.as_bytes())),
-            TEXT_HASHES.last().copied(),
-            "append it to TEXT_HASHES"
-        );
-        let vocab = dir.path().join("vocab.txt");
-        std::fs::write(&vocab, format!("{}\na\n", SPECIAL.replace(' ', "\n"))).unwrap();
-        let small = Tokenizer::from_file(&vocab, None, None).unwrap();
-        let fingerprint =
-            |version| PrepareOptions::default().fingerprint(&small, &json!("documents"), version);
+        let hash = hash_hex(hashes.as_bytes());
+        assert_eq!(Some(&*hash), TEXT_HASHES.last().copied(), "append it to TEXT_HASHES");
+        let (small, options) = (tokenizer(dir.path(), "a"), PrepareOptions::default());
+        let fingerprint = |version| options.fingerprint(&small, &json!("documents"), version);
         assert_eq!(fingerprint(1), "7dc4b22e5f3ef4cada6591fe1a2dd2e5"); // as before there were text versions
         assert!(fingerprint(2) != fingerprint(1) && fingerprint(3) != fingerprint(2));
     }

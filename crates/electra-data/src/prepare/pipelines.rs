@@ -105,7 +105,8 @@ pub(super) fn build(
                 scope.spawn(move || {
                     let watch = Some(watch(builder.out, &builder.pass, builder.num_groups));
                     let intake = Intake { skips, watch, ..Intake::everything(line_cut(builder.tokenizer)) };
-                    let mut writer = PipelineWriter::new(builder, &shared.written, finished);
+                    let mut writer =
+                        PipelineWriter { builder, written: &shared.written, finished, current: None };
                     let read = |to: &mut Batcher| shared.read_all(pipeline, read, to);
                     let consume = |batch: Option<_>| {
                         shared.check_stopped()?;

@@ -20,12 +20,12 @@ pub(super) struct Plan {
 impl Plan {
     /// Lists the inputs of a run that writes to `out`; opens none of them but those that end in `.json`.
     pub fn new(
-        inputs: &[PathBuf],
+        files: &[PathBuf],
         tokenizer: &Tokenizer,
         out: &Path,
         options: &PrepareOptions,
     ) -> Result<Self> {
-        let inputs = Inputs::expand(inputs, Some(out), &options.reading)?;
+        let inputs = Inputs::expand(files, Some(out), &options.reading)?;
         refuse_vocabulary(&inputs, tokenizer.path())?;
         if options.drop_duplicates.is_some()
             && let Some(pipe) = inputs.files.iter().find(|file| !file.regular)
@@ -37,17 +37,14 @@ impl Plan {
         }
         let groups = inputs.input_groups(&options.reading, options.part_bytes());
         let fingerprint_of = |version| options.fingerprint_of(tokenizer, &inputs, version);
-        let (fingerprint, older_fingerprints) =
-            (fingerprint_of(TEXT_VERSION), (1..TEXT_VERSION).map(fingerprint_of).collect());
-        Ok(Self { inputs, groups, fingerprint, older_fingerprints })
+        let older_fingerprints = (1..TEXT_VERSION).map(fingerprint_of).collect();
+        Ok(Self { fingerprint: fingerprint_of(TEXT_VERSION), older_fingerprints, inputs, groups })
     }
 
     /// Whether a finished corpus was made of these inputs and options, by any version of the program.
     pub fn is_of(&self, manifest: &Manifest) -> bool {
-        [&self.fingerprint]
-            .into_iter()
-            .chain(&self.older_fingerprints)
-            .any(|one| *one == manifest.fingerprint)
+        let of_corpus = &manifest.fingerprint;
+        self.fingerprint == *of_corpus || self.older_fingerprints.contains(of_corpus)
     }
 }
 

@@ -262,18 +262,12 @@ mod tests {
                 let refusals =
                     runs.map(|(tag, may_share)| ProcessFile::create(dir.path(), tag, may_share).err());
                 assert_eq!(refusals.each_ref().map(Option::is_some), expected, "{name}");
-                assert!(
-                    refusals
-                        .iter()
-                        .flatten()
-                        .all(|error| error.to_string().contains("another prepare is running"))
-                );
+                let is_clear = |error: &Error| error.to_string().contains("another prepare is running");
+                assert!(refusals.iter().flatten().all(is_clear));
                 assert_eq!(dir.path().join(&name).exists(), process.has_ended() != Some(true));
                 let ours = ProcessFile::create(dir.path(), "2-of-3", true).ok();
-                assert_eq!(
-                    names_in(dir.path()).unwrap().len(),
-                    1 + usize::from(ours.is_some()) - usize::from(process == &dead)
-                );
+                let num_others = 1 - usize::from(process == &dead);
+                assert_eq!(names_in(dir.path()).unwrap().len(), num_others + usize::from(ours.is_some()));
             }
         }
     }

@@ -55,8 +55,7 @@ struct TaskSettings {
     skipped: u64,
     /// The tokenizer's file in the folder of records, with its settings and its hash.
     tokenizer: PathBuf,
-    lowercase: Option<bool>,
-    strip_accents: Option<bool>,
+    case: (Option<bool>, Option<bool>),
     special_tokens: SpecialTokens,
     tokenizer_hash: u64,
 }
@@ -101,16 +100,13 @@ impl PrepareJob {
         // Stored beside the records, not sent with every task: a tokenizer can have several megabytes.
         let (name, bytes) = tokenizer.file();
         work.out.write(&format!("{PARTS}/{name}"), bytes)?;
-        let out = match url_of(out) {
-            Some(url) => url.into(),
-            None => std::path::absolute(out).map_err(|e| Error::io(out, e))?,
-        };
+        let absolute = || std::path::absolute(out).map_err(|e| Error::io(out, e));
+        let out = url_of(out).map_or_else(absolute, |url| Ok(url.into()))?;
         Ok(OpenedJob::Unfinished(Box::new(Self { out, options, plan, work })))
     }
 
     /// State shared by all tasks, as text.
     pub fn settings(&self, tokenizer: &Tokenizer) -> Result<String> {
-        let (lowercase, strip_accents) = tokenizer.settings();
         self.to_text(&TaskSettings {
             text_version: TEXT_VERSION,
             out: self.out.clone(),
@@ -121,8 +117,7 @@ impl PrepareJob {
             num_groups: self.plan.groups.len(),
             skipped: self.work.skipped,
             tokenizer: self.out.join(PARTS).join(tokenizer.file().0),
-            lowercase,
-            strip_accents,
+            case: tokenizer.settings(),
             special_tokens: tokenizer.special_tokens(),
             tokenizer_hash: tokenizer.hash(),
         })
@@ -174,11 +169,14 @@ impl PrepareJob {
 pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
     let settings = parse_settings(settings)?;
     let path = &settings.tokenizer;
-    let (folder, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or_default());
-    let bytes = Place::open(folder)?.read(&name.to_string_lossy())?.ok_or_else(|| unseen(path))?;
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let case = (settings.lowercase, settings.strip_accents);
-    let tokenizer = Tokenizer::restored(path, (name, bytes), case, settings.special_tokens)?;
+    let (folder, name) =
+        (path.parent().unwrap_or(path), path.file_name().unwrap_or_default().to_string_lossy());
+    let bytes = Place::open(folder)?.read(&name)?.ok_or_else(|| {
+        // The usual cause is that this machine does not see the parent's folder.
+        let hint = "; every worker must see --out and the inputs under the same paths".to_owned();
+        Error::NotFound { path: path.clone(), hint }
+    })?;
+    let tokenizer = Tokenizer::restored(path, (&name, bytes), settings.case, settings.special_tokens)?;
     if tokenizer.hash() != settings.tokenizer_hash {
         let path = path.display();
         return Err(Error::Input(format!(
@@ -264,10 +262,4 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T> {
 
 fn other_version(reason: impl std::fmt::Display) -> Error {
     Error::Input(format!("a task of another version of electra-fast came here ({reason}); install the same"))
-}
-
-/// A missing file of the job: the usual cause is that this machine does not see the parent's folder.
-fn unseen(path: &Path) -> Error {
-    let hint = "; every worker must see --out and the inputs under the same paths".to_owned();
-    Error::NotFound { path: path.to_owned(), hint }
 }

@@ -54,27 +54,24 @@ impl WordCounter<'_> {
         };
         let done = AtomicU64::new(0);
         let (mut total, mut cancel, mut passed_over) = (0, Cancel::default(), PassedOver::default());
+        let (counted, reading) = (&done, self.reading);
         let read: Read = match source {
             TextSource::Files(paths) => {
-                let inputs = Inputs::expand(&paths, None, self.reading)?;
+                let inputs = Inputs::expand(&paths, None, reading)?;
                 cancel = inputs.cancel.clone();
                 passed_over = inputs.passed_over.clone();
                 total = inputs.files.iter().map(|file| file.size).sum();
-                let (done, reading) = (&done, self.reading);
                 Box::new(move |to| {
-                    inputs.files.iter().try_for_each(|f| read_file(f, None, reading, done, to))
+                    inputs.files.iter().try_for_each(|f| read_file(f, None, reading, counted, to))
                 })
             }
-            TextSource::Documents(mut documents) => {
-                let done = &done;
-                Box::new(move |to| {
-                    documents.try_for_each(|text| {
-                        let text = text?;
-                        done.fetch_add(text.len() as u64, Ordering::Relaxed);
-                        to.push_document(&text)
-                    })
+            TextSource::Documents(mut documents) => Box::new(move |to| {
+                documents.try_for_each(|text| {
+                    let text = text?;
+                    counted.fetch_add(text.len() as u64, Ordering::Relaxed);
+                    to.push_document(&text)
                 })
-            }
+            }),
         };
         let read = |to: &mut Batcher| {
             read(to)?;
@@ -191,17 +188,14 @@ mod tests {
 
     #[test]
     fn text_without_blanks_is_counted_to_the_last_word() {
-        let (sentence, repeats) = ("日本人です、Été。", 40_000);
         let long = "x".repeat(1 << 20);
-        let text = format!("{}{long}。{long}日{long}", sentence.repeat(repeats));
+        let text = format!("{}{long}。{long}日{long}", "日本人です、Été。".repeat(40_000));
         let found = count(&[text], u64::MAX, 2).words;
-        let repeats = repeats as u64;
-        let expected =
-            [("日", repeats + 1), ("本", repeats), ("人", repeats), ("てす", repeats), ("、", repeats)];
-        for (word, count) in expected {
-            assert_eq!(found.get(word), Some(&count), "{word}");
+        for (word, more) in [("日", 1), ("本", 0), ("人", 0), ("てす", 0), ("、", 0), ("ete", 0), ("。", 1)]
+        {
+            assert_eq!(found.get(word), Some(&(40_000 + more)), "{word}");
         }
-        assert_eq!((found["ete"], found["。"], found.len()), (repeats, repeats + 1, 7));
+        assert_eq!(found.len(), 7);
     }
 
     #[test]

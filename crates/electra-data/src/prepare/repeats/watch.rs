@@ -30,10 +30,6 @@ pub(in crate::prepare) fn watch<'a>(
     }
 }
 
-fn missing() -> Error {
-    Error::Input("what is left out of an input group is not known any more; run again".to_owned())
-}
-
 /// Stores the hashes of documents or lines.
 struct HashWriter<'a> {
     out: &'a OutputDir,
@@ -99,7 +95,9 @@ impl Watch for Counter<'_> {
     fn begin(&mut self, input_group: usize) -> Result<()> {
         self.group = GroupState::new(input_group, self.num_groups);
         if let Some((what, digest)) = &self.decided {
-            let drops = Drops::read(self.out, input_group, digest)?.ok_or_else(missing)?;
+            let drops = Drops::read(self.out, input_group, digest)?.ok_or_else(|| {
+                Error::Input("what is left out of an input group is not known any more; run again".to_owned())
+            })?;
             let (what, hashes) = (*what, Xxh3::new());
             self.group.drops = Some(Dropping { what, drops, at: 0, hashes, lines: 0, kept: 0 });
         }
