@@ -28,6 +28,9 @@ pub(super) struct Comparer<'a> {
     pub verify: bool,
 }
 
+/// How files compare with what was recorded of them.
+type Compared<'a> = Vec<(Comparison, &'a InputFile)>;
+
 #[derive(Serialize, Deserialize)]
 struct InputList {
     /// xxh3-128 of the list as compact JSON, hexadecimal.
@@ -52,8 +55,7 @@ impl Comparer<'_> {
         for ((group, _), result) in identities.iter().zip(compared) {
             found.entry(*group).or_default().push(result);
         }
-        let is_known =
-            |(result, _): &(Comparison, _)| matches!(result, Comparison::Same | Comparison::SamePart);
+        let is_known = |found: &(Comparison, _)| matches!(found.0, Comparison::Same | Comparison::SamePart);
         let is_same = |group: &usize| found.get(group).is_some_and(|results| results.iter().all(is_known));
         let mut stale = Vec::new();
         for record in records.iter().flatten() {
@@ -132,11 +134,7 @@ impl Comparer<'_> {
     }
 
     /// The results for these identities, with their files.
-    fn compare(
-        &self,
-        identities: Vec<&InputIdentity>,
-        progress: &mut Report,
-    ) -> Result<Vec<(Comparison, &InputFile)>> {
+    fn compare(&self, identities: Vec<&InputIdentity>, progress: &mut Report) -> Result<Compared<'_>> {
         let (files, cancel) = (self.files(), &self.plan.inputs.cancel);
         let compare = |identity: &&InputIdentity| match files.get(&*identity.file) {
             Some(file) => Ok((identity.compare(file, self.verify, cancel)?, *file)),

@@ -13,10 +13,7 @@ use crate::format::{Manifest, PARTS, VALIDATION, create_folder, temp_path, write
 /// Removes what a finished corpus no longer needs: records, process files, unfinished files, and shards of interrupted
 /// runs that its manifest does not name. Others may be doing the same. What cannot be removed is a warning.
 pub(super) fn clean_up(place: &Place, manifest: &Manifest) -> Result<()> {
-    let validation = match manifest.has_validation {
-        true => place.below(VALIDATION)?.manifest()?,
-        false => None,
-    };
+    let validation = if manifest.has_validation { place.below(VALIDATION)?.manifest()? } else { None };
     let shards = |folder: &str, manifest: &Manifest| {
         let files = manifest.shards.iter().flat_map(|shard| [&shard.tokens.file, &shard.lines.file]);
         files.map(|file| format!("{folder}{file}")).collect::<Vec<_>>()
@@ -138,11 +135,9 @@ mod tests {
     const OURS_IN_VALIDATION: &str = "holdout/shard-000900-000.lines
         holdout/.tmp-0123456789abcdef-1-1-0123456789abcdef-manifest.json";
 
-    fn names_below(dir: &Path) -> BTreeSet<String> {
+    fn all_in(dir: &Path) -> BTreeSet<String> {
         let names = names_in(dir).unwrap().into_iter().flat_map(|name| match dir.join(&name) {
-            below if below.is_dir() => {
-                names_below(&below).iter().map(|file| format!("{name}/{file}")).collect()
-            }
+            below if below.is_dir() => all_in(&below).iter().map(|file| format!("{name}/{file}")).collect(),
             _ => BTreeSet::from([name]),
         });
         names.collect()
@@ -157,12 +152,8 @@ mod tests {
             let (tokenizer, text) = (tokenizer(dir.path(), "a b"), dir.path().join("text.txt"));
             std::fs::write(&text, "a b b\n\n".repeat(200)).unwrap();
             let run = |out: &str, partition, validation_fraction, goes_on| -> Result<PrepareReport> {
-                let options = PrepareOptions {
-                    part_bytes: Some(200),
-                    partition,
-                    validation_fraction,
-                    ..Default::default()
-                };
+                let options = PrepareOptions { part_bytes: Some(200), partition, ..Default::default() };
+                let options = PrepareOptions { validation_fraction, ..options };
                 let source = TextSource::Files(vec![text.clone()]);
                 prepare(source, &tokenizer, &dir.path().join(out), &options, &mut |_| goes_on)
             };
@@ -171,7 +162,7 @@ mod tests {
             let is_cleaning = state.ends_with("cleaning up");
             let partition = if is_finished || is_cleaning { None } else { Some((1, 2)) };
             run("out", partition, fraction, true).unwrap();
-            let (alone, out) = (names_below(&dir.path().join("alone")), dir.path().join("out"));
+            let (alone, out) = (all_in(&dir.path().join("alone")), dir.path().join("out"));
             let (mut ours, mut not_ours) = (OURS.to_owned(), FOREIGN.to_owned());
             *(if fraction > 0.0 { &mut ours } else { &mut not_ours }) += &format!(" {OURS_IN_VALIDATION}");
             for name in ours.split_whitespace().chain(not_ours.split_whitespace()) {
@@ -182,10 +173,10 @@ mod tests {
                 let fingerprint = Manifest::read(&out).unwrap().fingerprint;
                 std::fs::write(out.join("parts/job.json"), format!("{{\"job\":\"{fingerprint}\"}}")).unwrap();
             }
-            let before = names_below(&out);
+            let before = all_in(&out);
             let other = if state.starts_with("of other") { 0.7 } else { fraction };
             let outcome = run("out", None, other, state != "interrupted");
-            let after = names_below(&out);
+            let after = all_in(&out);
             let cleaned = alone.into_iter().chain(not_ours.split_whitespace().map(str::to_owned)).collect();
             let is_cleaned = is_cleaning || state.ends_with("finished now");
             let is_right = match state {

@@ -12,9 +12,8 @@ use super::input_group::line_cut;
 use super::plan::refuse_vocabulary;
 use crate::error::{Error, Result};
 use crate::format::Corpus;
-use crate::input::{
-    Compression, Cut, InputFormat, Inputs, ReadOptions, character_boundary, read_beginning, read_file,
-};
+use crate::input::{Compression, Cut, InputFormat, Inputs, ReadOptions, character_boundary};
+use crate::input::{read_beginning, read_file};
 use crate::store::Cancel;
 use crate::threads::on_all_cores;
 use crate::tokenizer::Tokenizer;
@@ -82,11 +81,9 @@ impl Coverage {
 
     /// Coverage of a corpus: of all its tokens, or of 2^24 tokens spread evenly over it.
     pub fn of_corpus(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Self> {
-        let stretches: Vec<(usize, u64)> = (0..corpus.num_shards())
-            .flat_map(|shard| {
-                (0..corpus.shard_size(shard).1).step_by(STRETCH as usize).map(move |at| (shard, at))
-            })
-            .collect();
+        let starts = |shard| (0..corpus.shard_size(shard).1).step_by(STRETCH as usize);
+        let stretches = (0..corpus.num_shards()).flat_map(|shard| starts(shard).map(move |at| (shard, at)));
+        let stretches: Vec<(usize, u64)> = stretches.collect();
         let count = stretches.len().min((COUNTED_TOKENS / STRETCH) as usize);
         let (counter, cancel) = (Counter::new(tokenizer), Cancel::default());
         let count_stretch = |number: usize| {

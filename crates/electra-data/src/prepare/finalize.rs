@@ -54,10 +54,8 @@ impl Finalizer<'_> {
             self.write_tokenizer(&format!("{VALIDATION}/"))?;
             self.out.write(&format!("{VALIDATION}/{MANIFEST}"), manifest.canonical().as_bytes())?;
         }
-        changes::write(
-            self.out,
-            records.iter_mut().flat_map(|record| std::mem::take(&mut record.inputs)).collect(),
-        )?;
+        let inputs = records.iter_mut().flat_map(|record| std::mem::take(&mut record.inputs)).collect();
+        changes::write(self.out, inputs)?;
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
         let skipped_hash = self.write_skipped(&skipped)?;
         let skipped_records = skipped.len() as u64;
@@ -117,15 +115,14 @@ impl Finalizer<'_> {
     pub(super) fn move_last_to_validation(&self, records: &mut [InputGroupRecord]) -> Result<()> {
         let record = records.iter_mut().rfind(|record| !record.shards.is_empty());
         let record = record.expect("a record with documents names their shards");
-        let next = record.shards.len();
+        let (group, next) = (record.input_group, record.shards.len());
         let last = record.shards.pop().expect("this record has shards");
         create_folder(&self.out.validation())?;
         self.out.download(&last)?;
         let context = self.manifest(Vec::new());
         let shard = Shard::new(&self.out.dir, &context, &last);
-        let mut kept =
-            DocumentWriter::starting_at(&self.out.dir, record.input_group, next, self.spec.clone());
-        let mut taken = DocumentWriter::new(&self.out.validation(), record.input_group, self.spec.clone());
+        let mut kept = DocumentWriter::starting_at(&self.out.dir, group, next, self.spec.clone());
+        let mut taken = DocumentWriter::new(&self.out.validation(), group, self.spec.clone());
         for document in 0..last.num_documents {
             let to = if document + 1 < last.num_documents { &mut kept } else { &mut taken };
             copy_document(&shard, document, to)?;

@@ -63,9 +63,8 @@ impl PipelineWriter<'_> {
                     record.map_or(Ok(()), |record| self.save(record?))?;
                 }
                 (Mark::Begin(_), Some(_)) | (_, None) => {
-                    let message =
-                        "more text was read than belongs to the input groups of this run; report this";
-                    return Err(Error::Input(message.to_owned()));
+                    let text = "more text was read than belongs to the input groups of this run; report this";
+                    return Err(Error::Input(text.to_owned()));
                 }
                 (mark, Some(group)) => group.push(&ids[at..at + count], &mark, self.written)?,
             }

@@ -175,10 +175,10 @@ mod tests {
         let words: Vec<String> = points.map(|point| format!("a{point}b")).collect();
         let lines = words.chunks(100).map(|words| format!("{SCRIPTS} {}", words.join(" ")));
         let lines: Vec<String> = lines.collect();
-        let ends =
+        let eols =
             ["\n", "\r\n", "\r", "\n \t\n", "\u{85}", "\u{2028}", "\n\n", "\u{b}\u{c}", "\n\u{3000}\n"];
         let mut text = b"\xef\xbb\xbf".to_vec();
-        for (line, end) in lines.iter().zip(ends.iter().cycle()) {
+        for (line, end) in lines.iter().zip(eols.iter().cycle()) {
             text.extend([line.as_bytes(), b"\xff a\xe3\x81b\0", end.as_bytes()].concat());
         }
         let record = |line: &String| json!({"text": line.repeat(2), "title": "a"}).to_string();

@@ -76,20 +76,15 @@ impl InputGroupRecord {
         saturating_sum(self.shards.iter().chain(&self.validation).map(|shard| shard.num_tokens))
     }
 
-    /// (name, bytes) of the files of all shards.
-    fn shard_files(&self) -> impl Iterator<Item = (String, u64)> {
-        let validation = self.validation.iter().map(|shard| (format!("{VALIDATION}/"), shard));
-        self.shards.iter().map(|shard| (String::new(), shard)).chain(validation).flat_map(
-            |(folder, shard)| {
-                [&shard.tokens, &shard.lines].map(|entry| (format!("{folder}{}", entry.file), entry.bytes))
-            },
-        )
-    }
-
-    /// (name, bytes) of these files and of what was counted or hashed.
+    /// (name, bytes) of its files: shards, and what was counted or hashed.
     fn files(&self) -> impl Iterator<Item = (String, u64)> {
-        let watched = self.watched.iter().map(|entry| (format!("{PARTS}/{}", entry.file), entry.bytes));
-        self.shard_files().chain(watched)
+        let of_shard = |shard: &ShardEntry| [shard.tokens.clone(), shard.lines.clone()];
+        let in_folder = |folder: &str, entry: FileEntry| (format!("{folder}{}", entry.file), entry.bytes);
+        let train = self.shards.iter().flat_map(of_shard).map(move |entry| in_folder("", entry));
+        let validation = self.validation.iter().flat_map(of_shard);
+        let validation = validation.map(move |entry| in_folder(&format!("{VALIDATION}/"), entry));
+        let watched = self.watched.iter().map(|entry| (part_path(&entry.file), entry.bytes));
+        train.chain(validation).chain(watched)
     }
 
     /// The bytes of the record, with its checksum.
@@ -268,13 +263,7 @@ impl OutputDir {
 
     /// The records of input groups; `None` for those that a pass has not finished, or that lack a file, or whose hashes
     /// an older release has stored in another order.
-    pub fn records(
-        &self,
-        pass: &Pass,
-        input_groups: impl IntoIterator<Item = usize>,
-        sizes: &Sizes,
-    ) -> Result<Records> {
-        let input_groups: Vec<usize> = input_groups.into_iter().collect();
+    pub fn records(&self, pass: &Pass, input_groups: &[usize], sizes: &Sizes) -> Result<Records> {
         let names: Vec<_> = input_groups.iter().map(|&group| record_name(pass, group)).collect();
         let found = self.place.read_all(&names, sizes)?;
         let record = |(group, bytes): (usize, Vec<u8>)| {
@@ -285,7 +274,7 @@ impl OutputDir {
                 && record.watched.as_ref().is_none_or(|entry| !entry.file.ends_with(".hashes"));
             (matches && record.files().all(|(name, bytes)| sizes.of(&name) == Some(bytes))).then_some(record)
         };
-        Ok(input_groups.into_iter().zip(found).map(record).collect())
+        Ok(input_groups.iter().copied().zip(found).map(record).collect())
     }
 
     /// The same for a few input groups, without listing the files of all others.
@@ -295,7 +284,7 @@ impl OutputDir {
         for record in records.iter().filter_map(|bytes| InputGroupRecord::parse(bytes)) {
             names.extend(record.files().map(|(name, _)| name));
         }
-        self.records(pass, input_groups.iter().copied(), &self.place.sizes_of(&names)?)
+        self.records(pass, input_groups, &self.place.sizes_of(&names)?)
     }
 
     /// Records that a pass has finished an input group. Its shards are durable already, or else are uploaded first.
@@ -317,7 +306,7 @@ impl OutputDir {
     /// Uploads the shards of a record that lie in the temporary folder, if there is one, and removes them there.
     pub fn upload(&self, record: &InputGroupRecord) -> Result<()> {
         let Place::Store(store) = &self.place else { return Ok(()) };
-        for (name, _) in record.shard_files() {
+        for (name, _) in record.files() {
             let path = self.dir.join(&name);
             if path.exists() {
                 store.put_file(&name, &path)?;
@@ -366,10 +355,10 @@ impl OutputDir {
     pub fn remove_records(
         &self,
         pass: &Pass,
-        input_groups: impl IntoIterator<Item = usize>,
+        groups: impl Iterator<Item = usize>,
         sizes: &Sizes,
     ) -> Result<()> {
-        let names = input_groups.into_iter().map(|group| record_name(pass, group));
+        let names = groups.map(|group| record_name(pass, group));
         self.place.remove_all(&names.filter(|name| sizes.of(name).is_some()).collect::<Vec<_>>())
     }
 
@@ -468,11 +457,6 @@ pub(super) fn part_request(file: &str, range: Range<u64>) -> Request {
     Request { name: part_path(file), range, version: None }
 }
 
-/// All of it.
-pub(super) fn whole_part(file: &FileEntry) -> Request {
-    part_request(&file.file, 0..file.bytes)
-}
-
 /// The bytes of some ranges.
 pub(super) fn total(ranges: &[Request]) -> u64 {
     ranges.iter().map(|request| request.range.end - request.range.start).sum()
@@ -537,10 +521,7 @@ mod tests {
             write("job.json", &format!("{{\"job\":\"other\"{version}}}"));
             write("input-group-000000.json", "{}");
             let error = claim().err().unwrap().to_string();
-            assert!(
-                error.contains(message) && error.contains("finish that, remove the folder, or"),
-                "{error}"
-            );
+            assert!(error.contains(message) && error.contains("finish that, remove the folder"), "{error}");
             write("job.json", r#"{"job":"job"}"#); // as the first version writes it, and as this one does
             drop(claim().unwrap());
             std::fs::remove_file(path("input-group-000000.json")).unwrap();

@@ -116,8 +116,7 @@ impl Place {
             Self::Store(store) => {
                 // A store has no empty ranges.
                 let filled = ranges.iter().enumerate().filter(|(_, request)| !request.range.is_empty());
-                let (numbers, requests): (Vec<_>, Vec<_>) =
-                    filled.map(|(n, request)| (n, request.clone())).unzip();
+                let (numbers, requests): (Vec<_>, Vec<_>) = filled.map(|(n, one)| (n, one.clone())).unzip();
                 store.read_ranges(&requests, &Cancel::default(), |request, bytes| {
                     found[numbers[request]] = bytes.to_vec();
                     Ok(())
@@ -156,7 +155,7 @@ impl Place {
                 let mut all = Vec::new();
                 for folder in [String::new(), format!("{PARTS}/"), format!("{VALIDATION}/")] {
                     let names =
-                        names_in(&dir.join(&folder))?.into_iter().map(|name| format!("{folder}{name}"));
+                        names_in(&dir.join(&folder))?.into_iter().map(|file| format!("{folder}{file}"));
                     all.extend(names.filter(|name| !dir.join(name).is_dir()));
                 }
                 Ok(all)

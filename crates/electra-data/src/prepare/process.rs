@@ -259,8 +259,7 @@ mod tests {
                 let dir = tempfile::tempdir().unwrap();
                 std::fs::write(dir.path().join(&name), serde_json::to_vec(process).unwrap()).unwrap();
                 let runs = [("all", true), ("1-of-2", true), ("all", false)];
-                let refusals =
-                    runs.map(|(tag, may_share)| ProcessFile::create(dir.path(), tag, may_share).err());
+                let refusals = runs.map(|(tag, shares)| ProcessFile::create(dir.path(), tag, shares).err());
                 assert_eq!(refusals.each_ref().map(Option::is_some), expected, "{name}");
                 let is_clear = |error: &Error| error.to_string().contains("another prepare is running");
                 assert!(refusals.iter().flatten().all(is_clear));

@@ -120,11 +120,11 @@ pub(super) struct PrepareRun<'a> {
 pub(super) enum Claimed {
     /// The corpus is complete.
     Complete(Box<PrepareReport>),
-    Unfinished(Box<RemainingWork>),
+    Unfinished(Box<Remaining>),
 }
 
 /// The work left to do in a claimed folder, in one pass over the input.
-pub(super) struct RemainingWork {
+pub(super) struct Remaining {
     pub out: OutputDir,
     pub pass: Pass,
     pub todo: Vec<Todo>,
@@ -134,7 +134,7 @@ pub(super) struct RemainingWork {
     pub stale: BTreeMap<usize, PathBuf>,
 }
 
-impl RemainingWork {
+impl Remaining {
     /// The files of the output folder.
     fn list(&self, progress: &mut Report) -> Result<Sizes> {
         Step::report_one(progress, "looking for finished input groups", || self.out.place.sizes())
@@ -142,13 +142,13 @@ impl RemainingWork {
 
     /// The records of the input groups that this pass has finished.
     fn records(&self, plan: &Plan, sizes: &Sizes, progress: &mut Report) -> Result<Records> {
-        let read = || self.out.records(&self.pass, 0..plan.groups.len(), sizes);
+        let read = || self.out.records(&self.pass, &Vec::from_iter(0..plan.groups.len()), sizes);
         Step::report_one(progress, "reading what is finished", read)
     }
 }
 
 impl PrepareRun<'_> {
-    fn finish(&self, mut work: RemainingWork, plan: &Plan, progress: &mut Report) -> Result<PrepareReport> {
+    fn finish(&self, mut work: Remaining, plan: &Plan, progress: &mut Report) -> Result<PrepareReport> {
         self.build_files(&work, plan, progress)?;
         // A disk that damages all hashes must not keep the run busy forever.
         for _ in 0..3 {
@@ -179,13 +179,13 @@ impl PrepareRun<'_> {
         };
         self.create_validation(&out)?;
         let pass = self.options.drop_duplicates.map_or(Pass::Build(None), Pass::Hash);
-        let mut work = RemainingWork { out, pass, todo: Vec::new(), skipped: 0, stale: BTreeMap::new() };
+        let mut work = Remaining { out, pass, todo: Vec::new(), skipped: 0, stale: BTreeMap::new() };
         self.find_remaining(&mut work, plan, progress)?;
         Ok(Claimed::Unfinished(Box::new(work)))
     }
 
     /// Finds what is left to do. A run that leaves out duplicates builds once all input groups have been hashed.
-    pub fn find_remaining(&self, work: &mut RemainingWork, plan: &Plan, progress: &mut Report) -> Result<()> {
+    pub fn find_remaining(&self, work: &mut Remaining, plan: &Plan, progress: &mut Report) -> Result<()> {
         let sizes = work.list(progress)?;
         let records = self.remaining_of_pass(work, &sizes, plan, progress)?;
         let (Pass::Hash(what), Some(hashed)) = (&work.pass, records) else { return Ok(()) };
@@ -204,7 +204,7 @@ impl PrepareRun<'_> {
     /// Finds what is left to do in this pass; returns the records of all input groups if none is missing.
     fn remaining_of_pass(
         &self,
-        work: &mut RemainingWork,
+        work: &mut Remaining,
         sizes: &Sizes,
         plan: &Plan,
         progress: &mut Report,
@@ -226,7 +226,7 @@ impl PrepareRun<'_> {
         Ok(records.into_iter().collect())
     }
 
-    pub(super) fn build_files(&self, work: &RemainingWork, plan: &Plan, progress: &mut Report) -> Result<()> {
+    pub(super) fn build_files(&self, work: &Remaining, plan: &Plan, progress: &mut Report) -> Result<()> {
         let skips = SkipLog::new(self.options.reading.skip_bad_records, work.skipped);
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let (group, cancel) = (&plan.groups[number], &plan.inputs.cancel);
@@ -272,9 +272,8 @@ impl PrepareRun<'_> {
             }
             Ok(())
         };
-        let (builder, todo) =
-            (self.builder(&out, &pass, 1, &Cancel::default()), [Todo { number: 0, bytes: 0 }]);
-        let threads = self.options.num_threads();
+        let builder = self.builder(&out, &pass, 1, &Cancel::default());
+        let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
         pipelines::build(&builder, threads, &todo, &SkipLog::default(), &read, progress)
             .inspect_err(|_| out.abandon())?;
         let records = out.few_records(&pass, &[0])?;
@@ -283,12 +282,7 @@ impl PrepareRun<'_> {
     }
 
     /// Makes a corpus of the records of all input groups, or counts what is missing.
-    pub fn finalize(
-        &self,
-        work: &RemainingWork,
-        plan: &Plan,
-        progress: &mut Report,
-    ) -> Result<PrepareReport> {
+    pub fn finalize(&self, work: &Remaining, plan: &Plan, progress: &mut Report) -> Result<PrepareReport> {
         let mut records = work.records(plan, &work.list(progress)?, progress)?;
         let unhashed = records.iter().filter(|record| record.is_none()).count();
         // Runs of other partitions may have read the inputs at another time, and decide themselves when to build a
@@ -368,9 +362,7 @@ impl PrepareRun<'_> {
     pub fn unless_finished(&self, outcome: Result<PrepareReport>, plan: &Plan) -> Result<PrepareReport> {
         let Err(error) = outcome else { return outcome };
         match manifest_of(self.out) {
-            Ok(manifest) if manifest.fingerprint == plan.fingerprint => {
-                self.complete(&manifest, report_of(plan))
-            }
+            Ok(found) if found.fingerprint == plan.fingerprint => self.complete(&found, report_of(plan)),
             _ => Err(error),
         }
     }

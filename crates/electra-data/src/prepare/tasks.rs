@@ -16,7 +16,7 @@ use super::pipelines::{self, Todo};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::progress::Report;
-use super::run::{Claimed, PrepareReport, PrepareRun, RemainingWork};
+use super::run::{Claimed, PrepareReport, PrepareRun, Remaining};
 use crate::error::{Error, Result};
 use crate::format::{PARTS, SpecialTokens};
 use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_input_group};
@@ -28,7 +28,7 @@ pub struct PrepareJob {
     out: PathBuf,
     options: PrepareOptions,
     plan: Plan,
-    work: Box<RemainingWork>,
+    work: Box<Remaining>,
 }
 
 /// The result of opening a job.
@@ -200,8 +200,7 @@ pub fn prepare_input_groups(
     groups.iter_mut().flat_map(|group| &mut group.files).for_each(|file| file.cancel_with(&cancel));
     let outcome = settings.build(&groups, tokenizer, threads, &cancel, progress);
     // If another process has finished the corpus meanwhile, there is nowhere left to record this work.
-    let is_finished =
-        || manifest_of(&settings.out).is_ok_and(|found| found.fingerprint == settings.fingerprint);
+    let is_finished = || manifest_of(&settings.out).is_ok_and(|of| of.fingerprint == settings.fingerprint);
     match outcome {
         Err(Error::Interrupted) => Err(Error::Interrupted),
         Err(_) if is_finished() => Ok(TaskReport::default()),

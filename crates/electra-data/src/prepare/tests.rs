@@ -12,7 +12,7 @@ use super::pipelines::{self, Todo};
 use super::place::names_in;
 use super::plan::Plan;
 use super::repeats::Dropped;
-use super::run::{Claimed, PrepareRun, RemainingWork};
+use super::run::{Claimed, PrepareRun, Remaining};
 use super::*;
 use crate::error::{Error, Result};
 use crate::format::{MANIFEST, verify};
@@ -70,7 +70,7 @@ impl Setup {
 }
 
 /// Has a test look at the work of a run whose input groups are built and not yet a corpus.
-fn with_built(validation_fraction: f64, check: impl FnOnce(&Setup, &PrepareRun, &Plan, Box<RemainingWork>)) {
+fn with_built(validation_fraction: f64, check: impl FnOnce(&Setup, &PrepareRun, &Plan, Box<Remaining>)) {
     let setup = setup(validation_fraction);
     let (run, plan) = (setup.run(), setup.plan());
     let claimed = run.claim(&plan, &mut |_| true).unwrap();
@@ -178,9 +178,7 @@ fn a_finished_corpus_of_an_older_text_version_is_complete() {
     let setup = setup(0.0);
     let (made, run, plan) = (setup.prepared(&setup.out), setup.run(), setup.plan());
     let mut newer = Plan { older_fingerprints: vec![plan.fingerprint], fingerprint: "new".into(), ..plan };
-    let Claimed::Complete(found) = run.claim(&newer, &mut |_| true).unwrap() else {
-        panic!("it is complete")
-    };
+    let Claimed::Complete(found) = run.claim(&newer, &mut |_| true).unwrap() else { panic!("incomplete") };
     assert!(found.already_complete && found.content_hash == made.content_hash);
     newer.older_fingerprints.clear();
     let refusal = run.claim(&newer, &mut |_| true).err().unwrap().to_string();
@@ -192,7 +190,7 @@ fn several_can_finalize_at_once() {
     for (round, fraction) in [0.0, 0.1, 1e-12].into_iter().cycle().take(12).enumerate() {
         with_built(fraction, |setup, run, plan, work| {
             let expected = setup.prepared(&setup.dir.path().join("alone"));
-            let works = [(); 4].map(|()| RemainingWork {
+            let works = [(); 4].map(|()| Remaining {
                 out: OutputDir::join(&setup.out, &plan.fingerprint).unwrap(),
                 pass: Pass::Build(None),
                 todo: Vec::new(),
@@ -220,8 +218,7 @@ fn several_can_finalize_at_once() {
 #[test]
 fn moving_the_last_document_leaves_what_another_finalizer_reads() {
     with_built(0.0, |_, run, plan, work| {
-        let records =
-            || (0..plan.groups.len()).map(|group| record(&work.out, group).unwrap()).collect::<Vec<_>>();
+        let records = || Vec::from_iter((0..plan.groups.len()).map(|n| record(&work.out, n).unwrap()));
         let (mut ours, mut theirs) = (records(), records());
         let finalizer = run.finalizer(&work.out, Dropped::default());
         finalizer.move_last_to_validation(&mut ours).unwrap();

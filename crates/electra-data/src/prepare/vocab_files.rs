@@ -36,11 +36,9 @@ impl VocabFiles {
             Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
             _ => PathBuf::from("."),
         };
-        let files = if out.extension().is_some_and(|extension| extension == "json") {
-            Self { folder, txt: None, json: name }
-        } else {
-            Self { folder, txt: Some(name), json: "tokenizer.json".to_owned() }
-        };
+        let is_json = out.extension().is_some_and(|extension| extension == "json");
+        let (txt, json) = if is_json { (None, name) } else { (Some(name), "tokenizer.json".to_owned()) };
+        let files = Self { folder, txt, json };
         let config = files.txt.as_ref().map(|_| CONFIG);
         for name in files.txt.as_deref().into_iter().chain([&*files.json]).chain(config) {
             refuse_existing(&files.folder.join(name), source, reading)?;
@@ -112,25 +110,6 @@ mod tests {
 
     fn write(out: &Path, lowercase: bool) -> Result<()> {
         claim(out)?.write(&ENTRIES.map(str::to_owned), lowercase, lowercase)
-    }
-
-    #[test]
-    fn the_case_is_kept_with_the_vocabulary() {
-        for (lowercase, ids) in [(false, [5, 6]), (true, [6, 6])] {
-            let dir = tempfile::tempdir().unwrap();
-            write(&dir.path().join("vocab.txt"), lowercase).unwrap();
-            write(&dir.path().join("deep/alone.json"), lowercase).unwrap();
-            assert!(!dir.path().join("deep/vocab.txt").exists());
-            let mut hashes = Vec::new();
-            for name in ["tokenizer.json", "deep/alone.json"] {
-                let tokenizer = Tokenizer::from_file(&dir.path().join(name), None, None).unwrap();
-                assert_eq!(tokenizer.encode_batch(&["が か"]).unwrap(), [ids], "{name}");
-                assert!(tokenizer.is_fast(), "{name}");
-                hashes.push(tokenizer.content_hash().unwrap());
-            }
-            hashes.dedup();
-            assert_eq!(hashes.len(), 1);
-        }
     }
 
     #[test]

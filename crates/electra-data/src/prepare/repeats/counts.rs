@@ -6,7 +6,7 @@ use super::frequent::{Frequent, Line};
 use super::sample::Sample;
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, hash_hex};
-use crate::prepare::output_dir::{OutputDir, total, whole_part};
+use crate::prepare::output_dir::{OutputDir, part_request, total};
 use crate::prepare::progress::Step;
 
 /// Distinct documents, or lines, that are counted exactly in an input group …
@@ -55,7 +55,7 @@ pub struct RepeatedLine {
 
 /// What was left out of an input group or corpus.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::prepare) struct Dropped {
+pub(crate) struct Dropped {
     pub documents: u64,
     pub lines: u64,
     /// Documents all of whose lines were left out.
@@ -72,7 +72,7 @@ impl std::ops::AddAssign for Dropped {
 
 /// The counts of an input group or a corpus.
 #[derive(Debug)]
-pub(in crate::prepare) struct Counts {
+pub(crate) struct Counts {
     documents: Sample,
     lines: Sample,
     frequent: Frequent,
@@ -165,9 +165,8 @@ impl Counts {
             sampled: sample.one_of(),
         };
         let (is_exact, (lines, most_repeated_error)) = (self.lines.is_exact(), self.frequent.repeated());
-        let occurrences = |line: &Line| if is_exact { self.lines.count(line.hash) } else { line.count };
-        let mut named: Vec<_> =
-            lines.into_iter().map(|line| (occurrences(&line), line.text, line.hash)).collect();
+        let times = |line: &Line| if is_exact { self.lines.count(line.hash) } else { line.count };
+        let mut named: Vec<_> = lines.into_iter().map(|line| (times(&line), line.text, line.hash)).collect();
         named.sort_unstable_by(|a, b| b.0.cmp(&a.0).then_with(|| (&a.1, a.2).cmp(&(&b.1, b.2))));
         let most_repeated = named.into_iter().take(NAMED);
         Repeats {
@@ -187,13 +186,9 @@ fn entry(bytes: &[u8; ENTRY]) -> (u64, u32) {
 }
 
 /// The counts of a corpus, from the files of all its input groups.
-pub(in crate::prepare) fn merge(
-    out: &OutputDir,
-    files: &[FileEntry],
-    step: &Step,
-) -> Result<(Repeats, Dropped)> {
+pub(crate) fn merge(out: &OutputDir, files: &[FileEntry], step: &Step) -> Result<(Repeats, Dropped)> {
     let mut all = Counts::new(CORPUS_CAPACITY);
-    let requests: Vec<_> = files.iter().map(whole_part).collect();
+    let requests: Vec<_> = files.iter().map(|file| part_request(&file.file, 0..file.bytes)).collect();
     step.begin("adding up counts", total(&requests));
     out.place.read_batches(step, &requests, |start, counts| {
         files[start..].iter().zip(counts).try_for_each(|(file, bytes)| {

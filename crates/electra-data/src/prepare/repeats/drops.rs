@@ -20,7 +20,7 @@ const WRITTEN: usize = 256;
 
 /// The documents or lines of an input group that are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in crate::prepare) struct Drops {
+pub(crate) struct Drops {
     /// Number of documents or lines.
     pub len: u64,
     /// xxh3-64 of their hashes.
@@ -74,7 +74,7 @@ impl Bits {
 }
 
 /// The hash of the hashes of all input groups.
-pub(in crate::prepare) fn digest(files: &[FileEntry]) -> String {
+pub(crate) fn digest(files: &[FileEntry]) -> String {
     hash_hex(files.iter().map(|file| &*file.hash).collect::<String>().as_bytes())
 }
 
@@ -91,12 +91,7 @@ pub(super) fn save_hashes(out: &OutputDir, input_group: usize, hashes: &[u8]) ->
 
 /// Decides which documents or lines are left out, and stores it for each input group, unless it is stored. `files` are
 /// the hashes of all input groups in order.
-pub(in crate::prepare) fn decide(
-    out: &OutputDir,
-    files: &[FileEntry],
-    sizes: &Sizes,
-    step: &Step,
-) -> Result<()> {
+pub(crate) fn decide(out: &OutputDir, files: &[FileEntry], sizes: &Sizes, step: &Step) -> Result<()> {
     let digest = digest(files);
     if are_known(out, files.len(), sizes, &digest, step)? {
         return Ok(());
@@ -151,10 +146,9 @@ pub(super) fn find(
 ) -> Result<()> {
     let mut heads = Vec::new();
     let ranges: Vec<_> = (0..lengths.len()).map(|group| (group, Head::RANGE)).collect();
-    let mut add = |group: usize, bytes: &[u8]| {
+    read(&ranges, &mut |group, bytes| {
         Head::parse(bytes, lengths[group]).map(|head| heads.push(head)).is_some()
-    };
-    read(&ranges, &mut add)?;
+    })?;
     // By bucket, until the order is known.
     let mut repeated: Vec<_> = heads.iter().map(|head| Bits::new(head.len())).collect();
     for buckets in passes(&heads, held) {

@@ -14,11 +14,7 @@ use crate::prepare::output_dir::OutputDir;
 use crate::prepare::pass::{DropDuplicates, Pass};
 
 /// The watch of a pass.
-pub(in crate::prepare) fn watch<'a>(
-    out: &'a OutputDir,
-    pass: &Pass,
-    num_groups: usize,
-) -> Box<dyn Watch + 'a> {
+pub(crate) fn watch<'a>(out: &'a OutputDir, pass: &Pass, num_groups: usize) -> Box<dyn Watch + 'a> {
     match pass {
         Pass::Hash(what) => {
             Box::new(HashWriter { out, what: *what, group: 0, hasher: Hasher::default(), hashes: Vec::new() })
