@@ -6,6 +6,7 @@ import unicodedata
 import pytest
 from in_process import run
 
+from electra_fast import _data
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.inspect import inspect
 from electra_fast.data.prepare import prepare, train_vocab
@@ -34,6 +35,12 @@ def test_report_and_inspect_count_unknown_tokens_and_tokens_per_word(vocab, tmp_
     assert Corpus(tmp_path / "out").coverage().words == 8
     shown = json.loads(run("inspect", tmp_path / "out", "--json").stdout)
     assert shown["unknown_share"] == 1 / 10 and shown["tokens_per_word"] == 10 / 8
+
+
+def test_unknown_words_are_counted_and_named(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "un", "##able", "."]))
+    found = _data.text_coverage(_data.Tokenizer(str(tmp_path / "vocab.txt")), ["unable. 好 Grün", "好 好, un"])
+    assert found == (9, 5, 8, [("好", 3), (",", 1), ("Grün", 1)])
 
 
 def test_chinese_with_an_english_vocabulary_is_told_before_and_after(vocab, tmp_path, capfd):

@@ -10,12 +10,12 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::output_dir::{InputGroupRecord, OutputDir};
-use super::place::Place;
+use super::place::{Place, manifest_of};
 use super::plan::Plan;
 use super::progress::{Progress, Report};
 use crate::error::{Error, Result};
-use crate::format::hash_hex;
-use crate::input::{Comparison, InputFile, InputFormat, InputIdentity};
+use crate::format::{self, Verified, hash_hex};
+use crate::input::{Comparison, InputFile, InputFormat, InputIdentity, SKIPPED};
 use crate::store::attended;
 use crate::threads::on_all_cores;
 
@@ -187,4 +187,25 @@ pub(super) fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
 
 fn checksum(inputs: &[InputIdentity]) -> serde_json::Result<String> {
     Ok(hash_hex(&serde_json::to_vec(inputs)?))
+}
+
+/// Verifies every checksum, length and table of a corpus and of its validation split.
+///
+/// Damage to files is collected; a manifest that is missing or damaged is an error.
+pub fn verify(dir: &Path) -> Result<Verified> {
+    let mut verified = format::verify(dir)?;
+    let (place, manifest) = (Place::open(dir)?, manifest_of(dir)?);
+    let mut note = |found: Result<bool>| {
+        verified.num_files += u64::from(!matches!(found, Ok(false)));
+        verified.damaged.extend(found.err().map(|error| error.to_string()));
+    };
+    note(read(dir).map(|list| list.is_some()));
+    note(place.read(SKIPPED).and_then(|list| match (list, &manifest.skipped_hash) {
+        (Some(list), Some(hash)) if hash_hex(&list) != *hash => Err(Error::Damaged {
+            path: dir.join(SKIPPED),
+            reason: "not the bytes written; remove it".to_owned(),
+        }),
+        (list, _) => Ok(list.is_some()),
+    }));
+    Ok(verified)
 }

@@ -42,10 +42,10 @@ pub(super) fn clean_up(place: &Place, manifest: &Manifest) -> Result<()> {
 /// unless they are shards that it names.
 fn is_removable(name: &str, manifest: &Manifest) -> bool {
     match name.rsplit_once('/').unwrap_or(("", name)) {
-        ("", file) => is_shard(file) || is_unfinished(file) || is_process_file(file),
-        (VALIDATION, file) => wants_validation(manifest) && (is_shard(file) || is_unfinished(file)),
+        ("", file) => is_shard(file) || attempt_of(file).is_some() || is_process_file(file),
+        (VALIDATION, file) => wants_validation(manifest) && (is_shard(file) || attempt_of(file).is_some()),
         (PARTS, file) => {
-            is_unfinished(file)
+            attempt_of(file).is_some()
                 || [FINGERPRINT, "vocab.txt", "tokenizer.json"].contains(&file)
                 || file
                     .strip_prefix(RECORD)
@@ -66,13 +66,8 @@ fn is_shard(file: &str) -> bool {
     numbers.is_some_and(|(group, shard)| is_number(group, 6) && is_number(shard, 3))
 }
 
-/// Whether this is the temporary name of a file that an attempt of this program writes.
-pub(super) fn is_unfinished(file: &str) -> bool {
-    attempt_of(file).is_some()
-}
-
-/// The process that writes under a temporary name; `None` if this is not the name of an attempt.
-fn attempt_of(file: &str) -> Option<Process> {
+/// The process that writes a file under this temporary name; `None` if it is not that of an attempt of this program.
+pub(super) fn attempt_of(file: &str) -> Option<Process> {
     file.strip_prefix(".tmp-").and_then(Process::of_attempt)
 }
 
@@ -115,8 +110,8 @@ mod tests {
     use super::*;
     use crate::format::testing::write_corpus;
     use crate::input::TextSource;
+    use crate::prepare::options::Pass;
     use crate::prepare::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
-    use crate::prepare::pass::Pass;
     use crate::prepare::tests::tokenizer;
     use crate::prepare::{PrepareOptions, PrepareReport, prepare};
 

@@ -4,6 +4,7 @@
 //! measured on a sample of the input before, and on the corpus afterwards. `inspect` shows the same figures.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
 
 use ahash::AHashMap;
 use rayon::prelude::*;
@@ -12,7 +13,7 @@ use super::input_group::line_cut;
 use super::plan::refuse_vocabulary;
 use crate::error::{Error, Result};
 use crate::format::Corpus;
-use crate::input::{Compression, Cut, InputFormat, Inputs, ReadOptions, character_boundary};
+use crate::input::{Compression, Cut, InputFile, InputFormat, Inputs, ReadOptions, character_boundary};
 use crate::input::{read_beginning, read_file};
 use crate::store::Cancel;
 use crate::threads::on_all_cores;
@@ -56,8 +57,17 @@ pub fn text_sample(
     if let Some((tokenizer, _)) = run {
         refuse_vocabulary(&inputs, tokenizer.path())?;
         cut = line_cut(tokenizer);
-    }
-    Ok(beginnings(&inputs, cut, reading))
+    } // A pipe can be read only once, and a compressed Parquet file must be unpacked as a whole.
+    let is_sampled = |file: &&InputFile| {
+        file.regular && (file.format != InputFormat::Parquet || file.compression == Compression::None)
+    };
+    let files: Vec<_> = inputs.files.iter().filter(is_sampled).collect();
+    let (count, bytes) = (files.len().min(SAMPLE_FILES), AtomicU64::new(0));
+    let read = |number: usize| {
+        let file = files[number * files.len() / count];
+        read_beginning(SAMPLE_BYTES / count, cut, |to| read_file(file, None, reading, &bytes, to))
+    };
+    Ok((0..count).map(read).collect())
 }
 
 impl Coverage {
@@ -140,23 +150,6 @@ impl Counter {
     }
 }
 
-/// The beginnings of files spread evenly over all of them.
-fn beginnings(inputs: &Inputs, cut: Cut, reading: &ReadOptions) -> Vec<String> {
-    // A pipe can be read only once, and a compressed Parquet file must be unpacked as a whole.
-    let files: Vec<_> = inputs
-        .files
-        .iter()
-        .filter(|f| f.regular && (f.format != InputFormat::Parquet || f.compression == Compression::None))
-        .collect();
-    let count = files.len().min(SAMPLE_FILES);
-    let read = |number: usize| {
-        let file = files[number * files.len() / count];
-        let bytes = std::sync::atomic::AtomicU64::new(0);
-        read_beginning(SAMPLE_BYTES / count, cut, |to| read_file(file, None, reading, &bytes, to))
-    };
-    (0..count).map(read).collect()
-}
-
 /// The most frequent words that become [UNK], in a sample of the lines.
 fn unknown_words(lines: &[&str], tokenizer: &Tokenizer) -> Result<Vec<(String, u64)>> {
     let total: usize = lines.iter().map(|line| line.len()).sum();
@@ -177,16 +170,6 @@ fn unknown_words(lines: &[&str], tokenizer: &Tokenizer) -> Result<Vec<(String, u
 mod tests {
     use super::*;
     use crate::prepare::tests::tokenizer;
-
-    #[test]
-    fn unknown_words_are_counted_and_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let tokenizer = tokenizer(dir.path(), "un ##able .");
-        let found = Coverage::of_texts(&["unable. 好 Grün", "好 好, un"], &tokenizer).unwrap();
-        assert_eq!((found.tokens, found.unknown, found.words), (9, 5, Some(8)));
-        let words = [("好", 3), (",", 1), ("Grün", 1)].map(|(word, count)| (word.to_owned(), count));
-        assert_eq!(found.unknown_words, words);
-    }
 
     #[test]
     fn a_large_corpus_is_sampled_evenly() {

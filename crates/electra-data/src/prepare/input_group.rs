@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crossbeam_channel::Sender;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::options::Pass;
 use super::output_dir::{InputGroupRecord, OutputDir};
-use super::pass::Pass;
 use crate::error::{Error, Result};
 use crate::format::{DocumentWriter, ShardSpec};
 use crate::input::{Cut, GroupEnd, Mark, TextBatch};

@@ -8,7 +8,6 @@ mod finalize;
 mod input_group;
 mod options;
 mod output_dir;
-mod pass;
 mod pipelines;
 mod place;
 mod plan;
@@ -19,17 +18,15 @@ mod run;
 mod tasks;
 #[cfg(test)]
 mod tests;
-mod verify;
 mod vocab;
 mod vocab_files;
 mod word_counts;
 
+pub use changes::verify;
 pub use coverage::{Coverage, text_sample};
-pub use options::PrepareOptions;
-pub use pass::DropDuplicates;
+pub use options::{DropDuplicates, PrepareOptions};
 pub use progress::Progress;
 pub use repeats::{RepeatCount, RepeatedLine, Repeats};
 pub use run::{PrepareReport, prepare};
 pub use tasks::{OpenedJob, PrepareJob, TaskReport, job_tokenizer, prepare_input_groups};
-pub use verify::verify;
 pub use vocab::{Alphabet, VocabOptions, VocabReport, train_vocab};

@@ -1,9 +1,9 @@
-//! The options of `prepare`, and the fingerprint of everything that the resulting bytes depend on.
+//! The options of `prepare`, its passes over the input, and the fingerprint of everything that the resulting bytes depend on.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::pass::DropDuplicates;
-use crate::choice::Choice;
+use crate::choice::{Choice, choice};
 use crate::error::{Error, Result};
 use crate::format::{FORMAT_VERSION, ShardSpec, hash_hex};
 use crate::input::{InputFile, Inputs, PART_BYTES, ReadOptions, default_threads};
@@ -107,6 +107,44 @@ impl PrepareOptions {
             options["drop_duplicates"] = what.name().into();
         }
         options
+    }
+}
+
+/// What occurs only once in a corpus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DropDuplicates {
+    /// Documents with the same lines.
+    Documents,
+    /// Lines.
+    Lines,
+}
+
+choice!(DropDuplicates { "documents" => Documents, "lines" => Lines });
+
+/// What a run does with the input groups: to leave out duplicates, all text is hashed before any of it is built.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Pass {
+    /// Stores the hash of each document or line.
+    Hash(DropDuplicates),
+    /// Builds shards.
+    Build(Option<Decided>),
+}
+
+/// The duplicates to leave out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Decided {
+    pub what: DropDuplicates,
+    /// Hash of the hashes by which they were found.
+    pub digest: String,
+}
+
+impl Pass {
+    /// The hash of the hashes by which duplicates were found.
+    pub fn digest(&self) -> Option<&str> {
+        match self {
+            Self::Build(Some(decided)) => Some(&decided.digest),
+            _ => None,
+        }
     }
 }
 

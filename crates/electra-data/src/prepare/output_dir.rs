@@ -18,9 +18,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::clean_up::{clean_up, is_unfinished, remove_of_dead, temporary_folder, warn_of};
-use super::options::TEXT_VERSION;
-use super::pass::Pass;
+use super::clean_up::{attempt_of, clean_up, remove_of_dead, temporary_folder, warn_of};
+use super::options::{Pass, TEXT_VERSION};
 use super::place::{FINGERPRINT, Place, RECORD, Sizes, names_in, remove_if_exists};
 use super::process::{Process, ProcessFile, is_process_file};
 use crate::error::{Error, Result};
@@ -466,8 +465,8 @@ pub(super) fn total(ranges: &[Request]) -> u64 {
 fn refuse_foreign(dir: &Path) -> Result<()> {
     let parts = names_in(&dir.join(PARTS)).unwrap_or_else(|_| vec![String::new()]);
     let is_early = |name: &String| {
-        let is_parts = || name == PARTS && parts.iter().all(|name| is_unfinished(name));
-        is_unfinished(name) || is_process_file(name) || is_parts()
+        let is_parts = || name == PARTS && parts.iter().all(|name| attempt_of(name).is_some());
+        attempt_of(name).is_some() || is_process_file(name) || is_parts()
     };
     match names_in(dir)?.into_iter().find(|name| !is_early(name)) {
         Some(name) if !parts.iter().any(|name| name == FINGERPRINT) => Err(holds_something_else(dir, &name)),

@@ -14,8 +14,8 @@ use std::time::Duration;
 use crossbeam_channel::{RecvTimeoutError, bounded};
 
 use super::input_group::{InputGroupBuilder, PipelineWriter, Written, line_cut, tokenize};
+use super::options::Pass;
 use super::output_dir::InputGroupRecord;
-use super::pass::Pass;
 use super::progress::{Progress, ProgressReporter, Report};
 use super::repeats::watch;
 use crate::error::{Error, Result};

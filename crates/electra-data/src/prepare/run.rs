@@ -15,9 +15,8 @@ use serde_json::json;
 use super::changes::Comparer;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
-use super::options::{PrepareOptions, TEXT_VERSION, shard_spec};
+use super::options::{Decided, Pass, PrepareOptions, TEXT_VERSION, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, Records, resume_clean_up};
-use super::pass::{Decided, Pass};
 use super::pipelines::{self, Todo};
 use super::place::{Place, Sizes, manifest_of};
 use super::plan::Plan;
@@ -163,16 +162,17 @@ impl PrepareRun<'_> {
 
     /// Claims the folder and finds the input groups of this run's partition that are missing.
     pub fn claim(&self, plan: &Plan, progress: &mut Report) -> Result<Claimed> {
-        let comparer = Comparer { plan, verify: self.options.verify_inputs };
-        let out = match OutputDir::claim(self.out, &plan.fingerprint, &self.tag(), false)? {
+        let tag = |(index, count)| format!("{index}-of-{count}");
+        let tag = self.options.partition.map_or(ALL.to_owned(), tag);
+        let out = match OutputDir::claim(self.out, &plan.fingerprint, &tag, false)? {
             Claim::Finished(manifest) if plan.is_of(&manifest) => {
                 resume_clean_up(self.out, &manifest)?;
-                comparer.check_finished(self.out, progress)?;
+                self.comparer(plan).check_finished(self.out, progress)?;
                 let report = PrepareReport { already_complete: true, ..report_of(plan) };
                 return self.complete(&manifest, report).map(|report| Claimed::Complete(Box::new(report)));
             }
             Claim::Finished(_) => {
-                comparer.check_sizes(self.out)?;
+                self.comparer(plan).check_sizes(self.out)?;
                 return Err(self.occupied("of other inputs or options"));
             }
             Claim::Ours(out) => *out,
@@ -212,8 +212,7 @@ impl PrepareRun<'_> {
         let (index, count) = self.options.partition.unwrap_or((1, 1));
         let is_ours = |number: usize| number % count == index - 1;
         let mut records = work.records(plan, sizes, progress)?;
-        let comparer = Comparer { plan, verify: self.options.verify_inputs };
-        let stale = comparer.stale(&records, progress)?;
+        let stale = self.comparer(plan).stale(&records, progress)?;
         stale.iter().for_each(|(number, _)| records[*number] = None);
         let stale: BTreeMap<_, _> = stale.into_iter().filter(|(number, _)| is_ours(*number)).collect();
         work.out.remove_records(&work.pass, stale.keys().copied(), sizes)?;
@@ -288,8 +287,7 @@ impl PrepareRun<'_> {
         // Runs of other partitions may have read the inputs at another time, and decide themselves when to build a
         // group again. To this run, a group that does not match is missing.
         if self.options.partition.is_some() && records.iter().all(Option::is_some) {
-            let comparer = Comparer { plan, verify: self.options.verify_inputs };
-            for (number, _) in comparer.stale(&records, progress)? {
+            for (number, _) in self.comparer(plan).stale(&records, progress)? {
                 records[number] = None;
             }
         }
@@ -421,8 +419,8 @@ impl PrepareRun<'_> {
         }
     }
 
-    fn tag(&self) -> String {
-        self.options.partition.map_or(ALL.to_owned(), |(index, count)| format!("{index}-of-{count}"))
+    fn comparer<'p>(&self, plan: &'p Plan) -> Comparer<'p> {
+        Comparer { plan, verify: self.options.verify_inputs }
     }
 
     fn create_validation(&self, out: &OutputDir) -> Result<()> {

@@ -9,9 +9,8 @@ use std::sync::atomic::AtomicU64;
 
 use serde::{Deserialize, Serialize};
 
-use super::options::{PrepareOptions, TEXT_VERSION};
+use super::options::{Pass, PrepareOptions, TEXT_VERSION};
 use super::output_dir::{InputGroupRecord, OutputDir};
-use super::pass::Pass;
 use super::pipelines::{self, Todo};
 use super::place::{Place, manifest_of};
 use super::plan::Plan;

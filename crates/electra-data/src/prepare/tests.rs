@@ -6,8 +6,8 @@ use std::sync::Barrier;
 use std::sync::atomic::AtomicU64;
 
 use super::changes::Comparer;
+use super::options::Pass;
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
-use super::pass::Pass;
 use super::pipelines::{self, Todo};
 use super::place::names_in;
 use super::plan::Plan;

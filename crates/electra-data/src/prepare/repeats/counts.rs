@@ -164,7 +164,7 @@ impl Counts {
             repeated: sample.total - sample.num_distinct(),
             sampled: sample.one_of(),
         };
-        let (is_exact, (lines, most_repeated_error)) = (self.lines.is_exact(), self.frequent.repeated());
+        let (is_exact, (lines, most_repeated_error)) = (self.lines.one_of() == 1, self.frequent.repeated());
         let times = |line: &Line| if is_exact { self.lines.count(line.hash) } else { line.count };
         let mut named: Vec<_> = lines.into_iter().map(|line| (times(&line), line.text, line.hash)).collect();
         named.sort_unstable_by(|a, b| b.0.cmp(&a.0).then_with(|| (&a.1, a.2).cmp(&(&b.1, b.2))));

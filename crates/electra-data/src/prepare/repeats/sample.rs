@@ -69,10 +69,6 @@ impl Sample {
         }
     }
 
-    pub fn is_exact(&self) -> bool {
-        self.limit == u64::MAX
-    }
-
     /// One in how many hashes is in the sample.
     pub fn one_of(&self) -> u64 {
         1 << self.limit.leading_zeros()

@@ -17,8 +17,8 @@ use super::*;
 use crate::error::{Error, Result};
 use crate::format::{Corpus, VALIDATION};
 use crate::input::{InvalidUtf8, Mark, ReadOptions, TextSource};
+use crate::prepare::options::Pass;
 use crate::prepare::output_dir::{InputGroupRecord, OutputDir};
-use crate::prepare::pass::Pass;
 use crate::prepare::place::{Place, Sizes};
 use crate::prepare::progress::{Progress, Step};
 use crate::prepare::tests::tokenizer;
@@ -80,16 +80,9 @@ fn ids(documents: &[Vec<String>]) -> Vec<Vec<Vec<u64>>> {
     documents.iter().map(document).filter(|lines| !lines.is_empty()).collect()
 }
 
-/// What is to be counted and kept, by a dictionary: all and repeated documents and lines, how often lines occur, and
-/// what is left without repeated documents and lines.
-struct Expected {
-    documents: (u64, u64),
-    lines: (u64, u64),
-    counts: HashMap<String, u64>,
-    kept_documents: Vec<Vec<String>>,
-    kept_lines: Vec<Vec<String>>,
-    emptied: u64,
-}
+/// By a dictionary: all documents and how many are repeated, the same of lines, how often each line occurs, documents
+/// that have repeated lines only, and what is left without repeated documents, or lines.
+type Expected = ((u64, u64), (u64, u64), HashMap<String, u64>, u64, [Vec<Vec<String>>; 2]);
 
 fn expected(documents: &[Vec<String>]) -> Expected {
     let (mut seen, mut counts) = (HashSet::new(), HashMap::new());
@@ -113,9 +106,8 @@ fn expected(documents: &[Vec<String>]) -> Expected {
         kept_lines.push(kept);
     }
     counts.remove("");
-    let repeated = (num_documents - seen.len() as u64, num_lines - counts.len() as u64);
-    let (documents, lines) = ((num_documents, repeated.0), (num_lines, repeated.1));
-    Expected { documents, lines, counts, kept_documents, kept_lines, emptied }
+    let (documents, lines) = (num_documents - seen.len() as u64, num_lines - counts.len() as u64);
+    ((num_documents, documents), (num_lines, lines), counts, emptied, [kept_documents, kept_lines])
 }
 
 fn any_documents() -> impl Strategy<Value = Vec<Vec<String>>> {
@@ -133,23 +125,6 @@ fn any_documents() -> impl Strategy<Value = Vec<Vec<String>>> {
         })
 }
 
-/// Runs all partitions of a corpus until it is complete.
-fn in_partitions(
-    texts: &Path,
-    out: &Path,
-    tokenizer: &Tokenizer,
-    options: &PrepareOptions,
-    count: usize,
-) -> PrepareReport {
-    let part = |index| PrepareOptions { partition: Some((index, count)), ..options.clone() };
-    for index in 1..count {
-        let report = run(texts, out, tokenizer, &part(index));
-        assert_eq!((report.complete, report.unhashed_input_groups > 0), (false, true));
-    }
-    // The last one can build at once; the others are run again.
-    (0..count).rev().map(|index| run(texts, out, tokenizer, &part(index + 1))).last().unwrap()
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
@@ -157,28 +132,25 @@ proptest! {
     fn counts_and_drops_are_those_of_a_dictionary(given in any_documents(), per_file in 1_usize..50) {
         let dir = tempfile::tempdir().unwrap();
         let (tokenizer, texts) = (tokenizer(dir.path(), ENTRIES), write(dir.path(), &given, per_file));
-        let expected = expected(&given);
+        let (all_documents, all_lines, counts, emptied, [once, lines_once]) = expected(&given);
         let out = |name: &str| dir.path().join(name);
         let all = run(&texts, &out("all"), &tokenizer, &options(None));
         let found = all.repeats.unwrap();
-        prop_assert_eq!((found.documents.total, found.documents.repeated), expected.documents);
-        prop_assert_eq!((found.lines.total, found.lines.repeated, found.lines.sampled), (expected.lines.0, expected.lines.1, 1));
+        prop_assert_eq!((found.documents.total, found.documents.repeated), all_documents);
+        prop_assert_eq!((found.lines.total, found.lines.repeated, found.lines.sampled), (all_lines.0, all_lines.1, 1));
         for line in &found.most_repeated {
-            let counts = expected.counts.iter().filter(|(text, _)| text.trim() == line.text);
-            prop_assert!(counts.clone().any(|(_, &count)| count == line.count), "{:?}", line);
+            let mut counts = counts.iter().filter(|(text, _)| text.trim() == line.text);
+            prop_assert!(counts.any(|(_, &count)| count == line.count), "{:?}", line);
         }
         prop_assert_eq!(documents(&out("all")), ids(&given));
-        for (what, kept) in
-            [(DropDuplicates::Documents, &expected.kept_documents), (DropDuplicates::Lines, &expected.kept_lines)]
-        {
-            let dropping = options(Some(what));
-            let name = format!("{what:?}");
+        for (what, kept) in [(DropDuplicates::Documents, &once), (DropDuplicates::Lines, &lines_once)] {
+            let (dropping, name) = (options(Some(what)), format!("{what:?}"));
             let report = run(&texts, &out(&name), &tokenizer, &dropping);
             prop_assert_eq!(documents(&out(&name)), ids(kept));
             let dropped = (report.dropped_documents, report.dropped_lines, report.emptied_documents);
             prop_assert_eq!(dropped, match what {
-                DropDuplicates::Documents => (expected.documents.1, 0, 0),
-                DropDuplicates::Lines => (0, expected.lines.1, expected.emptied),
+                DropDuplicates::Documents => (all_documents.1, 0, 0),
+                DropDuplicates::Lines => (0, all_lines.1, emptied),
             });
             let manifest = |folder: &str| std::fs::read(out(folder).join("manifest.json")).unwrap();
             let threads = PrepareOptions { threads: Some(4), ..dropping.clone() };
@@ -186,8 +158,12 @@ proptest! {
             prop_assert_eq!(&again.repeats, &report.repeats);
             prop_assert_eq!(manifest("threads"), manifest(&name));
             if again.num_input_groups > 3 {
-                let partitioned = in_partitions(&texts, &out("parts"), &tokenizer, &dropping, 3);
-                prop_assert!(partitioned.complete);
+                let part = |index| PrepareOptions { partition: Some((index, 3)), ..dropping.clone() };
+                let run = |index| run(&texts, &out("parts"), &tokenizer, &part(index));
+                let hashed = [1, 2].map(run).map(|report| (report.complete, report.unhashed_input_groups > 0));
+                prop_assert_eq!(hashed, [(false, true); 2]);
+                // The last one can build at once; the others are run again.
+                prop_assert_eq!([3, 2, 1].map(run).map(|report| report.complete), [false, false, true]);
                 prop_assert_eq!(manifest("parts"), manifest(&name));
                 std::fs::remove_dir_all(out("parts")).unwrap();
             }

@@ -10,8 +10,8 @@ use super::hasher::{BLANK, Ended, Hasher};
 use crate::error::{Error, Result};
 use crate::format::FileEntry;
 use crate::input::{Mark, Watch, character_boundary};
+use crate::prepare::options::{DropDuplicates, Pass};
 use crate::prepare::output_dir::OutputDir;
-use crate::prepare::pass::{DropDuplicates, Pass};
 
 /// The watch of a pass.
 pub(crate) fn watch<'a>(out: &'a OutputDir, pass: &Pass, num_groups: usize) -> Box<dyn Watch + 'a> {
