@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use electra_data::{CacheOptions, Error};
+use pyo3::IntoPyObjectExt;
+use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -69,71 +71,30 @@ impl Corpus {
         self.path.to_string_lossy().into_owned()
     }
 
-    #[getter]
-    fn num_documents(&self, py: Python) -> PyResult<u64> {
-        Ok(self.get(py)?.num_documents())
-    }
-
-    #[getter]
-    fn num_tokens(&self, py: Python) -> PyResult<u64> {
-        Ok(self.get(py)?.num_tokens())
-    }
-
-    #[getter]
-    fn empty_documents(&self, py: Python) -> PyResult<u64> {
-        Ok(self.get(py)?.empty_documents())
-    }
-
-    #[getter]
-    fn vocab_size(&self, py: Python) -> PyResult<u32> {
-        Ok(self.get(py)?.vocab_size())
-    }
-
-    #[getter]
-    fn content_hash(&self, py: Python) -> PyResult<String> {
-        Ok(self.get(py)?.content_hash().to_owned())
-    }
-
-    /// (pad, unk, cls, sep, mask)
-    #[getter]
-    fn special_tokens(&self, py: Python) -> PyResult<(u32, u32, u32, u32, u32)> {
-        Ok(special_tuple(self.get(py)?.special_tokens()))
-    }
-
-    /// (documents, tokens) of each shard
-    #[getter]
-    fn shards(&self, py: Python) -> PyResult<Vec<(u64, u64)>> {
+    /// The other attributes; `_data.pyi` lists them.
+    fn __getattr__<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let inner = self.get(py)?;
-        Ok((0..inner.num_shards()).map(|shard| inner.shard_size(shard)).collect())
-    }
-
-    /// Bytes of all token files.
-    #[getter]
-    fn token_bytes(&self, py: Python) -> PyResult<u64> {
-        Ok(self.get(py)?.token_bytes())
-    }
-
-    #[getter]
-    fn tokenizer_path(&self, py: Python) -> PyResult<PathBuf> {
-        let inner = self.get(py)?;
-        interruptible(py, || inner.tokenizer_path())
-    }
-
-    /// (lowercase, strip_accents)
-    #[getter]
-    fn tokenizer_settings(&self, py: Python) -> PyResult<(Option<bool>, Option<bool>)> {
-        Ok(self.get(py)?.tokenizer_settings())
-    }
-
-    /// The options that the corpus was prepared with, as JSON.
-    #[getter]
-    fn options(&self, py: Python) -> PyResult<String> {
-        Ok(self.get(py)?.options())
-    }
-
-    #[getter]
-    fn holdout(&self, py: Python) -> PyResult<Option<String>> {
-        Ok(self.get(py)?.validation().map(|path| path.to_string_lossy().into_owned()))
+        match name {
+            "num_documents" => inner.num_documents().into_bound_py_any(py),
+            "num_tokens" => inner.num_tokens().into_bound_py_any(py),
+            "empty_documents" => inner.empty_documents().into_bound_py_any(py),
+            "vocab_size" => inner.vocab_size().into_bound_py_any(py),
+            "content_hash" => inner.content_hash().into_bound_py_any(py),
+            "special_tokens" => special_tuple(inner.special_tokens()).into_bound_py_any(py),
+            // (documents, tokens) of each
+            "shards" => {
+                let sizes = (0..inner.num_shards()).map(|shard| inner.shard_size(shard));
+                sizes.collect::<Vec<_>>().into_bound_py_any(py)
+            }
+            "token_bytes" => inner.token_bytes().into_bound_py_any(py),
+            "tokenizer_path" => interruptible(py, || inner.tokenizer_path())?.into_bound_py_any(py),
+            "tokenizer_settings" => inner.tokenizer_settings().into_bound_py_any(py),
+            "options" => inner.options().into_bound_py_any(py),
+            "holdout" => {
+                inner.validation().map(|path| path.to_string_lossy().into_owned()).into_bound_py_any(py)
+            }
+            _ => Err(PyAttributeError::new_err(name.to_owned())),
+        }
     }
 }
 

@@ -67,27 +67,18 @@ pub(crate) fn drop_duplicates_from(name: Option<&str>) -> PyResult<Option<DropDu
 /// The fields of Python's dataclass.
 pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<PyDict>> {
     let result = PyDict::new(py);
-    result.set_item("complete", report.complete)?;
-    result.set_item("already_complete", report.already_complete)?;
-    result.set_item("num_files", report.num_files)?;
+    macro_rules! set {
+        ($($name:ident)*) => { $(result.set_item(stringify!($name), report.$name)?;)* };
+    }
+    set!(complete already_complete num_files num_input_groups missing_input_groups unhashed_input_groups);
+    set!(num_documents num_tokens empty_documents dropped_documents emptied_documents dropped_lines);
+    set!(skipped_records rebuilt_input_groups content_hash);
     set_passed_over(&result, report.passed_over)?;
     result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
-    result.set_item("num_input_groups", report.num_input_groups)?;
-    result.set_item("missing_input_groups", report.missing_input_groups)?;
-    result.set_item("unhashed_input_groups", report.unhashed_input_groups)?;
-    result.set_item("num_documents", report.num_documents)?;
-    result.set_item("num_tokens", report.num_tokens)?;
-    result.set_item("empty_documents", report.empty_documents)?;
     result.set_item("holdout_documents", report.validation_documents)?;
-    result.set_item("dropped_documents", report.dropped_documents)?;
-    result.set_item("emptied_documents", report.emptied_documents)?;
-    result.set_item("dropped_lines", report.dropped_lines)?;
     result.set_item("repeats", report.repeats.map(repeats_tuple))?;
-    result.set_item("skipped_records", report.skipped_records)?;
     result.set_item("first_skipped", tuples(py, report.first_skipped)?)?;
-    result.set_item("rebuilt_input_groups", report.rebuilt_input_groups)?;
     result.set_item("changed_input", report.changed_input.map(|path| path.to_string_lossy().into_owned()))?;
-    result.set_item("content_hash", report.content_hash)?;
     Ok(result)
 }
 

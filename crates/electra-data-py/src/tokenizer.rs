@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use electra_data::SpecialNames;
+use pyo3::IntoPyObjectExt;
+use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -85,14 +87,6 @@ impl Tokenizer {
         interruptible(py, || electra_data::Tokenizer::of_corpus(&corpus)).map(Self::of)
     }
 
-    /// (vocab.txt or tokenizer.json, the file's bytes), as stored in a corpus
-    #[getter]
-    fn file<'py>(&self, py: Python<'py>) -> PyResult<(&'static str, Bound<'py, PyBytes>)> {
-        let inner = self.get(py)?;
-        let (name, file) = inner.file();
-        Ok((name, PyBytes::new(py, file)))
-    }
-
     /// The ids of each text, as the bytes of little-endian u32.
     fn encode_batch<'py>(&self, py: Python<'py>, texts: Vec<String>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let inner = self.get(py)?;
@@ -128,33 +122,6 @@ impl Tokenizer {
         Ok(self.get(py)?.word_starts())
     }
 
-    #[getter]
-    fn vocab_size(&self, py: Python) -> PyResult<u32> {
-        Ok(self.get(py)?.vocab_size())
-    }
-
-    #[getter]
-    fn fast(&self, py: Python) -> PyResult<bool> {
-        Ok(self.get(py)?.is_fast())
-    }
-
-    /// A clause, or None if the fast path is used.
-    #[getter]
-    fn fallback_reason(&self, py: Python) -> PyResult<Option<&'static str>> {
-        Ok(self.get(py)?.fallback_reason())
-    }
-
-    /// (lowercase, strip_accents)
-    #[getter]
-    fn settings(&self, py: Python) -> PyResult<(Option<bool>, Option<bool>)> {
-        Ok(self.get(py)?.settings())
-    }
-
-    #[getter]
-    fn path(&self, py: Python) -> PyResult<PathBuf> {
-        Ok(self.get(py)?.path().to_owned())
-    }
-
     fn content_hash(&self, py: Python) -> PyResult<String> {
         let inner = self.get(py)?;
         py.detach(|| inner.content_hash()).map_err(raise)
@@ -165,10 +132,20 @@ impl Tokenizer {
         py.detach(|| inner.to_json()).map_err(raise)
     }
 
-    /// (pad, unk, cls, sep, mask)
-    #[getter]
-    fn special_tokens(&self, py: Python) -> PyResult<Special> {
-        Ok(special_tuple(self.get(py)?.special_tokens()))
+    /// Attributes; `_data.pyi` lists them.
+    fn __getattr__<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+        let inner = self.get(py)?;
+        match name {
+            // The name and the bytes, as stored in a corpus
+            "file" => (inner.file().0, PyBytes::new(py, inner.file().1)).into_bound_py_any(py),
+            "vocab_size" => inner.vocab_size().into_bound_py_any(py),
+            "fast" => inner.is_fast().into_bound_py_any(py),
+            "fallback_reason" => inner.fallback_reason().into_bound_py_any(py),
+            "settings" => inner.settings().into_bound_py_any(py),
+            "path" => inner.path().into_bound_py_any(py),
+            "special_tokens" => special_tuple(inner.special_tokens()).into_bound_py_any(py),
+            _ => Err(PyAttributeError::new_err(name.to_owned())),
+        }
     }
 }
 

@@ -55,14 +55,9 @@ impl Corpus {
         let url = url_of(dir);
         let dir = url.as_ref().map_or(dir.to_owned(), PathBuf::from);
         let store = url.map(|url| Store::open(&url)).transpose()?;
-        let (manifest, cache) = match &store {
-            None => (Arc::new(Manifest::read(&dir)?), None),
-            Some(store) => {
-                let manifest = Arc::new(Manifest::fetch(store)?);
-                let cache = BlockCache::open(store.clone(), &manifest, options)?;
-                (manifest, Some(Arc::new(cache)))
-            }
-        };
+        let manifest = Arc::new(Manifest::open(&dir, store.as_ref())?);
+        let cache = store.clone().map(|store| BlockCache::open(store, &manifest, options).map(Arc::new));
+        let cache = cache.transpose()?;
         check_whole(&dir, store.as_ref(), &manifest)?;
         if store.is_none() && manifest.shards.len() <= CHECKED_SHARDS {
             for entry in &manifest.shards {
@@ -313,11 +308,8 @@ fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Rejects a validation split that was made with another corpus than the one around it.
 pub(super) fn check_whole(dir: &Path, store: Option<&Store>, manifest: &Manifest) -> Result<()> {
     let Some(around) = dir.parent().filter(|_| dir.ends_with(VALIDATION)) else { return Ok(()) };
-    let whole = match store {
-        None => Manifest::read(around),
-        Some(store) => store.at(&around.to_string_lossy()).and_then(|store| Manifest::fetch(&store)),
-    };
-    match whole {
+    let store = store.map(|store| store.at(&around.to_string_lossy())).transpose();
+    match store.and_then(|store| Manifest::open(around, store.as_ref())) {
         Ok(whole) if whole.has_validation && whole.fingerprint != manifest.fingerprint => {
             Err(foreign(&dir.join(MANIFEST)))
         }

@@ -176,15 +176,6 @@ mod tests {
     }
 
     #[test]
-    fn a_header_survives_the_round_trip_and_its_layout_is_aligned() {
-        for header in [header(), Header { kind: FileKind::Lines, ..header() }] {
-            assert_eq!(Header::parse(&header.to_bytes()), Ok(header));
-        }
-        let Layout { index, table, num_blocks, file_length } = header().layout().unwrap();
-        assert_eq!((index, table, num_blocks, file_length), (80, 96, 1, 96 + 8 + 8));
-    }
-
-    #[test]
     fn the_length_and_the_number_of_documents_give_the_layout() {
         let block = BLOCK_BYTES as u64;
         for body_length in (0..40).chain(block - 80..block + 80).chain([9 * block + 7, 4_000 * block - 3]) {
@@ -197,8 +188,7 @@ mod tests {
                 }
             }
         }
-        assert_eq!(Layout::from_length(100, 200), None);
-        assert_eq!(Layout::from_length(7, 0), None);
+        assert!(Layout::from_length(100, 200).is_none() && Layout::from_length(7, 0).is_none());
     }
 
     #[test]

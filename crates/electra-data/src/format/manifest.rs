@@ -177,6 +177,11 @@ impl Manifest {
         text
     }
 
+    /// Reads and checks the manifest of a corpus in a folder or in an object store.
+    pub fn open(dir: &Path, store: Option<&Store>) -> Result<Self> {
+        store.map_or_else(|| Self::read(dir), Self::fetch)
+    }
+
     /// Reads and checks `dir/manifest.json`.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);

@@ -17,10 +17,8 @@ use crate::error::{Error, Result};
 /// A sequence of documents on disk. Opened lazily: nothing is read before it is needed.
 #[derive(Debug)]
 pub struct Shard {
-    tokens_path: PathBuf,
-    lines_path: PathBuf,
-    /// What the manifest says about them.
-    files: [FileEntry; 2],
+    /// Of tokens and of line lengths.
+    files: [ShardFile; 2],
     num_tokens: u64,
     num_documents: u64,
     width: u16,
@@ -28,39 +26,44 @@ pub struct Shard {
     tokenizer_hash: u64,
     /// The cache of a shard in a store, and the shard's number.
     cache: Option<(Arc<BlockCache>, usize)>,
-    tokens: OnceLock<MappedFile>,
-    lines: OnceLock<MappedFile>,
     ends_checked: OnceLock<()>,
+}
+
+/// A file of a shard, what the manifest says about it, and its mapping once it is open.
+#[derive(Debug)]
+struct ShardFile {
+    path: PathBuf,
+    entry: FileEntry,
+    mapped: OnceLock<MappedFile>,
 }
 
 impl Shard {
     /// The shard that a manifest entry describes.
     pub(crate) fn new(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Self {
+        let file = |entry: &FileEntry| ShardFile {
+            path: dir.join(&entry.file),
+            entry: entry.clone(),
+            mapped: OnceLock::new(),
+        };
         Self {
-            tokens_path: dir.join(&entry.tokens.file),
-            lines_path: dir.join(&entry.lines.file),
-            files: [entry.tokens.clone(), entry.lines.clone()],
+            files: [file(&entry.tokens), file(&entry.lines)],
             num_tokens: entry.num_tokens,
             num_documents: entry.num_documents,
             width: manifest.token_bytes,
             vocab_size: manifest.tokenizer.vocab_size,
             tokenizer_hash: manifest.tokenizer.hash_value(),
             cache: None,
-            tokens: OnceLock::new(),
-            lines: OnceLock::new(),
             ends_checked: OnceLock::new(),
         }
     }
 
     /// The shard with this number of a corpus in an object store.
     pub(super) fn cached(cache: &Arc<BlockCache>, number: usize, manifest: &Manifest) -> Self {
-        let local = Self::new(Path::new(""), manifest, &manifest.shards[number]);
-        Self {
-            tokens_path: cache.url(2 * number),
-            lines_path: cache.url(2 * number + 1),
-            cache: Some((cache.clone(), number)),
-            ..local
+        let mut shard = Self::new(Path::new(""), manifest, &manifest.shards[number]);
+        for (file, part) in shard.files.iter_mut().enumerate() {
+            part.path = cache.url(2 * number + file);
         }
+        Self { cache: Some((cache.clone(), number)), ..shard }
     }
 
     /// Tokens in this shard, without any special tokens.
@@ -95,10 +98,7 @@ impl Shard {
 
     /// Rejects a shard that was written to after it was opened.
     pub(crate) fn expect_unchanged(&self) -> Result<()> {
-        [&self.tokens, &self.lines]
-            .into_iter()
-            .filter_map(OnceLock::get)
-            .try_for_each(MappedFile::expect_unchanged)
+        self.files.iter().filter_map(|file| file.mapped.get()).try_for_each(MappedFile::expect_unchanged)
     }
 
     /// Copies `out.len()` token ids starting at `start`, widened to i32. Blocks read for the first time are verified,
@@ -111,7 +111,7 @@ impl Shard {
         let Some(end) = end else { return Err(self.out_of_range(start, out.len())) };
         let width = usize::from(self.width);
         let (mut is_sound, mut used) = (true, 0);
-        let range = HEADER_BYTES + start as usize * width..HEADER_BYTES + end as usize * width;
+        let range = self.token_bytes(&(start as u32..end as u32));
         // No piece ends within a token.
         file.read(range, |bytes| {
             let slots = out[used..].iter_mut();
@@ -135,7 +135,7 @@ impl Shard {
     /// memory. Does nothing if the range is invalid or the file is not open yet.
     #[inline]
     pub fn prefetch_tokens(&self, start: u64, count: u32) {
-        if let Some(file) = self.tokens.get() {
+        if let Some(file) = self.files[0].mapped.get() {
             let (start, width) = (start as usize, usize::from(self.width));
             file.prefetch(HEADER_BYTES + start * width..HEADER_BYTES + (start + count as usize) * width);
         }
@@ -174,7 +174,7 @@ impl Shard {
     /// The error for a document whose line lengths do not add up to its length.
     pub(crate) fn lines_mismatch(&self, document: usize) -> Error {
         let reason = format!("document {document}: its lines do not add up to its tokens");
-        damaged(&self.lines_path, reason)
+        damaged(&self.files[1].path, reason)
     }
 
     /// The error for the first of these ids that is too large for the vocabulary; they begin at token `start`.
@@ -183,50 +183,35 @@ impl Shard {
         let size = self.vocab_size;
         let found = (start..).zip(ids).find(|&(_, &id)| id as u32 >= size);
         let (token, id) = found.map_or((start, 0), |(token, &id)| (token, id as u32));
-        damaged(&self.tokens_path, format!("token {token}: id {id} is not in the vocabulary of {size}"))
+        damaged(&self.files[0].path, format!("token {token}: id {id} is not in the vocabulary of {size}"))
     }
 
     /// The token file, opened on first use.
     pub(super) fn tokens(&self) -> Result<&MappedFile> {
-        let kind = FileKind::Tokens { width: self.width };
-        self.open(&self.tokens, &self.tokens_path, kind, 0)
+        self.open(0, FileKind::Tokens { width: self.width })
     }
 
     /// The line file, opened on first use.
     pub(super) fn lines(&self) -> Result<&MappedFile> {
-        self.open(&self.lines, &self.lines_path, FileKind::Lines, 1)
+        self.open(1, FileKind::Lines)
     }
 
     #[inline]
-    fn open<'a>(
-        &self,
-        cell: &'a OnceLock<MappedFile>,
-        path: &Path,
-        kind: FileKind,
-        file: usize,
-    ) -> Result<&'a MappedFile> {
-        if let Some(file) = cell.get() {
+    fn open(&self, number: usize, kind: FileKind) -> Result<&MappedFile> {
+        let ShardFile { path, entry, mapped } = &self.files[number];
+        if let Some(file) = mapped.get() {
             return Ok(file);
         }
-        let header = self.header(kind);
+        let &Self { num_tokens, num_documents, tokenizer_hash, .. } = self;
+        // The manifest does not give the length of a line file's body.
+        let body_length = num_tokens * u64::from(self.width);
+        let header = Header { kind, num_tokens, num_documents, tokenizer_hash, body_length };
         let found = match &self.cache {
-            None => MappedFile::open(path, &self.files[file])?,
-            Some((cache, shard)) => MappedFile::cached(cache, 2 * shard + file, header)?,
+            None => MappedFile::open(path, entry)?,
+            Some((cache, shard)) => MappedFile::cached(cache, 2 * shard + number, header)?,
         };
         let found = found.expect(header)?;
-        Ok(cell.get_or_init(|| found))
-    }
-
-    /// The header that a file has according to the manifest, which does not give the length of a line file's body.
-    fn header(&self, kind: FileKind) -> Header {
-        let &Self { num_tokens, num_documents, tokenizer_hash, .. } = self;
-        Header {
-            kind,
-            num_tokens,
-            num_documents,
-            tokenizer_hash,
-            body_length: num_tokens * u64::from(self.width),
-        }
+        Ok(mapped.get_or_init(|| found))
     }
 
     /// Where these tokens are in their file.
@@ -267,7 +252,7 @@ impl Shard {
 
     fn out_of_range(&self, start: u64, count: usize) -> Error {
         let (tokens, documents) = (self.num_tokens, self.num_documents);
-        let path = self.tokens_path.display();
+        let path = self.files[0].path.display();
         Error::Input(format!(
             "{path}: {count} from {start} is outside its {tokens} tokens in {documents} documents"
         ))

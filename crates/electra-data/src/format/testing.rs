@@ -15,7 +15,7 @@ pub(crate) fn write_corpus(dir: &Path, vocab_size: u32, documents: &[Vec<Vec<u32
     let width = if vocab_size <= 1 << 16 { 2 } else { 4 };
     let spec = ShardSpec { width, tokenizer_hash: 7, tag: "test".into(), max_tokens, max_documents: 1 << 22 };
     std::fs::create_dir_all(dir).unwrap();
-    let mut writer = DocumentWriter::new(dir, 0, spec);
+    let mut writer = DocumentWriter::new(dir, 0, 0, spec);
     for document in documents {
         for line in document {
             writer.push(line).unwrap();

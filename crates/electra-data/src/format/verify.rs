@@ -33,14 +33,12 @@ pub struct Verified {
 ///
 /// Damage to files is collected; a manifest that is missing or damaged is an error.
 pub fn verify(dir: &Path) -> Result<Verified> {
-    let mut verifier = Verifier::open(dir)?;
-    let mut verified = verifier.verify()?;
+    let verifier = Verifier::open(dir)?;
+    let mut verified = Verified::default();
+    verifier.verify(&mut verified)?;
     if verifier.manifest.has_validation {
         match Verifier::open(&verifier.dir.join(VALIDATION)) {
-            Ok(validation) => {
-                verifier = validation;
-                verified.add(verifier.verify()?);
-            }
+            Ok(validation) => validation.verify(&mut verified)?,
             Err(error) => verified.damaged.push(error.to_string()),
         }
     }
@@ -54,30 +52,18 @@ struct Verifier {
     manifest: Manifest,
 }
 
-impl Verified {
-    fn add(&mut self, other: Self) {
-        self.num_files += other.num_files;
-        self.num_bytes += other.num_bytes;
-        self.damaged.extend(other.damaged);
-    }
-}
-
 impl Verifier {
     fn open(dir: &Path) -> Result<Self> {
-        let Some(url) = url_of(dir) else {
-            let manifest = Manifest::read(dir)?;
-            check_whole(dir, None, &manifest)?;
-            return Ok(Self { dir: dir.to_owned(), store: None, manifest });
-        };
-        let (dir, store) = (PathBuf::from(&url), Store::open(&url)?);
-        let manifest = Manifest::fetch(&store)?;
-        check_whole(&dir, Some(&store), &manifest)?;
-        Ok(Self { dir, manifest, store: Some(store) })
+        let url = url_of(dir);
+        let store = url.as_deref().map(Store::open).transpose()?;
+        let dir = url.map_or(dir.to_owned(), PathBuf::from);
+        let manifest = Manifest::open(&dir, store.as_ref())?;
+        check_whole(&dir, store.as_ref(), &manifest)?;
+        Ok(Self { dir, store, manifest })
     }
 
-    fn verify(&self) -> Result<Verified> {
+    fn verify(&self, verified: &mut Verified) -> Result<()> {
         let Self { dir, manifest, .. } = self;
-        let mut verified = Verified { num_files: 2, ..Verified::default() };
         let cancel = Cancel::default();
         let check = |number| match cancel.is_raised() {
             true => Err(Error::Interrupted),
@@ -86,12 +72,10 @@ impl Verifier {
         let shards = 0..manifest.shards.len();
         let errors: Vec<Vec<Error>> =
             on_all_cores(|| shards.into_par_iter().map(check).collect::<Result<_>>())??;
-        verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
-        for shard in &manifest.shards {
-            verified.num_files += 2;
-            verified.num_bytes =
-                saturating_sum([verified.num_bytes, shard.tokens.bytes, shard.lines.bytes].into_iter());
-        }
+        verified.damaged.extend(errors.into_iter().flatten().map(|error| error.to_string()));
+        verified.num_files += 2 + 2 * manifest.shards.len() as u64;
+        let bytes = manifest.shards.iter().flat_map(|shard| [shard.tokens.bytes, shard.lines.bytes]);
+        verified.num_bytes = saturating_sum(bytes.chain([verified.num_bytes]));
         let path = dir.join(&manifest.tokenizer.file);
         let tokenizer = match &self.store {
             None => crate::regular_file::read(&path).map_err(|error| access_error(&path, error)),
@@ -99,7 +83,7 @@ impl Verifier {
         };
         let checked = tokenizer.and_then(|bytes| manifest.tokenizer.check(&path, &bytes));
         verified.damaged.extend(checked.err().map(|error| error.to_string()));
-        Ok(verified)
+        Ok(())
     }
 
     /// A shard in a store gets a cache of its own, which is then removed: a corpus may be larger than the disk.

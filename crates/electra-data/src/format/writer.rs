@@ -34,13 +34,9 @@ pub(crate) struct DocumentWriter {
 }
 
 impl DocumentWriter {
-    /// A writer that creates nothing on disk before the first token.
-    pub fn new(dir: &Path, input_group: usize, spec: ShardSpec) -> Self {
-        Self::starting_at(dir, input_group, 0, spec)
-    }
-
-    /// A writer whose first shard has the number `first` within the input group.
-    pub fn starting_at(dir: &Path, input_group: usize, first: usize, spec: ShardSpec) -> Self {
+    /// A writer whose first shard has the number `first` within the input group. It creates nothing on disk before the
+    /// first token.
+    pub fn new(dir: &Path, input_group: usize, first: usize, spec: ShardSpec) -> Self {
         Self { dir: dir.to_owned(), input_group, first, spec, current: None, shards: Vec::new() }
     }
 

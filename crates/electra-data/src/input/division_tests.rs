@@ -240,8 +240,8 @@ fn a_table_in_a_store_is_read_once_and_ahead() {
             total <= bytes && (served.len() < 20 || elapsed < delay * served.len() as u32),
             "{elapsed:?}"
         );
-        let faults = [Fault::Cut, Fault::Short].into();
-        *server.log() = Log { faulty: Some(".parquet"), faults, ..Log::default() };
+        let faults = vec![(".parquet", Fault::Cut), (".parquet", Fault::Short)];
+        *server.log() = Log { faults, ..Log::default() };
         compare(Path::new(&url), &reading, bytes / 5);
     }
 }

@@ -128,10 +128,10 @@ fn passing_faults_change_nothing() {
     let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write(corpus.path());
     let local = hashes(loader_of(corpus.path(), &options()));
-    for fault in [Fault::Unavailable, Fault::Cut, Fault::Stall, Fault::Short, Fault::Corrupt] {
+    for fault in [Fault::Undone(503, ""), Fault::Cut, Fault::Stall, Fault::Short, Fault::Corrupt] {
         let server = TestServer::start(corpus.path());
         // A stall takes as long as the timeout.
-        server.log().faults = vec![fault; if fault == Fault::Stall { 1 } else { 2 }].into();
+        server.log().faults = vec![(".tokens", fault); if fault == Fault::Stall { 1 } else { 2 }];
         let dir = scratch.path().join(format!("{fault:?}"));
         assert_eq!(hashes(cached(&server, &dir, GENEROUS, &options()).unwrap()), local, "{fault:?}");
         assert!(server.log().faults.is_empty());
@@ -143,7 +143,7 @@ fn a_slow_line_is_no_fault() {
     let corpus = tempfile::tempdir().unwrap();
     write_corpus(corpus.path(), 100, &[vec![vec![5, 6]]], 1);
     let server = TestServer::start(corpus.path());
-    server.log().always = Some(Fault::Slow);
+    server.log().always = Some((".tokens", Fault::Slow));
     let remote = Corpus::open(Path::new(&server.url)).unwrap();
     assert_eq!(remote.document(0).unwrap(), [5, 6]);
     let served = server.log().served.len();
@@ -155,15 +155,15 @@ fn lasting_faults_are_one_line_and_no_more_is_read_than_what_was_asked_for() {
     let corpus = tempfile::tempdir().unwrap();
     write_corpus(corpus.path(), 100, &[vec![vec![5, 6]]], 1);
     for (name, fault, expected) in [
-        ("", Fault::Forbidden, "check the credentials and what they may read"),
+        ("", Fault::Undone(403, ""), "check the credentials and what they may read"),
         (".tokens", Fault::Corrupt, "restore the file from a copy"),
-        (".tokens", Fault::Endless, "longer than"),
-        ("manifest.json", Fault::Endless, "longer than 1073741824 bytes"),
-        ("vocab.txt", Fault::Endless, "longer than 268435456 bytes"),
-        (".tokens", Fault::EndlesslyForbidden, "check the credentials"),
+        (".tokens", Fault::Endless(200), "longer than"),
+        ("manifest.json", Fault::Endless(200), "longer than 1073741824 bytes"),
+        ("vocab.txt", Fault::Endless(200), "longer than 268435456 bytes"),
+        (".tokens", Fault::Endless(403), "check the credentials"),
     ] {
         let server = TestServer::start(corpus.path());
-        (server.log().faulty, server.log().always) = (Some(name), Some(fault));
+        server.log().always = Some((name, fault));
         let read = || {
             let corpus = Corpus::open(Path::new(&server.url))?;
             corpus.document(0)?;
@@ -230,11 +230,10 @@ fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
     let documents: Vec<_> = (0..3).map(|_| vec![vec![7; 100]; 6_000]).collect();
     write_corpus(corpus.path(), 30_005, &documents, 1 << 20);
     let ways = [("best-fit", "token"), ("best-fit", "line"), ("google", "token")];
-    let faults = [Fault::Unavailable, Fault::Stall, Fault::Slow];
+    let faults = [Fault::Undone(503, ""), Fault::Stall, Fault::Slow];
     let interrupt = |(packing, cut_at): (&str, &str), fault, requests: usize| -> bool {
         let (scratch, server) = (tempfile::tempdir().unwrap(), TestServer::start(corpus.path()));
-        let sound = vec![Fault::Sound; requests].into();
-        (server.log().faulty, server.log().faults) = (Some("s"), sound); // of both files
+        server.log().faults = vec![("s", Fault::Sound); requests]; // of both files
         let options = LoaderOptions {
             packing: named(packing),
             cut_at: named(cut_at),
@@ -244,7 +243,7 @@ fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
             ..options()
         };
         let mut loader = cached(&server, scratch.path(), GENEROUS, &options).unwrap();
-        server.log().always = Some(fault);
+        server.log().always = Some(("s", fault));
         let mut poll = || loader.poll_next(Duration::from_millis(200)).unwrap();
         let waits = (0..40).any(|_| matches!(poll(), super::Poll::Pending));
         let start = Instant::now();

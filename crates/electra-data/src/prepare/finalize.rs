@@ -121,8 +121,8 @@ impl Finalizer<'_> {
         self.out.download(&last)?;
         let context = self.manifest(Vec::new());
         let shard = Shard::new(&self.out.dir, &context, &last);
-        let mut kept = DocumentWriter::starting_at(&self.out.dir, group, next, self.spec.clone());
-        let mut taken = DocumentWriter::new(&self.out.validation(), group, self.spec.clone());
+        let mut kept = DocumentWriter::new(&self.out.dir, group, next, self.spec.clone());
+        let mut taken = DocumentWriter::new(&self.out.validation(), group, 0, self.spec.clone());
         for document in 0..last.num_documents {
             let to = if document + 1 < last.num_documents { &mut kept } else { &mut taken };
             copy_document(&shard, document, to)?;

@@ -123,8 +123,8 @@ impl InputGroupWriter {
         let threshold = (builder.validation_fraction * 2_f64.powi(64)) as u64;
         Ok(Self {
             input_group,
-            train: DocumentWriter::new(&builder.out.dir, input_group, builder.spec.clone()),
-            validation: DocumentWriter::new(&builder.out.validation(), input_group, builder.spec.clone()),
+            train: DocumentWriter::new(&builder.out.dir, input_group, 0, builder.spec.clone()),
+            validation: DocumentWriter::new(&builder.out.validation(), input_group, 0, builder.spec.clone()),
             threshold,
             in_validation: is_validation(input_group, 0, threshold),
             documents: 0,

@@ -1,9 +1,9 @@
 //! A signal that cancels requests to stores, because a run ends or its caller is interrupted.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -22,40 +22,25 @@ thread_local! {
 /// canceled.
 #[derive(Clone, Debug)]
 pub(crate) struct Cancel {
-    signal: Arc<Signal>,
+    raised: Arc<AtomicBool>,
     call: Option<Arc<Cancel>>,
-}
-
-#[derive(Debug, Default)]
-struct Signal {
-    raised: AtomicBool,
-    lock: Mutex<()>,
-    changed: Condvar,
 }
 
 impl Default for Cancel {
     fn default() -> Self {
-        Self { signal: Arc::default(), call: CALL.with_borrow(Clone::clone) }
+        Self { raised: Arc::default(), call: CALL.with_borrow(Clone::clone) }
     }
 }
 
 impl Cancel {
     /// Cancels the requests.
     pub fn raise(&self) {
-        let _held = self.signal.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        self.signal.raised.store(true, Ordering::Release);
-        self.signal.changed.notify_all();
+        self.raised.store(true, Ordering::Release);
     }
 
     /// Whether the requests are canceled.
     pub fn is_raised(&self) -> bool {
-        self.signal.raised.load(Ordering::Acquire) || self.call.as_ref().is_some_and(|call| call.is_raised())
-    }
-
-    /// Waits, at most until it is raised.
-    pub fn wait(&self, time: Duration) {
-        let held = self.signal.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        let _held = self.signal.changed.wait_timeout_while(held, time, |()| !self.is_raised());
+        self.raised.load(Ordering::Acquire) || self.call.as_ref().is_some_and(|call| call.is_raised())
     }
 
     /// Runs `work` on another thread on behalf of the call in which this was made.

@@ -19,7 +19,7 @@ use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{
     ClientOptions, Error as StoreError, GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt,
-    ObjectStoreScheme, RetryConfig,
+    ObjectStoreScheme, Result as StoreResult, RetryConfig,
 };
 use tokio::runtime::Runtime;
 use url::{Position, Url};
@@ -80,24 +80,20 @@ impl Store {
         check_url(url)?;
         let bad = |reason: &dyn std::fmt::Display| Error::Input(format!("{url}: {reason}"));
         let parsed = Url::parse(url).map_err(|error| bad(&format!("not a URL ({error})")))?;
-        if parsed.host_str().is_none_or(str::is_empty) {
-            return Err(bad(&"the URL names no bucket or host"));
+        let problems = [
+            (parsed.host_str().is_none_or(str::is_empty), "the URL names no bucket or host"),
+            (parsed.fragment().is_some(), "write the # in its name as %23"),
+            (parsed.query().is_some(), "write the ? in its name as %3F"),
+        ];
+        if let Some((_, problem)) = problems.iter().find(|(is_wrong, _)| *is_wrong) {
+            return Err(bad(problem));
         }
-        if parsed.fragment().is_some() {
-            return Err(bad(&"write the # in its name as %23"));
-        }
-        if parsed.query().is_some() {
-            return Err(bad(&"write the ? in its name as %3F"));
-        }
-        let (scheme, prefix) = match ObjectStoreScheme::parse(&parsed) {
-            Ok(parsed) => parsed,
-            Err(_) if super::SCHEMES.contains(&parsed.scheme()) => {
-                return Err(bad(&"a name with an empty part (//) or control characters cannot be requested"));
-            }
-            Err(_) => {
-                return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
-            }
-        };
+        let (scheme, prefix) = ObjectStoreScheme::parse(&parsed).map_err(|_| {
+            bad(&match super::SCHEMES.contains(&parsed.scheme()) {
+                true => "a name with an empty part (//) or control characters cannot be requested",
+                false => "unknown kind of URL; s3://, gs://, az:// and http(s):// can be read",
+            })
+        })?;
         let wanted = retry_seconds()?;
         let retry = Duration::from_secs(wanted.unwrap_or(RETRY_SECONDS));
         let opening = if writes { retry } else { opening_retry(wanted, std::io::stderr().is_terminal()) };
@@ -151,7 +147,7 @@ impl Store {
         let path = self.path(below)?;
         let found = self.wait(below, async || {
             let listed: Vec<_> = self.inner.list(Some(&path)).collect().await;
-            listed.into_iter().collect::<std::result::Result<Vec<ObjectMeta>, _>>()
+            listed.into_iter().collect::<StoreResult<Vec<ObjectMeta>>>()
         })?;
         let prefix =
             if self.prefix.as_ref().is_empty() { String::new() } else { format!("{}/", self.prefix) };
@@ -226,11 +222,7 @@ impl Store {
     }
 
     /// Sends a request for which a user may be waiting.
-    fn wait<T>(
-        &self,
-        name: &str,
-        request: impl AsyncFn() -> std::result::Result<T, StoreError>,
-    ) -> Result<T> {
+    fn wait<T>(&self, name: &str, request: impl AsyncFn() -> StoreResult<T>) -> Result<T> {
         self.block(self.repeat(name, self.opening, request))
     }
 
@@ -253,7 +245,7 @@ impl Store {
         &self,
         name: &str,
         limit: Duration,
-        request: impl AsyncFn() -> std::result::Result<T, StoreError>,
+        request: impl AsyncFn() -> StoreResult<T>,
     ) -> Result<T> {
         let start = Instant::now();
         let mut pause = Duration::from_millis(100);
@@ -290,7 +282,7 @@ impl Store {
 }
 
 /// The bytes of a response. Reading ends at the first piece after `limit` bytes.
-pub(super) async fn bytes_of(answer: GetResult, limit: u64) -> std::result::Result<Vec<u8>, StoreError> {
+pub(super) async fn bytes_of(answer: GetResult, limit: u64) -> StoreResult<Vec<u8>> {
     let refused = || StoreError::Generic { store: "answer", source: Refused::TooLong(limit).into() };
     let announced = answer.range.end - answer.range.start;
     if announced > limit {
@@ -326,7 +318,7 @@ fn build(
     retry: Duration,
     writes: bool,
     variables: Vec<(String, String)>,
-) -> std::result::Result<Clients, StoreError> {
+) -> StoreResult<Clients> {
     static CRYPTOGRAPHY: Once = Once::new();
     // Fails only if the process has installed one already, which will do.
     CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));

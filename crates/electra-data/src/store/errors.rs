@@ -1,6 +1,5 @@
 //! A store's errors in one line each, with the remedy.
 
-use std::error::Error as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -74,14 +73,12 @@ fn is_denied(error: &StoreError) -> bool {
 
 /// Why this crate rejected the response.
 fn refused(error: &StoreError) -> Option<&Refused> {
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        if let Some(refused) = inner.downcast_ref() {
-            return Some(refused);
-        }
-        cause = inner.source();
-    }
-    None
+    causes(error).find_map(|cause| cause.downcast_ref())
+}
+
+/// The error and its causes, the innermost last.
+fn causes(error: &StoreError) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+    std::iter::successors(Some(error as &dyn std::error::Error), |cause| cause.source())
 }
 
 /// The error of a request for `url`.
@@ -151,26 +148,20 @@ pub(super) fn is_metadata_host(host: &str) -> bool {
 
 /// The metadata service to which the request that failed was sent, if it was one.
 fn metadata_host(error: &StoreError) -> Option<String> {
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        // "Error performing PUT http://169.254.169.254/latest/api/token in 1s"
-        let text = inner.to_string();
-        let word = text.strip_prefix("Error performing ").and_then(|request| request.split(' ').nth(1));
-        if let Some(url) = word.and_then(|word| Url::parse(word).ok().filter(Url::has_host)) {
-            return url.host_str().filter(|host| is_metadata_host(host)).map(str::to_owned);
-        }
-        cause = inner.source();
-    }
-    None
+    // "Error performing PUT http://169.254.169.254/latest/api/token in 1s"
+    let url = causes(error).skip(1).find_map(|cause| {
+        let text = cause.to_string();
+        let word = text.strip_prefix("Error performing ")?.split(' ').nth(1)?;
+        Url::parse(word).ok().filter(Url::has_host)
+    })?;
+    url.host_str().filter(|host| is_metadata_host(host)).map(str::to_owned)
 }
 
 /// The error in one short line: the code and message of an XML response, or else the innermost cause.
 pub(super) fn said(error: &StoreError) -> String {
     let text = chain(error);
-    let mut innermost: &dyn std::error::Error = error;
-    while let Some(cause) = innermost.source().filter(|cause| !cause.to_string().is_empty()) {
-        innermost = cause;
-    }
+    let texts = causes(error).map(ToString::to_string);
+    let innermost = texts.take_while(|text| !text.is_empty()).last().unwrap_or_default();
     let tag = |name: &str| {
         let (_, rest) = text.split_once(&format!("<{name}>"))?;
         rest.split_once("</").map(|(value, _)| value)
@@ -179,7 +170,7 @@ pub(super) fn said(error: &StoreError) -> String {
     let short = match (tag("Code"), tag("Message")) {
         (Some(code), Some(message)) => format!("{code}: {message}"),
         (Some(code), None) => code.to_owned(),
-        _ => innermost.to_string(),
+        _ => innermost,
     };
     let line = (host + &short).split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(SHOWN) {
@@ -190,14 +181,8 @@ pub(super) fn said(error: &StoreError) -> String {
 
 /// The texts of the error and of its causes that are not part of it already.
 pub(super) fn chain(error: &StoreError) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        let more = inner.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        cause = inner.source();
-    }
-    text
+    causes(error).skip(1).fold(error.to_string(), |text, cause| {
+        let more = cause.to_string();
+        if text.contains(&more) { text } else { format!("{text}: {more}") }
+    })
 }

@@ -1,7 +1,7 @@
 //! A web server for tests: serves the files of a folder by ranges, counts what is asked for, and misbehaves on demand.
 //! It is also the bucket `data` of S3 and GCS and the container `data` of Azure, and a metadata service of AWS.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
@@ -14,34 +14,14 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::Store;
 
-/// A fault in the response to a GET.
+/// How long a stalled connection stays open.
+const STALL: Duration = Duration::from_secs(60);
+
+/// What the server does instead of what it should.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// None.
     Sound,
-    /// "503 Service Unavailable".
-    Unavailable,
-    /// "403 Forbidden".
-    Forbidden,
-    /// "403 Forbidden" with a body that does not end.
-    EndlesslyForbidden,
-    /// The body goes on after the range or the file.
-    Endless,
-    /// The connection ends in the middle of the body.
-    Cut,
-    /// The body stops in its middle, and the connection stays open.
-    Stall,
-    /// The body comes in six pieces, a second apart.
-    Slow,
-    /// The body is shorter than the range, and the header agrees.
-    Short,
-    /// A bit of the body is flipped.
-    Corrupt,
-}
-
-/// What the server does with another request instead of what it should.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reply {
     /// Does it, and cuts the connection without an answer.
     Lost,
     /// Does it, and answers with this status and body.
@@ -52,8 +32,18 @@ pub(crate) enum Reply {
     Pretended(&'static str),
     /// Does it with half of the body.
     Half,
-    /// Waits for a minute.
+    /// Answers with this status, unless it is 200, and with a body that goes on after what was asked for.
+    Endless(u16),
+    /// The connection ends in the middle of the body.
+    Cut,
+    /// Nothing comes, or the body stops in its middle, and the connection stays open.
     Stall,
+    /// The body comes in six pieces, a second apart.
+    Slow,
+    /// The body is shorter than the range, and the header agrees.
+    Short,
+    /// A bit of the body is flipped.
+    Corrupt,
 }
 
 /// The requests that the server has seen, and the faults that it is to inject.
@@ -65,16 +55,10 @@ pub(crate) struct Log {
     pub delay: Duration,
     /// The ranges of files that were served as requested.
     pub served: Vec<(String, Range<u64>)>,
-    /// The ending of the names of files that faults affect; by default that of token files.
-    pub faulty: Option<&'static str>,
-    /// Faults of the next requests for these files.
-    pub faults: VecDeque<Fault>,
-    /// The fault of all requests for them after these.
-    pub always: Option<Fault>,
-    /// Replies to the next requests of a kind.
-    pub replies: Vec<(&'static str, Reply)>,
-    /// The reply to all requests of a kind after these.
-    pub always_reply: Option<(&'static str, Reply)>,
+    /// Faults of the next requests of a kind, or of the next GETs of files whose names have this ending.
+    pub faults: Vec<(&'static str, Fault)>,
+    /// The fault of all such requests after these.
+    pub always: Option<(&'static str, Fault)>,
     /// Whether a client has read a body that does not end for long.
     pub was_flooded: bool,
     /// Whether conditions of writes are ignored.
@@ -85,6 +69,16 @@ pub(crate) struct Log {
     pub keys: Vec<&'static str>,
     /// Objects of a page of a list.
     pub page: Option<usize>,
+}
+
+impl Log {
+    /// Notes a request. Returns what is to go wrong.
+    fn note(&mut self, request: &Request) -> Option<Fault> {
+        let (kind, name) = (request.kind(), &request.name);
+        let concerns = |(key, _): &(&str, _)| *key == kind || kind == "get" && name.ends_with(key);
+        let next = self.faults.iter().position(concerns).map(|next| self.faults.remove(next));
+        next.or(self.always.filter(concerns)).map(|(_, fault)| fault)
+    }
 }
 
 /// A running server; it ends with the process.
@@ -110,14 +104,25 @@ impl TestServer {
 
     /// Its bucket `data`, to write to.
     pub fn bucket(&self) -> Store {
-        let endpoint = self.url.trim_end_matches("/data");
-        self.bucket_with("s3", &[("aws_endpoint_url", endpoint), ("aws_skip_signature", "true")])
+        self.bucket_with("s3", &[])
     }
 
-    /// The same, with the client of this scheme and with variables.
-    pub fn bucket_with(&self, scheme: &str, variables: &[(&str, &str)]) -> Store {
-        let variables = variables.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
-        Store::configured(&format!("{scheme}://data"), true, variables).unwrap()
+    /// The same, with the client of this scheme and with more variables; one without a value is the server.
+    pub fn bucket_with(&self, scheme: &str, more: &[(&str, &str)]) -> Store {
+        let variables: &[_] = match scheme {
+            "gs" => &[("google_base_url", ""), ("google_bearer_token", "t")],
+            "az" => &[
+                ("azure_storage_endpoint", ""),
+                ("azure_storage_account_name", "a"),
+                ("azure_skip_signature", "true"),
+            ],
+            _ => &[("aws_endpoint_url", ""), ("aws_skip_signature", "true")],
+        };
+        let endpoint = self.url.trim_end_matches("/data");
+        let variables = variables.iter().chain(more).map(|&(key, value)| {
+            (key.to_owned(), if value.is_empty() { endpoint.to_owned() } else { value.to_owned() })
+        });
+        Store::configured(&format!("{scheme}://data"), true, variables.collect()).unwrap()
     }
 
     pub fn log(&self) -> MutexGuard<'_, Log> {
@@ -139,6 +144,7 @@ struct Request {
     name: String,
     query: HashMap<String, String>,
     headers: HashMap<String, String>,
+    range: Option<Range<usize>>,
     body: Vec<u8>,
 }
 
@@ -163,47 +169,29 @@ impl Request {
         }
         let mut body = vec![0; headers.get("content-length").map_or(0, |length| length.parse().unwrap())];
         input.read_exact(&mut body).ok()?;
-        Some(Self { method, name: name.to_string(), query, headers, body })
-    }
-
-    fn is_create(&self) -> bool {
-        ["if-none-match", "x-goog-if-generation-match"].iter().any(|key| self.headers.contains_key(*key))
+        let range = headers.get("range").map(|range: &String| {
+            let (first, last) = range.strip_prefix("bytes=").unwrap().split_once('-').unwrap();
+            first.parse().unwrap()..last.parse::<usize>().unwrap() + 1
+        });
+        Some(Self { method, name: name.to_string(), query, headers, range, body })
     }
 
     fn kind(&self) -> &'static str {
+        const CONDITIONS: [&str; 2] = ["if-none-match", "x-goog-if-generation-match"];
         let has = |key: &str| self.query.contains_key(key);
-        let comp = self.query.get("comp").map(String::as_str);
-        match (self.method.as_str(), comp) {
+        match self.method.as_str() {
             _ if self.name.starts_with("latest/") => "metadata",
-            ("PUT", Some("blocklist")) => "complete",
-            ("PUT", Some("block")) => "part",
-            ("PUT", _) if has("partNumber") => "part",
-            ("PUT", _) => {
-                if self.is_create() {
-                    "create"
-                } else {
-                    "put"
-                }
-            }
-            ("POST", _) if has("uploads") => "begin",
-            ("POST", _) if has("uploadId") => "complete",
-            ("POST", _) => "delete",
-            ("DELETE", _) => {
-                if has("uploadId") {
-                    "abort"
-                } else {
-                    "delete"
-                }
-            }
-            ("HEAD", _) => "head",
-            (_, Some("list")) => "list",
-            _ => {
-                if has("list-type") {
-                    "list"
-                } else {
-                    "get"
-                }
-            }
+            "PUT" if self.part().is_some() => "part",
+            "PUT" if has("comp") => "complete",
+            "PUT" if CONDITIONS.iter().any(|key| self.headers.contains_key(*key)) => "create",
+            "PUT" => "put",
+            "POST" if has("uploads") => "begin",
+            "POST" if has("uploadId") => "complete",
+            "DELETE" if has("uploadId") => "abort",
+            "POST" | "DELETE" => "delete",
+            "HEAD" => "head",
+            _ if has("list-type") || has("comp") => "list",
+            _ => "get",
         }
     }
 
@@ -220,7 +208,7 @@ struct Connection {
 }
 
 /// A status, the ETag, and the body of a response.
-type Response = (u16, String, String);
+type Response = (u16, String, Vec<u8>);
 
 impl Connection {
     fn log(&self) -> MutexGuard<'_, Log> {
@@ -238,110 +226,146 @@ impl Connection {
 
     /// Replies to a request; `None` ends the connection.
     fn reply(&mut self, mut request: Request) -> Option<()> {
-        let reply = {
-            let (mut log, kind) = (self.log(), request.kind());
-            log.requests.push((kind, request.name.clone()));
-            let delay = log.delay;
-            drop(log);
-            std::thread::sleep(delay);
+        let delay = {
             let mut log = self.log();
-            let next = log.replies.iter().position(|(wanted, _)| *wanted == kind);
-            let always = log.always_reply.filter(|(wanted, _)| *wanted == kind).map(|(_, reply)| reply);
-            next.map(|next| log.replies.remove(next).1).or(always)
+            log.requests.push((request.kind(), request.name.clone()));
+            log.delay
         };
-        let is_head = request.method == "HEAD";
-        let (status, tag, body) = match reply {
-            None if request.kind() == "get" => return self.get(&request),
-            None => self.act(&request),
-            Some(Reply::Lost) => {
-                self.act(&request);
+        std::thread::sleep(delay);
+        let fault = self.log().note(&request);
+        let is_get = request.kind() == "get";
+        match (fault, &mut request.range) {
+            (Some(Fault::Stall), _) if !is_get => {
+                std::thread::sleep(STALL);
                 return None;
             }
-            Some(Reply::Done(status, body)) => {
-                self.act(&request);
-                (status, String::new(), body.to_owned())
-            }
-            Some(Reply::Undone(status, body)) => (status, String::new(), body.to_owned()),
-            Some(Reply::Pretended(bytes)) => (200, self.tag(bytes.as_bytes()), String::new()),
-            Some(Reply::Half) => {
-                request.body.truncate(request.body.len() / 2);
-                self.act(&request)
-            }
-            Some(Reply::Stall) => {
-                std::thread::sleep(Duration::from_secs(60));
-                return None;
-            }
+            (Some(Fault::Half), _) => request.body.truncate(request.body.len() / 2),
+            (Some(Fault::Short), Some(range)) => range.end = range.start + range.len() / 2,
+            _ => {}
+        }
+        let (mut status, tag, mut body) = match fault {
+            Some(Fault::Undone(status, body)) => (status, String::new(), body.into()),
+            Some(Fault::Pretended(bytes)) => (200, self.tag(bytes.as_bytes()), Vec::new()),
+            _ => self.act(&request),
         };
-        let length = if is_head && status == 200 { body.clone() } else { body.len().to_string() };
-        let batch =
-            if body.starts_with("--b") { "Content-Type: multipart/mixed; boundary=b\r\n" } else { "" };
-        let head = format!("HTTP/1.1 {status} -\r\nContent-Length: {length}\r\n{batch}{}\r\n", headers(&tag));
+        if is_get && status < 300 && matches!(fault, None | Some(Fault::Sound | Fault::Slow)) {
+            let Range { start, end } = request.range.clone().unwrap_or(0..body.len());
+            self.log().served.push((request.name.clone(), start as u64..end as u64));
+        }
+        let (mut length, middle) = (body.len(), body.len() / 2);
+        match fault {
+            Some(Fault::Lost) => return None,
+            Some(Fault::Done(code, text)) => {
+                (status, body, length) = (code, text.into(), text.len());
+            }
+            Some(Fault::Cut | Fault::Stall) => body.truncate(middle),
+            Some(Fault::Corrupt) => body[middle] ^= 4,
+            Some(Fault::Endless(code)) => {
+                (status, length) = (if code == 200 && status == 206 { 206 } else { code }, 1 << 40);
+                body = vec![b' '; 64 << 20];
+            }
+            _ => {}
+        }
+        let mut head = format!("HTTP/1.1 {status} -\r\nContent-Length: {length}\r\n");
+        if let (206, Some(Range { start, end })) = (status, &request.range) {
+            head += &format!("Content-Range: bytes {start}-{}/{}\r\n", end - 1, self.length(&request.name));
+        }
+        if body.starts_with(b"--b") {
+            head += "Content-Type: multipart/mixed; boundary=b\r\n";
+        }
+        if !tag.is_empty() {
+            head += &format!("ETag: {tag}\r\n");
+        }
+        head += "Last-Modified: Tue, 01 Jan 2030 00:00:00 GMT\r\n\r\n";
         self.stream.write_all(head.as_bytes()).ok()?;
-        if is_head { Some(()) } else { self.stream.write_all(body.as_bytes()).ok() }
+        if request.method == "HEAD" {
+            return Some(());
+        }
+        let pieces = if fault == Some(Fault::Slow) { 6 } else { 1 };
+        for piece in body.chunks(body.len().div_ceil(pieces).max(1)) {
+            self.stream.write_all(piece).ok()?;
+            std::thread::sleep(Duration::from_secs(pieces as u64 - 1).min(Duration::from_secs(1)));
+        }
+        if let Some(Fault::Endless(_)) = fault {
+            self.log().was_flooded = true;
+        }
+        if fault == Some(Fault::Stall) {
+            std::thread::sleep(STALL);
+        }
+        (!matches!(fault, Some(Fault::Cut | Fault::Stall | Fault::Endless(_)))).then_some(())
     }
 
     fn tag(&self, bytes: &[u8]) -> String {
         self.log().tag.map_or_else(|| format!("\"{:032x}\"", xxh3_128(bytes)), str::to_owned)
     }
 
+    /// The bytes of an object, or 0 if it does not exist.
+    fn length(&self, name: &str) -> u64 {
+        self.folder.join(name).metadata().map_or(0, |found| found.len())
+    }
+
     /// Does what is asked for.
     fn act(&self, request: &Request) -> Response {
-        let Request { name, body, .. } = request;
+        let Request { name, body, headers, .. } = request;
         let path = self.folder.join(name);
         let part = |id: &str| self.folder.join(format!("{name}.part-{}", id.replace('/', "_")));
-        let ok = |body: &str| (200, self.tag(&request.body), body.to_owned());
+        let ok = |text: &str| (200, self.tag(body), text.into());
         let fails = |status: u16, code: &str| {
-            (status, String::new(), format!("<Error><Code>{code}</Code><Message>-</Message></Error>"))
+            let text = format!("<Error><Code>{code}</Code><Message>-</Message></Error>");
+            (status, String::new(), text.into_bytes())
         };
         let write = |path: &Path, bytes: &[u8]| {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, bytes).unwrap();
+            ok("")
         };
+        let is_azure = headers.contains_key("x-ms-version");
         match request.kind() {
-            "head" => match std::fs::read(&path) {
-                Ok(bytes) => (200, self.tag(&bytes), bytes.len().to_string()),
-                Err(_) => (404, String::new(), String::new()),
-            },
-            "create" if path.exists() && !self.log().ignores_conditions => fails(
-                if request.headers.contains_key("x-ms-version") { 409 } else { 412 },
-                "BlobAlreadyExists",
-            ),
-            "create" | "put" => {
-                write(&path, body);
-                ok("")
+            "head" | "get" => {
+                let Ok(bytes) = std::fs::read(&path) else { return fails(404, "NoSuchKey") };
+                let tag = self.tag(&bytes);
+                // No condition holds for a weak tag.
+                if headers.get("if-match").is_some_and(|wanted| *wanted != tag || tag.starts_with("W/")) {
+                    return fails(412, "PreconditionFailed");
+                }
+                match request.range.clone() {
+                    Some(range) => (206, tag, bytes[range].to_vec()),
+                    None => (200, tag, bytes),
+                }
             }
-            "part" => {
-                write(&part(request.part().unwrap()), body);
-                ok("")
+            "create" if path.exists() && !self.log().ignores_conditions => {
+                fails(if is_azure { 409 } else { 412 }, "BlobAlreadyExists")
             }
+            "create" | "put" => write(&path, body),
+            "part" => write(&part(request.part().unwrap()), body),
             "begin" => ok("<R><Bucket>data</Bucket><Key>k</Key><UploadId>1</UploadId></R>"),
             "complete" => {
-                let (text, is_azure) = (String::from_utf8_lossy(body), request.method == "PUT");
+                let text = String::from_utf8_lossy(body);
                 let ids = text.split(if is_azure { "<Uncommitted>" } else { "<PartNumber>" }).skip(1);
                 let parts: Vec<_> = ids.map(|id| part(id.split('<').next().unwrap())).collect();
-                if !parts.iter().all(|part| part.exists()) {
-                    return if is_azure {
-                        fails(400, "InvalidBlockList")
-                    } else {
-                        fails(404, "NoSuchUpload")
-                    };
+                match parts.iter().all(|part| part.exists()) {
+                    false if is_azure => return fails(400, "InvalidBlockList"),
+                    false => return fails(404, "NoSuchUpload"),
+                    true => {}
                 }
                 let bytes: Vec<u8> = parts.iter().flat_map(|part| std::fs::read(part).unwrap()).collect();
                 write(&path, &bytes);
                 parts.iter().for_each(|part| std::fs::remove_file(part).unwrap());
                 let tag = self.tag(&bytes);
-                (200, tag.clone(), format!("<R><ETag>{tag}</ETag></R>"))
+                (200, tag.clone(), format!("<R><ETag>{tag}</ETag></R>").into())
             }
             "abort" => {
                 let parts = glob::glob(&format!("{}.part-*", path.display())).unwrap();
                 parts.for_each(|part| std::fs::remove_file(part.unwrap()).unwrap());
                 ok("")
             }
-            "delete" if request.method == "DELETE" => std::fs::remove_file(path)
-                .map_or_else(|_| fails(404, "NoSuchKey"), |()| (204, String::new(), String::new())),
-            "delete" => self.delete(body),
-            "list" => ok(&self.list(request)),
-            _ => ok(match name.trim_end_matches('/').rsplit('/').next().unwrap() {
+            "delete" if request.method == "DELETE" => match std::fs::remove_file(path) {
+                Ok(()) => (204, String::new(), Vec::new()),
+                Err(_) => fails(404, "NoSuchKey"),
+            },
+            "delete" => ok(&self.delete(body)),
+            "list" => ok(&self.list(&request.query)),
+            _ => ok(match name.rsplit('/').next().unwrap() {
                 "token" => "token",
                 "security-credentials" => "role",
                 // It expires at once, so each request asks for the next one.
@@ -353,7 +377,7 @@ impl Connection {
     }
 
     /// Deletes the objects that S3's XML names, or the requests in Azure's batch.
-    fn delete(&self, body: &[u8]) -> Response {
+    fn delete(&self, body: &[u8]) -> String {
         let text = String::from_utf8_lossy(body);
         let remove = |key: &str| drop(std::fs::remove_file(self.folder.join(key)));
         let (mut deleted, mut batch) = (String::new(), String::new());
@@ -369,138 +393,46 @@ impl Connection {
             );
         }
         let s3 = format!("<DeleteResult>{deleted}</DeleteResult>");
-        (200, String::new(), if batch.is_empty() { s3 } else { format!("{batch}--b--\r\n") })
+        if batch.is_empty() { s3 } else { format!("{batch}--b--\r\n") }
     }
 
     /// A page of a list.
-    fn list(&self, request: &Request) -> String {
-        let asked = |key: &str| request.query.get(key).cloned();
-        let (is_azure, prefix) = (request.query.contains_key("comp"), asked("prefix").unwrap_or_default());
+    fn list(&self, query: &HashMap<String, String>) -> String {
+        let asked = |key: &str| query.get(key).map(String::as_str);
         let files = glob::glob(&format!("{}/**/*", self.folder.display())).unwrap().map(Result::unwrap);
         let name =
             |path: PathBuf| path.strip_prefix(&self.folder).unwrap().to_str().unwrap().replace('&', "&amp;");
         let mut names: Vec<_> = files.filter(|path| path.is_file()).map(name).collect();
         names.extend(self.log().keys.iter().map(|&key| key.to_owned()));
-        names.retain(|name| name.starts_with(&prefix));
+        names.retain(|name| name.starts_with(asked("prefix").unwrap_or_default()));
         let start = asked("continuation-token").or(asked("marker")).map_or(0, |token| token.parse().unwrap());
         let end = names.len().min(start + self.log().page.unwrap_or(1000));
+        let is_azure = query.contains_key("comp");
         let objects: String = names[start..end].iter().map(|name| self.listed(name, is_azure)).collect();
         let next = if end < names.len() { end.to_string() } else { String::new() };
-        match (is_azure, next.is_empty()) {
-            (true, _) => {
-                format!(
-                    "<EnumerationResults><Blobs>{objects}</Blobs><NextMarker>{next}</NextMarker></EnumerationResults>"
-                )
-            }
-            (_, true) => format!("<ListBucketResult>{objects}</ListBucketResult>"),
-            _ => format!(
-                "<ListBucketResult><IsTruncated>true</IsTruncated>{objects}\
-                 <NextContinuationToken>{next}</NextContinuationToken></ListBucketResult>"
-            ),
+        if is_azure {
+            return format!(
+                "<EnumerationResults><Blobs>{objects}</Blobs><NextMarker>{next}</NextMarker></EnumerationResults>"
+            );
         }
+        let more =
+            format!("<IsTruncated>true</IsTruncated><NextContinuationToken>{next}</NextContinuationToken>");
+        format!("<ListBucketResult>{}{objects}</ListBucketResult>", if next.is_empty() { "" } else { &more })
     }
 
     fn listed(&self, name: &str, is_azure: bool) -> String {
-        let length = self
-            .folder
-            .join(name)
-            .metadata()
-            .map_or(u64::from(!name.ends_with("mark/")), |found| found.len());
-        match (is_azure, name.strip_prefix("encoded:")) {
-            (true, encoded) => format!(
-                "<Blob><Name{}>{}</Name><Properties><Last-Modified>Tue, 01 Jan 2030 00:00:00 GMT</Last-Modified>\
-                 <Content-Length>{length}</Content-Length><Content-Type>t</Content-Type></Properties></Blob>",
-                if encoded.is_some() { " Encoded=\"true\"" } else { "" },
-                encoded.unwrap_or(name),
-            ),
-            _ => format!(
+        let is_mark = name.ends_with("mark/");
+        let length = if self.folder.join(name).exists() { self.length(name) } else { u64::from(!is_mark) };
+        if !is_azure {
+            return format!(
                 "<Contents><Key>{name}</Key><LastModified>2030-01-01T00:00:00Z</LastModified><Size>{length}</Size></Contents>"
-            ),
+            );
         }
+        let (attribute, name) =
+            name.strip_prefix("encoded:").map_or(("", name), |name| (" Encoded=\"true\"", name));
+        format!(
+            "<Blob><Name{attribute}>{name}</Name><Properties><Last-Modified>Tue, 01 Jan 2030 00:00:00 GMT</Last-Modified>\
+             <Content-Length>{length}</Content-Length><Content-Type>t</Content-Type></Properties></Blob>",
+        )
     }
-
-    /// Answers a GET; `None` ends the connection.
-    fn get(&mut self, request: &Request) -> Option<()> {
-        let name = &request.name;
-        let range = request.headers.get("range").map(|range| {
-            let (first, last) = range.strip_prefix("bytes=").unwrap().split_once('-').unwrap();
-            first.parse::<u64>().unwrap()..last.parse::<u64>().unwrap() + 1
-        });
-        let fault = {
-            let mut log = self.log();
-            let concerns = name.ends_with(log.faulty.unwrap_or(".tokens"));
-            if concerns { log.faults.pop_front().or(log.always) } else { None }
-        };
-        if matches!(fault, Some(Fault::Endless | Fault::EndlesslyForbidden)) {
-            return self.flood(fault == Some(Fault::EndlesslyForbidden), range);
-        }
-        let bytes = std::fs::read(self.folder.join(name));
-        let tag = bytes.as_ref().map_or_else(|_| String::new(), |bytes| self.tag(bytes));
-        let mut send = |status: &str, more: &str, length: usize, body: &[u8]| {
-            let slow = u64::from(fault == Some(Fault::Slow));
-            let head =
-                format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{more}{}\r\n", headers(&tag));
-            self.stream.write_all(head.as_bytes()).ok()?;
-            for piece in body.chunks(if slow > 0 { body.len().div_ceil(6) } else { body.len() }.max(1)) {
-                self.stream.write_all(piece).ok()?;
-                std::thread::sleep(Duration::from_secs(slow));
-            }
-            Some(())
-        };
-        let is_other = |wanted: &String| *wanted != tag || tag.starts_with("W/"); // no condition holds for a weak tag
-        let total = match (fault, &bytes) {
-            (Some(Fault::Unavailable), _) => return send("503 Service Unavailable", "", 0, b""),
-            (Some(Fault::Forbidden), _) => return send("403 Forbidden", "", 0, b""),
-            (_, Err(_)) => return send("404 Not Found", "", 0, b""),
-            _ if request.headers.get("if-match").is_some_and(is_other) => {
-                return send("412 Precondition Failed", "", 0, b"");
-            }
-            (_, Ok(bytes)) => bytes.len() as u64,
-        };
-        let Range { start, mut end } = range.clone().unwrap_or(0..total);
-        let mut body = bytes.unwrap()[start as usize..end as usize].to_vec();
-        let mut length = body.len();
-        match fault {
-            Some(Fault::Cut | Fault::Stall) => body.truncate(length / 2),
-            Some(Fault::Short) => {
-                body.truncate(length / 2);
-                (length, end) = (body.len(), start + body.len() as u64);
-            }
-            Some(Fault::Corrupt) => body[length / 2] ^= 4,
-            _ => self.log.lock().unwrap().served.push((name.to_owned(), start..end)),
-        }
-        let partial = format!("Content-Range: bytes {start}-{}/{total}\r\n", end.saturating_sub(1));
-        let sent = match range {
-            Some(_) => send("206 Partial Content", &partial, length, &body),
-            None => send("200 OK", "", length, &body),
-        };
-        if fault == Some(Fault::Stall) {
-            std::thread::sleep(Duration::from_secs(60));
-        }
-        (!matches!(fault, Some(Fault::Cut | Fault::Stall))).then_some(()).and(sent)
-    }
-
-    /// Sends a body that does not end for long.
-    fn flood(&mut self, is_forbidden: bool, range: Option<Range<u64>>) -> Option<()> {
-        let endless = 1_u64 << 40;
-        let status = match range {
-            _ if is_forbidden => "403 Forbidden".to_owned(),
-            None => "200 OK".to_owned(),
-            Some(Range { start, end }) => {
-                format!("206 Partial Content\r\nContent-Range: bytes {start}-{}/{endless}", end - 1)
-            }
-        };
-        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {endless}\r\n{}\r\n", headers("\"1\""));
-        self.stream.write_all(head.as_bytes()).ok()?;
-        for _ in 0..64 {
-            self.stream.write_all(&[b' '; 1 << 20]).ok()?;
-        }
-        self.log().was_flooded = true;
-        None
-    }
-}
-
-fn headers(tag: &str) -> String {
-    let tag = if tag.is_empty() { String::new() } else { format!("ETag: {tag}\r\n") };
-    format!("{tag}Last-Modified: Tue, 01 Jan 2030 00:00:00 GMT\r\n")
 }

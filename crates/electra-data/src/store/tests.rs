@@ -8,8 +8,8 @@ use object_store::Error as StoreError;
 
 use super::client::opening_retry;
 use super::errors::{explain, is_transient, said};
-use super::test_server::Reply::{Done, Half, Lost, Pretended, Stall, Undone};
-use super::test_server::{Reply, TestServer};
+use super::test_server::Fault::{self, Done, Half, Lost, Pretended, Stall, Undone};
+use super::test_server::TestServer;
 use super::{Store, attended, url_of};
 use crate::error::Result;
 
@@ -19,24 +19,13 @@ const BUSY: &str = "<Error><Code>InternalError</Code><Message>again</Message></E
 const DENIED: &str = "<Error><Code>AccessDenied</Code><Message>no</Message></Error>";
 const NO_UPLOAD: &str = "<Error><Code>NoSuchUpload</Code></Error>";
 const NO_BUCKET: &str = "<Error><Code>NoSuchBucket</Code></Error>";
+const GONE: Fault = Undone(404, NO_UPLOAD);
 
-/// A folder served as the bucket `data`, and a store that writes to it, with more variables; one without a value is the
-/// server.
+/// A folder served as the bucket `data`, and a store that writes to it, with more variables.
 fn bucket(scheme: &str, more: &[(&str, &str)]) -> (tempfile::TempDir, TestServer, Store) {
     let dir = tempfile::tempdir().unwrap();
     let server = TestServer::start(dir.path());
-    let endpoint = server.url.trim_end_matches("/data");
-    let mut variables = match scheme {
-        "gs" => vec![("google_base_url", endpoint), ("google_bearer_token", "t")],
-        "az" => vec![
-            ("azure_storage_endpoint", endpoint),
-            ("azure_storage_account_name", "a"),
-            ("azure_skip_signature", "true"),
-        ],
-        _ => vec![("aws_endpoint_url", endpoint), ("aws_skip_signature", "true")],
-    };
-    variables.extend(more.iter().map(|&(key, value)| (key, if value.is_empty() { endpoint } else { value })));
-    let mut store = server.bucket_with(scheme, &variables);
+    let mut store = server.bucket_with(scheme, more);
     (store.retry, store.opening) = (Duration::from_secs(2), Duration::from_secs(2));
     (dir, server, store)
 }
@@ -58,152 +47,127 @@ fn perform(store: &Store, operation: &str, new: &Path) -> Result<()> {
     }
 }
 
-/// Injects replies into an operation on an older object of the same length. What is wrong then: what counts is an error
+/// Injects faults into an operation on an older object of the same length. What is wrong then: what counts is an error
 /// with these words, or the new bytes.
-fn failure(
-    scheme: &str,
-    operation: &str,
-    kind: &'static str,
-    replies: &[Reply],
-    expected: &str,
-) -> Option<String> {
+fn failure(scheme: &str, (operation, kind, faults, expected): &Row) -> Option<String> {
     let (dir, server, store) = bucket(scheme, &[]);
     store.check_conditions("warm").unwrap();
     let new = tempfile::NamedTempFile::new().unwrap();
-    let length = if operation == "file" { LARGE } else { 100 };
+    let length = if *operation == "file" { LARGE } else { 100 };
     let bytes: Vec<_> = (0..length).map(|at| (at / 10 % 251) as u8).collect();
     std::fs::write(new.path(), &bytes).unwrap();
     let object = dir.path().join(operation);
-    match operation {
+    match *operation {
         "create" => {}
         "file" | "put" | "delete" => std::fs::write(&object, vec![0; length]).unwrap(),
         _ => std::fs::write(&object, &bytes).unwrap(),
     }
-    server.log().replies.extend(replies.iter().map(|&reply| (kind, reply)));
+    server.log().faults.extend(faults.iter().map(|&fault| (*kind, fault)));
     let outcome = perform(&store, operation, new.path()).map_err(|error| error.to_string());
     let found = std::fs::read(&object).ok();
     let is_right = match &outcome {
-        Ok(()) => expected.is_empty() && found == (operation != "delete").then_some(bytes),
+        Ok(()) => expected.is_empty() && found == (*operation != "delete").then_some(bytes),
         Err(line) => {
-            !expected.is_empty()
-                && line.contains(expected)
-                && line.starts_with(scheme)
-                && !line.contains('\n')
+            let is_line = line.starts_with(scheme) && !line.contains('\n');
+            !expected.is_empty() && line.contains(expected) && is_line
         }
     };
     // Azure removes the parts of an upload that failed by itself.
     let names = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
     let is_part = |name: &std::ffi::OsString| name.to_string_lossy().contains(".part-");
     let objects = names.filter(|name| scheme != "az" || !is_part(name)).count();
-    let unused = server.log().replies.len();
+    let unused = server.log().faults.len();
     let row =
-        format!("{scheme} {operation}: {kind} {replies:?}: {outcome:?}, {unused} unused, {objects} objects");
+        format!("{scheme} {operation}: {kind} {faults:?}: {outcome:?}, {unused} unused, {objects} objects");
     (!is_right || unused > 0 || objects > 1).then_some(row)
 }
 
-/// What a store may answer to each request, and what then counts: "" is success, with the new bytes.
-#[test]
-fn an_ambiguous_answer_counts_only_if_the_object_is_the_new_one() {
+/// An operation, the kind of its requests, faults of these, and the words of the error.
+type Row = (&'static str, &'static str, Vec<Fault>, &'static str);
+
+/// What a store may answer to each request, and what then counts.
+fn rows() -> Vec<Row> {
     const CUT: &str = "<ListBucketResult><Contents><Key>list</Key>";
     const NO_NEXT: &str = "<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>";
-    const OTHER: Reply = Undone(200, "<R><ETag>\"other\"</ETag></R>");
-    const GONE: Reply = Undone(404, NO_UPLOAD);
-    let deleted = |code| Undone(200, code);
-    let no_key =
+    const NO_CONDITIONS: &str = "<Error><Code>NotImplemented</Code></Error>";
+    const NO_PART: &str = "<Error><Code>InvalidPart</Code></Error>";
+    const NO_KEY: &str =
         "<DeleteResult><Error><Key>delete</Key><Code>NoSuchKey</Code><Message/></Error></DeleteResult>";
-    let denied =
-        "<DeleteResult><Error><Key>delete</Key><Code>AccessDenied</Code><Message/></Error></DeleteResult>";
-    let busy =
+    const NOT_DELETED: &str =
         "<DeleteResult><Error><Key>delete</Key><Code>InternalError</Code><Message/></Error></DeleteResult>";
-    let rows: &[(&str, &'static str, &[Reply], &str)] = &[
-        ("put", "put", &[Lost], ""),
-        ("put", "put", &[Done(500, BUSY)], ""),
-        ("put", "put", &[Undone(503, BUSY)], ""),
-        ("put", "put", &[Undone(200, BUSY)], ""),
-        ("put", "put", &[Undone(409, BUSY)], ""),
-        ("put", "put", &[Pretended("another object")], ""),
-        ("put", "put", &[Half], ""),
+    const REFUSED: &str =
+        "<DeleteResult><Error><Key>delete</Key><Code>AccessDenied</Code><Message/></Error></DeleteResult>";
+    const OTHER: Fault = Undone(200, "<R><ETag>\"other\"</ETag></R>");
+    const OTHER_BYTES: Fault = Pretended("another object");
+    // After any of these faults, or one of two that all requests may have, the new bytes count.
+    let passing: [(&str, &str, &[Fault]); 14] = [
+        ("put", "put", &[Done(500, BUSY), Undone(200, BUSY), Undone(409, BUSY), OTHER_BYTES, Half]),
+        ("put", "head", &[Undone(404, "")]),
+        ("create", "create", &[Done(500, BUSY), Done(200, BUSY), Undone(200, BUSY), Undone(409, BUSY)]),
+        ("create", "create", &[Undone(412, ""), OTHER_BYTES]),
+        ("create", "head", &[]),
+        ("file", "begin", &[Undone(200, BUSY)]),
+        ("file", "part", &[Done(500, BUSY), Undone(200, BUSY), Half, GONE]),
+        ("file", "complete", &[Done(500, BUSY), Done(404, NO_UPLOAD), Done(200, DENIED), Undone(200, BUSY)]),
+        ("file", "complete", &[Undone(200, DENIED), Undone(409, BUSY), Undone(400, NO_PART), GONE, OTHER]),
+        ("file", "head", &[Undone(404, "")]),
+        (
+            "delete",
+            "delete",
+            &[Done(500, BUSY), Undone(200, BUSY), Done(200, NO_KEY), Undone(200, NOT_DELETED)],
+        ),
+        (
+            "list",
+            "list",
+            &[Undone(200, BUSY), Undone(200, "<html>sign in</html>"), Undone(200, CUT), Undone(200, NO_NEXT)],
+        ),
+        ("head", "head", &[]),
+        ("get", "get", &[]),
+    ];
+    let lasting: [(&str, &str, &[Fault], &str); 16] = [
         ("put", "put", &[Undone(404, NO_BUCKET)], "not found; check the URL, the bucket and the region"),
         ("put", "put", &[Undone(412, "")], "it was replaced while it was in use"),
         ("put", "put", &[Undone(403, DENIED)], "check the credentials and what they may read and write"),
-        ("put", "head", &[Lost], ""),
-        ("put", "head", &[Undone(404, "")], ""),
-        ("put", "head", &[Undone(503, "")], ""),
-        ("create", "create", &[Lost], ""),
-        ("create", "create", &[Done(500, BUSY)], ""),
-        ("create", "create", &[Done(200, BUSY)], ""),
-        ("create", "create", &[Undone(200, BUSY)], ""),
-        ("create", "create", &[Undone(409, BUSY)], ""),
-        ("create", "create", &[Undone(412, "")], ""),
-        ("create", "create", &[Pretended("another object")], ""),
         ("create", "create", &[Half], "the store has accepted it but keeps other bytes"),
-        ("create", "create", &[Undone(400, "<Error><Code>NotImplemented</Code></Error>")], "conditional PUT"),
+        ("create", "create", &[Undone(400, NO_CONDITIONS)], "conditional PUT"),
         ("create", "create", &[Undone(404, NO_BUCKET)], "not found"),
-        ("create", "head", &[Undone(503, "")], ""),
-        ("file", "begin", &[Lost], ""),
-        ("file", "begin", &[Undone(200, BUSY)], ""),
         ("file", "begin", &[Undone(404, NO_BUCKET)], "not found"),
-        ("file", "part", &[Lost], ""),
-        ("file", "part", &[Done(500, BUSY)], ""),
-        ("file", "part", &[Undone(200, BUSY)], ""),
-        ("file", "part", &[Half], ""),
-        ("file", "part", &[GONE], ""),
         ("file", "part", &[Undone(403, DENIED)], "check the credentials"),
-        ("file", "complete", &[Lost], ""),
-        ("file", "complete", &[Done(500, BUSY)], ""),
-        ("file", "complete", &[Done(404, NO_UPLOAD)], ""),
-        ("file", "complete", &[Done(200, DENIED)], ""),
-        ("file", "complete", &[Undone(200, BUSY)], ""),
-        ("file", "complete", &[Undone(200, DENIED)], ""),
-        ("file", "complete", &[Undone(409, BUSY)], ""),
-        ("file", "complete", &[Undone(400, "<Error><Code>InvalidPart</Code></Error>")], ""),
-        ("file", "complete", &[GONE], ""),
-        ("file", "complete", &[OTHER], ""),
         ("file", "complete", &[GONE, GONE], "the store has lost the parts"),
         ("file", "complete", &[OTHER, OTHER], "the store has lost the parts"),
         ("file", "complete", &[Undone(412, "")], "it was replaced while it was in use"),
-        ("file", "head", &[Undone(404, "")], ""),
-        ("file", "head", &[Lost], ""),
-        ("delete", "delete", &[Lost], ""),
-        ("delete", "delete", &[Done(500, BUSY)], ""),
-        ("delete", "delete", &[Undone(200, BUSY)], ""),
-        ("delete", "delete", &[Done(200, no_key)], ""),
-        ("delete", "delete", &[deleted(busy)], ""),
-        ("delete", "delete", &[deleted(denied)], "(code: AccessDenied)"),
-        ("list", "list", &[Lost], ""),
-        ("list", "list", &[Undone(503, BUSY)], ""),
-        ("list", "list", &[Undone(200, BUSY)], ""),
-        ("list", "list", &[Undone(200, "<html>sign in</html>")], ""),
-        ("list", "list", &[Undone(200, CUT)], ""),
-        ("list", "list", &[Undone(200, NO_NEXT)], ""),
+        ("delete", "delete", &[Undone(200, REFUSED)], "(code: AccessDenied)"),
         ("list", "list", &[Undone(403, DENIED)], "check the credentials and what they may read"),
         ("list", "list", &[Undone(404, NO_BUCKET)], "not found; check the URL, the bucket and the region"),
-        ("head", "head", &[Lost], ""),
-        ("head", "head", &[Undone(503, "")], ""),
         ("head", "head", &[Undone(404, "")], "not found"),
-        ("get", "get", &[Lost], ""),
-        ("get", "get", &[Undone(503, BUSY)], ""),
         ("get", "get", &[Undone(404, "")], "not found"),
     ];
+    let common = [Lost, Undone(503, BUSY)];
+    let passing = passing.into_iter().flat_map(|(operation, kind, faults)| {
+        faults.iter().chain(&common).map(move |&fault| (operation, kind, vec![fault], ""))
+    });
+    let lasting = lasting.map(|(operation, kind, faults, line)| (operation, kind, faults.to_vec(), line));
+    passing.chain(lasting).collect()
+}
+
+#[test]
+fn an_ambiguous_answer_counts_only_if_the_object_is_the_new_one() {
     // Azure begins no upload, completes it without XML, and lists and deletes in a form of its own. The client of GCS
     // takes a 412 that completes an upload as any other error.
-    let is_asked = |scheme: &str, operation: &str, kind: &str, replies: &[Reply]| {
+    let is_asked = |scheme: &str, (operation, kind, faults, _): &Row| {
         let is_s3_alone =
-            ["list", "delete"].contains(&operation) || kind == "begin" || replies == [Undone(412, "")];
-        scheme == "s3" || !is_s3_alone && (scheme == "gs" || replies != [OTHER, OTHER])
+            ["list", "delete"].contains(operation) || *kind == "begin" || faults == &[Undone(412, "")];
+        scheme == "s3" || !is_s3_alone && (scheme == "gs" || faults.len() < 2 || faults[0] == GONE)
     };
-    let failures = Mutex::new(Vec::new());
+    let (failures, rows) = (Mutex::new(Vec::new()), rows());
     std::thread::scope(|scope| {
-        let chunks = ["s3", "gs", "az"].map(|scheme| rows.chunks(8).map(move |rows| (scheme, rows)));
-        for (scheme, rows) in chunks.into_iter().flatten() {
+        for (scheme, rows) in ["s3", "gs", "az"].into_iter().flat_map(|s| rows.chunks(8).map(move |r| (s, r)))
+        {
             let failures = &failures;
             scope.spawn(move || {
-                for &(operation, kind, replies, expected) in rows {
-                    if is_asked(scheme, operation, kind, replies) {
-                        let failure = failure(scheme, operation, kind, replies, expected);
-                        failures.lock().unwrap().extend(failure);
-                    }
-                }
+                let found =
+                    rows.iter().filter(|row| is_asked(scheme, row)).filter_map(|row| failure(scheme, row));
+                found.for_each(|failure| failures.lock().unwrap().push(failure));
             });
         }
     });
@@ -301,7 +265,7 @@ fn a_metadata_service_that_stumbles_is_no_missing_credential() {
     // The server is also the proxy in front of the service's address.
     let (_dir, server, mut store) = bucket("s3", &[("aws_skip_signature", "false"), ("aws_proxy_url", "")]);
     store.retry = Duration::from_secs(60);
-    server.log().always_reply = Some(("metadata", Undone(404, "")));
+    server.log().always = Some(("metadata", Undone(404, "")));
     let start = Instant::now();
     let error = store.put("object", "x").unwrap_err().to_string();
     assert!(
@@ -309,13 +273,13 @@ fn a_metadata_service_that_stumbles_is_no_missing_credential() {
         "{error}"
     );
     assert!(start.elapsed() < Duration::from_secs(10));
-    server.log().always_reply = None;
+    server.log().always = None;
     store.put("object", "x").unwrap();
-    server.log().replies =
+    server.log().faults =
         [Undone(404, ""), Lost, Undone(503, ""), Undone(401, "")].map(|r| ("metadata", r)).into();
     store.put("object", "y").unwrap();
-    assert!(server.log().replies.is_empty());
-    server.log().always_reply = Some(("metadata", Undone(404, "")));
+    assert!(server.log().faults.is_empty());
+    server.log().always = Some(("metadata", Undone(404, "")));
     store.retry = Duration::from_millis(300);
     let error = store.put("object", "z").unwrap_err().to_string();
     assert!(error.contains("no new credentials from 169.254.169.254: "), "{error}");
@@ -337,11 +301,11 @@ fn a_start_is_repeated_as_long_as_nobody_waits_at_a_terminal() {
     store.opening = Duration::from_secs(60);
     store.put("object", "x").unwrap();
     let busy = "<Error><Code>SlowDown</Code></Error>";
-    server.log().replies = vec![("head", Undone(503, busy)); 500];
+    server.log().faults = vec![("head", Undone(503, busy)); 500];
     std::thread::scope(|scope| {
         (0..50).for_each(|_| drop(scope.spawn(|| store.head("object").unwrap())));
     });
-    assert!(server.log().replies.is_empty());
+    assert!(server.log().faults.is_empty());
 }
 
 #[test]
@@ -355,7 +319,7 @@ fn each_error_is_one_line_with_its_remedy() {
     assert!(said(&generic(&"x".repeat(1000))).chars().count() < 300);
     let (_dir, server, mut store) = bucket("s3", &[]);
     store.retry = Duration::from_secs(1);
-    server.log().always_reply = Some(("put", Half));
+    server.log().always = Some(("put", Half));
     let error = store.put("object", vec![7; 1000]).unwrap_err().to_string();
     assert!(error.contains("the store kept 500 bytes of 1000; the request was repeated for"), "{error}");
 }
@@ -363,13 +327,13 @@ fn each_error_is_one_line_with_its_remedy() {
 #[test]
 fn an_upload_that_stalls_is_sent_again_and_an_interrupted_one_leaves_no_parts() {
     let (dir, server, mut store) = bucket("s3", &[]);
-    server.log().replies = vec![("put", Stall)];
+    server.log().faults = vec![("put", Stall)];
     store.retry = Duration::from_secs(60);
     store.put("object", "x").unwrap();
     store.delete(&["object".to_owned()]).unwrap();
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LARGE as u64).unwrap();
-    server.log().replies = vec![("part", Stall)];
+    server.log().faults = vec![("part", Stall)];
     let upload = |_: std::sync::mpsc::Sender<()>| store.put_file("object", file.path());
     let has_part = || ["2", "3"].iter().any(|part| dir.path().join(format!("object.part-{part}")).exists());
     let interrupt = |_| if has_part() { Err("Ctrl-C") } else { Ok(()) };

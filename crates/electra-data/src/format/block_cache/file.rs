@@ -119,25 +119,21 @@ impl CachedFile {
     fn damage(&self, run: usize, block: u32, bytes: &[u8]) -> Option<String> {
         let Layout { table, num_blocks, file_length, .. } = self.layout;
         let is_tail = run == self.tail_run();
-        let (start, tail) = (self.run_range(run).start, self.tail_range());
+        let start = self.run_range(run).start;
         let table = if is_tail { &bytes[table - start..] } else { self.tail(table..file_length) };
         let (table, hash) = table.split_at(table.len() - 8);
         if is_tail && (hash_hex(table) != self.hash || block_hash(table) != read_u64(hash)) {
             return Some("the table of checksums is not that of the manifest".into());
         }
-        let first = start / BLOCK_BYTES;
-        let blocks =
-            if is_tail { first..num_blocks } else { first + block as usize..first + block as usize + 1 };
-        let end = |number: usize| {
-            ((number + 1) * BLOCK_BYTES).min(if is_tail { self.layout.table } else { tail.start })
+        let first = start / BLOCK_BYTES + block as usize;
+        let (past, end) =
+            if is_tail { (num_blocks, self.layout.table) } else { (first + 1, self.tail_range().start) };
+        let is_damaged = |&number: &usize| {
+            let range = number * BLOCK_BYTES - start..end.min((number + 1) * BLOCK_BYTES) - start;
+            block_hash(&bytes[range]) != read_u64(&table[8 * number..])
         };
-        blocks
-            .into_iter()
-            .find(|&number| {
-                let bytes = &bytes[number * BLOCK_BYTES - start..end(number) - start];
-                block_hash(bytes) != read_u64(&table[8 * number..])
-            })
-            .map(|number| format!("block {number} of {num_blocks} is damaged in the store"))
+        let damaged = (first..past).find(is_damaged)?;
+        Some(format!("block {damaged} of {num_blocks} is damaged in the store"))
     }
 }
 

@@ -49,14 +49,10 @@ impl Folder {
         let dir = options.dir.join(format!("cached-{checksum}"));
         let folder = Self { runs: dir.join("runs"), dir, limit: options.bytes, budget: Mutex::new(0) };
         if !folder.runs.exists() {
-            folder.create()?;
+            std::fs::create_dir_all(&folder.runs).map_err(|error| folder.cannot_write(error))?;
             mention_earlier(&options.dir);
         }
         Ok(folder)
-    }
-
-    fn create(&self) -> Result<()> {
-        std::fs::create_dir_all(&self.runs).map_err(|error| self.cannot_write(error))
     }
 
     fn path(&self, run: &str) -> PathBuf {
@@ -182,16 +178,10 @@ impl Drop for Claim {
 fn mention_earlier(dir: &Path) {
     use std::io::Write;
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
-    let earlier: Vec<_> =
-        entries.filter(|path| path.join("state").is_file() && path.join("lock").is_file()).collect();
-    if let [first, rest @ ..] = &earlier[..] {
-        let names = rest
-            .iter()
-            .fold(first.display().to_string(), |names, path| format!("{names} {}", path.display()));
-        // Not `eprintln`, which panics where standard error is closed.
-        let _ = writeln!(
-            std::io::stderr(),
-            "note: caches of an earlier version are not used any more; delete {names}"
-        );
+    let earlier = entries.filter(|path| path.join("state").is_file() && path.join("lock").is_file());
+    let names: String = earlier.map(|path| format!(" {}", path.display())).collect();
+    if !names.is_empty() {
+        let note = format!("note: caches of an earlier version are not used any more; delete{names}");
+        let _ = writeln!(std::io::stderr(), "{note}"); // `eprintln` panics where standard error is closed
     }
 }

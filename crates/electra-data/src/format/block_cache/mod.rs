@@ -202,17 +202,14 @@ impl BlockCache {
             let parts = claims.take(MAX_CLAIMS).flat_map(|(want, claim)| self.parts(want, &Rc::new(claim)));
             let parts: Vec<_> = parts.collect();
             if parts.is_empty() {
-                cancel.wait(POLL_INTERVAL);
+                std::thread::sleep(POLL_INTERVAL);
             }
             self.fetch_parts(parts, cancel)?;
         }
     }
 
     fn claim(&self, pin: &Pin, waited: Duration) -> Option<Claim> {
-        match &self.folder {
-            Some(folder) => folder.claim(&name_of(pin), waited),
-            None => Some(Claim::private()),
-        }
+        self.folder.as_ref().map_or(Some(Claim::private()), |folder| folder.claim(&name_of(pin), waited))
     }
 
     /// The wanted blocks of a run that are neither mapped nor in the folder. Those in the folder are mapped.
@@ -249,7 +246,7 @@ impl BlockCache {
         }
         let mut touched = Instant::now();
         for attempt in 1..=ATTEMPTS {
-            let mut groups: Vec<Option<Vec<Part<'_>>>> = merged(parts).into_iter().map(Some).collect();
+            let mut groups: Vec<_> = merged(parts).into_iter().map(Some).collect();
             let requests: Vec<Request> = groups.iter().flatten().map(|group| self.request(group)).collect();
             let mut bad = Vec::new();
             self.store.read_ranges(&requests, cancel, |number, bytes| {
@@ -280,13 +277,13 @@ impl BlockCache {
 
     /// Writes a run with the blocks that were fetched, verifies and maps it, and shares it.
     fn accept(&self, part: &Part<'_>, bytes: &[u8]) -> Result<()> {
+        let failed = |error| self.cannot_write(error);
         let Some(folder) = &self.folder else {
-            let file = tempfile::tempfile().map_err(|error| self.cannot_write(error))?;
-            return self.fill(part, bytes, &file);
+            return self.fill(part, bytes, &tempfile::tempfile().map_err(failed)?);
         };
-        let file = folder.temporary().map_err(|error| self.cannot_write(error))?;
+        let file = folder.temporary().map_err(failed)?;
         self.fill(part, bytes, file.as_file())?;
-        folder.publish(file, &name_of(&part.want.pin)).map_err(|error| self.cannot_write(error))
+        folder.publish(file, &name_of(&part.want.pin)).map_err(failed)
     }
 
     fn fill(&self, part: &Part<'_>, bytes: &[u8], file: &File) -> Result<()> {
