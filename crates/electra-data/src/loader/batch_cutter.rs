@@ -7,8 +7,7 @@ use std::sync::Arc;
 use super::batch::RowRange;
 use super::mixture::{Mixture, Turns};
 use super::options::LoaderOptions;
-use super::shuffle_window::{Blocks, ShuffleWindow};
-use super::state::CorpusPosition;
+use super::shuffle_window::{Blocks, CorpusPosition, ShuffleWindow};
 
 /// Cuts the streams of a rank's lanes, one after the other in each batch.
 pub(super) struct BatchCutter {

@@ -5,8 +5,7 @@
 
 use std::sync::Arc;
 
-use super::shuffle_window::Blocks;
-use super::state::CorpusPosition;
+use super::shuffle_window::{Blocks, CorpusPosition};
 use crate::error::{Error, Result};
 use crate::format::Corpus;
 use crate::philox::philox4x32;
