@@ -35,7 +35,7 @@ impl Tokenizer {
         strip_accents: Option<bool>,
         names: SpecialNames,
     ) -> PyResult<Self> {
-        let open = || electra_data::Tokenizer::with_names(&path, lowercase, strip_accents, &names);
+        let open = || electra_data::Tokenizer::with_names(&path, (lowercase, strip_accents), &names);
         py.detach(open).map(Self::of).map_err(raise)
     }
 
@@ -46,7 +46,7 @@ impl Tokenizer {
         lowercase: Option<bool>,
         strip_accents: Option<bool>,
     ) -> PyResult<Option<Self>> {
-        let found = electra_data::Tokenizer::beside_manifest(&path, lowercase, strip_accents);
+        let found = electra_data::Tokenizer::beside_manifest(&path, (lowercase, strip_accents));
         Ok(found.map_err(raise)?.map(Self::of))
     }
 

@@ -86,21 +86,18 @@ impl Inputs {
         }
         if search.files.is_empty() {
             let asked: Vec<_> = inputs.iter().map(|path| path.display().to_string()).collect();
-            let (asked, skipped) = (asked.join(", "), search.skipped.len());
             let is_json = |path: &PathBuf| matches!(kind_of(path, None), Some((InputFormat::Json, _)));
-            let fields = reading.text_fields.join(", ");
-            let reason = match skipped {
+            let (asked, fields) = (asked.join(", "), reading.text_fields.join(", "));
+            let reason = match search.skipped.len() {
                 0 => String::new(),
                 n if search.skipped.keys().any(is_json) => {
-                    format!(
-                        " ({n} were found, of other kinds or .json without the text field {fields}; choose it with --text-field)"
-                    )
+                    let json = format!(".json without the text field {fields}; choose it with --text-field");
+                    format!(" ({n} were found, of other kinds or {json})")
                 }
                 n => format!(" ({n} of other kinds were found; known are {KNOWN}; {REMEDY})"),
             };
-            return Err(Error::Input(format!(
-                "No files matched {asked}{reason}; check the path or the glob"
-            )));
+            let remedy = "check the path or the glob";
+            return Err(Error::Input(format!("No files matched {asked}{reason}; {remedy}")));
         }
         let mut files: Vec<InputFile> = search.files.into_values().collect();
         let passed_over = PassedOver::of(&search.skipped, files.iter().map(|file| file.size).sum());

@@ -192,28 +192,20 @@ mod tests {
 
     #[test]
     fn a_change_in_a_sample_is_noticed_at_any_time_and_elsewhere_by_time_or_on_request() {
+        use Comparison::{Changed, Same, SamePart};
         let (middle, end) = ((SIZE - SAMPLE_BYTES) / 2, SIZE - SAMPLE_BYTES);
-        for start in [0, middle, end] {
-            for at in [start, start + SAMPLE_BYTES - 1] {
-                assert_eq!(after_a_change(at, None, 0, false), Comparison::Changed, "{at}");
-            }
+        for at in [0, middle, end].into_iter().flat_map(|start| [start, start + SAMPLE_BYTES - 1]) {
+            assert_eq!(after_a_change(at, None, 0, false), Changed, "{at}");
         }
         for at in [SAMPLE_BYTES, middle - 1, middle + SAMPLE_BYTES, end - 1] {
-            assert_eq!(after_a_change(at, None, 0, false), Comparison::Same, "{at}");
-            assert_eq!(after_a_change(at, None, 0, true), Comparison::Changed, "{at}");
-            assert_eq!(after_a_change(at, None, 1, false), Comparison::Changed, "{at}");
+            let found =
+                [(0, false), (0, true), (1, false)].map(|(s, verify)| after_a_change(at, None, s, verify));
+            assert_eq!(found, [Same, Changed, Changed], "{at}");
         }
-    }
-
-    #[test]
-    fn a_part_has_the_byte_before_it_too() {
+        // A part has the byte before it, too.
         let part = Part { start: 100_000, end: 200_000 };
-        for (at, expected) in [
-            (99_998, Comparison::SamePart),
-            (99_999, Comparison::Changed),
-            (199_999, Comparison::Changed),
-            (200_000, Comparison::SamePart),
-        ] {
+        for (at, expected) in [(99_998, SamePart), (99_999, Changed), (199_999, Changed), (200_000, SamePart)]
+        {
             assert_eq!(after_a_change(at, Some(&part), 1, false), expected, "{at}");
         }
     }

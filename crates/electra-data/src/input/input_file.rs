@@ -31,13 +31,8 @@ pub(crate) enum Compression {
 }
 
 impl Compression {
-    fn name(self) -> &'static str {
-        match self {
-            Self::None => "plain",
-            Self::Gzip => "gzip",
-            Self::Zstd => "zstd",
-            Self::Xz => "xz",
-        }
+    fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 
     /// Whether compressed data can begin like this: `head` may be shorter than the magic bytes.

@@ -37,19 +37,17 @@ impl SkipLog {
 
     /// Adds a record, or fails with its error if the limit is reached.
     pub fn add(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
-        let allowed = self.allowed;
-        if allowed == 0 {
-            let remedy = "--skip-bad-records N leaves up to N such records out";
-            return Err(Error::Input(format!("{error}; {remedy}")));
-        }
-        if self.count.fetch_add(1, Ordering::Relaxed) >= allowed {
-            let before = format!("{allowed} bad records were skipped before it");
-            return Err(Error::Input(format!(
-                "{error}; {before}: --skip-bad-records {allowed} allows no more"
-            )));
-        }
-        self.records.push(record);
-        Ok(())
+        let remedy = match self.allowed {
+            0 => "--skip-bad-records N leaves up to N such records out".to_owned(),
+            n if self.count.fetch_add(1, Ordering::Relaxed) >= n => {
+                format!("{n} bad records were skipped before it: --skip-bad-records {n} allows no more")
+            }
+            _ => {
+                self.records.push(record);
+                return Ok(());
+            }
+        };
+        Err(Error::Input(format!("{error}; {remedy}")))
     }
 
     /// The records added since the last call.

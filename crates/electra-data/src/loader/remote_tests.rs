@@ -10,7 +10,7 @@ use super::tests::{hashes, loader_of, named, rows};
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::error::{Error, Result};
 use crate::format::testing::write_corpus;
-use crate::format::{CacheOptions, Corpus, verify};
+use crate::format::{CacheOptions, Corpus};
 use crate::philox::{Purpose, Stream};
 use crate::store::test_server::{Fault, TestServer};
 
@@ -26,6 +26,14 @@ fn write(dir: &Path) {
     };
     let documents: Vec<_> = (0..8_000).map(&mut document).collect();
     write_corpus(dir, 30_005, &documents, 524_288);
+}
+
+/// A corpus, a folder for caches, and a server of the corpus.
+fn served(write: fn(&Path)) -> (tempfile::TempDir, tempfile::TempDir, TestServer) {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    let server = TestServer::start(corpus.path());
+    (corpus, scratch, server)
 }
 
 fn options() -> LoaderOptions {
@@ -59,9 +67,7 @@ fn disk_usage(files: &[PathBuf]) -> u64 {
 
 #[test]
 fn batches_are_those_from_disk_in_any_packing() {
-    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    write(corpus.path());
-    let server = TestServer::start(corpus.path());
+    let (corpus, scratch, server) = served(write);
     for (packing, cut_at) in
         [("best-fit", "token"), ("best-fit", "word"), ("best-fit", "line"), ("google", "token")]
     {
@@ -79,9 +85,7 @@ fn batches_are_those_from_disk_in_any_packing() {
 
 #[test]
 fn readers_of_one_node_fetch_each_byte_once_in_any_number_of_epochs() {
-    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    write(corpus.path());
-    let server = TestServer::start(corpus.path());
+    let (corpus, scratch, server) = served(write);
     let options = LoaderOptions { epochs: Some(2), ..options() };
     let local = hashes(loader_of(corpus.path(), &options));
     let read = || assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options).unwrap()), local);
@@ -93,9 +97,7 @@ fn readers_of_one_node_fetch_each_byte_once_in_any_number_of_epochs() {
 
 #[test]
 fn a_cache_of_three_windows_stays_small_and_fetches_each_block_once() {
-    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    write_many_windows(corpus.path());
-    let server = TestServer::start(corpus.path());
+    let (corpus, scratch, server) = served(write_many_windows);
     let options = LoaderOptions { batch_size: 4_096, sequence_length: 512, ..options() };
     let needed = cached(&server, scratch.path(), 1 << 20, &options).err().unwrap().to_string();
     let limit: u64 = needed.split_once("need ").unwrap().1.split_once(';').unwrap().0.parse().unwrap();
@@ -180,9 +182,7 @@ fn lasting_faults_are_one_line_and_no_more_is_read_than_what_was_asked_for() {
 
 #[test]
 fn what_a_crash_lost_is_fetched_again() {
-    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    write(corpus.path());
-    let server = TestServer::start(corpus.path());
+    let (_corpus, scratch, server) = served(write);
     let local = hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap());
     // Zeros in blocks and tables, files that are cut off or gone.
     let mut files = runs(scratch.path());
@@ -201,25 +201,6 @@ fn what_a_crash_lost_is_fetched_again() {
         }
     }
     assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap()), local);
-}
-
-#[test]
-fn damage_in_a_store_is_named_with_its_block() {
-    let corpus = tempfile::tempdir().unwrap();
-    write(corpus.path());
-    let server = TestServer::start(corpus.path());
-    let damaged = || verify(Path::new(&server.url)).unwrap().damaged;
-    let [vocab] = &damaged()[..] else { panic!("{:?}", damaged()) };
-    assert!(vocab.contains("vocab.txt"), "which the corpus of this test does not have: {vocab}");
-    let path = corpus.path().join("shard-000000-003.tokens");
-    let mut bytes = std::fs::read(&path).unwrap();
-    bytes[150_000] ^= 1;
-    std::fs::write(&path, bytes).unwrap();
-    assert!(
-        damaged().iter().any(|line| line.contains("shard-000000-003.tokens: block 2 of")),
-        "{:?}",
-        damaged()
-    );
 }
 
 /// The store stops answering after any number of requests, also those that no planner has announced: documents reach
@@ -295,9 +276,7 @@ fn a_reader_in_a_process_of_its_own() {
 /// suspended all the time.
 #[test]
 fn streams_are_those_from_disk_whatever_happens_to_readers_of_a_small_cache() {
-    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    write_blocks(corpus.path());
-    let server = TestServer::start(corpus.path());
+    let (corpus, scratch, server) = served(write_blocks);
     let local: Vec<Vec<u64>> =
         (0..3).map(|number| hashes(loader_of(corpus.path(), &reader_options(number)))).collect();
     let needed = |number| {

@@ -59,7 +59,7 @@ impl VocabFiles {
         text.push(b'\n');
         let path = self.folder.join(self.txt.as_ref().unwrap_or(&self.json));
         let tokenizer =
-            Tokenizer::from_vocab(&path, text, Some(lowercase), Some(strip_accents), &Default::default())?;
+            Tokenizer::from_vocab(&path, text, (Some(lowercase), Some(strip_accents)), &Default::default())?;
         create_folder(&self.folder)?;
         let (json, config) = (tokenizer.to_json()?, config(lowercase, strip_accents));
         let files = match &self.txt {

@@ -23,6 +23,8 @@ const MAX_VOCAB_SIZE: u32 = 1 << 24;
 
 /// The names of pad, unk, cls, sep and mask; `None` for the usual ones.
 pub type SpecialNames = [Option<String>; 5];
+/// Settings of a `vocab.txt`, lowercase and strip_accents; `None` for what its entries show.
+pub type CaseOptions = (Option<bool>, Option<bool>);
 
 impl Tokenizer {
     /// Opens a `vocab.txt` or a `tokenizer.json` (by extension), whatever is beside it.
@@ -32,22 +34,17 @@ impl Tokenizer {
     ///
     /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
-        Self::with_names(path, lowercase, strip_accents, &SpecialNames::default())
+        Self::with_names(path, (lowercase, strip_accents), &SpecialNames::default())
     }
 
     /// As [`Tokenizer::from_file`], with special tokens of these names.
-    pub fn with_names(
-        path: &Path,
-        lowercase: Option<bool>,
-        strip_accents: Option<bool>,
-        names: &SpecialNames,
-    ) -> Result<Self> {
+    pub fn with_names(path: &Path, case: CaseOptions, names: &SpecialNames) -> Result<Self> {
         guarded(path, || {
             let file = read(path)?;
             if !is_json(path) {
-                return Self::from_vocab(path, file, lowercase, strip_accents, names);
+                return Self::from_vocab(path, file, case, names);
             }
-            refuse_case(path, lowercase, strip_accents)?;
+            refuse_case(path, case)?;
             let inner = parse(path, &file)?;
             let special = find_special(path, &|name| inner.token_to_id(name), names)?;
             Self::of_json(path, file, inner, special)
@@ -55,17 +52,18 @@ impl Tokenizer {
     }
 
     /// The tokenizer that a file beside the manifest of its corpus has there; `None` for any other file.
-    pub fn beside_manifest(
-        path: &Path,
-        lowercase: Option<bool>,
-        strip_accents: Option<bool>,
-    ) -> Result<Option<Self>> {
-        let Some(entry) = own_entry(path) else { return Ok(None) };
+    pub fn beside_manifest(path: &Path, case: CaseOptions) -> Result<Option<Self>> {
+        // Errors are ignored: other programs write a manifest.json too.
+        let manifest = path.parent().and_then(|dir| Manifest::read(dir).ok());
+        let entry = manifest.map(|manifest| manifest.tokenizer);
+        let is_own = |entry: &TokenizerEntry| path.file_name() == Some(entry.file.as_ref());
+        let Some(entry) = entry.filter(is_own) else { return Ok(None) };
         let file = read(path)?;
         entry.check(path, &file)?;
         if is_json(path) {
-            refuse_case(path, lowercase, strip_accents)?;
+            refuse_case(path, case)?;
         }
+        let (lowercase, strip_accents) = case;
         let strip_accents = strip_accents.or(entry.strip_accents.filter(|_| lowercase.is_none()));
         let case = (lowercase.or(entry.lowercase), strip_accents);
         Self::restored(path, (&entry.file, file), case, entry.special_tokens).map(Some)
@@ -75,11 +73,11 @@ impl Tokenizer {
     pub fn restored(
         path: &Path,
         (name, file): (&str, Vec<u8>),
-        (lowercase, strip_accents): (Option<bool>, Option<bool>),
+        case: CaseOptions,
         special: SpecialTokens,
     ) -> Result<Self> {
         if name != JSON {
-            return Self::from_vocab(path, file, lowercase, strip_accents, &SpecialNames::default());
+            return Self::from_vocab(path, file, case, &SpecialNames::default());
         }
         guarded(path, || Self::of_json(path, file.clone(), parse(path, &file)?, special))
     }
@@ -97,8 +95,7 @@ impl Tokenizer {
     pub(crate) fn from_vocab(
         path: &Path,
         mut file: Vec<u8>,
-        lowercase: Option<bool>,
-        strip_accents: Option<bool>,
+        (lowercase, strip_accents): CaseOptions,
         names: &SpecialNames,
     ) -> Result<Self> {
         if file.starts_with(BYTE_ORDER_MARK) {
@@ -200,12 +197,6 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     })
 }
 
-/// The entry for this file in the manifest of its corpus. Errors are ignored: other programs write a manifest.json too.
-fn own_entry(path: &Path) -> Option<TokenizerEntry> {
-    let entry = Manifest::read(path.parent()?).ok()?.tokenizer;
-    (path.file_name()? == entry.file.as_str()).then_some(entry)
-}
-
 /// One more than the highest id; an error if that is absurdly large, because tables have a row per id.
 fn vocab_size(path: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<u32> {
     match tokenizer.get_vocab(true).into_iter().max_by_key(|&(_, id)| id) {
@@ -236,8 +227,8 @@ fn is_json(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "json")
 }
 
-fn refuse_case(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<()> {
-    if lowercase.is_none() && strip_accents.is_none() {
+fn refuse_case(path: &Path, case: CaseOptions) -> Result<()> {
+    if case == (None, None) {
         return Ok(());
     }
     Err(Error::at(path, "lowercase and strip_accents belong to vocab.txt; a tokenizer.json has its own"))

@@ -64,28 +64,3 @@ impl WordCache {
 fn set_index(key: Key) -> usize {
     key.hash() as usize & (SETS - 1)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_found_was_inserted() {
-        let mut cache = WordCache::new();
-        let ids = |n: u32| vec![n; 1 + n as usize % MAX_IDS];
-        let key = |n: u32| Key::of(format!("word{n}").as_bytes()).unwrap();
-        let mut found = 0;
-        for n in 0..200_000 {
-            cache.insert(key(n), &ids(n));
-            let kept = cache.get(key(n)).unwrap();
-            assert_eq!(kept.ids[..kept.count as usize], ids(n));
-            if let Some(kept) = cache.get(key(n / 2)) {
-                assert_eq!(kept.ids[..kept.count as usize], ids(n / 2));
-                found += 1;
-            }
-        }
-        assert!(found > 10_000, "{found}");
-        cache.insert(key(1_000_000), &[1; MAX_IDS + 1]);
-        assert!(cache.get(key(1_000_000)).is_none());
-    }
-}

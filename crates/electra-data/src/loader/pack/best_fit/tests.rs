@@ -18,20 +18,6 @@ fn all(rows: &Rows) -> Vec<Span> {
     spans
 }
 
-/// Document lengths as in an encyclopaedia: log-normal, median about 250 tokens.
-fn realistic(total: u32, seed: u64) -> Vec<u32> {
-    let mut stream = Stream::new(seed, Purpose::Mask, [9, 9, 9]);
-    let mut lengths = Vec::new();
-    let mut sum = 0;
-    while sum < total {
-        let normal: f64 = (0..12).map(|_| f64::from(stream.word()) / 4_294_967_296.0).sum::<f64>() - 6.0;
-        let len = ((5.5 + 1.1 * normal).exp() as u32 + 1).min(total - sum);
-        lengths.push(len);
-        sum += len;
-    }
-    lengths
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -79,14 +65,10 @@ proptest! {
 }
 
 #[test]
-fn rows_are_full() {
+fn rows_are_full_whatever_the_lengths() {
+    // `tests/data/test_packing.py` has ordinary lengths. One long document wastes a row at most.
     let awkward = [70, 77, 100, 45].map(|len| (128, 0.95, vec![len; 262_144 / len as usize]));
-    let realistic = [(128, 0.996, 0), (512, 0.994, 1), (512, 0.994, 2)]
-        .map(|(sequence_length, least, seed)| (sequence_length, least, realistic(262_144, seed)));
-    // One long document wastes a row at most.
-    for (sequence_length, least, lengths) in
-        awkward.into_iter().chain(realistic).chain([(512, 0.998, vec![262_144])])
-    {
+    for (sequence_length, least, lengths) in awkward.into_iter().chain([(512, 0.998, vec![262_144])]) {
         let ends = ends(&lengths);
         let rows = BestFitPacker::new(sequence_length, 2).pack(&ends, 0..ends[ends.len() - 1], counter(0));
         let used: usize = all(&rows).iter().map(|span| span.num_positions()).sum();
