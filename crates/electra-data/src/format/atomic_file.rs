@@ -52,8 +52,7 @@ impl AtomicFile {
         match std::fs::hard_link(&self.temp, &self.target) {
             Ok(()) => sync_folder_of(&self.target),
             Err(_) if self.target.symlink_metadata().is_ok() => {
-                let path = self.target.display();
-                Err(Error::Input(format!("{path}: exists and would be overwritten; give another --out")))
+                Err(Error::at(&self.target, "exists and would be overwritten; give another --out"))
             }
             Err(_) => self.put(), // a file system without links
         }

@@ -92,11 +92,8 @@ impl Comparer<'_> {
             }
         }
         let Some(file) = unrecorded.values().next() else { return Ok(()) };
-        let (file, dir) = (file.path.display(), dir.display());
-        Err(Error::Input(format!(
-            "{file}: {dir} holds no hash of it, so --verify-inputs cannot compare it; to be sure, prepare it again in \
-             another --out"
-        )))
+        let remedy = "so --verify-inputs cannot compare it; to be sure, prepare it again in another --out";
+        Err(Error::at(&file.path, format_args!("{} holds no hash of it, {remedy}", dir.display())))
     }
 
     /// Fails if the finished corpus in `dir`, which has another fingerprint, was made of an input of another size.
@@ -144,23 +141,17 @@ impl Comparer<'_> {
             return Ok(Vec::new());
         }
         let compare_all = || identities.par_iter().map(compare).collect::<Result<Vec<_>>>();
-        let attend = |_| {
-            if progress(Progress { step: "comparing the inputs", ..Progress::default() }) {
-                return Ok(());
-            }
-            cancel.raise();
-            Err(Error::Interrupted)
+        let attend = |_| match progress(Progress { step: "comparing the inputs", ..Progress::default() }) {
+            true => Ok(()),
+            false => Err(Error::Interrupted).inspect_err(|_| cancel.raise()),
         };
         attended(|_: Sender<()>| on_all_cores(compare_all)?, attend)?
     }
 }
 
 fn changed(file: &InputFile, dir: &Path) -> Error {
-    let (file, dir) = (file.path.display(), dir.display());
-    Error::Input(format!(
-        "{file}: has changed since {dir} was prepared from it; choose another --out, or remove that folder to prepare \
-         it again"
-    ))
+    let remedy = "choose another --out, or remove that folder to prepare it again";
+    Error::at(&file.path, format_args!("has changed since {} was prepared from it; {remedy}", dir.display()))
 }
 
 /// Writes the list of the corpus's inputs; no file if it is empty.

@@ -134,14 +134,13 @@ impl Finalizer<'_> {
 
     fn nothing_left(&self, records: &[InputGroupRecord]) -> Error {
         let empty = saturating_sum(records.iter().map(|record| record.empty_documents));
-        let message = if records.iter().any(|record| !record.validation.is_empty()) {
-            "the holdout took every document: choose a smaller fraction or add text".to_owned()
-        } else {
-            format!("the corpus is empty: no token in all the input ({empty} empty documents)")
+        let message = match records.iter().all(|record| record.validation.is_empty()) {
+            true => format!("the corpus is empty: no token in all the input ({empty} empty documents)"),
+            false => "the holdout took every document: choose a smaller fraction or add text".to_owned(),
         };
         // None of this can be resumed.
         let _ = clean_up(&self.out.place, &self.manifest(Vec::new()));
-        let _ = std::fs::remove_dir(self.out.out());
+        let _ = std::fs::remove_dir(&self.out.out);
         Error::Input(message)
     }
 }

@@ -174,16 +174,3 @@ fn is_validation(input_group: usize, document: u64, threshold: u64) -> bool {
     position[8..].copy_from_slice(&document.to_le_bytes());
     xxh3_64(&position) < threshold
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn about_the_fraction_goes_to_validation() {
-        let threshold = (0.1 * 2_f64.powi(64)) as u64;
-        let count = (0..20_000).filter(|&document| is_validation(3, document, threshold)).count();
-        assert!((1_850..2_150).contains(&count), "{count}");
-        assert!((0..1_000).all(|document| !is_validation(0, document, 0)));
-    }
-}

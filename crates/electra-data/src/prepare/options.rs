@@ -141,10 +141,7 @@ pub(super) struct Decided {
 impl Pass {
     /// The hash of the hashes by which duplicates were found.
     pub fn digest(&self) -> Option<&str> {
-        match self {
-            Self::Build(Some(decided)) => Some(&decided.digest),
-            _ => None,
-        }
+        if let Self::Build(Some(decided)) = self { Some(&decided.digest) } else { None }
     }
 }
 
@@ -213,10 +210,9 @@ mod tests {
         let words: Vec<String> = points.map(|point| format!("a{point}b")).collect();
         let lines = words.chunks(100).map(|words| format!("{SCRIPTS} {}", words.join(" ")));
         let lines: Vec<String> = lines.collect();
-        let eols =
-            ["\n", "\r\n", "\r", "\n \t\n", "\u{85}", "\u{2028}", "\n\n", "\u{b}\u{c}", "\n\u{3000}\n"];
+        let eol = ["\n", "\r\n", "\r", "\n \t\n", "\u{85}", "\u{2028}", "\n\n", "\u{b}\u{c}", "\n\u{3000}\n"];
         let mut text = b"\xef\xbb\xbf".to_vec();
-        for (line, end) in lines.iter().zip(eols.iter().cycle()) {
+        for (line, end) in lines.iter().zip(eol.iter().cycle()) {
             text.extend([line.as_bytes(), b"\xff a\xe3\x81b\0", end.as_bytes()].concat());
         }
         let record = |line: &String| json!({"text": line.repeat(2), "title": "a"}).to_string();

@@ -1,17 +1,14 @@
 //! The output folder of an unfinished corpus: which run it belongs to, what is finished, and who is working in it.
 //!
 //! `parts/job.json` stores the fingerprint of inputs and options, `parts/input-group-N.json` records that input
-//! group N is finished, `parts/input-group-N.counts` what was counted of its text. Where duplicates are left out,
-//! `input-group-N.buckets` stores its hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG.NONCE`
-//! names the process of a run. All are removed once the manifest exists, `job.json` last.
+//! group N is finished, `.counts` what was counted of its text. Where duplicates are left out, `.buckets` stores its
+//! hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG.NONCE` names the process of a run. All
+//! are removed once the manifest exists, `job.json` last.
 //!
-//! Several processes may build the same input group at once: they write the same bytes under temporary names
-//! of their own, and each renames its complete file to the same final name.
-//!
-//! A corpus may also lie in an object store. Then shards are written to a temporary folder and uploaded, and after them
-//! the record. An object appears complete or not at all, so it needs no temporary name. Nothing says who is working there:
-//! runs of the same fingerprint write the same bytes, and `parts/job.json` and the manifest are created only if they are
-//! absent, which keeps others out.
+//! Several processes may build the same input group at once: they write the same bytes under temporary names of their
+//! own, and rename complete files to the same final name. In an object store, shards are written to a temporary folder
+//! and uploaded, and after them the record: an object appears complete or not at all. Nothing says who is working there:
+//! `parts/job.json` and the manifest are created only if they are absent, which keeps others out.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -119,7 +116,7 @@ pub(super) struct OutputDir {
     pub dir: PathBuf,
     pub place: Place,
     /// The output folder or URL.
-    out: PathBuf,
+    pub out: PathBuf,
     /// Hash of everything that the resulting bytes depend on.
     pub fingerprint: String,
     /// In the names of temporary files, so that no two runs write the same one.
@@ -146,8 +143,7 @@ impl OutputDir {
             return Self::claim_store(dir, Store::open_to_write(&url)?, fingerprint);
         }
         if dir.exists() && !dir.is_dir() {
-            let dir = dir.display();
-            return Err(Error::Input(format!("{dir}: not a folder; choose another --out")));
+            return Err(Error::at(dir, "not a folder; choose another --out"));
         }
         let mut out = Self::new(dir, fingerprint)?;
         if let Some(manifest) = out.place.manifest()? {
@@ -173,7 +169,7 @@ impl OutputDir {
             return Ok(Claim::Finished(Box::new(manifest)));
         }
         let mut claimed = Self::new(out, fingerprint)?;
-        let (url, fingerprint_name) = (out.display(), format!("{PARTS}/{FINGERPRINT}"));
+        let fingerprint_name = format!("{PARTS}/{FINGERPRINT}");
         if claimed.stored_fingerprint()?.is_none() {
             let is_foreign = |name: &String| !name.starts_with(&format!("{PARTS}/"));
             if let Some(name) = store.list("")?.into_iter().map(|object| object.name).find(is_foreign) {
@@ -184,10 +180,9 @@ impl OutputDir {
         let stored = stored_record(&claimed.place)?;
         if stored.as_ref().is_none_or(|stored| stored.fingerprint != fingerprint) {
             let whose = whose(stored.as_ref());
-            return Err(Error::Input(format!(
-                "{url}: another prepare, of {whose}, is running here or was interrupted; finish that, \
-                 remove {url}/{PARTS}, or choose another --out"
-            )));
+            let remedy = format!("finish that, remove {}/{PARTS}, or choose another --out", out.display());
+            let text = format!("another prepare, of {whose}, is running here or was interrupted; {remedy}");
+            return Err(Error::at(out, text));
         }
         // The manifest depends on them, too, and a fingerprint may be there already.
         store.check_conditions(&fingerprint_name)?;
@@ -229,8 +224,7 @@ impl OutputDir {
         if self.stored_fingerprint()?.as_ref() == Some(&self.fingerprint) {
             return Ok(());
         }
-        let dir = self.out.display();
-        Err(Error::Input(format!("{dir}: the run that this work belongs to has ended; start it again")))
+        Err(Error::at(&self.out, "the run that this work belongs to has ended; start it again"))
     }
 
     /// Gives up a place in a store to which nobody could return, as a run over documents cannot.
@@ -238,11 +232,6 @@ impl OutputDir {
         if let Place::Store(_) = self.place {
             warn_of(self.place.remove(&format!("{PARTS}/{FINGERPRINT}")));
         }
-    }
-
-    /// The output folder or URL.
-    pub fn out(&self) -> &Path {
-        &self.out
     }
 
     /// The folder of records.
@@ -333,10 +322,8 @@ impl OutputDir {
             return Ok(manifest);
         }
         self.place.manifest()?.filter(|found| found.fingerprint == manifest.fingerprint).ok_or_else(|| {
-            let url = self.out.display();
-            Error::Input(format!(
-                "{url}: another program has written {MANIFEST} meanwhile, which was not overwritten; choose another --out"
-            ))
+            let remedy = "which was not overwritten; choose another --out";
+            Error::at(&self.out, format_args!("another program has written {MANIFEST} meanwhile, {remedy}"))
         })
     }
 
@@ -351,12 +338,7 @@ impl OutputDir {
     }
 
     /// Makes input groups unfinished again.
-    pub fn remove_records(
-        &self,
-        pass: &Pass,
-        groups: impl Iterator<Item = usize>,
-        sizes: &Sizes,
-    ) -> Result<()> {
+    pub fn forget(&self, pass: &Pass, groups: impl Iterator<Item = usize>, sizes: &Sizes) -> Result<()> {
         let names = groups.map(|group| record_name(pass, group));
         self.place.remove_all(&names.filter(|name| sizes.of(name).is_some()).collect::<Vec<_>>())
     }
@@ -387,11 +369,9 @@ impl OutputDir {
         }
         let is_record = |name: &String| name.starts_with(RECORD) && name.ends_with(".json");
         if names_in(&self.parts())?.iter().any(is_record) {
-            let dir = self.dir.display();
-            let whose = whose(stored.as_ref());
-            return Err(Error::Input(format!(
-                "{dir}: holds unfinished work of {whose}; finish that, remove the folder, or choose another --out"
-            )));
+            let remedy = "finish that, remove the folder, or choose another --out";
+            let message = format!("holds unfinished work of {}; {remedy}", whose(stored.as_ref()));
+            return Err(Error::at(&self.dir, message));
         }
         create_folder(&self.parts())?;
         write_atomically(&self.parts(), FINGERPRINT, &self.attempt, &self.fingerprint_record()?)
@@ -475,10 +455,8 @@ fn refuse_foreign(dir: &Path) -> Result<()> {
 }
 
 fn holds_something_else(out: &Path, name: &str) -> Error {
-    let out = out.display();
-    Error::Input(format!(
-        "{out}: already holds something else ({name}); choose an empty or new folder for --out"
-    ))
+    let remedy = "choose an empty or new folder for --out";
+    Error::at(out, format_args!("already holds something else ({name}); {remedy}"))
 }
 
 #[cfg(test)]

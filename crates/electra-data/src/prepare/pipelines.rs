@@ -1,11 +1,8 @@
 //! Running input groups in pipelines: several are read and written at once, each from beginning to end in one pipeline.
 //!
 //! A reader delivers about 500 MB/s of plain text, or half as much of compressed text, a worker tokenizes 150 to 250
-//! MB/s, and a writer waits for the disk after each group. So there is a pipeline for every two workers. Workers are not
-//! tied to pipelines: thousands of small groups keep all of them busy, and so does a single large one. Pipelines and workers
-//! live as long as the run, and with them the workers' caches.
-//!
-//! The bytes of a group do not depend on the pipeline or on what else is being read.
+//! MB/s, and a writer waits for the disk after each group: so there is a pipeline for every two workers. Workers are not
+//! tied to pipelines, and live as long as the run, with their caches. The bytes of a group do not depend on either.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};

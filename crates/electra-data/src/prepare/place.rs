@@ -241,10 +241,7 @@ fn batches(ranges: &[Request]) -> impl Iterator<Item = Range<usize>> {
 
 /// Reads the manifest of a finished corpus.
 pub(super) fn manifest_of(out: &Path) -> Result<Manifest> {
-    match url_of(out) {
-        Some(url) => Manifest::fetch(&Store::open(&url)?),
-        None => Manifest::read(out),
-    }
+    url_of(out).map_or_else(|| Manifest::read(out), |url| Manifest::fetch(&Store::open(&url)?))
 }
 
 /// The names of all entries of a folder; none if it does not exist.

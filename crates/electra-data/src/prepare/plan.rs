@@ -30,10 +30,8 @@ impl Plan {
         if options.drop_duplicates.is_some()
             && let Some(pipe) = inputs.files.iter().find(|file| !file.regular)
         {
-            let path = pipe.path.display();
-            return Err(Error::Input(format!(
-                "{path}: not a regular file, and dropping duplicates reads the text twice; store it in a file"
-            )));
+            let text = "not a regular file, and dropping duplicates reads the text twice; store it in a file";
+            return Err(Error::at(&pipe.path, text));
         }
         let groups = inputs.input_groups(&options.reading, options.part_bytes());
         let fingerprint_of = |version| options.fingerprint_of(tokenizer, &inputs, version);
@@ -51,10 +49,11 @@ impl Plan {
 /// Refuses a vocabulary among the inputs: it is not text, so it is there by mistake.
 pub(super) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
     if vocabulary.exists() && inputs.contains(vocabulary)? {
-        let path = vocabulary.display();
-        return Err(Error::Input(format!(
-            "{path}: the vocabulary itself is among the inputs; move it out of their folder, or name the text files"
-        )));
+        let remedy = "move it out of their folder, or name the text files";
+        return Err(Error::at(
+            vocabulary,
+            format_args!("the vocabulary itself is among the inputs; {remedy}"),
+        ));
     }
     Ok(())
 }

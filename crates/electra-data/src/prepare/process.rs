@@ -110,13 +110,12 @@ impl Drop for ProcessFile {
 }
 
 fn occupied(dir: &Path, process: Option<Process>, unless_ended: Option<&Path>) -> Error {
-    let dir = dir.display();
     let by = process.map_or("unknown".to_owned(), |by| format!("process {} on {}", by.pid, by.host));
     let remedy = unless_ended
         .map_or(String::new(), |path| format!(", or remove {} if that has ended", path.display()));
-    Error::Input(format!(
-        "{dir}: another prepare is running in this folder ({by}); wait for it or choose another --out{remedy}"
-    ))
+    let message =
+        format!("another prepare is running in this folder ({by}); wait for it or choose another --out");
+    Error::at(dir, message + &remedy)
 }
 
 /// Whether this is the name of a [`ProcessFile`], also as older releases named it.

@@ -198,7 +198,7 @@ impl PrepareRun<'_> {
         work.pass = Pass::Build(Some(Decided { what: *what, digest: digest(&files) }));
         self.remaining_of_pass(work, &sizes, plan, progress)?;
         // Their shards are about to be replaced: a record of other duplicates must not name them again.
-        work.out.remove_records(&work.pass, work.todo.iter().map(|todo| todo.number), &sizes)
+        work.out.forget(&work.pass, work.todo.iter().map(|todo| todo.number), &sizes)
     }
 
     /// Finds what is left to do in this pass; returns the records of all input groups if none is missing.
@@ -215,7 +215,7 @@ impl PrepareRun<'_> {
         let stale = self.comparer(plan).stale(&records, progress)?;
         stale.iter().for_each(|(number, _)| records[*number] = None);
         let stale: BTreeMap<_, _> = stale.into_iter().filter(|(number, _)| is_ours(*number)).collect();
-        work.out.remove_records(&work.pass, stale.keys().copied(), sizes)?;
+        work.out.forget(&work.pass, stale.keys().copied(), sizes)?;
         work.stale.extend(stale);
         work.skipped = self.check_skipped(records.iter().flatten())?;
         work.todo = (0..plan.groups.len())
@@ -393,11 +393,9 @@ impl PrepareRun<'_> {
         if skipped <= allowed {
             return Ok(skipped);
         }
-        let out = self.out.display();
-        Err(Error::Input(format!(
-            "{out}: {skipped} bad records were skipped so far, and --skip-bad-records allows {allowed}; give it \
-             at least {skipped}, or start again in another --out"
-        )))
+        let remedy = format!("give it at least {skipped}, or start again in another --out");
+        let limit = format!("--skip-bad-records allows {allowed}; {remedy}");
+        Err(Error::at(self.out, format_args!("{skipped} bad records were skipped so far, and {limit}")))
     }
 
     /// Builds input groups in `out`; the end of the run raises `cancel`.
@@ -428,8 +426,10 @@ impl PrepareRun<'_> {
     }
 
     fn occupied(&self, whose: &str) -> Error {
-        let out = self.out.display();
-        Error::Input(format!("{out}: holds a finished corpus {whose}; choose another --out or remove it"))
+        Error::at(
+            self.out,
+            format_args!("holds a finished corpus {whose}; choose another --out or remove it"),
+        )
     }
 }
 

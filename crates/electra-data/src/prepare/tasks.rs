@@ -158,8 +158,10 @@ impl PrepareJob {
     fn to_text(&self, value: &impl Serialize) -> Result<String> {
         // The only values that cannot be text are paths.
         serde_json::to_string(value).map_err(|error| {
-            let out = self.out.display();
-            Error::Input(format!("{out}: the work cannot be handed to other processes: {error}; rename it"))
+            Error::at(
+                &self.out,
+                format_args!("the work cannot be handed to other processes: {error}; rename it"),
+            )
         })
     }
 }
@@ -177,10 +179,8 @@ pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
     })?;
     let tokenizer = Tokenizer::restored(path, (&name, bytes), settings.case, settings.special_tokens)?;
     if tokenizer.hash() != settings.tokenizer_hash {
-        let path = path.display();
-        return Err(Error::Input(format!(
-            "{path}: not the tokenizer of this run, or electra-fast has another version here"
-        )));
+        let message = "not the tokenizer of this run, or electra-fast has another version here";
+        return Err(Error::at(path, message));
     }
     Ok(tokenizer)
 }

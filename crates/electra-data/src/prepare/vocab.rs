@@ -96,9 +96,8 @@ pub fn train_vocab(
 ) -> Result<VocabReport> {
     let (size, coverage) = (options.size, options.character_coverage);
     if size < MIN_SIZE {
-        return Err(Error::Input(format!(
-            "a vocabulary of {size} entries is too small; at least {MIN_SIZE}"
-        )));
+        let message = format!("a vocabulary of {size} entries is too small; at least {MIN_SIZE}");
+        return Err(Error::Input(message));
     }
     if !(coverage > 0.0 && coverage <= 1.0) {
         return Err(Error::Input(format!(

@@ -28,10 +28,10 @@ impl VocabFiles {
     pub fn claim(out: &Path, source: &TextSource, reading: &ReadOptions) -> Result<Self> {
         let shown = out.display();
         if out.is_dir() {
-            return Err(Error::Input(format!("{shown}: is a folder; name a file in it: {shown}/vocab.txt")));
+            return Err(Error::at(out, format_args!("is a folder; name a file in it: {shown}/vocab.txt")));
         }
         let name = out.file_name().map(|name| name.to_string_lossy().into_owned());
-        let name = name.ok_or_else(|| Error::Input(format!("{shown}: not a file name")))?;
+        let name = name.ok_or_else(|| Error::at(out, "not a file name"))?;
         let folder = match out.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
             _ => PathBuf::from("."),
@@ -45,10 +45,8 @@ impl VocabFiles {
         }
         let other = files.folder.join("vocab.txt");
         if files.txt.is_some() && other.exists() {
-            return Err(Error::Input(format!(
-                "{}: exists, and would be taken to belong to the tokenizer.json of {shown}; give --out another folder",
-                other.display()
-            )));
+            let use_of = format!("would be taken to belong to the tokenizer.json of {shown}");
+            return Err(Error::at(other, format_args!("exists, and {use_of}; give --out another folder")));
         }
         Ok(files)
     }
@@ -89,12 +87,11 @@ fn refuse_existing(path: &Path, source: &TextSource, reading: &ReadOptions) -> R
         TextSource::Files(inputs) => Inputs::expand(inputs, None, reading)?.contains(path)?,
         TextSource::Documents(_) => false,
     };
-    let path = path.display();
-    Err(Error::Input(if is_input {
-        format!("{path}: is one of the inputs and would be overwritten; give another --out")
-    } else {
-        format!("{path}: exists and would be overwritten; give --out another folder, or remove the file")
-    }))
+    let message = match is_input {
+        true => "is one of the inputs and would be overwritten; give another --out",
+        false => "exists and would be overwritten; give --out another folder, or remove the file",
+    };
+    Err(Error::at(path, message))
 }
 
 #[cfg(test)]

@@ -159,24 +159,18 @@ impl Counts {
     }
 
     fn report(&self) -> Repeats {
-        let count = |sample: &Sample| RepeatCount {
-            total: sample.total,
-            repeated: sample.total - sample.num_distinct(),
-            sampled: sample.one_of(),
+        let count = |sample: &Sample| {
+            let (total, sampled) = (sample.total, sample.one_of());
+            RepeatCount { total, repeated: total - sample.num_distinct(), sampled }
         };
         let (is_exact, (lines, most_repeated_error)) = (self.lines.one_of() == 1, self.frequent.repeated());
         let times = |line: &Line| if is_exact { self.lines.count(line.hash) } else { line.count };
         let mut named: Vec<_> = lines.into_iter().map(|line| (times(&line), line.text, line.hash)).collect();
         named.sort_unstable_by(|a, b| b.0.cmp(&a.0).then_with(|| (&a.1, a.2).cmp(&(&b.1, b.2))));
-        let most_repeated = named.into_iter().take(NAMED);
-        Repeats {
-            documents: count(&self.documents),
-            lines: count(&self.lines),
-            most_repeated: most_repeated
-                .map(|(count, text, _)| RepeatedLine { text: text.into(), count })
-                .collect(),
-            most_repeated_error,
-        }
+        let line = |(count, text, _): (u64, Box<str>, u64)| RepeatedLine { text: text.into(), count };
+        let most_repeated = named.into_iter().take(NAMED).map(line).collect();
+        let (documents, lines) = (count(&self.documents), count(&self.lines));
+        Repeats { documents, lines, most_repeated, most_repeated_error }
     }
 }
 

@@ -146,9 +146,7 @@ pub(super) fn find(
 ) -> Result<()> {
     let mut heads = Vec::new();
     let ranges: Vec<_> = (0..lengths.len()).map(|group| (group, Head::RANGE)).collect();
-    read(&ranges, &mut |group, bytes| {
-        Head::parse(bytes, lengths[group]).map(|head| heads.push(head)).is_some()
-    })?;
+    read(&ranges, &mut |group, bytes| Head::parse(bytes, lengths[group]).map(|h| heads.push(h)).is_some())?;
     // By bucket, until the order is known.
     let mut repeated: Vec<_> = heads.iter().map(|head| Bits::new(head.len())).collect();
     for buckets in passes(&heads, held) {

@@ -10,7 +10,7 @@ use super::hasher::{BLANK, Ended, Hasher};
 use crate::error::{Error, Result};
 use crate::format::FileEntry;
 use crate::input::{Mark, Watch, character_boundary};
-use crate::prepare::options::{DropDuplicates, Pass};
+use crate::prepare::options::{Decided, DropDuplicates, Pass};
 use crate::prepare::output_dir::OutputDir;
 
 /// The watch of a pass.
@@ -20,8 +20,8 @@ pub(crate) fn watch<'a>(out: &'a OutputDir, pass: &Pass, num_groups: usize) -> B
             Box::new(HashWriter { out, what: *what, group: 0, hasher: Hasher::default(), hashes: Vec::new() })
         }
         Pass::Build(decided) => {
-            let decided = decided.as_ref().map(|decided| (decided.what, decided.digest.clone()));
-            Box::new(Counter { out, num_groups, decided, group: GroupState::new(0, num_groups) })
+            let (decided, group) = (decided.clone(), GroupState::new(0, num_groups));
+            Box::new(Counter { out, num_groups, decided, group })
         }
     }
 }
@@ -60,8 +60,7 @@ impl Watch for HashWriter<'_> {
 struct Counter<'a> {
     out: &'a OutputDir,
     num_groups: usize,
-    /// What duplicates are left out, and the hash of the hashes by which they were found.
-    decided: Option<(DropDuplicates, String)>,
+    decided: Option<Decided>,
     group: GroupState,
 }
 
@@ -90,7 +89,7 @@ struct Dropping {
 impl Watch for Counter<'_> {
     fn begin(&mut self, input_group: usize) -> Result<()> {
         self.group = GroupState::new(input_group, self.num_groups);
-        if let Some((what, digest)) = &self.decided {
+        if let Some(Decided { what, digest }) = &self.decided {
             let drops = Drops::read(self.out, input_group, digest)?.ok_or_else(|| {
                 Error::Input("what is left out of an input group is not known any more; run again".to_owned())
             })?;
