@@ -11,6 +11,7 @@ from prepare_programs import IMPORT, contents
 
 from electra_fast.cli import main
 from electra_fast.data import prepare_executor
+from electra_fast.data.corpus import Corpus
 from electra_fast.data.prepare import prepare
 from electra_fast.data.prepare_report import RepeatCount
 
@@ -47,6 +48,13 @@ def test_the_report_names_what_is_repeated(text, vocab, tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "repeated in the input: documents 80 of 320 (25.0%), lines 399 of 640 (62.3%)\n" in shown
     assert "    320 × w1 w2 w3\n" in shown and "duplicate" not in shown
+
+
+def test_no_duplicate_is_in_both_parts(text, vocab, once, tmp_path):
+    prepare([text], vocab=vocab, out=tmp_path / "a", drop_duplicates="documents", holdout=0.2, progress=False)
+    for corpus in (Corpus(tmp_path / "a"), Corpus(once)):
+        train, held_out = ([tuple(ids) for ids in part] for part in (corpus, Corpus(corpus.holdout)))
+        assert len(held_out) > 5 and len({*train, *held_out}) == len(train) + len(held_out) == 240
 
 
 def test_documents_of_an_iterator_are_counted_too(vocab, tmp_path):

@@ -158,10 +158,8 @@ mod tests {
                 ["1", "2"].map(|tag| scope.spawn(move || write(tag))).map(|writer| writer.join().unwrap())
             });
             assert_ne!(outcomes[0], outcomes[1]);
-            let winner = if outcomes[0] { "1" } else { "2" };
-            for name in ["a", "b", "c"] {
-                assert_eq!(std::fs::read_to_string(dir.join(name)).unwrap(), winner);
-            }
+            let written = ["a", "b", "c"].map(|name| std::fs::read_to_string(dir.join(name)).unwrap());
+            assert_eq!(written, [if outcomes[0] { "1" } else { "2" }; 3]);
             std::fs::remove_file(dir.join("a")).unwrap();
             assert!(!write("3") && !dir.join("a").exists()); // it would be of another run than the rest
             assert_eq!(std::fs::read_dir(dir).unwrap().count(), 2);
@@ -177,14 +175,6 @@ mod tests {
     }
 
     #[cfg(target_os = "linux")]
-    /// Drops the capabilities that let root open any folder, for this thread.
-    fn drop_capabilities() {
-        let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
-        // SAFETY: version 3 of the call reads a header of two words and sets of six.
-        assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
-    }
-
-    #[cfg(target_os = "linux")]
     #[test]
     fn a_folder_that_cannot_be_synced_is_an_error() {
         use std::os::unix::fs::PermissionsExt;
@@ -194,7 +184,10 @@ mod tests {
         std::fs::set_permissions(dir, PermissionsExt::from_mode(0o300)).unwrap();
         let outcomes = std::thread::scope(|scope| {
             let attempt = || {
-                drop_capabilities();
+                // Without the capabilities that let root open any folder, in this thread.
+                let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
+                // SAFETY: version 3 of the call reads a header of two words and sets of six.
+                assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
                 let folder = |name| create_folder(&dir.join(name));
                 [write_atomically(dir, "a", "t", b""), folder("b"), folder("c/d")]
             };

@@ -1,4 +1,4 @@
-//! The options of `prepare`, its passes over the input, and the fingerprint of everything that the resulting bytes depend on.
+//! The options and passes of `prepare`, and the fingerprint of everything that the resulting bytes depend on.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

@@ -93,7 +93,7 @@ impl WordCounter<'_> {
     }
 }
 
-/// The words so far, or of a batch, by the sampling level of their text. Each level is counted separately, because it may still be dropped from the sample.
+/// The words so far, or of a batch, by the sampling level of their text: a level may still be dropped from the sample.
 #[derive(Default)]
 struct Levels {
     levels: Vec<Counts>,
