@@ -47,6 +47,7 @@ fn is_removable(name: &str, manifest: &Manifest) -> bool {
         (PARTS, file) => {
             attempt_of(file).is_some()
                 || [FINGERPRINT, "vocab.txt", "tokenizer.json"].contains(&file)
+                || file.strip_prefix(FINGERPRINT).is_some_and(|rest| rest.starts_with(".tmp-")) // tries conditions
                 || file
                     .strip_prefix(RECORD)
                     .and_then(|rest| rest.split_once('.'))
@@ -123,6 +124,7 @@ mod tests {
     /// Names that it writes, and that no finished corpus has, as a run leaves them that was killed.
     const OURS: &str = "shard-000900-000.tokens shard-1000000-1000.lines .lock-all
         .lock-1-of-2.0123456789abcdef parts/tokenizer.json parts/input-group-000900.counts
+        parts/job.json.tmp-0123456789abcdef
         parts/input-group-000900.hashes.json
         .tmp-0123456789abcdef-1-1-0123456789abcdef-shard-000900-000.tokens
         parts/.tmp-0123456789abcdef-1-1-0123456789abcdef-job.json";
