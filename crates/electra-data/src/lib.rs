@@ -19,9 +19,6 @@
 //! # }
 //! ```
 
-// The tests of the cache, which needs Linux, are the only users of some helpers.
-#![cfg_attr(all(test, not(target_os = "linux")), allow(dead_code))]
-
 #[cfg(not(unix))]
 compile_error!("electra-fast needs Linux or macOS; on Windows, use WSL 2");
 
