@@ -1,5 +1,6 @@
 """The reference pages of docs/ are those of this package, and name every key of a run's logs."""
 
+import inspect
 import json
 import re
 import runpy
@@ -18,6 +19,17 @@ PAGES = runpy.run_path(str(TREE / ".ci/generate_reference.py"))["PAGES"]
 def test_a_reference_page_is_up_to_date(name):
     written = (TREE / "docs/reference" / name).read_text(encoding="utf-8")
     assert written == PAGES[name](), "run python .ci/generate_reference.py"
+
+
+@pytest.mark.parametrize("name", ef.__all__)
+def test_everything_public_has_a_docstring(name):
+    public = getattr(ef, name)
+    assert isinstance(public, str) or inspect.getdoc(public)
+    members = vars(public) if inspect.isclass(public) else {}
+    documented = {
+        key: value for key, value in members.items() if inspect.isroutine(value) or isinstance(value, property)
+    }
+    assert not [key for key, value in documented.items() if not key.startswith("_") and not inspect.getdoc(value)]
 
 
 @pytest.mark.parametrize("objective", ["electra", "all-tokens-mlm", "adversarial"])

@@ -1,6 +1,7 @@
 """Faults for runs under test: `ELECTRA_FAST_FAULT=KIND[:VALUE]@STEP/RANK`, several with commas.
 
-`install` makes the steps of this process meet them; `python tests/faults.py ARGUMENTS` is `electra-fast` with them.
+`install` makes the steps of this process meet them; `python tests/support/faults.py ARGUMENTS` is `electra-fast` with
+them.
 They happen before the step with that number (0-based), and only in the first attempt of a launcher that restarts.
 
     kill                SIGKILL to the process itself

@@ -1,6 +1,6 @@
 """Mutates real files of every kind that the package reads, and runs the commands that read them.
 
-    python tests/fuzz_readers.py --minutes 60 [--seed 0] [--only corpus tokenizer] [--out fuzz-failures]
+    python tests/support/fuzz_readers.py --minutes 60 [--seed 0] [--only corpus tokenizer] [--out fuzz-failures]
 
 A command has to end within `SECONDS` and `EXTRA_BYTES` of memory, with exit code 0, or with 2 and one line that
 says what is wrong. Anything else, such as a traceback, a panic, a signal or a control character on the terminal, is a
