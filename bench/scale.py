@@ -7,12 +7,11 @@ import math
 
 # Bytes per second and seconds per hop: NVLink in a node of 8, InfiniBand per GPU; the hop between processes over TCP.
 NVLINK, NETWORK, HOST_HOP, HOST_WORK = (360e9, 1.5e-6), (45e9, 8e-6), 50e-6, 1e-3
-# Parameters, layers, hidden size, tokens per step and per second on one H200 (xlarge: assumed).
+# Parameters, layers, hidden size, tokens per step and per second on one H200.
 MODELS = {
     "small": (14_196_219, 12, 256, 1024 * 128, 3.70e6),
     "base": (119_386_427, 12, 768, 128 * 512, 0.543e6),
     "large": (354_655_291, 24, 1024, 64 * 512, 0.181e6),
-    "xlarge": (1_354_154_299, 24, 2048, 32 * 512, 0.045e6),
 }
 GPU_FAILURE_SECONDS, RESTART, PAUSE = 16_384 * 54 * 86_400 / 419, 600, 0.4
 
@@ -114,7 +113,7 @@ def tables() -> list[str]:
         ),
         table(
             "| preset, GPUs | memory: replicated | sharded | step: replicated | sharded |",
-            [[f"{name}, {n}", *sharded(name, n)] for name in ("large", "xlarge") for n in (8, 64, 512)],
+            [[f"large, {n}", *sharded("large", n)] for n in (8, 64, 512)],
         ),
         table(
             "| packing, nodes, lanes | requests per node | bytes per node | of all nodes | GETs of all nodes "

@@ -15,7 +15,7 @@ from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config, ObjectiveConfig, by_section
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
-from electra_fast.config.section import Configuration
+from electra_fast.config.section import REMOVED_KEYS, Configuration
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.training.flops import flops_per_token
 
@@ -329,6 +329,20 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str
 def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Config().override(overrides)
+
+
+def test_files_with_a_removed_key_open_if_it_has_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REMOVED_KEYS, "train.gone", (False, "it is always so"))
+    plain = Config().to_toml()
+    path = write(tmp_path, plain.replace("[train]", "[train]\ngone = false"))
+    assert Config.load(path) == Config.of_table(tomllib.loads(path.read_text())) == Config()
+    assert Config().override({"train.gone": "false"}) == Config()
+    write(tmp_path, plain.replace("[train]", "[train]\ngone = true"))
+    message = "train.gone = {}: this key was removed; leave it out: it is always so"
+    with pytest.raises(ValueError, match=f"^{path}: {message.format(True)}$"):
+        Config.load(path)
+    with pytest.raises(ValueError, match=message.format("'true'")):
+        Config().override({"train.gone": "true"})
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -445,7 +445,7 @@ class Config(Configuration):
 
     @classmethod
     def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
-        """Returns a size (tiny, mini, small, base, large, xlarge) in a recipe (modern, google, paper).
+        """Returns a size (tiny, mini, small, base, large) in a recipe (modern, google, paper).
 
         The settings that the objective needs replace those of the recipe.
         """

@@ -55,18 +55,6 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.batch_size": 2048,
         "train.steps": 400_000,
     },
-    # 1.35 G parameters, for planning: no such model has been published, and its learning rate is a guess.
-    "xlarge": {
-        "model.num_layers": 24,
-        "model.hidden_size": 2048,
-        "model.intermediate_size": 5504,
-        "model.num_heads": 32,
-        "model.embedding_size": 2048,
-        "data.sequence_length": 512,
-        "train.batch_size": 2048,
-        "train.steps": 400_000,
-        "train.sharding": "full",
-    },
 }
 
 # What `paper` and `google` share: table 6 of the paper and `configure_pretraining.py` of the published code.
@@ -104,14 +92,13 @@ _PUBLISHED_SIZES: dict[str, dict[str, Scalar]] = {
     "small": {"model.intermediate_size": 1024},
     "base": {"model.intermediate_size": 3072, "generator.fraction": 1 / 3, "optimizer.learning_rate": 2e-4},
     "large": {"model.intermediate_size": 4096, "optimizer.learning_rate": 2e-4},
-    "xlarge": {"model.intermediate_size": 8192, "optimizer.learning_rate": 1e-4},
 }
 SIZE_RECIPES: dict[tuple[str, str], dict[str, Scalar]] = {
     (size, recipe): keys for size, keys in _PUBLISHED_SIZES.items() for recipe in ("paper", "google")
 }
 SIZE_RECIPES["large", "google"] = _PUBLISHED_SIZES["large"] | {"data.mask_prob": 0.25}
 
-YOUNGER_KEYS: dict[str, Scalar] = {"objective.corrective_weight": 0.0, "train.sharding": "none"}
+YOUNGER_KEYS: dict[str, Scalar] = {"objective.corrective_weight": 0.0}
 """What a run's `config.toml` means by lacking a key of the tables above: it was saved before the key existed."""
 
 ADAPTATION: tuple[tuple[dict[str, Scalar], str], ...] = (

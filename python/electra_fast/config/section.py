@@ -30,6 +30,12 @@ AUTO: Final = "auto"
 LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Names of `train.loggers` and `finetune.loggers`."""
 
+REMOVED_KEYS: dict[str, tuple[Scalar, str]] = {
+    "train.capture_collectives": (False, "collectives run between CUDA graphs"),
+    "train.skip_spikes": (0, "train.stop_on_divergence ends a run that diverges, and fp16 skips steps by itself"),
+}
+"""Keys that older files may still give, but only at the value that was the default; and what holds without the key."""
+
 
 def config_key(
     default: Scalar,
@@ -106,6 +112,7 @@ class Configuration:
             if not isinstance(values, Mapping):
                 raise InputError(f"[{name}] is not a table")
             keys = [field.name for field in dataclasses.fields(sections[name])]
+            values = {key: value for key, value in values.items() if key in keys or not _is_removed(name, key, value)}
             for key in values:
                 if key not in keys:
                     raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
@@ -124,12 +131,12 @@ class Configuration:
         known = cls.key_names()
         for name, value in overrides.items():
             section, dot, key = name.partition(".")
-            if not dot or name not in known:
+            if not dot or name not in {*known, *REMOVED_KEYS}:
                 meant = nearest(name, known)
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
                 raise InputError(f"unknown key {name}{hint}")
-            metadata = cls._field(name).metadata
-            if metadata["takes_several"] and isinstance(value, str):
+            if name in known and cls._field(name).metadata["takes_several"] and isinstance(value, str):
+                metadata = cls._field(name).metadata
                 value = parse_several(name, value)
                 if metadata["choices"] and isinstance(value, str):
                     value = list(comma_separated(value)) if value else ""
@@ -182,6 +189,17 @@ def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
     literal = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
     found = {field.name: field.metadata["choices"] or literal.get(field.name) for field in dataclasses.fields(section)}
     return {name: choices for name, choices in found.items() if choices}
+
+
+def _is_removed(section: str, key: str, value: object) -> bool:
+    """Whether a key was removed. Raises ValueError if its value is not the former default."""
+    name = f"{section}.{key}"
+    if name not in REMOVED_KEYS:
+        return False
+    default, instead = REMOVED_KEYS[name]
+    if value not in (default, format_value(default)):
+        raise InputError(f"{name} = {value!r}: this key was removed; leave it out: {instead}")
+    return True
 
 
 def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
