@@ -97,7 +97,7 @@ wheel: $(TOOLS)/bin/maturin
 
 # Shows that scripts run: all but those that need texts, hours or a GPU, with small settings where they have them. One
 # that fails does not stop the others. For numbers, run a script alone on an idle machine.
-bench: SKIPPED := experiments recipes night healthy domain_adaptation glue_from_bert gpu_check gpu_models gpu_peers
+bench: SKIPPED := experiments recipes gpu_check gpu_models gpu_peers
 bench: env
 	failed=; for script in $(filter-out $(SKIPPED:%=bench/%.py),$(wildcard bench/*.py)); do \
 	    echo "== $$script"; quick=; if grep -q parse_arguments "$$script"; then quick=--quick; fi; \

@@ -3,7 +3,7 @@
     python bench/experiments.py TEXTS... --glue FOLDER --out FOLDER
 
 or `make experiments`. An experiment is a command that resumes where it was killed and writes its results to a file
-beside this script; a finished one is a line of experiments.jsonl. It is paused while OUT/pause exists, for example
+in data/; a finished one is a line of data/experiments.jsonl. It is paused while OUT/pause exists, for example
 during a benchmark. Prints a line per change: how many experiments are done and left, and how long these take. If one
 fails, the next one runs.
 """
@@ -30,7 +30,7 @@ from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
-LIST, DONE, PAUSE = HERE / "experiments.toml", HERE / "experiments.jsonl", "pause"
+LIST, DONE, PAUSE = HERE / "experiments.toml", HERE / "data/experiments.jsonl", "pause"
 POLL_SECONDS = 0.2
 # Runs a script that ends with this process, even if this process is killed.
 START = """

@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from instructions import build
 from lib.results import measured_by_child
 
+TREE = Path(__file__).resolve().parent.parent
 OPTIONS = {"sequence_length": 128, "batch_size": 512, "prefetch": 8}
 
 
@@ -59,6 +59,15 @@ def main() -> None:
                 f" then {middle['mtokens_per_second']:.0f} Mtok/s, {middle['megabytes']:.0f} MB of memory",
                 flush=True,
             )
+
+
+def build(example: str) -> str:
+    """Compiles one of the crate's examples with the features of its tests; returns its path."""
+    command = ["cargo", "build", "--release", "--locked", "--workspace", "--example", example]
+    command += ["--message-format", "json"]
+    lines = subprocess.run(command, cwd=TREE, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    programs = [message.get("executable") for message in map(json.loads, lines)]
+    return next(program for program in programs if program)
 
 
 def drop_from_cache(folder: Path) -> None:

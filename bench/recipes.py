@@ -7,10 +7,10 @@
 The texts become a corpus with the scale's own vocabulary. Each run is a process of its own with one thread, and one
 runs per core. It trains on a budget of true FLOPs (Muon's orthogonalization included) with its own schedule, and is
 evaluated on validation text corrupted by two fixed corruptors: the unigram distribution, and a masked language model
-that is no contender. `ruler-mini.npz` has the vocabulary of the log's runs and the tokens that this model put into
-their text, because another processor would train it differently; for other texts it is trained first. Each finished
-run is a line of `recipes.jsonl`, where later calls find the runs evaluated on the same text. A run that was stopped
-resumes from its checkpoint in FOLDER. With `--glue`, runs with larger budgets are fine-tuned.
+that is no contender. `data/ruler-mini.npz` has the vocabulary of the log's runs and the tokens that this model put
+into their text, because another processor would train it differently; for other texts it is trained first. Each
+finished run is a line of `data/recipes.jsonl`, where later calls find the runs evaluated on the same text. A run that
+was stopped resumes from its checkpoint in FOLDER. With `--glue`, runs with larger budgets are fine-tuned.
 
 A study (`lib/recipe_studies.py`) runs its settings with every seed and budget, one budget after the other, and prints a
 table and draws a picture. `modern` is run as it is shipped: its learning rates follow from the number of steps by a
@@ -126,7 +126,7 @@ class Study:
 
     @property
     def _ruler(self) -> Path:
-        return BENCH / f"ruler-{self.scale.name}.npz"
+        return BENCH / f"data/ruler-{self.scale.name}.npz"
 
     def _is_of_the_log(self) -> bool:
         return self._ruler.exists() and str(np.load(self._ruler)["corpus"]) == self.opened.content_hash
@@ -372,7 +372,7 @@ def main() -> None:
         scale = replace(scale, keys={**scale.keys, "train.precision": options.precision})
     with exclusive(out):
         glue = options.glue and options.glue.absolute()
-        study = Study(scale, out, BENCH / "recipes.jsonl", glue)
+        study = Study(scale, out, BENCH / "data/recipes.jsonl", glue)
         study.prepare(options.texts)
         if options.hour:
             print(hour(study, options.seeds))

@@ -1,4 +1,4 @@
-"""Fits the law of size, tokens and repeated text to the runs of recipes.jsonl.
+"""Fits the law of size, tokens and repeated text to the runs of data/recipes.jsonl.
 
     python bench/scaling_law.py [--draws 200] [--picture]
 
@@ -68,14 +68,14 @@ class Point:
         return self.tokens / self.text
 
 
-def lines(path: Path = BENCH / "recipes.jsonl") -> list[dict[str, Any]]:
+def lines(path: Path = BENCH / "data/recipes.jsonl") -> list[dict[str, Any]]:
     """Reads the results on the text that the last run was evaluated on; of two with equal settings, the later one."""
     found = [line for line in map(json.loads, path.read_text().splitlines()) if line["run"]["scale"] == SCALE]
     last = found[-1]["run"]["judged_on"]
     return [*{str(line["run"]): line for line in found if line["run"]["judged_on"] == last}.values()]
 
 
-def points(path: Path = BENCH / "recipes.jsonl") -> list[Point]:
+def points(path: Path = BENCH / "data/recipes.jsonl") -> list[Point]:
     """The runs of the fit."""
     found: dict[tuple[str, int, int, float], list[float]] = {}
     for line in lines(path):

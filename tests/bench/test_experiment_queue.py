@@ -32,7 +32,7 @@ sys.exit(name == "fails")
 def queue(tmp_path):
     """Starts the queue in a folder of its own: one experiment is done, three are left."""
     bench = tmp_path / "bench"
-    bench.mkdir()
+    (bench / "data").mkdir(parents=True)
     shutil.copy(BENCH / "experiments.py", bench)
     shutil.copytree(BENCH / "lib", bench / "lib", ignore=shutil.ignore_patterns("recipe*"))
     (bench / "script.py").write_text(SCRIPT)
@@ -41,7 +41,7 @@ def queue(tmp_path):
     )
     (bench / "experiments.toml").write_text("".join(map(entry.format, ("done", "fails", "waits", "last"))))
     done = {"name": "done", "command": "script.py done {texts} {glue} {out}"}
-    (bench / "experiments.jsonl").write_text(json.dumps(done | {"processor": "an older one"}) + "\n")
+    (bench / "data/experiments.jsonl").write_text(json.dumps(done | {"processor": "an older one"}) + "\n")
     started = []
 
     def start():
@@ -102,7 +102,7 @@ def test_the_queue_pauses_stops_and_resumes(queue):
     (folder / "out" / "let-go").touch()
     third, said = start()
     assert third.wait(timeout=120) == 2 and text(said).splitlines()[-1] == "3 done, 1 failed: fails"
-    done = [json.loads(line) for line in (folder / "bench" / "experiments.jsonl").read_text().splitlines()]
+    done = [json.loads(line) for line in (folder / "bench/data/experiments.jsonl").read_text().splitlines()]
     assert [each["name"] for each in done] == ["done", "waits", "last"] and all(each["processor"] for each in done)
     assert text(last).count("start") == 1 and not (folder / "out" / "done.txt").exists()
 

@@ -125,12 +125,12 @@ def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monk
     monkeypatch.setattr(recipes, "CORRUPTOR_THREADS", torch.get_num_threads())  # other tests count on their number
     scale = replace(study.scale, vocab_size=64, corruptor_budget=1e9)
     made, used, changed = (study.out / name for name in ("made", "used", "changed"))
-    for folder in (made, used, changed, study.out / "bench"):
-        folder.mkdir()
+    for folder in (made, used, changed, study.out / "bench/data"):
+        folder.mkdir(parents=True)
     first = recipes.Study(scale, made, study.results, None)
     first.prepare(texts)
     judged_on = first.judged_on
-    (made / "ruler.npz").rename(study.out / "bench" / "ruler-tiny.npz")
+    (made / "ruler.npz").rename(study.out / "bench/data/ruler-tiny.npz")
     second = recipes.Study(scale, used, study.results, None)
     monkeypatch.setattr(ef, "train_vocab", None)
     second.prepare(texts)
@@ -214,8 +214,8 @@ def test_rotary_positions_in_the_published_encoder_are_relative(monkeypatch):
 
 
 def test_the_documents_claim_what_the_committed_runs_say(tmp_path):
-    study = recipes.Study(studies.SCALES["mini"], tmp_path, BENCH / "recipes.jsonl", None)
-    ruler = np.load(BENCH / "ruler-mini.npz")
+    study = recipes.Study(studies.SCALES["mini"], tmp_path, BENCH / "data/recipes.jsonl", None)
+    ruler = np.load(BENCH / "data/ruler-mini.npz")
     num_entries = len(ruler["vocab"].tobytes().split())
     study.opened = SimpleNamespace(vocab_size=num_entries, content_hash=str(ruler["corpus"]))
     study.judged_on = next(line["run"]["judged_on"] for line in study.found.values() if line["name"] == "mlm")

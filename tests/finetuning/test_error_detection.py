@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
 import transformers
@@ -247,46 +244,3 @@ class TestSources:
         assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
         with pytest.raises(ValueError, match="has no discriminator"):
             load_error_detector(encoder_folder)
-
-
-class TestTheBenchmark:
-    """`bench/error_detection.py`: it knows which words it corrupted."""
-
-    @pytest.fixture
-    def bench(self) -> Any:
-        return importlib.import_module("error_detection")
-
-    @pytest.mark.parametrize("way", ["swapped letters", "other word", "doubled word"])
-    def test_errors_are_where_the_text_was_changed(self, bench: Any, way: str) -> None:
-        text = "They're at “the house”, of its name; A to-do 3.5 naïve users' where?"
-        words, draws, num_errors = bench.WORD.findall(text), random.Random(0), 0
-        for _ in range(20):
-            found = bench.corrupt(text, bench.CORRUPTIONS[way], draws, words, 0.4)
-            spans = [match.span() for match in bench.WORD.finditer(found.text)]
-            assert set(found.errors) <= set(spans) and (found.text != text) == bool(found.errors)
-            wrong, now = [span in found.errors for span in spans], [found.text[slice(*span)] for span in spans]
-            if way == "doubled word":
-                assert [word for word, is_wrong in zip(now, wrong, strict=True) if not is_wrong] == words
-            else:
-                assert [before != after for before, after in zip(words, now, strict=True)] == wrong
-            num_errors += sum(wrong)
-        assert num_errors > 20
-
-    def test_from_files_to_a_table(
-        self, bench: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        sentences = [f"The value {name} of the class is a name of it." for name in "abcdefghijkl"]
-        with pyarrow.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as stream:
-            stream.write("".join(json.dumps({"text": text}) + "\n" for text in [*sentences[:4], None]).encode())
-        (tmp_path / "b.txt").write_text(" ".join(sentences[4:]) + " Too short.", encoding="utf-8")
-        files = [tmp_path / name for name in ("a.jsonl.zst", "b.txt")]
-        found = bench.sample_sentences(bench.documents_of(files), 100, random.Random(0))
-        assert sorted(found) == sentences
-        argv = ["--model", run, "--text", *files, "--share", "0.3", "--json", tmp_path / "out.json"]
-        monkeypatch.setattr("sys.argv", ["error_detection.py", *map(str, argv)])
-        bench.main()
-        results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]
-        assert list(results) == ["unchanged", *bench.CORRUPTIONS]
-        assert all(0 <= results[way]["AUC"] <= 1 and results[way]["errors"] > 3 for way in bench.CORRUPTIONS)
-        assert results["unchanged"]["errors"] == 0 and results["unchanged"]["AUC"] is None
-        assert len(capsys.readouterr().out.splitlines()) == 2 + len(results)

@@ -1,4 +1,4 @@
-//! The two inner loops by themselves, for counting instructions (see `bench/instructions.py`).
+//! The two inner loops by themselves, for counting instructions (see `bench/README.md`).
 //!
 //! `hot_paths tokenize N` makes a tokenizer and N thousand lines of text, and tokenizes them; `hot_paths load
 //! N` loads N epochs of a small corpus, packed and masked; `hot_paths mix8 N` does so with eight corpora of

@@ -2,7 +2,8 @@
 
 The form is that of Hoffmann et al., 2022 (Training Compute-Optimal Large Language Models), with tokens that count less
 the more often they are read, as in Muennighoff et al., 2023 (Scaling Data-Constrained Language Models).
-`bench/scaling_law.py` fits the constants to the runs of `bench/recipes.jsonl`; `docs/scale.md` says how far they hold.
+`bench/scaling_law.py` fits the constants to the runs of `bench/data/recipes.jsonl`; `docs/scale.md` says how far they
+hold.
 """
 
 from __future__ import annotations
