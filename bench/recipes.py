@@ -13,7 +13,7 @@ finished run is a line of `data/recipes.jsonl`, where later calls find the runs 
 was stopped resumes from its checkpoint in FOLDER. With `--glue`, runs with larger budgets are fine-tuned.
 
 A study (`lib/recipe_studies.py`) runs its settings with every seed and budget, one budget after the other, and prints a
-table and draws a picture. `modern` is run as it is shipped: its learning rates follow from the number of steps by a
+table. `modern` is run as it is shipped: its learning rates follow from the number of steps by a
 rule found with as many trials as the baselines had (LOG.md). `--hour` trains for an hour of all cores beside
 `transformers`. Downloads nothing.
 """
@@ -342,10 +342,9 @@ def compare(study: Study, name: str, only: Sequence[str], budgets: Sequence[floa
     finetune = {each: int(study.glue is not None and each >= study.scale.finetuned_from) for each in budgets}
     runs = product(budgets, range(seeds), settings)
     study.run([Job(each, budget, seed, finetune[budget]) for budget, seed, each in runs], workers)
-    path = study.results.parent / f"{name}-{study.scale.name}.png"
     levels = sorted({*budgets, *LEVELS})
     curves = {each.name: [study.point(each, budget, NUM_SEEDS) for budget in levels] for each in settings}
-    return report(path, f"{name}, {study.scale.name}", curves)
+    return report(curves)
 
 
 def main() -> None:

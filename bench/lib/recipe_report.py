@@ -1,4 +1,4 @@
-"""Tables and pictures of the finished runs of `recipes.py`."""
+"""Tables of the finished runs of `recipes.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lib.results import markdown
@@ -56,7 +55,7 @@ MEASURES: dict[str, Callable[[Result], float]] = {
     "AUC, unigram": lambda result: auc(result, "unigram"),
     "mean of the tasks": score,
 }
-"""The measures that curves are drawn of."""
+"""The measures by which recipes are compared."""
 
 
 def spread(values: Sequence[float]) -> str:
@@ -157,23 +156,20 @@ def factor(ours: Sequence[Point], theirs: Point, measure: Callable[[Result], flo
     return Factor(theirs.budget / our_cost, found[50], found[949], word)
 
 
-def report(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> str:
-    """Draws curves, each with rising budgets; returns their table and the factors relative to the first."""
+def report(curves: Mapping[str, Sequence[Point]]) -> str:
+    """Returns a table of curves, each with rising budgets, and the factors relative to the first."""
     points = {side: [point for point in curve if point.results] for side, curve in curves.items()}
     rows = [[side, _tflop(point), *columns(point.results)] for side in points for point in points[side]]
     text = markdown(["", "TFLOP", *HEADER], rows)
-    measured = {name: _measured(points, measure) for name, measure in MEASURES.items()}
-    factors = [
-        (name, side, point, factor(ours, point, MEASURES[name]))
-        for name, ((_, ours), *others) in ((name, sides.items()) for name, sides in measured.items())
-        for side, theirs in (others if ours else ())
-        for point in theirs
-    ]
-    rows = [[name, side, _tflop(point), str(found)] for name, side, point, found in factors]
-    text += "\n\n" + markdown(["measure", "", "TFLOP", f"times those of {next(iter(points))}, by seeds"], rows)
-    if any(len(curve) > 1 for curve in points.values()):
-        _draw(path, title, measured, factors)
-    return text
+    rows = []
+    for name, measure in MEASURES.items():
+        (_, ours), *others = _measured(points, measure).items()
+        rows += [
+            [name, side, _tflop(point), str(factor(ours, point, measure))]
+            for side, theirs in (others if ours else ())
+            for point in theirs
+        ]
+    return text + "\n\n" + markdown(["measure", "", "TFLOP", f"times those of {next(iter(points))}, by seeds"], rows)
 
 
 def _measured(points: Mapping[str, Sequence[Point]], measure: Callable[[Result], float]) -> dict[str, list[Point]]:
@@ -183,46 +179,3 @@ def _measured(points: Mapping[str, Sequence[Point]], measure: Callable[[Result],
 
 def _tflop(point: Point) -> str:
     return f"{point.budget / 1e12:.3g}"
-
-
-def _draw(
-    path: Path,
-    title: str,
-    measured: Mapping[str, Mapping[str, Sequence[Point]]],
-    factors: Sequence[tuple[str, str, Point, Factor]],
-) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    drawn = {name: sides for name, sides in measured.items() if any(sides.values())}
-    width = len(drawn) + bool(factors)
-    figure, (axes,) = plt.subplots(1, width, figsize=(4.5 * width, 4), layout="constrained", squeeze=False)
-    for axis, (name, sides) in zip(axes, drawn.items(), strict=False):
-        for side, curve in sides.items():
-            budgets, means = [point.budget for point in curve], [point.mean(MEASURES[name]) for point in curve]
-            axis.plot(budgets, means, marker="o", label=side)
-            for point in curve:
-                axis.plot([point.budget] * len(point.results), [*map(MEASURES[name], point.results)], "_", color="gray")
-        axis.set(title=name)
-    axes[0].legend()
-    for place, key in enumerate(dict.fromkeys((name, side) for name, side, _, _ in factors)):
-        found = [(point.budget * 1.04**place, each) for name, side, point, each in factors if (name, side) == key]
-        budgets, times = [budget for budget, _ in found], [each.times for _, each in found]
-        margins = [[t - min(t, f.low), max(t, f.high) - t] for t, (_, f) in zip(times, found, strict=True)]
-        marker = "^" if found[-1][1].bound else "o"  # an arrow: at least so many
-        axes[-1].errorbar(budgets, times, list(zip(*margins, strict=True)), marker=marker, label=f"{key[1]}, {key[0]}")
-    if factors:
-        axes[-1].set(title=f"times the FLOPs of {next(iter(measured[factors[0][0]]))}")
-        axes[-1].axhline(1, color="gray", linewidth=0.8)
-        axes[-1].legend(fontsize="x-small")
-    ticks = sorted({point.budget for sides in drawn.values() for curve in sides.values() for point in curve})
-    for axis in axes:
-        axis.set(xscale="log", xlabel="training TFLOP")
-        axis.set_xticks(ticks, [f"{each / 1e12:.3g}" for each in ticks])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"{title}, mean over seeds; gray: each seed")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
