@@ -8,6 +8,8 @@
 #   make test TORCH="torch==2.11.* numpy<2.4"          other versions of the dependencies
 #   make test PYTEST="-k layers -x"                    some of the tests
 #   make test PYTEST="-n 0"                            the tests in one process
+#
+# `make dev` and `make check` are the exception: they use the source tree, from .venv, and leave out what takes minutes.
 
 PYTHON ?= python3
 TORCH  ?=
@@ -25,7 +27,7 @@ export CARGO_TARGET_DIR ?= $(CACHE)/target
 export RUSTFLAGS += --remap-path-prefix=$(HOME)=~
 
 # Python's checks run beside Rust's, neither of which keeps two cores busy. Other goals (`make clean test`) keep their order.
-ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
+ifeq ($(filter-out test test-all lint,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=2
 endif
 
@@ -47,11 +49,17 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test bytecode lint lint-python lint-rust test-rust docs wheel bench experiments clean env
+# $(call pytest,MARKERS): tests from the installed wheel.
+pytest = cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) -m '$(1)' --durations=20 $(CURDIR)/tests $(PYTEST)
+
+.PHONY: help demo dev check test test-slow test-all bytecode lint lint-python lint-rust test-rust docs wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported encoder: 1 to 3 minutes of training on two CPU cores: ./demo"
-	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
+	@echo "make test   build the wheel, install it in an empty environment, run the checks and each behaviour's test there"
+	@echo "make test-all  make test, and the slow tests: pages, examples, other libraries, stores, faults of ranks, fuzzers"
+	@echo "make dev    an environment with this source tree, to edit and run: ./.venv"
+	@echo "make check  after an edit: lint, Rust's unit tests, the tests that start no process, from ./.venv"
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make docs   the documentation's site, with its reference pages written anew: ./site"
 	@echo "make wheel  the release wheel: ./dist"
@@ -63,8 +71,29 @@ demo: wheel
 	$(call environment,$(DEMO),)
 	$(DEMO)/bin/electra-fast demo --out demo
 
+dev: $(TOOLS)/bin/maturin
+	test -x .venv/bin/python || $(TOOLS)/bin/uv venv --quiet --python $(TOOLS)/bin/python .venv
+	$(if $(TORCH),$(TOOLS)/bin/uv pip install --quiet --python .venv/bin/python $(foreach r,$(TORCH),'$(r)'))
+	VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(TOOLS)/bin:$$PATH $(TOOLS)/bin/maturin develop --quiet --release --locked --uv --extras test
+
+check: dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	cargo fmt --all --check
+	.venv/bin/mypy --strict --cache-dir $(CACHE)/$(TREE)/mypy
+	cargo test $(TIMEOUT) --release --locked --workspace --lib --quiet
+	.venv/bin/pytest --quiet $(WORKERS) -m 'not slow and not process' $(PYTEST)
+
 test: lint bytecode test-rust
-	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
+	$(call pytest,not slow)
+
+# In the environment that `make test` made.
+test-slow:
+	$(call pytest,slow)
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-slow
 
 # Beside Rust's tests: workers that began without bytecode would all compile the same modules at the same time.
 bytecode: lint-python

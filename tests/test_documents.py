@@ -378,7 +378,14 @@ def run(things, environment, request):
 # --- Tests --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+FIRST_PAGES = (TREE / "README.md", TREE / "docs/index.md")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=name_of(page), marks=() if page in FIRST_PAGES else pytest.mark.slow) for page in PAGES],
+)
 def test_the_code_of_a_page_runs(page, run, tmp_path):
     for script in scripts(page):
         run(tmp_path, script)
@@ -394,6 +401,8 @@ def test_every_reason_not_to_run_is_needed():
     assert found == NOT_RUN
 
 
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("block", "said"),
     [

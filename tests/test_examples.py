@@ -34,6 +34,7 @@ from electra_fast.config.file import take_overrides
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.onnx import write_onnx
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".yaml"))
 # In place of a command: appends its arguments and environment to a file of its name, and exits as told.
