@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 
 TARGETS = ("75", "80", "89", "90", "100", "120", "gfx942")
 SHAPES = ("small:2:google", "small:2:modern", "base:2:google", "base:2:modern")

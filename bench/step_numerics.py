@@ -21,7 +21,7 @@ from lib.workload import loader, make_corpus, new_step, shape
 
 from electra_fast.model.compute import ComputeConfig, choose_compute
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 
 PARTS = ("samples", "eager", "graph", "compile")
 Check = Callable[[], dict[str, Any]]

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""The launchers that `electra_fast.ops` and `electra_fast.model.sublayers` call; importing them imports Triton."""
+"""The launchers that `electra_fast.ops` calls; importing them imports Triton."""
 
 from electra_fast.kernels.bias_gelu import bias_gelu, bias_gelu_backward, geglu
 from electra_fast.kernels.corrupt import corrupt

@@ -34,10 +34,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from electra_fast.ops import choice
+
+from electra_fast.ops import operations
 
 # What a step asks for is known to the check of its kernels.
-choice.is_strict = True
+operations.is_strict = True
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 600

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.model import attention, sublayers
+from electra_fast.model import attention
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 
 VOCAB_SIZE = 30_522
 Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first tensor is differentiated
@@ -218,7 +218,7 @@ def _(setting: Setting) -> Iterator[Case]:
 
             def ours(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
                 with use_impl("kernel"):
-                    return sublayers.feed_forward(x, sublayers.SublayerWeights(*weights), 1e-12, dropout)
+                    return ops.feed_forward(x, ops.SublayerWeights(*weights), 1e-12, dropout)
 
             yield Case(
                 f"T={num_tokens} D={width} F={inner} dropout={p}",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from electra_fast.model import model
-from electra_fast.model.attention import AttentionMask, Queries, attention, query_attention
+from electra_fast.model.attention import AttentionMask, Queries, attend, query_attention
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
@@ -31,7 +31,7 @@ class _RotaryBertLayer(model.BertLayer):
         q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
         q, k, dropped = ops.rotate(q, *rotary), ops.rotate(k, *rotary), self.attention_dropout * self.training
         if queries is None:
-            mixed = attention(q, k, v, mask, dropped)
+            mixed = attend(q, k, v, mask, dropped)
         else:
             mixed = query_attention(q[queries.index_n], k, v, queries, dropped)
             x_TD = x_TD[queries.index_n]

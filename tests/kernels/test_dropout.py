@@ -9,8 +9,7 @@ from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import dropout as kernels
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
-from electra_fast.ops.operations import Dropout
+from electra_fast.ops.operations import Dropout, use_impl
 
 KEY = torch.tensor([2**40 + 7, 12, 2**31 + 5], device=DEVICE)
 

@@ -15,8 +15,7 @@ from electra_fast.kernels.generator_head import generator_head as by_kernels
 from electra_fast.kernels.generator_head_narrow import Blocks, choose_splits
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
-from electra_fast.ops.operations import linear
+from electra_fast.ops.operations import linear, use_impl
 from electra_fast.ops.vocabulary_nll import vocabulary_nll
 
 KEY = torch.tensor([2**40 + 7, 12], device=DEVICE)

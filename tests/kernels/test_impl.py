@@ -8,8 +8,7 @@ from test_sublayers import LAUNCHERS_OF_SUBLAYERS
 from electra_fast.kernels import launchers
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl, uses_kernels
-from electra_fast.ops.operations import Dropout
+from electra_fast.ops.operations import Dropout, use_impl, uses_kernels
 
 KEY = torch.tensor([5, 11, 0], device=DEVICE)
 

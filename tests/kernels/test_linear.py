@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from comparison import DEVICE, assert_no_worse, output_and_gradients
 from torch import nn
 
-from electra_fast.ops.choice import use_impl
-from electra_fast.ops.operations import WeightCasts, cast, linear
+from electra_fast.ops.operations import WeightCasts, cast, linear, use_impl
 
 
 def normal(*shape, seed):

@@ -13,7 +13,7 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 
 NUM_ROWS, LENGTH, VOCAB = 3, 16, 90
 KEY = torch.tensor([5, 11, 0], device=DEVICE)

@@ -7,7 +7,7 @@ from lib.ahead_of_time import compile_launches
 
 from electra_fast.kernels import rotary as kernels
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 
 NUM_HEADS = 3
 

@@ -7,7 +7,7 @@ from variants import DIFFERENT
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.parallel_step import create_step
 

@@ -24,8 +24,7 @@ from electra_fast.model import compute as compute_module
 from electra_fast.model.compute import ComputeConfig, available_attention, choose_compute, choose_precision
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
-from electra_fast.ops.choice import choice_key, observe, use_choices
-from electra_fast.ops.operations import WeightCasts
+from electra_fast.ops.operations import WeightCasts, choice_key, observe, use_choices
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.kernel_check import REFERENCE, Checker, Record, Request, _matrices
 from electra_fast.training.kernel_choice import KernelCheck, _of_encoder

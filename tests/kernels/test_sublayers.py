@@ -7,11 +7,9 @@ import torch
 from comparison import DEVICE, DOT_DTYPES, assert_no_worse
 
 from electra_fast.kernels import launchers
-from electra_fast.model import sublayers
-from electra_fast.model.attention import AttentionMask
-from electra_fast.model.sublayers import SublayerWeights
-from electra_fast.ops.choice import use_impl
-from electra_fast.ops.operations import Dropout
+from electra_fast.model.attention import AttentionMask, attention
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout, SublayerWeights, use_impl
 
 in_fp32 = pytest.mark.skipif(DEVICE == "cuda", reason="compares in fp32, which not all kernels have on a GPU")
 KEY = torch.tensor([5, 11, 64], device=DEVICE)
@@ -61,17 +59,17 @@ def sublayer(name, dropout):
 
         def function(x, *weights):
             weights, call = SublayerWeights(*weights), (packed_mask(), NUM_HEADS, attention_dropout, dropout)
-            return sublayers.attention(x, weights, EPS, *call)
+            return attention(x, weights, EPS, *call)
     elif name == "gated":
         shapes = ((70, 48), (160, 48), (48, 80))
         inputs = [normal(*shape, seed=i) * shape[1] ** -0.5 for i, shape in enumerate(shapes)]
-        inputs, function = [x.half().double() for x in inputs], sublayers.gated_feed_forward
+        inputs, function = [x.half().double() for x in inputs], ops.gated_feed_forward
     else:
         width, inner = WIDTHS[name]
         inputs = [normal(70, width, seed=9).half().double(), *random_weights(width, inner, inner)]
 
         def function(x, *weights):
-            return sublayers.feed_forward(x, SublayerWeights(*weights), EPS, dropout)
+            return ops.feed_forward(x, SublayerWeights(*weights), EPS, dropout)
 
     return function, inputs
 

@@ -19,7 +19,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from electra_fast.model.attention import (
     ATTENTION_BACKENDS,
     AttentionMask,
-    attention,
+    attend,
     attention_reference,
     self_attention,
     short_attention_reference,
@@ -95,10 +95,10 @@ def test_the_reference_attends_within_the_window() -> None:
 @pytest.mark.parametrize("window", [None, 1, 400])
 def test_sdpa_equals_the_reference(window: int | None) -> None:
     mask = packed_mask("sdpa", window, num_spare=3)
-    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask))
+    found = outcome(random_qkv(torch.float64), lambda *qkv: attend(*qkv, mask))
     for a, b in zip(found, truth(torch.float64, window=window), strict=True):
         assert (a - b).abs().max() < 1e-12
-    whole_rows = attention(*random_qkv(torch.float64), AttentionMask.padded(len(LENGTHS), LENGTH, None))
+    whole_rows = attend(*random_qkv(torch.float64), AttentionMask.padded(len(LENGTHS), LENGTH, None))
     assert (whole_rows - found[0]).abs().max() > 0.1
 
 
@@ -109,7 +109,7 @@ def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch, window: int 
     # torch refuses flex attention's backward pass on the CPU, but its eager formula works there.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     mask = packed_mask("flex", window)
-    found = outcome(random_qkv(torch.float32), lambda *qkv: attention(*qkv, mask))
+    found = outcome(random_qkv(torch.float32), lambda *qkv: attend(*qkv, mask))
     for a, b in zip(found, truth(torch.float32, window=window), strict=True):
         assert (a - b).abs().max() < 1e-5
 
@@ -119,7 +119,7 @@ def test_padding_far_from_every_token_attends_to_itself() -> None:
     keep = torch.arange(LENGTH) < lengths[:, None]
     mask = AttentionMask.padded(3, LENGTH, keep, local_attention=8)
     assert mask.local is not None and mask.window is None
-    found, *grads = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask.local))
+    found, *grads = outcome(random_qkv(torch.float64), lambda *qkv: attend(*qkv, mask.local))
     borders = torch.tensor(
         [0, *(x for row in range(3) for x in (row * LENGTH + int(lengths[row]), (row + 1) * LENGTH))]
     )
@@ -242,7 +242,7 @@ def test_varlen_accepts_our_arguments_forward_and_backward(
         mask = mask.local or mask
         qkv = [mode.from_tensor(x) for x in random_qkv(torch.bfloat16)]
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out = attention(*leaves, mask, dropout)
+        out = attend(*leaves, mask, dropout)
         grads = torch.autograd.grad(out.sum(), leaves)
     assert {x.shape for x in (out, *grads)} == {qkv[0].shape} and {x.dtype for x in (out, *grads)} == {torch.bfloat16}
 
@@ -259,7 +259,7 @@ def test_backends_equal_the_reference_on_cuda(backend: str, window: int | None) 
     borders, mask = ragged(5, CUDA)[1], packed_mask(backend, window, CUDA, 5)
     exact, qkv = truth(torch.bfloat16, CUDA, window), random_qkv(torch.bfloat16, CUDA)
     rounded = outcome(qkv, lambda *x: attention_reference(*x, borders, window))
-    for a, b, t in zip(outcome(qkv, lambda *x: attention(*x, mask)), rounded, exact, strict=True):
+    for a, b, t in zip(outcome(qkv, lambda *x: attend(*x, mask)), rounded, exact, strict=True):
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
 
 
@@ -273,7 +273,7 @@ def test_varlen_ignores_empty_segments_of_long_rows_on_cuda() -> None:
         outcome([x.to(dtype) for x in exact], lambda *x: attention_reference(*x, borders))
         for dtype in (torch.float64, torch.bfloat16)
     )
-    for a, b, t in zip(outcome(exact, lambda *x: attention(*x, mask)), rounded, true, strict=True):
+    for a, b, t in zip(outcome(exact, lambda *x: attend(*x, mask)), rounded, true, strict=True):
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
 
 
@@ -295,7 +295,7 @@ def test_sdpa_never_takes_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     with FakeTensorMode():
         q, k, v = (torch.empty(192, 2, 32, dtype=torch.bfloat16, device="cuda:0") for _ in range(3))
-        attention(q, k, v, AttentionMask.packed(torch.ones(1, 192, device="cuda:0"), None, "sdpa"))
+        attend(q, k, v, AttentionMask.packed(torch.ones(1, 192, device="cuda:0"), None, "sdpa"))
     assert is_allowed == [False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -316,13 +316,13 @@ def test_dropout_drops_the_given_fraction() -> None:
 
 def check_dropout(q: Tensor, k: Tensor, ones: Tensor, mask: AttentionMask, tolerance: float) -> None:
     """Values of 1 give 1 on average but not everywhere: some weights are dropped, the others scaled up."""
-    out = attention(q, k, ones, mask, 0.3).float()
+    out = attend(q, k, ones, mask, 0.3).float()
     assert out.std() > 0.05 and abs(out.mean() - 1) < tolerance
-    assert (attention(q, k, ones, mask, 0.0).float() - 1).abs().max() < 1e-2
+    assert (attend(q, k, ones, mask, 0.0).float() - 1).abs().max() < 1e-2
 
 
 def test_dropout_without_support_is_an_error() -> None:
     mask = AttentionMask.packed(*ragged(), "flex")
     message = 'attention backend "flex" has no dropout; set model.attention_dropout = 0.0'
     with pytest.raises(ValueError, match=message):
-        attention(*random_qkv(torch.float32), mask, 0.1)
+        attend(*random_qkv(torch.float32), mask, 0.1)

@@ -10,8 +10,8 @@ from torch import Tensor
 from electra_fast.model.attention import AttentionMask, self_attention
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
-from electra_fast.ops.segment_attention import segment_attention
+from electra_fast.ops.cpu_ops import segment_attention
+from electra_fast.ops.operations import use_impl
 
 DTYPES = (torch.float32, torch.bfloat16)
 

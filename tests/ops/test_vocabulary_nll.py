@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from electra_fast.ops import vocabulary_nll
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 
 BLOCK = (8, 256)
 # (T, V, E): whole blocks; partial blocks and tiles in both dimensions.

@@ -16,7 +16,7 @@ from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.objectives.objective import METRICS
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 from electra_fast.ops.sampling import alias_table, philox, sample_alias_reference
 from electra_fast.training.corruptor import Corruptor, masked_states, sample_softmax
 from electra_fast.training.evaluate import SEED, evaluate

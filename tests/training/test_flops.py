@@ -14,8 +14,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
-from electra_fast.ops.choice import use_impl
-from electra_fast.ops.operations import linear
+from electra_fast.ops.operations import linear, use_impl
 from electra_fast.training.flops import (
     flops_per_token,
     objectives_report,

@@ -24,7 +24,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import observe, use_choices, use_impl
+from electra_fast.ops.operations import observe, use_choices, use_impl
 from electra_fast.training import kernel_check, kernel_choice
 from electra_fast.training.kernel_check import CALLS, REFERENCE, Checker, Record, Request
 from electra_fast.training.kernel_choice import (

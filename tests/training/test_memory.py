@@ -10,7 +10,7 @@ from electra_fast.kernels import launch
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 from electra_fast.optimizers.optimizer import RULES, Optimizer
 from electra_fast.training import memory
 from electra_fast.training.memory import StepMemory, _LiveBytes, choose_accumulate

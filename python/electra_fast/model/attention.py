@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from electra_fast.errors import InputError
-from electra_fast.ops import cpu_ops
+from electra_fast.ops import cpu_ops, fused
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import operation, uses_cpu_ops, uses_kernels
-from electra_fast.ops.operations import Dropout, kernels, linear
-from electra_fast.ops.segment_attention import MIN_ROW, SegmentLayout, masking_bias, segment_attention, segment_layout
+from electra_fast.ops.cpu_ops import SegmentLayout, masking_bias, segment_layout
+from electra_fast.ops.fused import SublayerWeights
+from electra_fast.ops.operations import Dropout, kernels, linear, operation, uses_cpu_ops, uses_kernels
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -160,6 +160,26 @@ def _dense(segment_ids_BL: Tensor, window: int | None) -> Tensor:
 
 
 @operation
+def attention(
+    x_TD: Tensor,
+    weights: SublayerWeights,
+    eps: float,
+    mask: AttentionMask,
+    num_heads: int,
+    attention_dropout: Dropout,
+    dropout: Dropout,
+) -> Tensor:
+    """norm(x + dropout(self_attention(x) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
+    has_kernel = mask.backend == "short" and attention_dropout.has_kernel and dropout.has_kernel
+    if has_kernel and uses_kernels(x_TD, "attention"):
+        call = (mask.segment_ids_BL, num_heads, mask.window, *attention_dropout.arguments)
+        y_TD: Tensor = fused.Attention.apply(x_TD, *weights, *call, eps, *dropout.arguments)
+        return y_TD
+    mixed_TD = self_attention(x_TD, weights.in_weight, weights.in_bias, mask, num_heads, attention_dropout)
+    return ops.residual_norm(mixed_TD, *weights[2:4], x_TD, *weights[4:], eps, dropout)
+
+
+@operation
 def self_attention(
     x_TD: Tensor,
     qkv_weight_XD: Tensor,
@@ -169,7 +189,7 @@ def self_attention(
     dropout: Dropout,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Queries, keys and values of x, rotated by the angles of `ops.rotary_angles` where given, and `attention`.
+    """Queries, keys and values of x, rotated by the angles of `ops.rotary_angles` where given, and `attend`.
 
     [T, D] → [T, N*H]. `dropout` applies to the attention weights; only `short` uses its key.
     """
@@ -188,18 +208,18 @@ def self_attention(
             qkv_TX = linear(x_TD, qkv_weight_XD, qkv_bias_X)
         else:
             qkv_TX = cpu_ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
-        if mask.cu_seqlens is not None and mask.length > MIN_ROW:
-            return segment_attention(qkv_TX, mask.segments(x_TD.dtype), num_heads, dropout.probability)
+        if mask.cu_seqlens is not None and mask.length > cpu_ops.MIN_ROW:
+            return cpu_ops.segment_attention(qkv_TX, mask.segments(x_TD.dtype), num_heads, dropout.probability)
         return cpu_ops.self_attention(qkv_TX, mask.bias(x_TD.dtype), mask.num_rows, num_heads, dropout.probability)
     if rotary is None:
         q, k, v = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
     else:
         assert qkv_bias_X is None
         q, k, v = ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
-    return attention(q, k, v, mask, dropout.probability).flatten(1)
+    return attend(q, k, v, mask, dropout.probability).flatten(1)
 
 
-def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
+def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Softmax attention within segments, scale 1/sqrt(H); [T, N, H] each → [T, N, H].
 
     `dropout` is the dropout probability of attention weights; raises ValueError if the backend has none. For all
@@ -225,7 +245,7 @@ class Queries:
 
 
 def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Queries, dropout: float = 0.0) -> Tensor:
-    """`attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
+    """`attend` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
     scores_NnT = torch.einsum("nah,tah->ant", q_nNH, k_TNH).float() * q_nNH.shape[-1] ** -0.5
     weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
     weights_NnT = ops.dropout_reference(weights_NnT, Dropout(dropout)).to(v_TNH.dtype)
@@ -267,7 +287,7 @@ def short_attention_reference(
 def attention_reference(
     q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, window: int | None = None
 ) -> Tensor:
-    """`attention` written out, one segment after another: the specification of every backend.
+    """`attend` written out, one segment after another: the specification of every backend.
 
     With a `window`, token i attends to token j if |i - j| <= window.
     """
@@ -331,9 +351,9 @@ def _flex(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, drop
     assert mask.block_mask is not None and not dropout
     # Uncompiled it materializes all scores. On the CPU it has no backward pass and is used by tests only.
     compiled = q_TNH.is_cuda and not torch.compiler.is_compiling()
-    attend: Any = _compiled_flex_attention() if compiled else flex_attention
+    flex: Any = _compiled_flex_attention() if compiled else flex_attention
     q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
-    out_BNLH = attend(q, k, v, block_mask=mask.block_mask)
+    out_BNLH = flex(q, k, v, block_mask=mask.block_mask)
     assert isinstance(out_BNLH, Tensor)
     return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
 

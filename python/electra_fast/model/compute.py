@@ -16,7 +16,7 @@ from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.model.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW, WITH_DROPOUT
 from electra_fast.model.matmul import DEFAULT, choose_matmul, use_matmul
-from electra_fast.ops.choice import use_choices
+from electra_fast.ops.operations import use_choices
 
 Precision = Literal["auto", "fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from electra_fast.config.config import Config, ModelConfig
 from electra_fast.errors import InputError
-from electra_fast.model import sublayers
-from electra_fast.model.attention import AttentionMask, Queries, query_attention, self_attention
+from electra_fast.model.attention import AttentionMask, Queries, attention, query_attention, self_attention
 from electra_fast.model.initialization import initialize
 from electra_fast.model.matmul import allow_forks
 from electra_fast.model.networks import networks_of
-from electra_fast.model.sublayers import SublayerWeights
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import Dropout, linear
+from electra_fast.ops.operations import Dropout, SublayerWeights, linear
 from electra_fast.ops.sampling import alias_table
 
 # Two networks may share modules, so the dropout call indices of the second start past the generator's.
@@ -122,14 +120,14 @@ class BertLayer(nn.Module):
         attention_dropout, norm = _attention_dropout(self, dropout), self.attention_norm
         if queries is None:
             weights = _sublayer_weights(self.qkv, self.attention_out, norm)
-            x_TD = sublayers.attention(x_TD, weights, norm.eps, mask, self.num_heads, attention_dropout, dropout)
+            x_TD = attention(x_TD, weights, norm.eps, mask, self.num_heads, attention_dropout, dropout)
         else:
             q, k, v = _queries_keys_values(self.qkv, x_TD, queries.index_n, self.num_heads)
             mixed_TD = query_attention(q, k, v, queries, attention_dropout.probability)
             x_TD = ops.gather_rows(x_TD, queries.index_n)
             x_TD = norm.after_residual(self.attention_out, mixed_TD, x_TD, dropout)
         weights = _sublayer_weights(self.feed_forward_in, self.feed_forward_out, self.feed_forward_norm)
-        return sublayers.feed_forward(x_TD, weights, self.feed_forward_norm.eps, dropout.call(1))
+        return ops.feed_forward(x_TD, weights, self.feed_forward_norm.eps, dropout.call(1))
 
 
 def _attention_dropout(layer: BertLayer | ModernLayer, dropout: Dropout) -> Dropout:
@@ -181,7 +179,7 @@ class ModernLayer(nn.Module):
             x_TD = ops.gather_rows(x_TD, queries.index_n)
         x_TD = x_TD + ops.dropout(self.attention_out(mixed_TD), dropout)
         normed = self.feed_forward_norm(x_TD)
-        out_TD = sublayers.gated_feed_forward(normed, self.geglu_in.weight, self.feed_forward_out.weight)
+        out_TD = ops.gated_feed_forward(normed, self.geglu_in.weight, self.feed_forward_out.weight)
         return x_TD + ops.dropout(out_TD, dropout.call(1))
 
 

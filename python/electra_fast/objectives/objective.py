@@ -26,7 +26,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra, MaskedLMHead
 from electra_fast.model.networks import Network, networks_of
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import may_use_kernels
+from electra_fast.ops.operations import may_use_kernels
 from electra_fast.ops.sampling import philox
 
 Number = float | int | None

@@ -4,15 +4,17 @@ Contracts and references are in `operations`. torch.compile traces the reference
 only the generator's head stays a single operator.
 
 Shapes: T tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension, F feed-forward;
-K tiles of the sampler.
+S segments, K slots of the padded segments or tiles of the sampler, c segments of a group, P their padded length.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,10 @@ GROUP_BYTES = 64 * 2**20
 MAX_ROW = 512
 # Scores that attention holds at once, so that they stay in the caches.
 SCORES_BYTES = 2**20
+# Segments are padded to multiples of this length.
+MULTIPLE = 16
+# Shorter rows have so few scores that padded segments would only add operations.
+MIN_ROW = 128
 
 
 def define_operator(name: str, dispatch_key: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> str:
@@ -186,6 +192,101 @@ def _row_chunks(qkv_TX: Tensor, num_rows: int, num_heads: int) -> Iterator[tuple
 def _by_token(x: Tensor, num_heads: int) -> Tensor:
     """[c*N, L, H] → [c, L, N, H], a view."""
     return x.view(-1, num_heads, *x.shape[1:]).transpose(1, 2)
+
+
+def masking_bias(attends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a summand of scores; finite, since a row of scores that are all -inf would become NaN."""
+    return torch.zeros(attends.shape, dtype=dtype, device=attends.device).masked_fill_(~attends, torch.finfo(dtype).min)
+
+
+# Attention within segments of different lengths. A packed row of several segments has a score for each pair of its
+# tokens, most of which a mask then removes. Here segments of similar lengths are padded to one length and computed
+# together, as rows of their own: half the scores or fewer, with as many dropout masks (bench/LOG.md).
+
+
+class SegmentGroup(NamedTuple):
+    """Segments that are padded to one length: their number, slots (c * P), and bias ([c, 1, 1 or P, P]; None: 0)."""
+
+    num_segments: int
+    num_slots: int
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where the tokens of a flat buffer are once their segments are padded.
+
+    Args:
+        groups: The groups, in the order of their slots.
+        token_K: The token in each slot; in padding, the last one of its segment.
+        slot_T: The slot of each token; 0 for tokens outside of segments.
+        padding: The slots of padding.
+        outside: The tokens outside of segments.
+    """
+
+    groups: tuple[SegmentGroup, ...]
+    token_K: Tensor
+    slot_T: Tensor
+    padding: Tensor
+    outside: Tensor
+
+
+def segment_layout(segment_ids: Tensor, cu_seqlens: Tensor, window: int | None, dtype: torch.dtype) -> SegmentLayout:
+    """Returns the layout of the segments with these offsets, without those of padding, whose id is 0.
+
+    With a `window`, token i attends to token j if |i - j| <= window.
+    """
+    offsets, ids_T = cu_seqlens.numpy().astype(np.int64), segment_ids.numpy().ravel()
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    is_text = (lengths > 0) & (ids_T[np.minimum(starts, len(ids_T) - 1)] > 0)
+    starts, lengths = starts[is_text], lengths[is_text]
+    padded = -(-lengths // MULTIPLE) * MULTIPLE
+    groups, tokens, valid = [], [], []
+    for length in np.unique(padded):
+        chosen = padded == length
+        position_P, length_c1 = np.arange(length), lengths[chosen, None]
+        is_token_cP = position_P < length_c1
+        attends_cPP = is_token_cP[:, None, None, :]
+        if window is not None:
+            attends_cPP = attends_cPP & (np.abs(position_P[:, None] - position_P) <= window)
+        bias = None if attends_cPP.all() else masking_bias(torch.from_numpy(attends_cPP), dtype)
+        groups.append(SegmentGroup(len(length_c1), is_token_cP.size, bias))
+        tokens.append((starts[chosen, None] + np.minimum(position_P, length_c1 - 1)).ravel())
+        valid.append(is_token_cP.ravel())
+    token_K, is_token_K = np.concatenate(tokens), np.concatenate(valid)
+    slot_T = np.zeros(len(ids_T), np.int64)
+    slot_T[token_K[is_token_K]] = np.flatnonzero(is_token_K)
+    outside, padding = np.flatnonzero(ids_T == 0), np.flatnonzero(~is_token_K)
+    return SegmentLayout(tuple(groups), *map(torch.from_numpy, (token_K, slot_T, padding, outside)))
+
+
+def segment_attention(qkv_TX: Tensor, layout: SegmentLayout, num_heads: int, dropout: float = 0.0) -> Tensor:
+    """`self_attention` within segments; [T, 3D] → [T, D]. Rows of tokens outside of segments are arbitrary."""
+    qkv_KX: Tensor = _Rearranged.apply(qkv_TX, layout.token_K, layout.slot_T, layout.outside)
+    parts = zip(torch.split(qkv_KX, [group.num_slots for group in layout.groups]), layout.groups, strict=True)
+    mixed = [self_attention(qkv, bias, count, num_heads, dropout) for qkv, (count, _, bias) in parts]
+    mixed_KD = torch.cat(mixed)
+    mixed_TD: Tensor = _Rearranged.apply(mixed_KD, layout.slot_T, layout.token_K, layout.padding)
+    return mixed_TD
+
+
+class _Rearranged(torch.autograd.Function):
+    """x[source], whose gradient is gathered instead of added up.
+
+    `place` is the output's row of each row of x. Rows that have none, `missing`, have no gradient; nor has a further
+    copy of a row, since nothing reads the outputs of padding.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor, missing: Tensor) -> Tensor:
+        ctx.save_for_backward(place, missing)
+        return x.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        place, missing = ctx.saved_tensors
+        return grad.index_select(0, place).index_fill_(0, missing, 0), None, None, None
 
 
 def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 # (The kernels' launchers have no types.)
 """The operations of the networks except attention: contract, choice of implementation, and reference in plain PyTorch.
 
-The reference is the specification; another implementation may change speed, never meaning. Operations run as Triton
-kernels on CUDA, some in their CPU form on a CPU (`cpu_ops`), and otherwise as their references, unless `use_choices` or
-`use_impl` says otherwise. Weights are fp32 and cast where they are used, to the dtype of the activations. On a GPU that
-would launch a kernel per weight and step, so `WeightCasts` casts all of them in a few launches, and `cast` returns
-those copies.
+`NAME_reference` is the specification of `NAME`; another implementation may change speed, never meaning. Operations run
+as Triton kernels on CUDA (`fused`, where one node of autograd has several), some in their CPU form on a CPU
+(`cpu_ops`), and otherwise as their references, unless `use_choices` or `use_impl` says otherwise. Weights are fp32 and
+cast where they are used, to the dtype of the activations. On a GPU that would launch a kernel per weight and step, so
+`WeightCasts` casts all of them in a few launches, and `cast` returns those copies.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
 E embedding, D hidden, N heads, H head dimension, F feed-forward; I inputs and O outputs of a linear layer.
@@ -14,68 +14,145 @@ E embedding, D hidden, N heads, H head dimension, F feed-forward; I inputs and O
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from electra_fast.kernels import gather_rows as row_kernels
-from electra_fast.ops import cpu_ops
-from electra_fast.ops.choice import operation, uses_cpu_ops, uses_kernels
+from electra_fast.ops import cpu_ops, fused
+from electra_fast.ops.fused import SublayerWeights, cast, kernels
 from electra_fast.ops.sampling import modify_logits, philox, sample_alias_reference, sample_categorical
 
 # What `discriminator_loss` counts over valid tokens, in this order.
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
 
-# The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
-_casts: dict[Tensor, Tensor] = {}
+Impl = Literal["kernel", "reference"]
+# None: by `_choices`, or else by device. Plain globals, because torch.compile of torch 2.11 cannot trace a ContextVar.
+_impl: Impl | None = None
+_choices: dict[str, str] = {}
+# Takes the place of every operation while kernels are checked (`observe`).
+_observer: Observer | None = None
+# Set by the tests: to ask for an operation that the choices do not name is an error.
+is_strict = False
+
+OPERATIONS: set[str] = set()
+"""Names of all operations."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Observer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-def kernels() -> Any:
-    """The launchers, imported at first use: machines without a GPU need not have Triton."""
-    from electra_fast.kernels import launchers
+def operation(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function with a kernel and a reference, whose choice is named by the function's name."""
+    OPERATIONS.add(function.__name__)
 
-    return launchers
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _observer is not None:
+            return _observer(function.__name__, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def observe(observer: Observer | None) -> Iterator[None]:
+    """Calls `observer(name, function, args, kwargs)` in place of each operation within the context."""
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
+
+
+@contextmanager
+def use_choices(choices: Mapping[str, str]) -> Iterator[None]:
+    """Runs operations as chosen within the context: values are those of `choice`.
+
+    Keys are those of `choice_key`, an operation's name for all widths, and "*" for all others; what no key names runs
+    as its reference. Without any choices, operations run as their kernels on CUDA. `use_impl` takes precedence.
+    """
+    global _choices
+    previous, _choices = _choices, dict(choices)
+    try:
+        yield
+    finally:
+        _choices = previous
+
+
+def choice_key(name: str, x: Tensor | None) -> str:
+    """An operation at the width of its first floating-point matrix, such as "layer_norm:256"; without one, its name."""
+    has_width = x is not None and x.dim() > 1 and x.is_floating_point()
+    return f"{name}:{x.shape[-1]}" if has_width else name  # type: ignore[union-attr]  # has_width
+
+
+def choice(name: str, x: Tensor) -> str:
+    """The implementation of an operation on this tensor: "reference", "kernel", or one of several kernels."""
+    if _impl is not None:
+        return _impl
+    if not _choices:
+        return "kernel" if x.is_cuda else "reference"
+    for key in (choice_key(name, x), name, "*"):
+        if key in _choices:
+            return _choices[key]
+    if is_strict:
+        raise LookupError(f"{choice_key(name, x)} is not among the operations that were checked: {', '.join(_choices)}")
+    return "reference"
+
+
+@contextmanager
+def use_impl(impl: Impl | None) -> Iterator[None]:
+    """Runs every operation as its Triton kernel or as its reference within the context, on any device; None: as chosen.
+
+    The choice is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
+    CUDA graph replays what it captured. It applies to the whole process, not to one thread. Raises RuntimeError for
+    "kernel" without a CUDA device or Triton's interpreter.
+    """
+    global _impl
+    if impl not in ("kernel", "reference", None):
+        raise ValueError(f'impl is "kernel" or "reference", not {impl!r}')
+    if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError('impl = "kernel" needs a CUDA device (or, for tests, TRITON_INTERPRET=1)')
+    previous, _impl = _impl, impl
+    try:
+        yield
+    finally:
+        _impl = previous
+
+
+def uses_kernels(x: Tensor, name: str) -> bool:
+    return choice(name, x) != "reference"
+
+
+def may_use_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" or _impl == "kernel"
+
+
+def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:
+    """True if operations on this tensor run in their CPU form (`cpu_ops`).
+
+    torch.compile traces the references, which it fuses itself, except for operations that set `compiled`.
+    """
+    is_free = _impl is None and not _choices
+    return x.device.type == "cpu" and is_free and (compiled or not torch.compiler.is_compiling())
 
 
 @operation
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in x's dtype; [..., I] → [..., O]."""
     if weight.dtype != x.dtype and uses_kernels(x, "linear") and not torch.compiler.is_compiling():
-        out: Tensor = _MixedLinear.apply(x, weight, bias)
-        return out
+        return fused.MixedLinear.apply(x, weight, bias)
     weight = weight.to(x.dtype) if torch.is_grad_enabled() else cast(weight, x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
-
-def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
-    """dy.T @ x, summed and returned in fp32 whatever the dtype of its factors; → [O, I]."""
-    if dy_TO.is_cuda and dy_TO.dtype != torch.float32:
-        return torch.mm(dy_TO.T, x_TI, out_dtype=torch.float32)
-    return dy_TO.T.float() @ x_TI.float()
-
-
-class _MixedLinear(torch.autograd.Function):
-    """A linear layer with fp32 weights and 16-bit activations, whose weight gradient is not rounded to 16 bits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = cast(weight, x.dtype)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = dy @ weight if needs_x else None
-        dy_TO, x_TI = dy.flatten(0, -2), x.flatten(0, -2)
-        dweight = weight_gradient(dy_TO, x_TI) if needs_weight else None
-        return dx, dweight, dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
 
 
 class WeightCasts:
@@ -97,7 +174,6 @@ class WeightCasts:
 
     @property
     def copies(self) -> tuple[Tensor, ...]:
-        """All copies."""
         return tuple(self._casts.values())
 
     @contextmanager
@@ -106,17 +182,11 @@ class WeightCasts:
         if self._casts:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._casts.values()), list(self._casts))
-        _casts.update(self._casts)
+        fused.casts.update(self._casts)
         try:
             yield
         finally:
-            _casts.clear()
-
-
-def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in the dtype of the activations, without a gradient of its own."""
-    found = None if torch.compiler.is_compiling() else _casts.get(weight)
-    return weight.detach().to(dtype) if found is None or found.dtype != dtype else found
+            fused.casts.clear()
 
 
 def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:
@@ -136,8 +206,7 @@ class Dropout:
     `key` is int64 [3] on the device: seed, step, and the index within the step of the micro-batch's first token. With a
     key, the mask is a pure function of key, call index, token and column. So it does not depend on the division of a
     step into micro-batches, is new at every replay of a captured graph, and is drawn again in the backward pass instead
-    of being stored. Every dropout of the networks needs its own `call_index`. Without a key torch's generator draws the
-    mask.
+    of being stored. Each dropout of the networks has a `call_index`. Without a key torch's generator draws the mask.
     """
 
     probability: float = 0.0
@@ -168,11 +237,10 @@ def dropout(x_TD: Tensor, dropout: Dropout) -> Tensor:
 
 
 def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
-    """`dropout` in plain PyTorch.
+    """With a key, one Philox call draws for four adjacent columns.
 
-    With a key, one Philox call serves four adjacent columns. Its counter is (column // 4, token within the
-    step, step, 2^16 + call index); `sampling` uses smaller last words. An element is dropped if the
-    upper 24 bits of its word are below probability * 2^24.
+    Its counter is (column // 4, token within the step, step, 2^16 + call index); `sampling` uses smaller last words. An
+    element is dropped if the upper 24 bits of its word are below probability * 2^24.
     """
     if not dropout.probability or dropout.key is None:
         if dropout.probability and uses_cpu_ops(x_TD):
@@ -197,7 +265,6 @@ def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -
 
 
 def layer_norm_reference(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm` in plain PyTorch."""
     return F.layer_norm(x, x.shape[-1:], weight_D.to(x.dtype), None if bias_D is None else bias_D.to(x.dtype), eps)
 
 
@@ -232,7 +299,6 @@ def residual_norm_reference(
     eps: float,
     dropout: Dropout,
 ) -> Tensor:
-    """`residual_norm` in plain PyTorch."""
     h_TD = linear(x_TF, weight_DF, bias_D)
     z_TD = residual_TD + (dropout_reference(h_TD, dropout) if dropout.probability else h_TD)
     return layer_norm_reference(z_TD, norm_weight_D, norm_bias_D, eps)
@@ -271,7 +337,6 @@ def embedding_norm_reference(
     *,
     sparse: bool = False,
 ) -> Tensor:
-    """`embedding_norm` in plain PyTorch."""
     token_TE = gather_rows(tables[0], ids[0], sparse=sparse)
     position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids[1:], tables[1:], strict=True))
     x_TE = (token_TE + position_TE + type_TE).to(dtype)
@@ -287,7 +352,6 @@ def bias_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
 
 
 def bias_gelu_reference(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-    """`bias_gelu` in plain PyTorch."""
     return F.gelu(linear(x_TD, weight_FD, bias_F))
 
 
@@ -302,9 +366,40 @@ def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
 
 
 def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
-    """`geglu` in plain PyTorch."""
     activated, gate = linear(x_TD, weight).chunk(2, dim=-1)
     return F.gelu(activated) * gate
+
+
+# One kernel for all; the GELU in the epilogues of its products; the GELU beside them.
+FEED_FORWARD_KERNELS = ("narrow", "fused", "apart")
+
+
+def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
+    """Those of `FEED_FORWARD_KERNELS` that `feed_forward` can run by, the preferred one first."""
+    supports, is_profitable = kernels().narrow_feed_forward_supports, kernels().matmul_gelu_is_profitable
+    runs = (supports(x_TD, inner_width), is_profitable(x_TD), True)
+    return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
+
+
+@operation
+def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dropout) -> Tensor:
+    """norm(x + dropout(gelu(x @ in_weight.T + in_bias) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
+    how = choice("feed_forward", x_TD)
+    if how != "reference" and dropout.has_kernel:
+        how = feed_forward_kernels(x_TD, weights.in_weight.shape[0])[0] if how == "kernel" else how
+        if how == "narrow":
+            return fused.NarrowFeedForward.apply(x_TD, *weights, eps, *dropout.arguments)
+        return fused.FeedForward.apply(x_TD, *weights, eps, how == "fused", *dropout.arguments)
+    inner_TF = bias_gelu(x_TD, weights.in_weight, weights.in_bias)
+    return residual_norm(inner_TF, *weights[2:4], x_TD, *weights[4:], eps, dropout)
+
+
+@operation
+def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
+    """(gelu(a) * b) @ out_weight.T, where [a, b] = x @ in_weight.T; [T, D], [2F, D], [D, F] → [T, D]."""
+    if uses_kernels(x_TD, "gated_feed_forward") and kernels().matmul_gelu_is_profitable(x_TD):
+        return fused.GatedFeedForward.apply(x_TD, in_weight, out_weight_DF)
+    return linear(geglu(x_TD, in_weight), out_weight_DF)
 
 
 def rotary_angles(
@@ -329,34 +424,13 @@ def rotary_qkv(
         q, k, v = qkv_TX.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
         return q, k, v
     if uses_kernels(x_TD, "rotary_qkv"):
-        return _RotaryQKV.apply(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+        return fused.RotaryQKV.apply(x_TD, weight, cos_T1H, sin_T1H, num_heads)
     return rotary_qkv_reference(x_TD, weight, cos_T1H, sin_T1H, num_heads)
-
-
-class _RotaryQKV(torch.autograd.Function):
-    """A linear layer whose product is rotated in place, and whose gradient is one buffer from the start."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
-    ) -> tuple[Tensor, ...]:
-        weight = cast(weight, x_TD.dtype)
-        ctx.save_for_backward(x_TD, weight, cos_T1H, sin_T1H)
-        qkv_TX = x_TD @ weight.T
-        kernels().rotate_qkv_(qkv_TX, cos_T1H, sin_T1H, num_heads)
-        return qkv_TX.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight, cos_T1H, sin_T1H = ctx.saved_tensors
-        dqkv_TX = kernels().rotary_backward(*gradients, cos_T1H, sin_T1H)
-        return dqkv_TX @ weight, weight_gradient(dqkv_TX, x_TD), None, None, None
 
 
 def rotary_qkv_reference(
     x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotary_qkv` in plain PyTorch."""
     q, k, v = linear(x_TD, weight).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
     return rotate(q, cos_T1H, sin_T1H), rotate(k, cos_T1H, sin_T1H), v
 
@@ -397,8 +471,8 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
 def corrupt_reference(
     masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`corrupt` in plain PyTorch; unused slots write to a spare element past the end of the buffer."""
     num_tokens = masked_ids_BL.numel()
+    # With an element past the end of the buffer, to which unused slots write.
     spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_BL.device)
     original_T = spare.clone()
     original_T[:num_tokens] = masked_ids_BL.flatten()
@@ -425,15 +499,11 @@ def replaced_logits(
 def replaced_logits_reference(
     x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
 ) -> Tensor:
-    """`replaced_logits` in plain PyTorch."""
     return token_logits(bias_gelu_reference(x_TD, dense_weight_DD, dense_bias_D), weight_1D, bias_1)
 
 
 def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
-    """The discriminator's classifier, in fp32 whatever x's dtype; [T, D] → fp32 [T].
-
-    Early in training logits differ by less than bf16 resolves: rounded to bf16, most would tie.
-    """
+    """The discriminator's classifier; [T, D] → fp32 [T]. Most logits of early training would tie if rounded to bf16."""
     return F.linear(x_TD.float(), weight_1D, bias_1).squeeze(-1)
 
 
@@ -449,7 +519,6 @@ def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) ->
 
 
 def discriminator_loss_reference(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-    """`discriminator_loss` in plain PyTorch."""
     loss = (binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
     predicted_T, replaced_T = (logits_T.detach() > 0) & valid_T, replaced_T & valid_T
     correct_T = (predicted_T == replaced_T) & valid_T
@@ -511,7 +580,7 @@ def generator_head_reference(
     temperature: float = 1.0,
     disallow_correct: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`generator_head` in plain PyTorch, with the cross-entropy of each slot, fp32 [M], instead of their sum."""
+    """Returns the cross-entropy of each slot, fp32 [M], instead of their weighted sum."""
     logits_MV = linear(x_ME, table_VE, bias_V)
     nll_M = masked_cross_entropy(logits_MV, target_M)
     logits_MV = logits_MV.detach()

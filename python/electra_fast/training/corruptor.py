@@ -25,7 +25,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import MicroBatch, RngKey, read_inputs
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import use_impl
+from electra_fast.ops.operations import use_impl
 from electra_fast.ops.sampling import alias_table, philox
 
 UNIGRAM = "unigram"

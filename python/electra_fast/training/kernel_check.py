@@ -33,12 +33,10 @@ from electra_fast.interruption import SIGNALS, stop_with_parent
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
-from electra_fast.model.sublayers import feed_forward_kernels
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import MicroBatch, Objective, RngKey
 from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import choice_key, observe, use_choices, use_impl
-from electra_fast.ops.operations import Dropout
+from electra_fast.ops.operations import Dropout, choice_key, feed_forward_kernels, observe, use_choices, use_impl
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.graphs import captured
 from electra_fast.training.parallel_step import create_step

@@ -35,9 +35,8 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
 from electra_fast.interruption import requested_stop
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
-from electra_fast.model.sublayers import FEED_FORWARD_KERNELS
 from electra_fast.objectives import objective_of
-from electra_fast.ops.choice import OPERATIONS
+from electra_fast.ops.operations import FEED_FORWARD_KERNELS, OPERATIONS
 from electra_fast.training.division import rows_per_micro_batch
 from electra_fast.training.kernel_check import BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request
 from electra_fast.training.reporting import version_or_none

@@ -1,11 +1,11 @@
-"""Sublayers: norm(x + dropout(attention(x))) and norm(x + dropout(feed_forward(x))) of post-norm layers; GeGLU.
+# mypy: no-warn-return-any
+# (The kernels' launchers have no types.)
+"""The operations that run by kernels as one node of autograd, with their backward passes written out.
 
-With kernels, each is one node of autograd with its backward pass written out, because the savings span operations: the
-last product adds the gradients of x as input and as residual, the derivative of the GELU is applied where its gradient
-is computed, and no weight gradient is cast. Elsewhere they are compositions of operations, which are also their
-references.
+Their savings span operations: the last product adds the gradients of x as input and as residual, the derivative of the
+GELU is applied where its gradient is computed, and no weight gradient is cast. `operations` has their contracts.
 
-Shapes: T packed tokens, D hidden, F feed-forward, X = 3D.
+Shapes: T packed tokens, D hidden, F feed-forward, N heads, H head dimension; X = 3D; I inputs and O outputs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,70 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.model.attention import AttentionMask, self_attention
-from electra_fast.ops import operations as ops
-from electra_fast.ops.choice import choice, operation, uses_kernels
-from electra_fast.ops.operations import Dropout, cast, kernels, linear, weight_gradient
+# The casts that are up to date, by weight; empty outside of `operations.WeightCasts.current`.
+casts: dict[Tensor, Tensor] = {}
+
+
+def kernels() -> Any:
+    """The launchers, imported at first use: machines without a GPU need not have Triton."""
+    from electra_fast.kernels import launchers
+
+    return launchers
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in the dtype of the activations, without a gradient of its own."""
+    found = None if torch.compiler.is_compiling() else casts.get(weight)
+    return weight.detach().to(dtype) if found is None or found.dtype != dtype else found
+
+
+def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """dy.T @ x, summed and returned in fp32 whatever the dtype of its factors; → [O, I]."""
+    if dy_TO.is_cuda and dy_TO.dtype != torch.float32:
+        return torch.mm(dy_TO.T, x_TI, out_dtype=torch.float32)
+    return dy_TO.T.float() @ x_TI.float()
+
+
+class MixedLinear(torch.autograd.Function):
+    """A linear layer with fp32 weights and 16-bit activations, whose weight gradient is not rounded to 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = cast(weight, x.dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = dy @ weight if needs_x else None
+        dy_TO, x_TI = dy.flatten(0, -2), x.flatten(0, -2)
+        dweight = weight_gradient(dy_TO, x_TI) if needs_weight else None
+        return dx, dweight, dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
+
+
+class RotaryQKV(torch.autograd.Function):
+    """A linear layer whose product is rotated in place, and whose gradient is one buffer from the start."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
+    ) -> tuple[Tensor, ...]:
+        weight = cast(weight, x_TD.dtype)
+        ctx.save_for_backward(x_TD, weight, cos_T1H, sin_T1H)
+        qkv_TX = x_TD @ weight.T
+        kernels().rotate_qkv_(qkv_TX, cos_T1H, sin_T1H, num_heads)
+        return qkv_TX.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight, cos_T1H, sin_T1H = ctx.saved_tensors
+        dqkv_TX = kernels().rotary_backward(*gradients, cos_T1H, sin_T1H)
+        return dqkv_TX @ weight, weight_gradient(dqkv_TX, x_TD), None, None, None
 
 
 class SublayerWeights(NamedTuple):
@@ -35,65 +93,9 @@ class SublayerWeights(NamedTuple):
     norm_bias: Tensor
 
 
-@operation
-def attention(
-    x_TD: Tensor,
-    weights: SublayerWeights,
-    eps: float,
-    mask: AttentionMask,
-    num_heads: int,
-    attention_dropout: Dropout,
-    dropout: Dropout,
-) -> Tensor:
-    """norm(x + dropout(self_attention(x) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
-    has_kernel = mask.backend == "short" and attention_dropout.has_kernel and dropout.has_kernel
-    if has_kernel and uses_kernels(x_TD, "attention"):
-        call = (mask.segment_ids_BL, num_heads, mask.window, *attention_dropout.arguments)
-        y_TD: Tensor = _Attention.apply(x_TD, *weights, *call, eps, *dropout.arguments)
-        return y_TD
-    mixed_TD = self_attention(x_TD, weights.in_weight, weights.in_bias, mask, num_heads, attention_dropout)
-    return ops.residual_norm(mixed_TD, *weights[2:4], x_TD, *weights[4:], eps, dropout)
+class Attention(torch.autograd.Function):
+    """`model.attention.attention`."""
 
-
-# One kernel for all; the GELU in the epilogues of its products; the GELU beside them.
-FEED_FORWARD_KERNELS = ("narrow", "fused", "apart")
-
-
-def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
-    """Returns those of `FEED_FORWARD_KERNELS` that `feed_forward` can run by, the preferred one first."""
-    runs = (
-        kernels().narrow_feed_forward_supports(x_TD, inner_width),
-        kernels().matmul_gelu_is_profitable(x_TD),
-        True,
-    )
-    return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
-
-
-@operation
-def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dropout) -> Tensor:
-    """norm(x + dropout(gelu(x @ in_weight.T + in_bias) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
-    how = choice("feed_forward", x_TD)
-    if how != "reference" and dropout.has_kernel:
-        how = feed_forward_kernels(x_TD, weights.in_weight.shape[0])[0] if how == "kernel" else how
-        if how == "narrow":
-            y_TD: Tensor = _NarrowFeedForward.apply(x_TD, *weights, eps, *dropout.arguments)
-        else:
-            y_TD = _FeedForward.apply(x_TD, *weights, eps, how == "fused", *dropout.arguments)
-        return y_TD
-    inner_TF = ops.bias_gelu(x_TD, weights.in_weight, weights.in_bias)
-    return ops.residual_norm(inner_TF, *weights[2:4], x_TD, *weights[4:], eps, dropout)
-
-
-@operation
-def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
-    """(gelu(a) * b) @ out_weight.T, where [a, b] = x @ in_weight.T; [T, D], [2F, D], [D, F] → [T, D]."""
-    if uses_kernels(x_TD, "gated_feed_forward") and kernels().matmul_gelu_is_profitable(x_TD):
-        z_TD: Tensor = _GatedFeedForward.apply(x_TD, in_weight, out_weight_DF)
-        return z_TD
-    return linear(ops.geglu(x_TD, in_weight), out_weight_DF)
-
-
-class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -145,7 +147,9 @@ class _Attention(torch.autograd.Function):
         return dx_TD, din_weight_XD, din_bias_X, dout_weight_DD, *dnorm, *[None] * 10
 
 
-class _FeedForward(torch.autograd.Function):
+class FeedForward(torch.autograd.Function):
+    """`operations.feed_forward`, by two or three kernels."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -192,7 +196,9 @@ class _FeedForward(torch.autograd.Function):
         return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *dnorm, *[None] * 5
 
 
-class _NarrowFeedForward(torch.autograd.Function):
+class NarrowFeedForward(torch.autograd.Function):
+    """`operations.feed_forward`, by one kernel."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -221,7 +227,9 @@ class _NarrowFeedForward(torch.autograd.Function):
         return *kernels().narrow_feed_forward_gradients(dy_TD, *saved, *dropout), *[None] * 4
 
 
-class _GatedFeedForward(torch.autograd.Function):
+class GatedFeedForward(torch.autograd.Function):
+    """`operations.gated_feed_forward`."""
+
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
         in_weight, out_weight_DF = cast(in_weight, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
