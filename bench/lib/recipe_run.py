@@ -6,6 +6,7 @@ FOLDER/result.json.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -21,11 +22,12 @@ import torch
 import electra_fast as ef
 from electra_fast import checkpoint
 from electra_fast.data.mixture import Mixture
-from electra_fast.errors import Diverged
+from electra_fast.errors import Diverged, ElectraFastError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.tokenizer import write_tokenizer
-from electra_fast.reproduction.row_run import main
+from electra_fast.interruption import interrupt_at_once, stop_with_parent
+from electra_fast.messages import error_line, say
 from electra_fast.training import evaluate as evaluation
 from electra_fast.training.corruptor import UNIGRAM_LENGTH, Corruptor
 from lib import recipe_trainer
@@ -115,11 +117,22 @@ def _write_untrained(config: ef.Config, corpus: str, run: Path) -> None:
     checkpoint.save(run, ef.Electra(config), None, checkpoint_folder.TrainState(), keep=1)
 
 
-def work(folder: Path) -> None:
-    """Writes the measurements."""
-    replace_file(folder / RESULT, json.dumps(do(folder), indent=2) + "\n")
+def main(folder: Path) -> int:
+    """Writes the measurements; returns the exit code."""
+    interrupt_at_once()
+    stop_with_parent()
+    try:
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a process whose parent was killed may still be writing its checkpoint
+            replace_file(folder / RESULT, json.dumps(do(folder), indent=2) + "\n")
+    except KeyboardInterrupt as interruption:
+        return 128 + getattr(interruption, "signal", 2)
+    except (ElectraFastError, OSError) as error:
+        say(f"error: {error_line(str(error))}")
+        return 2
     shutil.rmtree(folder / "tasks", ignore_errors=True)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), work))
+    sys.exit(main(Path(sys.argv[1])))

@@ -364,7 +364,7 @@ def _reproduce(options: argparse.Namespace) -> None:
 
     names = (
         *("data", "tasks", "out", "preset", "recipe", "budget", "minutes", "seeds", "task"),
-        *("finetune_seeds", "corrupted_by", "workers", "overrides"),
+        *("finetune_seeds", "corrupted_by", "overrides"),
     )
     results = reproduce(options.experiment, **_named(options, *names))
     show([json.dumps(results)] if options.json else (options.out / "table.md").read_text(encoding="utf-8").split("\n"))

@@ -364,7 +364,6 @@ def build_parser() -> Parser:
         metavar="FOLDER",
         help="source of replacements in evaluation, as for evaluate",
     )
-    sub.add_argument("--workers", type=int, default=0, metavar="N", help="concurrent runs; 0: one per GPU or core")
     sub.add_argument("--json", action="store_true", help="print results.json")
     sub.epilog = _key_help(Config.preset(DEFAULT_PRESET, "google"), FinetuningConfig())
 

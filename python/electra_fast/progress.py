@@ -259,25 +259,6 @@ class FinetuningProgress(_WorkProgress):
             self._write_line("  ".join((self._name, *reversed(status[:-1]), done, f"eta {remaining}")))
 
 
-class RunsProgress(_WorkProgress):
-    """Finished runs of a comparison and the status of running ones; a permanent line per finished run."""
-
-    def __init__(self, num_runs: int, num_done: int) -> None:
-        super().__init__("reproduce", MofNCompleteColumn, num_runs, num_done, shown=True)
-        self._num_runs, self._num_done = num_runs, num_done
-
-    def show(self, standing: Sequence[str]) -> None:
-        """Shows the status of the running runs."""
-        self._move(status=("  |  ".join(standing),))
-
-    def finish(self, message: str, seconds_per_run: float) -> None:
-        """Counts a finished run, and prints its result and the time remaining."""
-        self._num_done += 1
-        self._move(completed=self._num_done)
-        remaining = timedelta(seconds=round(seconds_per_run * (self._num_runs - self._num_done)))
-        self.say(f"{message}; {self._num_done} of {self._num_runs} runs done, eta {remaining}")
-
-
 _SHOWN = (
     ("generator_loss", "gen", ".3f"),
     ("encoder_loss", "enc", ".3f"),

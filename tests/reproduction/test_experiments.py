@@ -1,22 +1,23 @@
 """The rows of the paper's comparisons: what they are, that they cost the same, and what they refuse."""
 
-import json
-
 import pytest
 import torch
-from tiny_task import write_sst2
 
 import electra_fast as ef
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
-from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.objectives import OBJECTIVES
-from electra_fast.reproduction.experiments import EXPERIMENTS, MIN_STEPS, make_experiment, with_steps
-from electra_fast.reproduction.plan import Plan, base_config, estimate_seconds, row_configs, training_size
-from electra_fast.reproduction.reproduce import IDENTITY, _settle
-from electra_fast.reproduction.row_run import RunSettings
-from electra_fast.reproduction.workers import Slot
-from electra_fast.training.flops import flops_per_token, report
+from electra_fast.reproduction.experiments import (
+    EXPERIMENTS,
+    MIN_STEPS,
+    PUBLISHED_SHAPES,
+    base_config,
+    make_experiment,
+    row_configs,
+    training_size,
+    with_steps,
+)
+from electra_fast.training.flops import report
 
 
 def experiment(name, preset="mini", recipe="modern", overrides=None):
@@ -33,6 +34,8 @@ def test_all_rows_cost_the_budget_within_one_percent(name, preset, recipe, budge
     for config in configs.values():
         assert report(config)["total"] == pytest.approx(budget, rel=0.01)  # what `electra-fast flops` prints
         assert training_size(config)["flops"] == report(config)["total"]
+    assert made.claims and all(claim.weights.keys() <= configs.keys() for claim in made.claims)
+    assert all(sum(claim.weights.values()) == 0 for claim in made.claims)
 
 
 def test_objectives_are_all_there_and_differ_in_nothing_else():
@@ -57,40 +60,31 @@ def test_generators_have_whole_heads():
 
 def test_sizes_narrow_the_model_and_keep_its_heads():
     made = experiment("sizes", "small", "google")
-    shapes = [
-        (row.group, row.width, row.config.model.intermediate_size, row.config.model.embedding_size) for row in made.rows
-    ]
-    assert shapes == [
-        *[("ELECTRA", 64, 256, 32), ("BERT", 64, 256, 32)],
-        *[("ELECTRA", 128, 512, 64), ("BERT", 128, 512, 64)],
-        *[("ELECTRA", 256, 1024, 128), ("BERT", 256, 1024, 128)],
-    ]
-    assert {row.config.model.num_heads for row in made.rows} == {4}
+    models = [row.config.model for row in made.rows]
+    assert [row.group for row in made.rows] == ["ELECTRA", "BERT"] * 3
+    shapes = [(model.hidden_size, model.intermediate_size, model.embedding_size) for model in models]
+    assert shapes[::2] == shapes[1::2] == [(64, 256, 32), (128, 512, 64), (256, 1024, 128)]
+    assert {model.num_heads for model in models} == {4}
     # Tables 1 and 2: published for the shapes of small, base and large, for no other.
     assert [row.paper for row in made.rows] == [None] * 4 + [79.9, 75.1]
     assert [row.paper for row in experiment("sizes", "base").rows][-2:] == [85.1, 82.2]
+    presets = [Config.preset(name).model for name in ("small", "base", "large")]
+    assert {(model.hidden_size, model.num_layers) for model in presets} == PUBLISHED_SHAPES
 
 
-def test_claims_name_rows():
-    for name in EXPERIMENTS:
-        made = experiment(name)
-        rows = {row.name for row in made.rows}
-        assert made.claims and all(claim.weights.keys() <= rows for claim in made.claims)
-        assert all(sum(claim.weights.values()) == 0 for claim in made.claims)
-
-
-def test_keys_that_the_experiment_decides_are_refused():
-    for name, key in [("objectives", "objective.name"), ("tying", "model.tying"), ("sizes", "train.steps")]:
-        with pytest.raises(InputError, match=f"--{key}: cannot be set, because `reproduce {name}` decides it"):
-            experiment(name, overrides={key: "1"})
+@pytest.mark.parametrize(
+    ("name", "key"), [("objectives", "objective.name"), ("tying", "model.tying"), ("sizes", "train.steps")]
+)
+def test_keys_that_the_experiment_decides_are_refused(name, key):
+    with pytest.raises(InputError, match=f"--{key}: cannot be set, because `reproduce {name}` decides it"):
+        experiment(name, overrides={key: "1"})
     assert experiment("sizes", overrides={"model.num_layers": "2"}).rows[3].config.model.num_layers == 2
 
 
 def test_a_budget_without_room_for_a_warmup_is_refused():
     row = experiment("objectives").rows[0]
-    with pytest.raises(
-        InputError, match=r"a budget of 1e\+12 FLOPs is \d+ steps of electra, and .* needs 100; give --budget"
-    ):
+    message = r"a budget of 1e\+12 FLOPs is \d+ steps of electra, and .* needs 100; give --budget"
+    with pytest.raises(InputError, match=message):
         with_steps(row, 1e12)
     assert with_steps(row, 1e14).train.steps >= MIN_STEPS
     for warmup in (10_000, 10_300, 10_700):  # whatever the budget is rounded to
@@ -99,38 +93,6 @@ def test_a_budget_without_room_for_a_warmup_is_refused():
             with_steps(warm, 1e14)
         enough = float(str(refused.value).split("--budget ")[1].split()[0])
         assert 2 * warmup <= with_steps(warm, enough).train.steps < 2.03 * warmup
-
-
-def test_unknown_experiments_are_named():
-    with pytest.raises(InputError, match="unknown experiment 'objective'; did you mean objectives?"):
-        experiment("objective")
-
-
-def test_the_estimate_adds_up(tmp_path):
-    write_sst2(tmp_path / "SST-2")
-    (task,) = read_tasks("sst2", tmp_path, {}, {})
-    made = experiment("tying", "tiny")
-    work = RunSettings("corpus", str(tmp_path), ["sst2"], 2, {"finetune.epochs": "3"}, "unigram")
-    plan = Plan(tmp_path, made, row_configs(made, 1e13, {}), work, seeds=3)
-    characters = sum(len(text) for (text,) in task.train.texts)
-    flops = flops_per_token(made.rows[0].config).discriminator * 2 * 3 * characters / 4.5
-    budget = training_size(plan.configs["tying-none"])["flops"]
-    assert estimate_seconds(plan, [task], num_runs=9, flops_per_second=1e9, num_slots=2) == pytest.approx(
-        5 * (budget + flops) / 1e9  # nine runs, two at a time
-    )
-
-
-def test_minutes_become_a_budget_that_a_resumed_call_keeps(validation_corpus, tmp_path):
-    corpus = ef.Corpus(validation_corpus)
-    made = make_experiment("tying", base_config(Config.preset("tiny", "modern"), corpus, {}), {})
-    asked = {"experiment": "tying", "asked": {"budget": None, "minutes": 2.5}}
-    facts = _settle(tmp_path, asked, made, Slot({"OMP_NUM_THREADS": "1"}))
-    assert facts["flops_per_second"] > 1e8
-    assert facts["budget"] == pytest.approx(150 * facts["flops_per_second"], rel=0.05)  # two digits of it
-    (tmp_path / IDENTITY).write_text(json.dumps(facts))
-    assert _settle(tmp_path, asked, made, Slot({})) == facts
-    with pytest.raises(InputError, match=r"asked.minutes was 2.5 and is now 3"):
-        _settle(tmp_path, asked | {"asked": {"budget": None, "minutes": 3}}, made, Slot({}))
 
 
 def test_all_rows_have_one_precision(validation_corpus, monkeypatch):

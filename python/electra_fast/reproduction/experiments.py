@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from electra_fast.config.config import Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.config.file import did_you_mean
+from electra_fast.data.corpus import Corpus
 from electra_fast.errors import InputError
+from electra_fast.model.compute import choose_device, choose_precision
 from electra_fast.training.flops import flops_per_token
 
 # With fewer steps, the warmup, a twentieth of them, would be under five.
@@ -20,19 +23,16 @@ MIN_STEPS = 100
 
 PUBLISHED = {"ELECTRA": {256: 79.9, 768: 85.1, 1024: 89.0}, "BERT": {256: 75.1, 768: 82.2, 1024: 87.2}}
 """GLUE scores of small, base and large by hidden size (Tables 1 and 2): validation, compute equal within a size."""
+PUBLISHED_SHAPES = {(256, 12), (768, 12), (1024, 24)}
+"""Hidden size and layers of these models."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison.
+    """One line of a comparison; its steps follow from the budget, its seed from the run.
 
-    Args:
-        name: Name in folders, claims and results.
-        title: Name in the paper.
-        config: Configuration; the steps follow from the budget, the seed from the run.
-        paper: GLUE score in the paper (mean over tasks, validation), if there is one.
-        group: Rows of a group are one line of the picture, along `width`.
-        width: Width of the network that the experiment varies.
+    `paper` is the GLUE score in the paper (mean over tasks, validation), if there is one. Rows of a `group` are one
+    line of the picture, along the `width` of the network that the experiment varies.
     """
 
     name: str
@@ -53,17 +53,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison of the paper.
-
-    Args:
-        name: Name on the command line.
-        title: Title of the report.
-        source: Place in the paper.
-        rows: Rows in the order of the report.
-        claims: Conclusions of the paper.
-        axis: Label of the rows' `width`, if they have one.
-        published: The paper's scores of its own models along the width, by group.
-    """
+    """A comparison of the paper; `published` has the scores of the paper's own models along the width, by group."""
 
     name: str
     title: str
@@ -75,12 +65,7 @@ class Experiment:
 
 
 def make_experiment(name: str, base: Config, overrides: Mapping[str, str]) -> Experiment:
-    """Returns the experiment of this name around a configuration.
-
-    Args:
-        name: A name in `EXPERIMENTS`.
-        base: Preset and recipe.
-        overrides: Keys of the command line, laid over the base.
+    """Returns the experiment of this name with `overrides` laid over the preset and recipe `base`.
 
     Raises ValueError for an unknown name, for keys that the rows or the budget decide, and for an unsuitable base.
     """
@@ -112,6 +97,43 @@ def with_steps(row: Row, budget: float) -> Config:
     return config.replace({"train": {"steps": steps}})
 
 
+def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str]) -> Config:
+    """Returns a preset with the corpus and the precision that all rows share."""
+    changes: dict[str, Any] = {"data": {"corpus": str(corpus.path)}, "model": {"vocab_size": corpus.vocab_size}}
+    if config.train.precision == AUTO and "train.precision" not in overrides:
+        changes["train"] = {"precision": common_precision()}
+    return config.replace(changes)
+
+
+def common_precision() -> str:
+    """Returns the default precision of all rows; `auto`, measured per run, could differ between them."""
+    precision = choose_precision(AUTO, choose_device())
+    return "fp32" if precision == AUTO else precision
+
+
+def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, str]) -> dict[str, Config]:
+    """Returns each row's configuration with its steps, without a seed. Raises ValueError if the budget is too small."""
+    configs = {}
+    for row in experiment.rows:
+        config = with_steps(row, budget)
+        steps = config.train.steps
+        often = {
+            "log_every": max(1, steps // 100),
+            "checkpoint_every": max(1, steps // 20),
+            "keep_checkpoints": 1,
+            "eval_every": 0,  # rows are evaluated at the end, on the same replacements
+        }
+        chosen = {name: value for name, value in often.items() if f"train.{name}" not in overrides}
+        configs[row.name] = config.replace({"train": chosen})
+    return configs
+
+
+def training_size(config: Config) -> dict[str, float]:
+    """Steps, tokens and true FLOPs of a run."""
+    tokens = config.train.steps * config.train.batch_size * config.data.sequence_length
+    return {"steps": config.train.steps, "tokens": tokens, "flops": tokens * flops_per_token(config).total}
+
+
 def _objectives(base: Config) -> Experiment:
     rows = (
         Row("electra", "ELECTRA", base.with_objective("electra"), 85.0),
@@ -138,7 +160,7 @@ def _objectives(base: Config) -> Experiment:
 def _generators(base: Config) -> Experiment:
     """Generators at each quarter of the model's width that gives whole heads, and the unigram distribution."""
     electra = base.with_objective("electra")
-    rows = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))]
+    rows, full = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))], base.model.hidden_size
     fractions = [fraction for fraction in (0.25, 0.5, 0.75, 1.0) if base.model.num_heads * fraction % 1 == 0]
     for fraction in fractions:
         config = electra.override({"generator.fraction": str(fraction)})
@@ -150,10 +172,8 @@ def _generators(base: Config) -> Experiment:
         for fraction in fractions
         if fraction <= 0.5
     ]
-    axis = f"hidden size of the generator (discriminator: {base.model.hidden_size})"
-    return Experiment(
-        "generators", "Generator sizes", "Figure 3, left, a plot without numbers", tuple(rows), tuple(claims), axis
-    )
+    source, axis = "Figure 3, left, a plot without numbers", f"hidden size of the generator (discriminator: {full})"
+    return Experiment("generators", "Generator sizes", source, tuple(rows), tuple(claims), axis)
 
 
 def _tying(base: Config) -> Experiment:
@@ -175,12 +195,11 @@ def _tying(base: Config) -> Experiment:
 
 def _sizes(base: Config) -> Experiment:
     """The model at a quarter, half and all of its widths, with the same heads and layers."""
-    rows, widths = [], []
-    for divisor in (4, 2, 1):
-        config = _narrow(base, divisor)
-        width = config.model.hidden_size
-        widths.append(width)
-        is_published = (width, config.model.num_layers) in _published_shapes()
+    rows, model, names = [], base.model, ("hidden_size", "intermediate_size", "embedding_size")
+    widths = [model.hidden_size // divisor for divisor in (4, 2, 1)]
+    for width, divisor in zip(widths, (4, 2, 1), strict=True):
+        config = base.replace({"model": {name: max(1, getattr(model, name) // divisor) for name in names}})
+        is_published = (width, config.model.num_layers) in PUBLISHED_SHAPES
         paper = {group: scores[width] if is_published else None for group, scores in PUBLISHED.items()}
         electra, bert = config.with_objective("electra"), _bert(config)
         rows.append(Row(f"electra-{width}", f"ELECTRA {width}", electra, paper["ELECTRA"], "ELECTRA", width))
@@ -189,15 +208,8 @@ def _sizes(base: Config) -> Experiment:
     small, large = widths[0], widths[-1]
     gains = {f"electra-{small}": 1.0, f"mlm-{small}": -1.0, f"electra-{large}": -1.0, f"mlm-{large}": 1.0}
     claims.append(Claim(f"the gain is larger at {small} than at {large}", gains))
-    return Experiment(
-        "sizes",
-        "ELECTRA and BERT by size",
-        "Figure 4; scores of Tables 1 and 2",
-        tuple(rows),
-        tuple(claims),
-        "hidden size",
-        PUBLISHED,
-    )
+    title, source = "ELECTRA and BERT by size", "Figure 4; scores of Tables 1 and 2"
+    return Experiment("sizes", title, source, tuple(rows), tuple(claims), "hidden size", PUBLISHED)
 
 
 EXPERIMENTS: dict[str, tuple[tuple[str, ...], Callable[[Config], Experiment]]] = {
@@ -219,19 +231,3 @@ def _above(better: str, worse: str, text: str) -> Claim:
 def _bert(base: Config) -> Config:
     """The paper's baseline: 80 % [MASK], 10 % random tokens, 10 % unchanged."""
     return base.with_objective("mlm").override({"data.masking": "bert"})
-
-
-def _narrow(base: Config, divisor: int) -> Config:
-    model = base.model
-    sizes = {
-        "hidden_size": model.hidden_size // divisor,
-        "intermediate_size": model.intermediate_size // divisor,
-        "embedding_size": max(1, model.embedding_size // divisor),
-    }
-    return base.replace({"model": sizes})
-
-
-def _published_shapes() -> set[tuple[int, int]]:
-    """Hidden size and layers of the models that the paper reports."""
-    models = [Config.preset(name).model for name in ("small", "base", "large")]
-    return {(model.hidden_size, model.num_layers) for model in models}

@@ -9,29 +9,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy import stats
 
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.reproduction.experiments import Claim, Experiment
-from electra_fast.reproduction.picture import draw
+from electra_fast.training.plots import BLUE, GREEN, GREY, ORANGE
 
 CONFIDENCE = 0.95
 RULER = {"discriminator_auc": "AUC", "mlm_accuracy": "MLM accuracy", "mlm_generator_accuracy": "of the generator"}
 """Figures of `evaluate` in the table: their columns."""
 Run = dict[str, Any]
+Found = Mapping[str, Any]
+"""A row of results.json: `mean`, `sd` and `runs`."""
 
 
 def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Returns the content of results.json.
+    """Returns the content of results.json: `facts`, `rows` and `claims`.
 
-    Args:
-        experiment: The comparison.
-        facts: Other settings that identify the comparison; they come first.
-        runs: Finished runs of each row: `seed` and either `failed`, or `tasks` and `evaluation` as in `row_run`.
-
-    Returns:
-        `facts`, `rows` and `claims`. A score is the mean over tasks of the tasks' metrics, times 100, as the paper's
-        GLUE score; `sd` is the standard deviation over seeds (n - 1), None below two.
+    `runs` has the finished runs of each row: `seed`, and `failed` or `tasks` and `evaluation`. A score is the mean of
+    the tasks' metrics, times 100, as the paper's GLUE score; `sd` is the standard deviation over seeds (n - 1), None
+    below two.
     """
     rows: list[dict[str, Any]] = []
     for row in experiment.rows:
@@ -117,7 +116,7 @@ def write_report(out: Path, experiment: Experiment, results: Mapping[str, Any]) 
     """Writes results.json, table.md and EXPERIMENT.png."""
     replace_file(out / "results.json", json.dumps(results, indent=2) + "\n")
     replace_file(out / "table.md", table(experiment, results))
-    draw(out / f"{experiment.name}.png", experiment, results)
+    _draw(out / f"{experiment.name}.png", experiment, results)
 
 
 def _cells(row: Mapping[str, Any], tasks: Sequence[str], size: Mapping[str, float]) -> list[str]:
@@ -142,3 +141,87 @@ def _claim_line(found: Mapping[str, Any]) -> str:
         return f"* {found['claim']}: {found['verdict']}"
     margin = "" if found["margin"] is None else f" ± {found['margin']:.1f}"
     return f"* {found['claim']}: {found['difference']:+.1f}{margin}, **{found['verdict']}**"
+
+
+def _draw(path: Path, experiment: Experiment, results: Mapping[str, Any]) -> None:
+    """Draws the rows with a score, along their width or one below the other."""
+    found = {row["name"]: row for row in results["rows"] if row["mean"] is not None}
+    papers = {row["name"]: _published(row["paper"]) for row in results["rows"] if row["paper"] is not None}
+    is_double = bool(papers or experiment.published)
+    figure = Figure(figsize=(11 if is_double else 7, 4.8), layout="constrained")
+    left, *right = figure.subplots(1, 2 if is_double else 1, squeeze=False)[0]
+    count = max((len(_scores(row)) for row in results["rows"]), default=0)
+    seeds = "one seed" if count == 1 else f"{count} seeds; bars: ± one standard deviation; dots: seeds"
+    left.set_title(f"Here: {results['preset']}, {results['budget']:.2g} FLOPs, {seeds}", fontsize=9)
+    for axes in right:
+        axes.set_title(f"The paper: {experiment.source}", fontsize=9)
+    if experiment.axis:
+        lines: dict[str, dict[int, Found]] = {row.group: {} for row in experiment.rows if row.width}
+        for row in experiment.rows:
+            if row.name in found and row.width:
+                lines[row.group][row.width] = found[row.name]
+            elif row.name in found:
+                _level(left, row.title, found[row.name])
+        _along_width(left, experiment, lines)
+        groups = experiment.published.items()
+        published = {group: {width: _published(score) for width, score in points.items()} for group, points in groups}
+        for axes in right:
+            _along_width(axes, experiment, published)
+    else:
+        for axes, each in zip((left, *right), (found, papers), strict=False):
+            _one_below_the_other(axes, experiment, each)
+    for axes in (left, *right):
+        axes.grid(alpha=0.3, axis="both" if experiment.axis else "x")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    figure.suptitle(f"{experiment.title}: mean score of {', '.join(results['examples'])}, times 100", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def _published(score: float) -> Found:
+    return {"mean": score, "sd": None, "runs": []}
+
+
+def _scores(found: Found) -> list[float]:
+    return [run["score"] for run in found["runs"] if "score" in run]
+
+
+def _one_below_the_other(axes: Axes, experiment: Experiment, found: Mapping[str, Found]) -> None:
+    for place, row in enumerate(experiment.rows):
+        if row.name not in found:
+            left = axes.get_yaxis_transform()
+            axes.text(0.02, place, "no number", transform=left, color=GREY, va="center", fontsize=8)
+            continue
+        mean, sd, scores = found[row.name]["mean"], found[row.name]["sd"], _scores(found[row.name])
+        axes.plot(scores, [place + 0.18] * len(scores), ".", color=GREY, markersize=5)
+        axes.errorbar([mean], [place], xerr=sd, fmt="o", color=BLUE, capsize=4)
+        axes.annotate(f"{mean:.1f}", (mean, place), (0, 7), textcoords="offset points", ha="center", fontsize=8)
+    axes.set_yticks(range(len(experiment.rows)), [row.title for row in experiment.rows])
+    axes.set_ylim(len(experiment.rows) - 0.5, -0.6)
+    axes.margins(x=0.15)
+    axes.set_xlabel("score", fontsize=9)
+
+
+def _along_width(axes: Axes, experiment: Experiment, lines: Mapping[str, Mapping[int, Found]]) -> None:
+    # Shifted, so that error bars do not cover each other.
+    shifts = [1.015 ** (2 * place - len(lines) + 1) for place in range(len(lines))]
+    for (group, points), color, shift in zip(lines.items(), (BLUE, ORANGE), shifts, strict=False):
+        widths, means = [width * shift for width in points], [each["mean"] for each in points.values()]
+        bars = [each["sd"] or 0.0 for each in points.values()]
+        axes.errorbar(widths, means, yerr=bars if any(bars) else None, fmt="o-", color=color, capsize=4, label=group)
+        for width, each in zip(widths, points.values(), strict=True):
+            scores = _scores(each)
+            axes.plot([width] * len(scores), scores, ".", color=GREY, markersize=5)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({width for points in lines.values() for width in points}))
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+    axes.set_xlabel(experiment.axis, fontsize=9)
+    axes.set_ylabel("score", fontsize=9)
+
+
+def _level(axes: Axes, title: str, found: Found) -> None:
+    """Draws a row without a width as a horizontal line."""
+    axes.axhline(found["mean"], color=GREEN, linestyle="--", label=title)
+    if found["sd"]:
+        axes.axhspan(found["mean"] - found["sd"], found["mean"] + found["sd"], color=GREEN, alpha=0.15, linewidth=0)

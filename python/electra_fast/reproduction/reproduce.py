@@ -1,42 +1,66 @@
-"""`reproduce`: trains the rows of one of the paper's comparisons at equal compute, fine-tunes them, and reports."""
+"""`reproduce`: trains the rows of one of the paper's comparisons at equal compute, fine-tunes them, and reports.
+
+Runs follow one another: all rows with one seed, then all with the next. OUT/runs/ROW-seed-K/ has the pre-training in
+run/, tasks.json and evaluation.json, or failed.json if the training diverged.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from electra_fast.child_process import describe_end
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.errors import ElectraFastError, InputError, Interrupted
-from electra_fast.files.atomic_files import foreign_names, replace_file
-from electra_fast.files.json_files import read_object
+from electra_fast.data.mixture import Mixture
+from electra_fast.errors import Diverged, ElectraFastError, InputError, TrainingFailed
+from electra_fast.files.atomic_files import foreign_names, remove, replace_file
+from electra_fast.files.json_files import json_text, read_object
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
+from electra_fast.finetuning.finetune import finetune
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.training.job import first_difference
-from electra_fast.interruption import stop_requests
-from electra_fast.progress import RunsProgress
-from electra_fast.reproduction.experiments import Experiment, make_experiment
-from electra_fast.reproduction.plan import Plan, base_config, common_precision, estimate_seconds, row_configs
+from electra_fast.messages import say
+from electra_fast.reproduction.experiments import (
+    Experiment,
+    Row,
+    base_config,
+    common_precision,
+    make_experiment,
+    row_configs,
+    training_size,
+)
 from electra_fast.reproduction.report import score, summarize, write_report
-from electra_fast.reproduction.row_run import RunSettings, read_result
-from electra_fast.reproduction.speed import measure_speed
-from electra_fast.reproduction.workers import LOG, Slot, Workers, choose_slots, last_line
+from electra_fast.training import trial
 from electra_fast.training.corruptor import UNIGRAM, Corruptor
-from electra_fast.training.evaluate import SEED
-from electra_fast.training.run import exclusive
+from electra_fast.training.evaluate import SEED, evaluate
+from electra_fast.training.flops import flops_per_token
+from electra_fast.training.pretrain import pretrain
+from electra_fast.training.run import exclusive, resolved
 
 IDENTITY = "reproduce.json"
+TASKS, EVALUATION, FAILED = "tasks.json", "evaluation.json", "failed.json"
 Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What all runs share; `finetuning` has keys of `[finetune]`, `corrupted_by` is as for `evaluate`."""
+
+    corpus: Path
+    glue: Path
+    tasks: list[str]
+    finetune_seeds: int
+    finetuning: dict[str, str]
+    corrupted_by: str
 
 
 def reproduce(
@@ -53,7 +77,6 @@ def reproduce(
     task: str = "glue",
     finetune_seeds: int = 1,
     corrupted_by: str | Path = UNIGRAM,
-    workers: int = 0,
     overrides: Mapping[str, object] | None = None,
 ) -> Results:
     """Trains the rows of a comparison at equal compute, with several seeds each, and fine-tunes every one.
@@ -74,7 +97,6 @@ def reproduce(
         task: Tasks as for `finetune`; `glue`: all in `tasks`.
         finetune_seeds: Fine-tuning runs per task of each run; their median is the score.
         corrupted_by: Corruptor for the evaluation of every row, as for `evaluate`.
-        workers: Concurrent runs; 0: one per GPU, or per core without one.
         overrides: Configuration keys of pre-training, and of fine-tuning (`finetune.`).
 
     Raises:
@@ -85,21 +107,18 @@ def reproduce(
     _check_amounts(budget=budget, minutes=minutes, seeds=seeds, finetune_seeds=finetune_seeds)
     keys = {name: str(value) for name, value in (overrides or {}).items()}
     pretraining = {name: value for name, value in keys.items() if not name.startswith("finetune.")}
-    finetuning = {name: value for name, value in keys.items() if name not in pretraining}
     # Scores are after the last step, as the paper's: the best of several would be flattered.
-    finetuning = {"finetune.precision": common_precision(), "finetune.select": "last"} | finetuning
+    finetuning = {"finetune.precision": common_precision(), "finetune.select": "last"}
+    finetuning |= {name: value for name, value in keys.items() if name not in pretraining}
     corpus, all_tasks = _corpus(Path(data)), read_tasks(task, Path(tasks), {}, {})
-    base = base_config(Config.preset(preset, recipe), corpus, pretraining)
-    made = make_experiment(experiment, base, pretraining)
+    made = make_experiment(experiment, base_config(Config.preset(preset, recipe), corpus, pretraining), pretraining)
     first = made.rows[0].config
     recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises if a key is wrong
     if budget is not None:
-        row_configs(made, budget, pretraining)  # raises if it is too small, before measuring
+        row_configs(made, budget, pretraining)  # raises if it is too small
     corruptor = _corruptor(corrupted_by, corpus, first.data.sequence_length)
     sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
-    settings = RunSettings(
-        os.path.abspath(data), os.path.abspath(tasks), list(sizes), finetune_seeds, finetuning, corruptor
-    )
+    settings = RunSettings(Path(data), Path(tasks), list(sizes), finetune_seeds, finetuning, corruptor)
     identity = {
         "experiment": experiment,
         "preset": preset,
@@ -111,15 +130,31 @@ def reproduce(
         "corrupted_by": corruptor,
         "asked": {"budget": budget, "minutes": minutes},
     }
-    out, slots = Path(out), choose_slots(workers, seeds * len(made.rows))
+    out = Path(out)
     with exclusive(out):
-        facts = _settle(out, identity, made, slots[0])
-        plan = Plan(out, made, row_configs(made, facts["budget"], pretraining), settings, seeds)
+        facts = _settle(out, identity, first)
+        configs = row_configs(made, facts["budget"], pretraining)
         replace_file(out / IDENTITY, json.dumps(facts, indent=2) + "\n")
-        waiting = plan.prepare()
-        seconds = estimate_seconds(plan, all_tasks, len(waiting), facts["flops_per_second"], len(slots))
-        failed = _run(plan, facts, slots, waiting, _opening(plan, corpus, len(waiting), len(slots), seconds))
-        results = _report(plan, facts)
+        say(f"{out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds: {seeds}, tasks: {', '.join(sizes)}")
+        runs = {_folder(out, row, seed): (row, seed) for seed in range(seeds) for row in made.rows}
+        waiting = [folder for folder in runs if read_result(folder) is None]
+        start, failed = time.monotonic(), []
+        for number, folder in enumerate(waiting):
+            row, seed = runs[folder]
+            config, name = configs[row.name].replace({"train": {"seed": seed}}), f"{row.name} seed {seed}"
+            size = training_size(config)
+            amount = f"{size['steps']:,} steps, {size['tokens'] / 1e6:,.2f} M tokens, {size['flops']:.3e} FLOPs"
+            say(f"{name}: {amount}; run {len(runs) - len(waiting) + number + 1} of {len(runs)}")
+            try:
+                run_row(folder, config, settings)
+            except (ElectraFastError, OSError) as error:
+                failed.append(f"{name}: {error}")
+                say(f"warning: {failed[-1]}")
+                continue
+            seconds = (time.monotonic() - start) / (number + 1) * (len(waiting) - number - 1)
+            say(f"{name}: {_outcome(folder)}; all runs: eta {timedelta(seconds=round(seconds))}")
+            _report(out, made, configs, facts, seeds)
+        results = _report(out, made, configs, facts, seeds)
     if failed:
         remedy = f"{out / 'table.md'} has what was finished, run again to retry"
         raise ElectraFastError(f"{out}: {len(failed)} of {len(waiting)} runs failed: {'; '.join(failed)}; {remedy}")
@@ -153,8 +188,8 @@ def _corpus(data: Path) -> Corpus:
     return corpus
 
 
-def _settle(out: Path, identity: Mapping[str, Any], made: Experiment, slot: Slot) -> dict[str, Any]:
-    """Returns the identity with speed and budget, from an earlier call or measured.
+def _settle(out: Path, identity: Mapping[str, Any], first: Config) -> dict[str, Any]:
+    """Returns the identity with the budget, from an earlier call, given, or by the speed of the first row.
 
     Raises ValueError if the earlier call was for another comparison, or the folder holds something else.
     """
@@ -166,65 +201,66 @@ def _settle(out: Path, identity: Mapping[str, Any], made: Experiment, slot: Slot
         return known
     if foreign := foreign_names(out):
         raise InputError(f"{out}: holds {foreign[0]}, but no {IDENTITY}; choose an empty folder for --out")
-    speed = measure_speed(made.rows[0].config, slot)
-    budget = asked["budget"] or float(f"{60 * speed * asked['minutes']:.2g}")
-    return {**identity, "budget": budget, "flops_per_second": speed}
+    if asked["budget"]:
+        return {**identity, "budget": asked["budget"]}
+    tokens = first.train.batch_size * first.data.sequence_length
+    seconds = trial.measure(resolved(first, Mixture(first.data.corpus))).seconds_per_step
+    speed = tokens * flops_per_token(first).total / seconds
+    return {**identity, "budget": float(f"{60 * speed * asked['minutes']:.2g}"), "flops_per_second": speed}
 
 
-def _opening(plan: Plan, corpus: Corpus, num_waiting: int, num_slots: int, seconds: float) -> list[str]:
-    """Lines for the user before the first run."""
-    made, num_runs = plan.experiment, len(plan.runs())
-    lines = [
-        f"{plan.out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds per row: {plan.seeds}, "
-        f"fine-tuned on {', '.join(plan.settings.tasks)}",
-        *plan.describe(corpus),
-    ]
-    if num_waiting:
-        what = f"{num_waiting} of {num_runs} runs are left and" if num_waiting < num_runs else f"{num_runs} runs"
-        lines.append(f"{what} take about {timedelta(seconds=round(seconds))}, {num_slots} at a time")
-    return lines
+def _folder(out: Path, row: Row, seed: int) -> Path:
+    return out / "runs" / f"{row.name}-seed-{seed}"
 
 
-def _run(
-    plan: Plan, facts: Mapping[str, Any], slots: Sequence[Slot], folders: Sequence[Path], opening: Sequence[str]
-) -> list[str]:
-    """Runs everything, reporting after each run; returns a message per failed run. Raises Interrupted on a signal."""
-    failed, runs, seconds = [], plan.runs(), []
-    with (
-        stop_requests() as stop,
-        RunsProgress(len(runs), len(runs) - len(folders)) as progress,
-        closing(Workers(slots)) as workers,
-    ):
-        for line in opening:
-            progress.say(line)
-        for ended in workers.run(folders, stop):
-            if progress.is_live:
-                progress.show([f"{folder.name}: {last_line(folder) or 'starts'}" for folder in workers.folders])
-            if ended is None:
-                continue
-            seconds.append(ended.seconds)
-            row, seed = runs[ended.folder]
-            name, result = f"{row.name} seed {seed}", read_result(ended.folder)
-            if result is None:
-                why = describe_end(ended.code, last_line(ended.folder))
-                failed.append(f"{name}: {why} ({ended.folder / LOG})")
-                progress.warn(failed[-1])
-            else:
-                progress.finish(f"{name}: {_outcome(result)}", statistics.mean(seconds) / len(slots))
-                _report(plan, facts)
-    if stop:
-        raise Interrupted(stop.signal, f"{plan.out}: interrupted; checkpoints written, run again to resume")
-    return failed
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """Returns the results of a finished run, None for one that is not finished.
+
+    Raises ValueError for a damaged file.
+    """
+    if (folder / FAILED).exists():
+        return read_object(folder / FAILED)
+    if not ((folder / TASKS).exists() and (folder / EVALUATION).exists()):
+        return None
+    return {"tasks": read_object(folder / TASKS), "evaluation": read_object(folder / EVALUATION)}
 
 
-def _outcome(result: Mapping[str, Any]) -> str:
+def run_row(folder: Path, config: Config, settings: RunSettings) -> None:
+    """Does what is left of a run: pre-training, fine-tuning and evaluation."""
+    run, tasks = folder / "run", folder / "tasks"
+    try:
+        if not (folder / TASKS).exists():
+            if not pretrain(config, out=run).is_finished:
+                raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
+            seeds, overrides = settings.finetune_seeds, settings.finetuning
+            found = finetune(settings.tasks, model=run, data=settings.glue, out=tasks, seeds=seeds, overrides=overrides)
+            replace_file(folder / TASKS, json_text(found))
+        remove(tasks)  # one model per task and seed: too much to keep
+        length, corruptor = config.data.sequence_length, settings.corrupted_by
+        report = evaluate(run, settings.corpus, sequence_length=length, corrupted_by=corruptor, mlm_examples=200)
+        replace_file(folder / EVALUATION, json_text(report))
+    except Diverged as error:
+        replace_file(folder / FAILED, json_text({"failed": str(error)}))
+
+
+def _outcome(folder: Path) -> str:
+    result = read_result(folder) or {}
     if "failed" in result:
         return f"failed: {result['failed']}"
     scores = [f"{name} {100 * found['median']:.1f}" for name, found in result["tasks"].items()]
     return f"score {score(result):.2f} ({', '.join(scores)})"
 
 
-def _report(plan: Plan, facts: Mapping[str, Any]) -> Results:
-    results = summarize(plan.experiment, {**facts, "sizes": plan.sizes()}, plan.finished())
-    write_report(plan.out, plan.experiment, results)
+def _report(
+    out: Path, made: Experiment, configs: Mapping[str, Config], facts: Mapping[str, Any], seeds: int
+) -> Results:
+    """Writes the report of what is finished, and returns its numbers."""
+    finished: dict[str, list[Results]] = {row.name: [] for row in made.rows}
+    for seed in range(seeds):
+        for row in made.rows:
+            if (result := read_result(_folder(out, row, seed))) is not None:
+                finished[row.name].append({"seed": seed, **result})
+    sizes = {name: training_size(config) for name, config in configs.items()}
+    results = summarize(made, {**facts, "sizes": sizes}, finished)
+    write_report(out, made, results)
     return results
