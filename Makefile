@@ -141,7 +141,7 @@ experiments: $(if $(and $(TEXTS),$(GLUE)),wheel)
 
 clean:
 	cargo clean --release --package electra-data --package electra-data-py
-	rm -rf dist demo site .cache .ruff_cache .pytest_cache $(CACHE)/$(TREE)
+	rm -rf dist demo site .venv .cache .ruff_cache .pytest_cache python/electra_fast/_data.*.so $(CACHE)/$(TREE)
 
 env: wheel
 	$(call environment,$(ENV),[test])

@@ -40,6 +40,7 @@ from electra_fast.ops import operations
 # What a step asks for is known to the check of its kernels.
 operations.is_strict = True
 
+pytest_plugins = ("child_processes",)
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 600
 NUM_TOPICS = 40
