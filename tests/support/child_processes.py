@@ -1,7 +1,7 @@
 """A plugin of pytest that counts the processes which tests start: each takes a tenth of a second, or three with torch.
 
-A test that starts one has the marker `process`: `make check` leaves these out and fails if another starts one. All tests
-that are not slow start at most `MAX_PROCESSES`.
+A test that starts one has the marker `process`: `make check` leaves these out, and fails if another starts one. Tests
+that are not slow start at most `MAX_PROCESSES` in all.
 """
 
 from __future__ import annotations
