@@ -242,7 +242,7 @@ def trained_by(job, num_processes, order):
             loss, _ = step(job.training_set.batch(parts, chosen, "mean", 0), number, 1.0)
             losses.append(float(loss))
             if num_processes > 1:
-                job.task_type.predict(model, job.splits["dev"], job.config, job.work.compute)
+                job.predict(model, job.data.dev[0])
         parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
         step.close()
     finally:

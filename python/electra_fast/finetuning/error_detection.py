@@ -19,7 +19,7 @@ from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.encoding import text_chunks
-from electra_fast.finetuning.inference import choose_inference, inference_text, rounded, token_predictions
+from electra_fast.finetuning.inference import choose_inference, rounded
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.readers.rows import Row, check_unicode, text_of
@@ -72,12 +72,12 @@ class ErrorDetector(ExampleReader):
         if not 0 <= threshold <= 1:
             raise InputError(f"threshold is {threshold}; it is a probability, from 0 to 1")
         self.threshold, self.sequence_length = threshold, sequence_length
-        self.tokenizer, self._model = tokenizer, ReplacedTokenDetector(model).to(device).eval()
-        self._compute, self.note = choose_inference(self._model, device, precision)
+        self.tokenizer = tokenizer
+        self._inference, self.note = choose_inference(ReplacedTokenDetector(model).to(device).eval(), device, precision)
 
     def __repr__(self) -> str:
-        size = inference_text(self._model, self._compute)
-        return f"{type(self).__name__}: threshold {self.threshold:g}, {self.sequence_length} tokens per input, {size}"
+        limits = f"threshold {self.threshold:g}, {self.sequence_length} tokens per input"
+        return f"{type(self).__name__}: {limits}, {self._inference}"
 
     usual_columns = (("text",),)
 
@@ -108,7 +108,7 @@ class ErrorDetector(ExampleReader):
         encoded, places = text_chunks(pieces, self.tokenizer.special_tokens, room, max(1, room // 2))
         if not len(encoded):
             return [np.zeros(0) for _ in pieces]
-        logits = token_predictions(self._model, encoded, self._compute).astype(np.float64)
+        logits = self._inference.by_token(encoded).astype(np.float64)
         probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
         return [probabilities[own] for own in places]
 

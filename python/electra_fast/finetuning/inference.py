@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,73 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
 _SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
 
 
-def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[ComputeConfig, str]:
+@dataclass(frozen=True)
+class Inference:
+    """A model in use, without dropout. Calls `before_batch` before each batch; it may raise."""
+
+    model: EncoderWithHead
+    compute: ComputeConfig
+    before_batch: Callable[[], None] = lambda: None
+
+    def __str__(self) -> str:
+        parameters = list(self.model.parameters())
+        size = sum(each.numel() for each in parameters) / 1e6
+        return f"{size:.2f} M parameters, {str(self.compute.dtype).removeprefix('torch.')} on {parameters[0].device}"
+
+    def by_example(self, encoded: EncodedExamples) -> tuple[NDArray[Any], ...]:
+        """Returns `model.predictions` for all examples, at least one, in their order; [n, ...] each."""
+        order: list[NDArray[Any]] = []
+        found: list[tuple[NDArray[Any], ...]] = []
+        for examples, part, tensors in self.batches(encoded):
+            order.append(examples[part.examples])
+            found.append(tuple(tensor.cpu().numpy() for tensor in tensors))
+        back = np.argsort(np.concatenate(order))
+        return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
+
+    def by_token(self, encoded: EncodedExamples) -> NDArray[Any]:
+        """As `by_example`, for a model that predicts per token; [tokens of `encoded.ids`, ...]."""
+        outputs: NDArray[Any] | None = None
+        for _, part, (tensor,) in self.batches(encoded):
+            sources, values = part.sources.ravel(), tensor.cpu().numpy()
+            if outputs is None:
+                outputs = np.zeros((len(encoded.ids), *values.shape[1:]), values.dtype)
+            outputs[sources[sources >= 0]] = values[sources >= 0]
+        assert outputs is not None
+        return outputs
+
+    @torch.no_grad()
+    def batches(self, encoded: EncodedExamples) -> Iterator[tuple[NDArray[Any], PackedBatch, tuple[Tensor, ...]]]:
+        model, compute = self.model, self.compute
+        was_training, device = model.training, next(model.parameters()).device
+        model.eval()
+        order = np.argsort(encoded.lengths, kind="stable")
+        ends = np.cumsum(encoded.lengths[order]) // BATCH_TOKENS[device.type]
+        pending = np.split(order, np.flatnonzero(np.diff(ends)) + 1)[::-1]
+        casts = WeightCasts(model.encoder, compute.dtype, device.type == "cpu", without_gradient=True)
+        with casts.current():
+            while pending:
+                self.before_batch()
+                examples, found = pending.pop(), []
+                try:
+                    for part in pack(encoded, examples, are_alike=True, in_one_row=compute.computes_segments(device)):
+                        with use_compute(compute):
+                            tensors = model.predictions(Inputs.of(part, device), compute)
+                        if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
+                            raise InputError(
+                                'activations exceed 65504, the largest number of fp16: set precision = "fp32"'
+                            )
+                        found.append((examples, part, tensors))
+                except (RuntimeError, MemoryError) as error:
+                    if len(examples) < 2 or not is_out_of_memory(error):
+                        raise
+                    # This batch and those that follow, which are longer, in halves.
+                    halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
+                    pending, found = [half for pair in halves for half in pair if len(half)], []
+                yield from found
+        model.train(was_training)
+
+
+def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[Inference, str]:
     """Returns how a model predicts, and a line for the user; on a CPU, a short measurement decides."""
     shape, note = dataclasses.replace(model.shape, attention_dropout=0.0), ""
     matmul, chosen = fastest_matmul(shape, device), choose_precision(precision, device)
@@ -42,104 +109,21 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
         encoded = _random_examples(shape)
 
         def run(name: str) -> None:
-            collections.deque(_batches(model, encoded, compute_in(name)), maxlen=0)
+            collections.deque(Inference(model, compute_in(name)).batches(encoded), maxlen=0)
 
         seconds = shortest_times({name: partial(run, name) for name in CPU_PRECISIONS})
         chosen = faster_precision(seconds)
         note = f"precision = auto: {chosen} ({len(encoded.ids)} tokens take {times_text(seconds)})"
     rows = (_SAMPLE_LENGTH, BATCH_TOKENS[device.type] // _SAMPLE_LENGTH)
     compute, lines = settle_encoder(shape, compute_in(chosen), device, *rows)
-    return compute, "; ".join(filter(None, [note, *lines]))
-
-
-def inference_text(model: EncoderWithHead, compute: ComputeConfig) -> str:
-    """Returns a model's size, precision and device for its repr."""
-    parameters = list(model.parameters())
-    size = sum(each.numel() for each in parameters) / 1e6
-    return f"{size:.2f} M parameters, {str(compute.dtype).removeprefix('torch.')} on {parameters[0].device}"
+    return Inference(model, compute), "; ".join(filter(None, [note, *lines]))
 
 
 def _random_examples(shape: ModelConfig) -> EncodedExamples:
-    """Returns a few rows of random tokens."""
     length = min(_SAMPLE_LENGTH, shape.max_positions)
     ids = np.random.default_rng(0).integers(shape.vocab_size, size=_SAMPLE_ROWS * length, dtype=np.int32)
     offsets = np.arange(_SAMPLE_ROWS + 1, dtype=np.int64) * length
     return EncodedExamples(ids, np.zeros_like(ids), offsets, 0, ())
-
-
-def example_predictions(
-    model: EncoderWithHead,
-    encoded: EncodedExamples,
-    compute: ComputeConfig,
-    before_batch: Callable[[], None] = lambda: None,
-) -> tuple[NDArray[Any], ...]:
-    """Returns `model.predictions` for all examples, in their order, without dropout; [n, ...] each.
-
-    There must be an example. Calls `before_batch` before each batch; it may raise.
-    """
-    order: list[NDArray[Any]] = []
-    found: list[tuple[NDArray[Any], ...]] = []
-    for examples, part, tensors in _batches(model, encoded, compute, before_batch):
-        order.append(examples[part.examples])
-        found.append(tuple(tensor.cpu().numpy() for tensor in tensors))
-    back = np.argsort(np.concatenate(order))
-    return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
-
-
-def token_predictions(
-    model: EncoderWithHead,
-    encoded: EncodedExamples,
-    compute: ComputeConfig,
-    before_batch: Callable[[], None] = lambda: None,
-) -> NDArray[Any]:
-    """As `example_predictions`, for a model that predicts per token; [tokens of `encoded.ids`, ...]."""
-    outputs: NDArray[Any] | None = None
-    for _, part, (tensor,) in _batches(model, encoded, compute, before_batch):
-        sources, values = part.sources.ravel(), tensor.cpu().numpy()
-        if outputs is None:
-            outputs = np.zeros((len(encoded.ids), *values.shape[1:]), values.dtype)
-        outputs[sources[sources >= 0]] = values[sources >= 0]
-    assert outputs is not None
-    return outputs
-
-
-@torch.no_grad()
-def _batches(
-    model: EncoderWithHead,
-    encoded: EncodedExamples,
-    compute: ComputeConfig,
-    before_batch: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[NDArray[Any], PackedBatch, tuple[Tensor, ...]]]:
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
-    order = np.argsort(encoded.lengths, kind="stable")
-    pending = np.split(order, _cuts(encoded.lengths[order], BATCH_TOKENS[device.type]))[::-1]
-    casts = WeightCasts(model.encoder, compute.dtype, device.type == "cpu", without_gradient=True)
-    with casts.current():
-        while pending:
-            before_batch()
-            examples, found = pending.pop(), []
-            try:
-                for part in pack(encoded, examples, are_alike=True, in_one_row=compute.computes_segments(device)):
-                    with use_compute(compute):
-                        tensors = model.predictions(Inputs.of(part, device), compute)
-                    if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
-                        raise InputError('activations exceed 65504, the largest number of fp16: set precision = "fp32"')
-                    found.append((examples, part, tensors))
-            except (RuntimeError, MemoryError) as error:
-                if len(examples) < 2 or not is_out_of_memory(error):
-                    raise
-                # This batch and those that follow, which are longer, in halves.
-                halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
-                pending, found = [half for pair in halves for half in pair if len(half)], []
-            yield from found
-    model.train(was_training)
-
-
-def _cuts(lengths: NDArray[Any], num_tokens: int) -> NDArray[Any]:
-    """Returns where batches of about `num_tokens` tokens end."""
-    batch = np.cumsum(lengths) // num_tokens
-    return np.flatnonzero(np.diff(batch)) + 1
 
 
 def rounded(value: float) -> float:

@@ -82,8 +82,7 @@ class Finetuned:
 
 
 def class_name(architecture: str, kind: str) -> str:
-    """Returns the class of `transformers` for a task type."""
-    return f"{_FAMILIES[architecture]}For{TASK_TYPES[kind].hf_form}"
+    return f"{_FAMILIES[architecture]}For{TASK_TYPES[kind].hf.ending}"
 
 
 def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str, int], head_dropout: float) -> str:
@@ -103,8 +102,8 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
     for key, columns in ((COLUMNS_KEY, finetuned.text_columns), (LABEL_COLUMNS_KEY, finetuned.label_columns)):
         if columns:
             table[key] = [list(names) for names in columns]
-    if task_type.problem_type:
-        table["problem_type"] = task_type.problem_type
+    if task_type.hf.problem_type:
+        table["problem_type"] = task_type.hf.problem_type
     else:
         table[KIND_KEY] = kind
     if finetuned.settings:
@@ -115,7 +114,7 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
         table[HEAD_KEY] = head
     write_object(folder / "config.json", table)
     tensors = weights.encoder_to_hf(state, shape)
-    for own, theirs in task_type.head_names[architecture, head].items():
+    for own, theirs in task_type.hf.head_names[architecture, head].items():
         tensors[theirs] = state[own].detach().float().contiguous()
     write_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return name
@@ -139,11 +138,14 @@ def read_finetuned(folder: Path) -> Finetuned:
     head = str(table.get(HEAD_KEY, "hf"))
     labels = _labels(path, table)
     kind = _kind(folder, table, architecture, len(labels))
-    task_type, pooling = TASK_TYPES[kind], table.get("classifier_pooling", "cls")
-    if (architecture, head) not in task_type.head_names or (task_type.problem_type and pooling != "cls"):
+    task_type, hf, pooling = TASK_TYPES[kind], TASK_TYPES[kind].hf, table.get("classifier_pooling", "cls")
+    if (architecture, head) not in hf.head_names or (hf.problem_type and pooling != "cls"):
         raise InputError(f"{path}: only heads on [CLS] or on tokens are supported (classifier_pooling, {HEAD_KEY})")
-    if (problem := task_type.problem_with(labels)) is not None:
-        raise InputError(f"{path}: id2label has {len(labels)} labels; {problem}")
+    if task_type.output_names and len(labels) != len(task_type.output_names):
+        raise InputError(
+            f"{path}: id2label has {len(labels)} labels; {kind} has {len(task_type.output_names)}, "
+            f"{' and '.join(task_type.output_names)}"
+        )
     check_settings(path, table, HEAD_KEYS)
     shape = read_encoder_shape(folder, table)
     length, settings = table.get(LENGTH_KEY, shape.max_positions), table.get(SETTINGS_KEY, {})
@@ -158,7 +160,7 @@ def read_finetuned(folder: Path) -> Finetuned:
     with torch.device("meta"):
         model = task_type.model(shape, FinetuneSection(head=cast(Any, head)), len(labels))
     sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    state = read_state(folder, shape, task_type.head_names[architecture, head], sizes)
+    state = read_state(folder, shape, hf.head_names[architecture, head], sizes)
     return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, *columns)
 
 
@@ -168,7 +170,7 @@ def is_finetuned(folder: Path) -> bool:
         return False
     table = read_object(folder / "config.json")
     classes = table.get("architectures")
-    endings = tuple(f"For{task_type.hf_form}" for task_type in TASK_TYPES.values())
+    endings = tuple(f"For{task_type.hf.ending}" for task_type in TASK_TYPES.values())
     named = isinstance(classes, list) and any(str(name).endswith(endings) for name in classes)
     return named or HEAD_KEY in table or KIND_KEY in table
 
@@ -200,9 +202,9 @@ def _kind(folder: Path, table: Mapping[str, Any], architecture: str, num_labels:
     """Returns the task type, by the class and what config.json says beside it."""
     path = folder / "config.json"
     classes = named_classes(path, table)
-    by_problem = {each.problem_type: kind for kind, each in TASK_TYPES.items() if each.problem_type}
+    by_problem = {each.hf.problem_type: kind for kind, each in TASK_TYPES.items() if each.hf.problem_type}
     for kind, task_type in TASK_TYPES.items():
-        if not task_type.problem_type and (class_name(architecture, kind) in classes or table.get(KIND_KEY) == kind):
+        if not task_type.hf.problem_type and (class_name(architecture, kind) in classes or table.get(KIND_KEY) == kind):
             return kind
     if HEAD_KEY not in table and not {class_name(architecture, kind) for kind in by_problem.values()} & {*classes}:
         known = ", ".join(dict.fromkeys(class_name(architecture, kind) for kind in TASK_TYPES))

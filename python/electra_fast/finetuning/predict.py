@@ -24,7 +24,7 @@ from electra_fast.files.atomic_files import temporary_file
 from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.error_detection import load_error_detector
-from electra_fast.finetuning.inference import choose_inference, inference_text
+from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
@@ -70,13 +70,13 @@ class FinetunedModel:
             raise InputError(f"config.json: {SETTINGS_KEY}: {error}") from None
         self._config = _prediction_config(finetuned)
         self._model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
-        self._model.load_state_dict(self.task_type.from_units(finetuned.state, self.task, self._settings))
+        self._model.load_state_dict(self.task_type.from_units(self.task, finetuned.state, self._settings))
         self._model.to(device).eval()
-        self._compute, self.note = choose_inference(self._model, device, precision)
+        self._inference, self.note = choose_inference(self._model, device, precision)
 
     def __repr__(self) -> str:
         labels = f", {len(self.labels)} labels: {truncated(self.labels)}" if self.labels else ""
-        return f"{type(self).__name__}: {self.kind}{labels}, {inference_text(self._model, self._compute)}"
+        return f"{type(self).__name__}: {self.kind}{labels}, {self._inference}"
 
     def predict(self, examples: Iterable[Any], *, text: str | Sequence[str] = (), **settings: Any) -> list[Prediction]:
         """Returns an answer per example, in their order.
@@ -108,7 +108,7 @@ class FinetunedModel:
     def predict_split(self, split: Split, **settings: Any) -> list[Prediction]:
         """Returns an answer per example of a split."""
         features = self.task_type.features(self._tokenizer, split, self._config)
-        outputs = self.task_type.predict(self._model, features, self._config, self._compute)
+        outputs = self.task_type.predict(self._inference, features, self._config)
         return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
 
     def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
@@ -120,8 +120,7 @@ class FinetunedModel:
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)
         features = self.task_type.features(self._tokenizer, split, self._config)
-        found = self.task_type.predict(self._model, features, self._config, self._compute)
-        return self.task_type.in_units(self.task, found)
+        return self.task_type.in_units(self.task, self.task_type.predict(self._inference, features, self._config))
 
     def source(self, path: Path, text: str | Sequence[str] = (), **options: Any) -> Source:
         """Returns how examples are read from a file or a table."""

@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from electra_fast.finetuning.batches import pack
 from electra_fast.finetuning.encoding import EncodedExamples
-from electra_fast.finetuning.inference import example_predictions
+from electra_fast.finetuning.inference import Inference
 from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
 from electra_fast.huggingface.encoder import load_encoder
@@ -112,7 +112,7 @@ def assert_highest(places, scores, reference):
 
 def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
     encoded, model = examples(), reader(encoder, JointReader)
-    starts, start_scores, ends, end_scores, null = example_predictions(model, encoded, COMPUTE)
+    starts, start_scores, ends, end_scores, null = Inference(model, COMPUTE).by_example(encoded)
     for i, (hidden, is_context) in enumerate(their_hidden(encoder, encoded)):
         start, end, unanswerable = joint_reference(head(model), hidden, is_context)
         beam = min(BEAM, len(hidden))
@@ -149,7 +149,7 @@ def two_logits(model, encoder, encoded):
 
 def test_two_logit_predictions_add_the_ends(encoder):
     encoded, model = examples(), reader(encoder, TwoLogitReader)
-    starts, start_scores, ends, end_scores, null = example_predictions(model, encoded, COMPUTE)
+    starts, start_scores, ends, end_scores, null = Inference(model, COMPUTE).by_example(encoded)
     for i, (start, end, allowed) in enumerate(two_logits(model, encoder, encoded)):
         allowed[0] = True
         count = min(BEAM, int(allowed.sum()))

@@ -27,7 +27,8 @@ from electra_fast.finetuning.readers.tag_files import read_tagging
 from electra_fast.finetuning.task import Task
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.finetuning.tasks.tagging import Tagging, tag_scores
+from electra_fast.finetuning.tasks.entity_scores import tag_scores
+from electra_fast.finetuning.tasks.tagging import Tagging
 
 IOB2 = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 

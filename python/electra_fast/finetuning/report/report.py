@@ -11,6 +11,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.finetuning.report.findings import NUM_BINS, Findings
+from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.report.train_overlap import MIN_JACCARD, examples, find_duplicates, label_shares
 from electra_fast.finetuning.task import Prediction, Split, Task, overlap_warning, select
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -31,46 +32,19 @@ Answered = tuple[Split, Sequence[Prediction]]
 """Examples with gold labels, and an answer for each."""
 # Rows of a table, and characters of a cell, in report.md; report.json has all.
 _MAX_ROWS, _MAX_CHARACTERS = 25, 160
-# Titles and explanations of sections, in their order; a section without a title continues the one before.
-_SECTIONS = {
-    "scores": (
-        "Scores",
-        "majority: always the most frequent answer. untrained: the same network, trained from random weights.",
-    ),
-    "classes": ("Classes", "The lowest F1 first, of equal ones the most frequent class."),
-    "averages": ("", "Averages over the classes that are annotated or predicted, and weighted by support:"),
-    "entity_types": (
-        "Entity types",
-        "Precision, recall and F1 want the exact span and type. Of the annotated entities (support), some overlap a "
-        "predicted one of their type (wrong_span), are found with another type (wrong_type), overlap one of another "
-        "type (wrong_both), or none (missed). Predicted entities that overlap no annotated one are spurious.",
-    ),
-    "matching": (
-        "Partial matches",
-        "As SemEval-2013 task 9 and nervaluate define them: strict wants span and type, exact the span, type an "
-        "overlap and the type, partial an overlap, which counts half unless the spans are equal.",
-    ),
-    "type_confusion": ("", "Entities that were found with another type:"),
-    "residuals": ("Residuals", "Predicted minus gold values, in the units of the data."),
-    "answer_lengths": (
-        "By length of the annotated answer",
-        "In words, or in characters where the context is written without spaces.",
-    ),
-    "first_words": ("By first word of the question", ""),
-    "confusion": ("Confusion", "The most frequent first. The picture shows shares of each gold class."),
-    "calibration": (
-        "Calibration",
-        f"The expected calibration error is the mean distance between the predicted probability and the share that is "
-        f"right, over {NUM_BINS} bins of equal width, weighted by their counts (Guo et al., 2017).",
-    ),
-    "label_shares": ("Labels in train and dev", "The largest differences first."),
-    "duplicates": (
-        "Duplicates of training examples",
-        "Exact: equal in lower case without punctuation and spaces. Near: the sets of their words have a Jaccard index "
-        f"of at least {MIN_JACCARD}, in pairs both texts. Scores without them tell more about new text.",
-    ),
-    "errors": ("Worst errors", "The surest, or the largest, first."),
-}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts about the examples, and sections."""
+
+    facts: dict[str, Any]
+    sections: list[Section]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of report.json."""
+        return self.facts | {section.name: section.rows for section in self.sections}
 
 
 def make_report(
@@ -79,7 +53,7 @@ def make_report(
     *,
     train: Split | None = None,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
-) -> Findings:
+) -> Report:
     """Returns the report on all parts together; examples without a gold label are left out.
 
     Args:
@@ -90,25 +64,26 @@ def make_report(
     """
     task_type = TASK_TYPES[task.kind]
     split, answers = _labeled(task, parts)
-    scores = task_type.scores_of_answers(task, split, answers)
-    baselines = {name: own for name, own in (baselines or {}).items() if own}
-    content: dict[str, Any] = {
-        "task": task.name,
-        "kind": task.kind,
-        "examples": len(answers),
-        "scores": {
-            name: {"model": value} | {other: own[name] for other, own in baselines.items() if name in own}
-            for name, value in scores.items()
-        },
+    facts: dict[str, Any] = {"task": task.name, "kind": task.kind, "examples": len(answers)}
+    scores = {
+        name: {"model": value} | {other: own[name] for other, own in (baselines or {}).items() if name in own}
+        for name, value in task_type.scores_of_answers(task, split, answers).items()
     }
-    findings = task_type.findings(task, split, answers)
-    content |= {name: each for name, each in findings.content.items() if name != "errors"}
+    text = "majority: always the most frequent answer. untrained: the same network, trained from random weights."
+    *particular, errors = task_type.sections(task, split, answers)
+    sections = [Section("scores", scores, "Scores", text), *particular]
     if train is not None:
-        content |= {"warning": warning} if (warning := overlap_warning(train, split)) else {}
+        facts |= {"warning": warning} if (warning := overlap_warning(train, split)) else {}
         if sizes := task_type.label_counts(task, train):
-            content["label_shares"] = label_shares(sizes, task_type.label_counts(task, split))
-        content["duplicates"] = _duplicates(task, train, split, answers)
-    return Findings(content | {"errors": findings.content["errors"]}, findings.pictures)
+            shares, text = label_shares(sizes, task_type.label_counts(task, split)), "The largest differences first."
+            sections.append(Section("label_shares", shares, "Labels in train and dev", text))
+        text = (
+            "Exact: equal in lower case without punctuation and spaces. Near: the sets of their words have a Jaccard "
+            f"index of at least {MIN_JACCARD}, in pairs both texts. Scores without them tell more about new text."
+        )
+        duplicates = _duplicates(task, train, split, answers, scores)
+        sections.append(Section("duplicates", duplicates, "Duplicates of training examples", text))
+    return Report(facts, [*sections, errors])
 
 
 def _labeled(task: Task, parts: Sequence[Answered]) -> Answered:
@@ -128,29 +103,32 @@ def _labeled(task: Task, parts: Sequence[Answered]) -> Answered:
     return dataclasses.replace(splits[0], targets=targets, **together), answers
 
 
-def _duplicates(task: Task, train: Split, split: Split, answers: Sequence[Prediction]) -> dict[str, Any]:
+def _duplicates(
+    task: Task, train: Split, split: Split, answers: Sequence[Prediction], scores: Mapping[str, Any]
+) -> dict[str, Any]:
     found = find_duplicates(train, split)
     num_exact = sum(each.is_exact for each in found)
     content: dict[str, Any] = {"exact": num_exact, "near": len(found) - num_exact}
     left = sorted({*range(len(answers))} - {each.row for each in found})
     if found and left:
-        score = TASK_TYPES[task.kind].scores_of_answers
-        own = score(task, select(split, split.name, left), [answers[row] for row in left])
+        rest = select(split, split.name, left)
+        own = TASK_TYPES[task.kind].scores_of_answers(task, rest, [answers[row] for row in left])
         content["scores"] = {
-            name: {"all": value, "without_duplicates": own[name]}
-            for name, value in score(task, split, answers).items()
+            name: {"all": value["model"], "without_duplicates": own[name]}
+            for name, value in scores.items()
             if name in own
         }
     return content | {"examples": examples(train, split, found)}
 
 
-def write_report(folder: Path, report: Findings) -> None:
+def write_report(folder: Path, report: Report) -> None:
     """Writes report.json, report.md and a picture per section that has one; each file is replaced at once.
 
     report.md shows also curves.png, if it is there.
     """
-    for name, draw in report.pictures.items():
-        replace_file(folder / f"{name}.png", _picture(draw))
+    for section in report.sections:
+        if section.draw is not None:
+            replace_file(folder / f"{section.name}.png", _picture(section.draw))
     curves = ["\n## Training\n\n![Training](curves.png)"] if (folder / "curves.png").exists() else []
     replace_file(folder / "report.md", "\n".join([*_markdown(report), *curves]) + "\n")
     replace_file(folder / "report.json", json.dumps(report.content, ensure_ascii=False, indent=1) + "\n")
@@ -167,22 +145,17 @@ def _picture(draw: Callable[[Figure], None]) -> bytes:
     return content.getvalue()
 
 
-def _markdown(report: Findings) -> Iterator[str]:
-    content = report.content
-    yield f"# {content['task']}: {content['examples']:,} examples"
-    if "warning" in content:
-        yield f"\nWarning: {printable(content['warning'])}"
-    for name, (title, text) in _SECTIONS.items():
-        if not content.get(name) and name not in report.pictures:
+def _markdown(report: Report) -> Iterator[str]:
+    yield f"# {report.facts['task']}: {report.facts['examples']:,} examples"
+    if "warning" in report.facts:
+        yield f"\nWarning: {printable(report.facts['warning'])}"
+    for section in report.sections:
+        if not section.rows and section.draw is None:
             continue
-        yield from (f"\n{line}" for line in (title and f"## {title}", text) if line)
-        yield from _table(content[name] if name != "classes" else _by_f1(content[name]))
-        if name in report.pictures:
-            yield f"\n![{title}]({name}.png)"
-
-
-def _by_f1(classes: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(sorted(classes.items(), key=lambda row: (row[1]["f1"], -row[1]["support"])))
+        yield from (f"\n{line}" for line in (section.title and f"## {section.title}", section.text) if line)
+        yield from _table(section.rows if section.shown is None else section.shown)
+        if section.draw is not None:
+            yield f"\n![{section.title}]({section.name}.png)"
 
 
 def _table(value: Any) -> Iterator[str]:

@@ -7,20 +7,29 @@ run for the words in common.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import partial
+from typing import Any
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.words import UNSPACED, is_unspaced
+from electra_fast.finetuning.report import pictures
+from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.task import Answer, Split
 
 Scores = dict[str, float]
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
+# Lengths of answers that are scored together, by the longest of them.
+_LENGTHS = {1: "1", 2: "2", 4: "3-4", 9: "5-9", math.inf: "10 or more"}
+# First words of questions that are scored by themselves.
+_NUM_FIRST_WORDS = 12
 _UNIT = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
@@ -151,6 +160,40 @@ def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable
             f1(predicted, text, has_unanswerable=has_unanswerable, by_characters=by_characters) for text in texts
         )
     return raw
+
+
+def group_sections(split: Split, raw: Mapping[str, Scores]) -> Iterator[Section]:
+    """Yields scores by length of the first annotated answer and by first word of the question.
+
+    Lengths count words, or characters in contexts written without spaces. `raw` has the `raw_scores`.
+    """
+    assert split.targets is not None
+    by_length, by_word = dict[str, list[str]](), dict[str, list[str]]()
+    first_words = [(question.lower().split() or [""])[0] for question, _ in split.texts]
+    common = {word for word, count in Counter(filter(None, first_words)).most_common(_NUM_FIRST_WORDS) if count > 1}
+    for id, own, (_, context), word in zip(split.ids, split.targets, split.texts, first_words, strict=True):
+        by_length.setdefault(_length_range(own[0].text, context) if own else "no answer", []).append(id)
+        by_word.setdefault(word if word in common else "other", []).append(id)
+
+    def scored(groups: Mapping[str, list[str]], order: Iterable[str]) -> dict[str, Any]:
+        return {
+            name: {score: _mean([raw[score][id] for id in groups[name]]) for score in ("exact_match", "f1")}
+            | {"questions": len(groups[name])}
+            for name in order
+            if name in groups
+        }
+
+    lengths = scored(by_length, (*_LENGTHS.values(), "no answer"))
+    text = "In words, or in characters where the context is written without spaces."
+    draw = partial(pictures.draw_groups, groups=lengths)
+    yield Section("answer_lengths", lengths, "By length of the annotated answer", text, draw)
+    words = sorted(by_word, key=lambda word: (word == "other", -len(by_word[word]), word))
+    yield Section("first_words", scored(by_word, words), "By first word of the question")
+
+
+def _length_range(text: str, context: str) -> str:
+    length = sum(not letter.isspace() for letter in text) if is_unspaced(context) else len(text.split())
+    return next(name for end, name in _LENGTHS.items() if length <= end)
 
 
 def _best_threshold(

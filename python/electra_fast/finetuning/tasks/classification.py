@@ -24,23 +24,25 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import encode
-from electra_fast.finetuning.inference import example_predictions, rounded
+from electra_fast.finetuning.inference import Inference, rounded
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers import glue, own_data
 from electra_fast.finetuning.readers.rows import Row, text_of
-from electra_fast.finetuning.report import findings
+from electra_fast.finetuning.report import sections
+from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.task import NO_CLASS, Prediction, Split, Task
-from electra_fast.finetuning.tasks.calibration import choose_thresholds, fit_temperature
-from electra_fast.finetuning.tasks.class_weights import class_weights
+from electra_fast.finetuning.tasks.classes import choose_thresholds, class_weights, fit_temperature, sigmoid, softmax
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
     MODERN_HEAD,
+    PIPELINE_USAGE,
+    RAW_USAGE,
     REMEDY,
     Features,
+    HfForm,
     TaskType,
     finite,
     named_split,
-    softmax,
 )
 from electra_fast.model.compute import ComputeConfig
 
@@ -64,8 +66,35 @@ class SequenceClassifier(TaskModel):
     def losses(
         self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
     ) -> Tensor:
-        """Returns the loss of each example; [n]."""
         return self._losses(self.outputs(inputs, compute, dropout_key), targets)
+
+
+def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
+    """Returns the form of a type that `transformers` has as sequence classification."""
+    return HfForm(
+        ending="SequenceClassification",
+        head_names={
+            ("bert", "hf"): {
+                "head.dense.weight": "classifier.dense.weight",
+                "head.dense.bias": "classifier.dense.bias",
+                "head.classifier.weight": "classifier.out_proj.weight",
+                "head.classifier.bias": "classifier.out_proj.bias",
+            },
+            ("modern", "hf"): MODERN_HEAD,
+            ("modern", "google"): CLASSIFIER,
+        },
+        problem_type=problem_type,
+        pipeline="text-classification",
+        options=", truncation=True",
+        usage=usage,
+        raw_usage=RAW_USAGE.format(index="[:, 0]"),
+        converted_head_note=(
+            "## Head\n\nIt was trained as one layer on the hidden state of [CLS]. `ElectraClassificationHead` has "
+            "another layer and a gelu before that; since gelu(z) - gelu(-z) = z, two of its units carry each output, "
+            "and the logits are those of the trained head. To train further, fine-tune the encoder again rather than "
+            "this head."
+        ),
+    )
 
 
 class SequenceType(TaskType):
@@ -73,24 +102,6 @@ class SequenceType(TaskType):
 
     usual_columns = own_data.TEXT_COLUMNS
     read_labeled = staticmethod(own_data.read_labeled)
-    hf_form = "SequenceClassification"
-    head_names = {
-        ("bert", "hf"): {
-            "head.dense.weight": "classifier.dense.weight",
-            "head.dense.bias": "classifier.dense.bias",
-            "head.classifier.weight": "classifier.out_proj.weight",
-            "head.classifier.bias": "classifier.out_proj.bias",
-        },
-        ("modern", "hf"): MODERN_HEAD,
-        ("modern", "google"): CLASSIFIER,
-    }
-    pipeline = "text-classification"
-    hidden_index = "[:, 0]"
-    converted_head_note = (
-        "## Head\n\nIt was trained as one layer on the hidden state of [CLS]. `ElectraClassificationHead` has another "
-        "layer and a gelu before that; since gelu(z) - gelu(-z) = z, two of its units carry each output, and the "
-        "logits are those of the trained head. To train further, fine-tune the encoder again rather than this head."
-    )
 
     @abstractmethod
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
@@ -108,8 +119,16 @@ class SequenceType(TaskType):
         """Returns outputs as for `metrics` that always give the most frequent class of `targets`, or the mean value."""
 
     @abstractmethod
+    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+        """Returns outputs as for `metrics` that give these answers."""
+
+    @abstractmethod
     def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
         """Yields a prediction per row of outputs, [n, C]."""
+
+    @abstractmethod
+    def _predicted(self, task: Task) -> str:
+        """Returns what the model predicts, for the model card."""
 
     def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
         """Returns the weights of the classes, float64 [C], or None if all are 1, and a note or ""."""
@@ -122,11 +141,10 @@ class SequenceType(TaskType):
         return targets, np.ones(len(targets))
 
     def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
-        """Returns the outputs in the units of the data."""
+        """Returns the outputs as for `metrics`."""
         return outputs
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> Features:
-        """Tokenizes a split."""
         return Features(encode(tokenizer, split.texts, config.sequence_length))
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
@@ -145,14 +163,12 @@ class SequenceType(TaskType):
         return TrainingSet(encoded, targets, weights, class_weights=by_class, notes=(note,) if note else ())
 
     def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
-        """Returns the mean loss of the examples that have a label, weighted as in training."""
         targets, outputs = _labeled(split, outputs)
         targets, weights = self._loss_targets(task, targets, class_weights)
         losses = self.losses(torch.from_numpy(outputs), torch.from_numpy(targets)).double().numpy()
         return float((losses * weights).sum() / max(weights.sum(), 1e-9))
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
-        """Yields how many examples are truncated."""
         encoded = training_set.encoded
         if len(encoded) > len(split.texts):
             yield "each training example in both orders"
@@ -163,37 +179,25 @@ class SequenceType(TaskType):
             )
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
-        """Builds the network, with arbitrary parameters."""
         return SequenceClassifier(shape, config.head, num_outputs, self.losses, config.head_dropout)
 
-    def predict(
-        self,
-        model: TaskModel,
-        features: Features,
-        config: FinetuneSection,
-        compute: ComputeConfig,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> NDArray[Any]:
-        """Returns logits or values, float32 [n, C]."""
-        (outputs,) = example_predictions(model, features.encoded, compute, before_batch)
+    def predict(self, inference: Inference, features: Features, config: FinetuneSection) -> NDArray[Any]:
+        (outputs,) = inference.by_example(features.encoded)
         return outputs
 
     def scores(
         self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
     ) -> dict[str, float]:
-        """Returns the `metrics` of the examples that have a label."""
-        return self._scores(task, split, self._in_units(task, outputs))
+        return self.metrics(task, *_labeled(split, self._in_units(task, outputs)))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """Returns the scores of the most frequent class, of the most frequent label alone, or of the mean."""
         assert train.targets is not None
-        return self._scores(task, split, self.majority_outputs(task, train.targets, len(split.texts)))
+        return self.metrics(task, *_labeled(split, self.majority_outputs(task, train.targets, len(split.texts))))
 
-    def _scores(self, task: Task, split: Split, outputs: NDArray[Any]) -> dict[str, float]:
-        return self.metrics(task, *_labeled(split, outputs))
+    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+        return self.metrics(task, *_labeled(split, self._outputs_of_answers(task, answers)))
 
     def temperature(self, split: Split, outputs: Any) -> float:
-        """Returns the temperature of the logits that fits the labels best."""
         targets, logits = _labeled(split, outputs)
         return fit_temperature(logits, targets)
 
@@ -203,24 +207,14 @@ class SequenceType(TaskType):
         """Writes STEM.jsonl, and for GLUE's tasks STEM.tsv as its server takes it."""
         super().write_predictions(stem, task, split, outputs, answers)
         if task.name in glue.TASKS:
-            glue.write_submission(
-                stem.with_name(f"{stem.name}.tsv"), task, split, finite(self._in_units(task, outputs))
-            )
-
-    @abstractmethod
-    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
-        """Returns outputs as for `metrics` that give these answers."""
-
-    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
-        """Returns the `metrics` of answers."""
-        return self._scores(task, split, self._outputs_of_answers(task, answers))
+            values = finite(self._in_units(task, outputs))
+            glue.write_submission(stem.with_name(f"{stem.name}.tsv"), task, split, values)
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
         """Takes texts, or pairs of texts."""
         return named_split([_checked(number, example, num_texts) for number, example in enumerate(examples)])
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> tuple[str, ...]:
-        """Returns the texts."""
         return tuple(text_of(path, line, row, name) for name in columns)
 
     def answers(
@@ -259,33 +253,21 @@ class SequenceType(TaskType):
         }
 
     def summary(self, task: Task, num_texts: int) -> str:
-        """Returns what the model reads and predicts."""
         return f"Given {'a pair of texts' if num_texts == 2 else 'a text'}, predicts {self._predicted(task)}."
-
-    def _predicted(self, task: Task) -> str:
-        """Returns what the model predicts, for the model card."""
-        return f"one of {', '.join(task.labels)}"
-
-    def pipeline_options(self, task: Task) -> str:
-        """Truncates long texts, as in training."""
-        return ", truncation=True"
 
 
 class Classification(SequenceType):
     """One class per example; targets are class ids, int64 [n]."""
 
     read = staticmethod(partial(own_data.read, "classification"))
-    findings = staticmethod(findings.classification)
-    problem_type = "single_label_classification"
+    hf = sequence_form("single_label_classification")
     prediction_settings = ("top_k",)
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
-        """Returns the cross-entropy."""
         return F.cross_entropy(outputs_nC, targets, reduction="none")
 
     def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
-        counts = np.bincount(targets, minlength=len(task.labels))
-        return class_weights(config.class_weights, task.labels, counts)
+        return class_weights(config.class_weights, task.labels, targets)
 
     def _loss_targets(
         self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
@@ -293,11 +275,9 @@ class Classification(SequenceType):
         return targets, np.ones(len(targets)) if weights_C is None else weights_C[targets]
 
     def selection_metric(self, task: Task, is_weighted: bool) -> str:
-        """Returns F1 averaged over classes for own data whose classes have weights."""
         return "f1_macro" if is_weighted and task.name not in glue.TASKS else task.metric
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
-        """Returns the number of examples of each class."""
         if split.targets is None:
             return {}
         sizes = np.bincount(split.targets[split.targets != NO_CLASS], minlength=len(task.labels))
@@ -318,20 +298,19 @@ class Classification(SequenceType):
         return result
 
     def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
-        """Returns logits of the most frequent class."""
-        return _outputs_of(task, [[int(np.bincount(targets, minlength=len(task.labels)).argmax())]] * count)
+        return _outputs_of(task, [[task.labels[np.bincount(targets).argmax()]]] * count)
 
     def golds(self, task: Task, split: Split) -> list[str | None]:
-        """Returns the classes' names."""
         assert split.targets is not None
         return [None if target == NO_CLASS else task.labels[target] for target in split.targets]
 
+    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+        return sections.of_classes(task.labels, split, answers)
+
     def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
-        ids = {label: number for number, label in enumerate(task.labels)}
-        return _outputs_of(task, [[ids[answer["label"]]] for answer in answers])
+        return _outputs_of(task, [[answer["label"]] for answer in answers])
 
     def warning(self, task: Task, outputs: Any) -> str | None:
-        """Warns if the model predicts the same class for every example."""
         classes = finite(outputs).argmax(1)
         if len(classes) < 2 or (classes != classes[0]).any():
             return None
@@ -341,13 +320,18 @@ class Classification(SequenceType):
         for row in softmax(rows):
             yield {"label": task.labels[int(row.argmax())], "scores": _by_label(task, row, settings)}
 
+    def _predicted(self, task: Task) -> str:
+        return f"one of {', '.join(task.labels)}"
+
 
 class MultiLabel(SequenceType):
     """Any number of labels per example; targets are 0 and 1, float32 [n, C]. Own data of classification may be this."""
 
-    problem_type = "multi_label_classification"
+    hf = sequence_form(
+        "multi_label_classification",
+        f"{PIPELINE_USAGE}\n\nA label is chosen above its threshold in config.json, which a pipeline ignores.",
+    )
     prediction_settings = ("top_k", "threshold")
-    findings = staticmethod(findings.multi_label)
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         """Returns the binary cross-entropy, averaged over the labels; a target above 0 is the weight of a label."""
@@ -359,7 +343,7 @@ class MultiLabel(SequenceType):
         counts, text = targets.sum(0).astype(np.int64), config.class_weights
         text = "none" if text == "auto" else text  # the thresholds of labels make up for rare ones
         balanced = np.maximum(len(targets) - counts, 1) / np.maximum(counts, 1)
-        weights, note = class_weights(text, task.labels, counts, balanced=balanced)
+        weights, note = class_weights(text, task.labels, np.nonzero(targets)[1], balanced=balanced)
         if weights is not None and not (weights > 0).all():
             raise InputError(
                 f"finetune.class_weights = {text!r}: with several labels per text, weights must be above 0"
@@ -373,11 +357,9 @@ class MultiLabel(SequenceType):
         return weighted.astype(np.float32), np.ones(len(targets))
 
     def selection_metric(self, task: Task, is_weighted: bool) -> str:
-        """Returns F1 averaged over labels if they have weights."""
         return "f1_macro" if is_weighted else task.metric
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
-        """Yields also how labels will be chosen."""
         yield from super().describe(split, training_set, config)
         yield (
             "each label's threshold is chosen on dev, so the scores on dev itself are a little too high; the scores "
@@ -391,17 +373,15 @@ class MultiLabel(SequenceType):
         targets, logits = _labeled(split, outputs)
         at_half, chosen = self.metrics(task, targets, logits), dict[str, Any]()
         if not earlier:
-            thresholds = choose_thresholds(_sigmoid(finite(logits)), targets)
+            thresholds = choose_thresholds(sigmoid(finite(logits)), targets)
             chosen = {"thresholds": dict(zip(task.labels, thresholds.tolist(), strict=True))}
         scores = self.metrics(task, targets, logits, _thresholds(task, earlier or chosen))
         return scores | {f"{name}_at_half": at_half[name] for name in ("f1_micro", "f1_macro")} | chosen
 
     def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the labels' thresholds."""
         return {name: scores[name] for name in ("thresholds",) if name in scores}
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
-        """Returns the number of examples that have each label."""
         if split.targets is None:
             return {}
         return dict(zip(task.labels, map(int, np.nansum(split.targets, axis=0)), strict=True))
@@ -410,51 +390,47 @@ class MultiLabel(SequenceType):
         self, task: Task, targets: NDArray[Any], outputs: ArrayLike, thresholds: NDArray[np.float64] | float = 0.5
     ) -> dict[str, float]:
         """Returns F1 over all labels and averaged over labels, and the accuracy of whole sets of labels."""
-        from sklearn.metrics import f1_score
+        from sklearn.metrics import accuracy_score, f1_score
 
-        truth, predicted = np.asarray(targets) > 0, _sigmoid(finite(outputs)) > thresholds
+        truth, predicted = np.asarray(targets) > 0, sigmoid(finite(outputs)) > thresholds
         occurs = (truth | predicted).any(0)  # the labels that scikit-learn averages over where there is one per text
         by_label = f1_score(truth, predicted, average=None, zero_division=0.0)[occurs]
         return {
             "f1_micro": float(f1_score(truth, predicted, average="micro", zero_division=0.0)),
             "f1_macro": float(by_label.mean()) if occurs.any() else 0.0,
-            "accuracy": float((truth == predicted).all(1).mean()),
+            "accuracy": float(accuracy_score(truth, predicted)),
         }
 
     def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
-        """Returns logits of the most frequent label alone."""
-        return _outputs_of(task, [[int(np.nansum(targets, axis=0).argmax())]] * count)
+        return _outputs_of(task, [[task.labels[np.nansum(targets, axis=0).argmax()]]] * count)
 
     def golds(self, task: Task, split: Split) -> list[list[str] | None]:
-        """Returns the names of the labels that each example has."""
         assert split.targets is not None
         rows = (None if np.isnan(row).any() else np.flatnonzero(row) for row in split.targets)
         return [None if row is None else [task.labels[number] for number in row] for row in rows]
 
+    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+        return sections.of_labels(task.labels, split, answers)
+
     def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
-        ids = {label: number for number, label in enumerate(task.labels)}
-        return _outputs_of(task, [[ids[label] for label in answer["labels"]] for answer in answers])
+        return _outputs_of(task, [answer["labels"] for answer in answers])
 
     def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
         thresholds = _thresholds(task, settings)
-        for row in _sigmoid(rows):
+        for row in sigmoid(rows):
             chosen = [task.labels[number] for number in np.flatnonzero(row > thresholds)]
             yield {"labels": chosen, "scores": _by_label(task, row, settings)}
 
     def _predicted(self, task: Task) -> str:
         return f"any of {', '.join(task.labels)}"
 
-    def usage(self, task: Task, class_name: str, command: str) -> str:
-        """Returns also where the thresholds are."""
-        thresholds = "A label is chosen above its threshold in config.json, which a pipeline ignores."
-        return f"{super().usage(task, class_name, command)}\n\n{thresholds}"
 
-
-def _outputs_of(task: Task, chosen: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Returns logits of the classes chosen for each example."""
+def _outputs_of(task: Task, chosen: Sequence[Sequence[str]]) -> NDArray[np.float64]:
+    """Returns logits of the labels chosen for each example."""
+    ids = {label: number for number, label in enumerate(task.labels)}
     outputs = np.full((len(chosen), len(task.labels)), -1.0)
-    for row, classes in enumerate(chosen):
-        outputs[row, list(classes)] = 1
+    for row, labels in enumerate(chosen):
+        outputs[row, [ids[label] for label in labels]] = 1
     return outputs
 
 
@@ -462,10 +438,6 @@ def _by_label(task: Task, row: NDArray[Any], settings: Mapping[str, Any]) -> dic
     """Returns the probabilities by label, in the order of the labels or, with `top_k`, the best ones first."""
     order = np.argsort(-row, kind="stable")[: settings["top_k"]] if "top_k" in settings else np.arange(len(row))
     return {task.labels[number]: rounded(row[number]) for number in order}
-
-
-def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray(1 / (1 + np.exp(-np.clip(logits, -700, 700))))
 
 
 def _thresholds(task: Task, settings: Mapping[str, Any]) -> NDArray[np.float64]:

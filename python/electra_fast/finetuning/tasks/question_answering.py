@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,21 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import Ints
-from electra_fast.finetuning.inference import example_predictions, rounded
+from electra_fast.finetuning.inference import Inference, rounded
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.readers.question_files import iterate_questions, read_answered, read_questions
 from electra_fast.finetuning.readers.rows import Row, abbreviated, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
-from electra_fast.finetuning.report import findings
+from electra_fast.finetuning.report.sections import Section, columns, errors_section, first_rows
 from electra_fast.finetuning.task import Prediction, Split, Task
-from electra_fast.finetuning.tasks.answer_scores import raw_scores, score_unit, squad_scores
+from electra_fast.finetuning.tasks.answer_scores import group_sections, raw_scores, score_unit, squad_scores
 from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
 from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
 from electra_fast.finetuning.tasks.span_model import JOINT_HEAD, JointReader, TwoLogitReader
-from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, Features, TaskType, named_split
-from electra_fast.model.compute import ComputeConfig
+from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, Features, HfForm, TaskType, named_split
 
+# Characters of context before and after an answer in a report.
+_CONTEXT_CHARACTERS = 100
 SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")
 
 
@@ -57,24 +58,29 @@ class QuestionAnswering(TaskType):
     read = staticmethod(read_questions)
     read_labeled = staticmethod(read_answered)
     num_texts = 2
-    hf_form = "QuestionAnswering"
-    head_names = {
-        ("bert", "hf"): {
-            "head.classifier.weight": "qa_outputs.weight",
-            "head.classifier.bias": "qa_outputs.bias",
+    hf = HfForm(
+        ending="QuestionAnswering",
+        head_names={
+            ("bert", "hf"): {
+                "head.classifier.weight": "qa_outputs.weight",
+                "head.classifier.bias": "qa_outputs.bias",
+            },
+            ("modern", "hf"): MODERN_HEAD,
+            ("bert", "google"): JOINT_HEAD,
+            ("modern", "google"): JOINT_HEAD,
         },
-        ("modern", "hf"): MODERN_HEAD,
-        ("bert", "google"): JOINT_HEAD,
-        ("modern", "google"): JOINT_HEAD,
-    }
-    pipeline = "question-answering"
+        pipeline="question-answering",
+        usage="{command}, or `{class_name}.from_pretrained`, whose logits are those of an answer's start and end.",
+        raw_usage=". The head is the published code's: the end of an answer depends on its start, and a classifier "
+        "detects unanswerable questions.",
+    )
     has_classes = False
+    output_names = ("start", "end")
     prediction_settings = ("n_best", "null_threshold")
     usual_columns = (("question", "context"),)
     id_column = "id"
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> SpanFeatures:
-        """Splits contexts into chunks."""
         texts = [(question, context) for question, context in split.texts]
         try:
             questions = question_features(
@@ -98,7 +104,6 @@ class QuestionAnswering(TaskType):
         return TrainingSet(features.encoded, targets, np.ones(len(targets)), notes=notes)
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
-        """Yields the number of chunks, and of those with an answer."""
         num_answers = int((training_set.targets[:, 0] > 0).sum())
         yield (
             f"training chunks of at most {config.sequence_length} tokens: {len(training_set.encoded):,}, "
@@ -111,34 +116,19 @@ class QuestionAnswering(TaskType):
             )
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
-        """Builds the network, with arbitrary parameters."""
         if config.head == "google":
             return JointReader(shape, config.beam_size, config.answerable_weight)
         return TwoLogitReader(shape, config.beam_size, config.head_dropout)
 
-    def labels(self, task: Task) -> tuple[str, ...]:
-        """Returns the names of the two logits of `transformers`' class."""
-        return ("start", "end")
-
-    def problem_with(self, labels: Sequence[str]) -> str | None:
-        """Returns why these are not the labels of `transformers`' class."""
-        return None if len(labels) == 2 else "question answering has 2, start and end"
-
-    def predict(
-        self,
-        model: TaskModel,
-        features: SpanFeatures,
-        config: FinetuneSection,
-        compute: ComputeConfig,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> list[Reading]:
-        """Returns the answers to all questions, in their order."""
-        scores = SpanScores(*example_predictions(model, features.encoded, compute, before_batch))
+    def predict(self, inference: Inference, features: SpanFeatures, config: FinetuneSection) -> list[Reading]:
+        scores = SpanScores(*inference.by_example(features.encoded))
         if not (np.isfinite(scores.start_score).all() and np.isfinite(scores.end_score).all()):
             raise Diverged("the model's outputs are not finite: try a lower finetune.learning_rate")
         limits = {"n_best": config.n_best_size, "max_answer_length": config.max_answer_length}
         found = search(features.questions, features.texts, scores, **limits)
-        return [Reading(best, _null_odds(model, best, null)) for best, null in found]
+        if isinstance(inference.model, JointReader):  # whose classifier gives a logit
+            return [Reading(best, null) for best, null in found]
+        return [Reading(best, null - best[0].score) for best, null in found]
 
     def scores(
         self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Mapping[str, Any]
@@ -171,7 +161,6 @@ class QuestionAnswering(TaskType):
         return named_split([(each["question"], each["context"]) for each in found], ids)
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> Mapping[str, Any]:
-        """Returns the question and its context, with an id."""
         question, context = (text_of(path, line, row, name) for name in columns)
         if not context.strip():
             raise InputError(f"{place(path, line)}: the context is empty")
@@ -179,11 +168,9 @@ class QuestionAnswering(TaskType):
         return {"id": number if name is None else name, "question": question, "context": context}
 
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
-        """Returns whether the row holds a question."""
         return set(columns or ("",)) <= row.keys()
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
-        """Yields the questions of a file in SQuAD's or a similar format."""
         for name, question, context in iterate_questions(file, text=text, quoting=quoting):
             yield {"id": name, "question": question, "context": context}
 
@@ -217,39 +204,31 @@ class QuestionAnswering(TaskType):
         texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}
         return squad_scores(split, texts, dict.fromkeys(texts, 0.0) if _has_unanswerable(task, split) else None, 0.0)
 
-    def findings(self, task: Task, split: Split, answers: Sequence[Prediction]) -> findings.Findings:
-        """Returns scores by length of the answer and by first word, and the worst answers."""
+    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
         texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}
         raw = raw_scores(split, texts, has_unanswerable=_has_unanswerable(task, split))
-        return findings.questions(split, answers, **raw)
+        yield from group_sections(split, raw)
+        scores = np.array([raw["f1"][id] for id in split.ids])
+        wrong = np.flatnonzero(scores < 1)
+        confidence = np.array([answer["score"] for answer in answers])[wrong]
+        yield errors_section(
+            _error(split, row, answers[row]) | {"f1": scores[row].item()}
+            for row in first_rows(wrong, scores[wrong], -confidence)
+        )
 
     def label_counts(self, task: Task, split: Split) -> dict[str, int]:
-        """Returns the numbers of questions with and without an answer, if some have none."""
         if split.targets is None or not task.has_unanswerable:
             return {}
         num_answered = sum(map(bool, split.targets))
         return {"answer": num_answered, "no answer": len(split.targets) - num_answered}
 
     def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
-        """Returns how contexts are split into chunks and answers chosen."""
         chosen = {name: getattr(config, name) for name in SETTINGS}
         return chosen | {"null_threshold": scores.get("null_threshold")}
 
     def summary(self, task: Task, num_texts: int) -> str:
-        """Returns what the model answers."""
         what = "Given a question and a text, finds the part of the text that answers the question"
         return f"{what}, or that there is none." if task.has_unanswerable else f"{what}."
-
-    def usage(self, task: Task, class_name: str, command: str) -> str:
-        """Returns the command, and what the logits mean."""
-        return f"{command}, or `{class_name}.from_pretrained`, whose logits are those of an answer's start and end."
-
-    def raw_usage(self) -> str:
-        """Returns what the published head computes."""
-        return (
-            ". The head is the published code's: the end of an answer depends on its start, and a classifier detects "
-            "unanswerable questions."
-        )
 
 
 def _has_unanswerable(task: Task, split: Split) -> bool:
@@ -292,9 +271,21 @@ def _answer(found: FoundAnswer) -> Prediction:
     return {"answer": found.text, "start": start, "end": end, "score": rounded(found.probability)}
 
 
-def _null_odds(model: TaskModel, best: Sequence[FoundAnswer], null_score: float) -> float:
-    """The classifier's logit, or the score of no answer minus that of the best one."""
-    return null_score if isinstance(model, JointReader) else null_score - best[0].score
+def _error(split: Split, row: int, answer: Prediction) -> dict[str, Any]:
+    """Returns a question with its answers, and the context around the annotated one, else around the predicted one."""
+    assert split.targets is not None
+    (question, context), gold = split.texts[row], split.targets[row]
+    starts = (*(each.start for each in gold if each.start >= 0), answer["start"] or 0)
+    start = max(0, starts[0] - _CONTEXT_CHARACTERS)
+    end = start + 2 * _CONTEXT_CHARACTERS + len(gold[0].text if gold else answer["answer"])
+    return {
+        "id": split.ids[row],
+        "text": question,
+        "gold": list(dict.fromkeys(each.text for each in gold)),
+        "answer": answer["answer"],
+        "score": answer["score"],
+        "context": ("…" if start else "") + context[start:end] + ("…" if end < len(context) else ""),
+    } | columns(split, row)
 
 
 def _texts(split: Split, outputs: Sequence[Reading]) -> dict[str, str]:

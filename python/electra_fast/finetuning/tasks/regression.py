@@ -22,9 +22,10 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.readers import glue, own_data
-from electra_fast.finetuning.report import findings
+from electra_fast.finetuning.report import pictures
+from electra_fast.finetuning.report.sections import Section, errors_section, example_row, first_rows
 from electra_fast.finetuning.task import Prediction, Split, Task
-from electra_fast.finetuning.tasks.classification import SequenceType, correlation
+from electra_fast.finetuning.tasks.classification import SequenceType, correlation, sequence_form
 from electra_fast.finetuning.tasks.task_type import REMEDY, finite
 
 # Predictions that vary by less than this fraction of the targets' scale are constant in practice.
@@ -37,12 +38,11 @@ class Regression(SequenceType):
     """A value per example, trained as (value - task.shift) / task.scale; targets are float64 [n]."""
 
     read = staticmethod(partial(own_data.read, "regression"))
-    findings = staticmethod(findings.regression)
-    problem_type = "regression"
+    hf = sequence_form("regression")
     has_classes = False
+    output_names = ("value",)
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
-        """Returns the squared difference."""
         return (outputs_nC.squeeze(1) - targets.float()).square()
 
     def _loss_targets(
@@ -54,12 +54,7 @@ class Regression(SequenceType):
         return self.in_units(task, outputs)[:, 0]
 
     def in_units(self, task: Task, outputs: Any) -> NDArray[np.float64]:
-        """Scales and shifts values, in double precision."""
         return np.asarray(outputs, np.float64) * task.scale + task.shift
-
-    def labels(self, task: Task) -> tuple[str, ...]:
-        """Returns a name for the only output."""
-        return ("value",)
 
     def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
         """Returns both correlations, and for own data the mean absolute error."""
@@ -75,13 +70,29 @@ class Regression(SequenceType):
         return result
 
     def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
-        """Returns the mean value."""
         return np.full(count, targets.mean())
 
     def golds(self, task: Task, split: Split) -> list[float | None]:
-        """Returns the values."""
         assert split.targets is not None
         return [None if np.isnan(value) else float(value) for value in split.targets]
+
+    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+        gold, values = np.asarray(split.targets, np.float64), self._outputs_of_answers(task, answers)
+        residuals = values - gold
+        variance, quantiles = float(gold.var()), (0, 5, 25, 50, 75, 95, 100)
+        content = {
+            "mean_absolute_error": float(np.abs(residuals).mean()),
+            "root_mean_square_error": float(np.sqrt(np.square(residuals).mean())),
+            "r2": 1 - float(np.square(residuals).mean()) / variance if variance else None,
+            "mean": float(residuals.mean()),
+        } | {f"quantile_{each}": float(np.percentile(residuals, each)) for each in quantiles}
+        draw = partial(pictures.draw_values, gold=gold, values=values)
+        text = "Predicted minus gold values, in the units of the data."
+        yield Section("residuals", content, "Residuals", text, draw)
+        yield errors_section(
+            example_row(split, row) | {"gold": gold[row].item(), "value": values[row].item()}
+            for row in first_rows(np.flatnonzero(residuals), -np.abs(residuals[residuals != 0]))
+        )
 
     def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
         return np.array([answer["value"] for answer in answers], np.float64)
@@ -101,7 +112,6 @@ class Regression(SequenceType):
         yield from ({"value": round(float(row[0]), digits)} for row in rows)
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
-        """Yields also a warning if the values are too close together for single precision."""
         yield from super().describe(split, training_set, config)
         assert split.targets is not None
         mean, deviation = split.targets.mean(), split.targets.std()
@@ -114,38 +124,28 @@ class Regression(SequenceType):
             )
 
     def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the scale of the values."""
         return {"scale": task.scale}
 
-    def unit_settings(self, state: Mapping[str, Tensor], task: Task) -> dict[str, float]:
-        """Returns the last layer's bias in the units of the data, of which the weights hold single precision."""
-        return {"shift": float(_bias_in_units(state, task))}
-
     def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Task:
-        """Returns the task with the folder's scale, and its bias as shift."""
         scale = settings.get("scale", 1.0)
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
             raise InputError(f"scale = {scale!r} must be a number above 0")
         return dataclasses.replace(task, scale=float(scale), shift=_stored_bias(state, settings))
 
-    def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
-        """Scales and shifts the last layer."""
+    def to_units(self, task: Task, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        """Scales and shifts the last layer; its bias is a setting too, since weights hold single precision."""
         weight = state["head.classifier.weight"].double() * task.scale
-        bias = _bias_in_units(state, task)
-        return {**state, "head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
+        bias = state["head.classifier.bias"].double() * task.scale + task.shift
+        scaled = {"head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
+        return {**state, **scaled}, {"shift": float(bias)}
 
-    def from_units(self, state: Mapping[str, Tensor], task: Task, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Inverts `to_units`."""
+    def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
         weight = state["head.classifier.weight"].double() / task.scale
         bias = torch.tensor([(_stored_bias(state, settings) - task.shift) / task.scale])
         return {**state, "head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
 
     def _predicted(self, task: Task) -> str:
         return "a value"
-
-
-def _bias_in_units(state: Mapping[str, Tensor], task: Task) -> Tensor:
-    return state["head.classifier.bias"].double() * task.scale + task.shift
 
 
 def _stored_bias(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> float:

@@ -7,7 +7,7 @@ in training as in prediction.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import Ints, text_chunks
-from electra_fast.finetuning.inference import rounded, token_predictions
+from electra_fast.finetuning.inference import Inference, rounded
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers.rows import Row, abbreviated, extension, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
@@ -32,26 +32,24 @@ from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagg
 from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
 from electra_fast.finetuning.readers.words import places_of, words_of_text
-from electra_fast.finetuning.report import findings
+from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.task import Prediction, Split, Task
-from electra_fast.finetuning.tasks.calibration import fit_temperature
-from electra_fast.finetuning.tasks.class_weights import class_weights
+from electra_fast.finetuning.tasks.classes import class_weights, fit_temperature, softmax
+from electra_fast.finetuning.tasks.entity_scores import tag_scores, tag_sections
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
     MODERN_HEAD,
     REMEDY,
     Features,
+    HfForm,
     TaskType,
     finite,
     named_split,
-    softmax,
 )
 from electra_fast.model.compute import ComputeConfig
 
 NO_TARGET = -100
 """The class id of a token without a loss."""
-Found = set[tuple[int, int, int, str]]
-"""Entities as sentence, first word, the word after the last, and type."""
 # Marks a line with a word and its tag, or a comment before such lines, rather than text.
 _COLUMNS = re.compile(r"\t|^\S+( \S+)* (O|[BILMESU]-\S+)$|^# |^-DOCSTART-")
 
@@ -106,17 +104,17 @@ class Tagging(TaskType):
     defaults = {"sequence_length": 256}
     read = staticmethod(read_tagging)
     read_labeled = staticmethod(read_tagged)
-    findings = staticmethod(findings.tagging)
     num_texts = 1
-    hf_form = "TokenClassification"
-    head_names = {("bert", "hf"): CLASSIFIER, ("modern", "hf"): MODERN_HEAD, ("modern", "google"): CLASSIFIER}
-    pipeline = "token-classification"
-
+    hf = HfForm(
+        ending="TokenClassification",
+        head_names={("bert", "hf"): CLASSIFIER, ("modern", "hf"): MODERN_HEAD, ("modern", "google"): CLASSIFIER},
+        pipeline="token-classification",
+        entity_options=', aggregation_strategy="first"',
+    )
     formats = (".csv", ".jsonl", ".json", ".parquet", ".arrow")
     usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
 
     def is_table(self, path: Path) -> bool:
-        """Only .csv files have a header."""
         return path.suffix.lower() == ".csv"
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> TagFeatures:
@@ -141,19 +139,16 @@ class Tagging(TaskType):
         targets = np.full(len(features.encoded.ids), NO_TARGET)
         targets[features.places[found][::-1]] = tags[found][::-1]  # the first of the words that share a token counts
         is_target = targets != NO_TARGET
-        counts = np.bincount(targets[is_target], minlength=len(task.labels))
-        by_tag, note = class_weights(config.class_weights, task.labels, counts, groups=_types(task))
+        by_tag, note = class_weights(config.class_weights, task.labels, targets[is_target], groups=_types(task))
         weights = np.zeros(len(targets))
         weights[is_target] = 1 if by_tag is None else by_tag[targets[is_target]]
         notes = (note,) if note else ()
         return TrainingSet(features.encoded, targets, weights, per_token=True, class_weights=by_tag, notes=notes)
 
     def selection_metric(self, task: Task, is_weighted: bool) -> str:
-        """Returns F1 averaged over tags without a scheme if they have weights."""
         return "f1_macro" if is_weighted and task.scheme == "none" else task.metric
 
     def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
-        """Returns the mean cross-entropy of the words, weighted as in training."""
         assert split.targets is not None
         tags = np.concatenate(split.targets)
         weights = np.ones(len(tags)) if class_weights is None else class_weights[tags]
@@ -161,7 +156,6 @@ class Tagging(TaskType):
         return float(-(weights * np.log(likelihoods.clip(1e-300))).sum() / max(weights.sum(), 1e-9))
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
-        """Yields the numbers of words and chunks."""
         assert split.words is not None
         num_words, num_targets = sum(map(len, split.words)), int((training_set.targets != NO_TARGET).sum())
         chunks = f" in {len(training_set.encoded):,} chunks of at most {config.sequence_length} tokens"
@@ -170,19 +164,11 @@ class Tagging(TaskType):
             yield f"training words that have no token or share one with the word before: {num_words - num_targets:,}"
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
-        """Builds the network, with arbitrary parameters."""
         return TokenClassifier(shape, config.head, num_outputs, config.head_dropout)
 
-    def predict(
-        self,
-        model: TaskModel,
-        features: TagFeatures,
-        config: FinetuneSection,
-        compute: ComputeConfig,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> NDArray[Any]:
+    def predict(self, inference: Inference, features: TagFeatures, config: FinetuneSection) -> NDArray[Any]:
         """Returns the words' logits, float32 [words, C]; zeros for a word without tokens."""
-        outputs = token_predictions(model, features.encoded, compute, before_batch)
+        outputs = inference.by_token(features.encoded)
         found = features.places >= 0
         return np.where(found[:, None], outputs[features.places], 0)
 
@@ -195,18 +181,15 @@ class Tagging(TaskType):
         return tag_scores(task, list(split.targets), features.by_text(chosen))
 
     def temperature(self, split: Split, outputs: Any) -> float:
-        """Returns the temperature of the logits that fits the words' tags best."""
         assert split.targets is not None
         return fit_temperature(outputs, np.concatenate(split.targets))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """Returns the scores of the most frequent tag."""
         assert train.targets is not None and split.targets is not None
         tag = np.bincount(np.concatenate(train.targets)).argmax()
         return tag_scores(task, list(split.targets), [np.full(len(tags), tag) for tags in split.targets])
 
     def warning(self, task: Task, outputs: Any) -> str | None:
-        """Warns if all words have the same tag."""
         tags = np.unique(outputs.argmax(1))
         if len(tags) > 1 or len(outputs) < 2:
             return None
@@ -218,7 +201,6 @@ class Tagging(TaskType):
         return named_split([(text,) for text, _ in found], words=[words for _, words in found])
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str | list[str]:
-        """Returns a text, or the words of a sentence."""
         (column,) = columns
         words = row.get(column)
         if not isinstance(words, list):
@@ -229,7 +211,6 @@ class Tagging(TaskType):
         return words
 
     def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
-        """Returns whether a .txt file has a word per line."""
         return extension(path) == ".txt" and are_columns(path, text)
 
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
@@ -243,30 +224,27 @@ class Tagging(TaskType):
         return len(values) == 1 and not has_word and not has_number and not is_line
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
-        """Yields the examples of column files and annotation tools."""
         for line, words in iterate_tagging(file, text=text, quoting=quoting):
             yield line if words is None else [line[start:end] for start, end in words]
 
     def answers(
         self, task: Task, split: Split, features: TagFeatures, outputs: Any, settings: Mapping[str, Any]
     ) -> Iterator[Prediction]:
-        """Yields the tags of the words, and the spans that they delimit."""
         assert split.words is not None
         logits_by_text = features.by_text(_continued(task, features.places, outputs))
         for (text,), words, logits in zip(split.texts, split.words, logits_by_text, strict=True):
             yield tag_answer(text, words, logits, task.labels, task.scheme)
 
     def golds(self, task: Task, split: Split) -> list[list[str]]:
-        """Returns the tags of the words."""
         assert split.targets is not None
         return [[task.labels[tag] for tag in target] for target in split.targets]
 
     def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
-        """Returns the scores of tags as given in answers."""
         assert split.targets is not None
-        ids = {label: number for number, label in enumerate(task.labels)}
-        found = [np.array([ids[tag] for tag in answer["tags"]], np.int64) for answer in answers]
-        return tag_scores(task, list(split.targets), found)
+        return tag_scores(task, list(split.targets), _tag_ids(task, answers))
+
+    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+        return tag_sections(task, split, _tag_ids(task, answers))
 
     def label_counts(self, task: Task, split: Split) -> dict[str, int]:
         """Returns the number of entities of each type, or of words with each tag."""
@@ -278,7 +256,6 @@ class Tagging(TaskType):
         return {label[0 if is_plain else 2 :]: size for label, size in counted if is_plain or label[:1] == "B"}
 
     def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
-        """Returns how long texts are cut, and whether tags delimit entities."""
         return {"doc_stride": config.doc_stride, "scheme": task.scheme}
 
     def to_transformers(
@@ -288,52 +265,7 @@ class Tagging(TaskType):
         return ("hf" if architecture == "bert" else head), state
 
     def summary(self, task: Task, num_texts: int) -> str:
-        """Returns what the model tags."""
         return f"Tags each word of a text with one of {', '.join(task.labels)}."
-
-    def pipeline_options(self, task: Task) -> str:
-        """Joins the words of an entity."""
-        return ', aggregation_strategy="first"' if task.scheme == "IOB2" else ""
-
-
-def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """Returns all scores of a tagging task by name, as seqeval's default mode (entities) and scikit-learn (labels) do.
-
-    Entities have `precision`, `recall` and `f1` over all of them, `accuracy` over words, and `f1_TYPE` for each type in
-    the targets; 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
-
-    `targets` and `predicted` are the tag ids of each sentence, [words].
-    """
-    truth, outputs = np.concatenate(targets), np.concatenate(predicted)
-    accuracy = {"accuracy": float((truth == outputs).mean())}
-    if task.scheme == "none":
-        from sklearn.metrics import f1_score  # takes long, and predictions need none
-
-        return accuracy | {"f1_macro": float(f1_score(truth, outputs, average="macro", zero_division=0.0))}
-    wanted, found = _entities(task.labels, targets), _entities(task.labels, predicted)
-    precision, recall, f1 = _precision_recall_f1(wanted, found)
-    scores = {"precision": precision, "recall": recall, "f1": f1} | accuracy
-    for type_ in sorted({entity[-1] for entity in wanted}):
-        scores[f"f1_{type_}"] = _precision_recall_f1(_of_type(wanted, type_), _of_type(found, type_))[-1]
-    return scores
-
-
-def _entities(labels: Sequence[str], sentences: Iterable[NDArray[Any]]) -> Found:
-    tags = ([labels[tag] for tag in sentence] for sentence in sentences)
-    return {(number, *entity) for number, sentence in enumerate(tags) for entity in entities_of(sentence)}
-
-
-def _of_type(entities: Found, type_: str) -> Found:
-    return {entity for entity in entities if entity[-1] == type_}
-
-
-def _precision_recall_f1(wanted: Found, found: Found) -> tuple[float, float, float]:
-    num_correct = len(wanted & found)
-    return (
-        num_correct / max(1, len(found)),
-        num_correct / max(1, len(wanted)),
-        2 * num_correct / max(1, len(wanted) + len(found)),
-    )
 
 
 def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Sequence[str], scheme: str) -> Prediction:
@@ -355,6 +287,11 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
         spans.append({"start": start, "end": end, "text": text[start:end], "label": label, "score": score})
     scores = [rounded(score) for score in best]
     return {"words": [text[start:end] for start, end in words], "tags": tags, "scores": scores, "spans": spans}
+
+
+def _tag_ids(task: Task, answers: Sequence[Prediction]) -> list[NDArray[np.int64]]:
+    ids = {label: number for number, label in enumerate(task.labels)}
+    return [np.array([ids[tag] for tag in answer["tags"]], np.int64) for answer in answers]
 
 
 def _types(task: Task) -> dict[str, list[int]]:

@@ -1,7 +1,6 @@
 """The contract of a task type: everything that training, prediction and model folders need to know about it.
 
-`classification`, `tagging` and `question_answering` implement it, and `tasks.TASK_TYPES` names the implementations.
-Other modules ask the task type and never compare its name.
+`tasks.TASK_TYPES` names the implementations. Other modules ask the task type and never compare its name.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import EncodedExamples
+from electra_fast.finetuning.inference import Inference
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.readers.rows import check_unicode, with_columns
-from electra_fast.finetuning.report.findings import Findings
+from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.task import Prediction, Split, Task, TaskData
-from electra_fast.model.compute import ComputeConfig
 
 REMEDY = "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
 HeadNames = Mapping[str, str]
@@ -42,6 +41,47 @@ MODERN_HEAD: HeadNames = {
     "head.norm.weight": "head.norm.weight",
     **CLASSIFIER,
 }
+PIPELINE_USAGE = """\
+```python
+from transformers import pipeline
+predict = pipeline("{pipeline}", "path/to/this/folder"{options})
+```
+
+or `{class_name}.from_pretrained`, or {command}."""
+RAW_USAGE = """\
+; in `transformers`:
+
+```python
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+tokenizer, model = (c.from_pretrained("path/to/this/folder") for c in (AutoTokenizer, AutoModel))
+tensors = load_file("path/to/this/folder/model.safetensors")
+hidden = model(**tokenizer(["a text"], return_tensors="pt")).last_hidden_state{index}
+logits = hidden @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+```"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfForm:
+    """A task type's model folders in `transformers`, and what their model card says."""
+
+    ending: str
+    """Of the class: `SequenceClassification`."""
+    head_names: Mapping[tuple[str, str], HeadNames]
+    """The head's tensors by architecture and `finetune.head`."""
+    problem_type: str | None = None
+    """`problem_type` in config.json, where several task types share a class."""
+    pipeline: str
+    options: str = ""
+    """Further arguments of the pipeline, as Python code."""
+    entity_options: str = ""
+    """Those where tags delimit entities."""
+    usage: str = PIPELINE_USAGE
+    """Section on use; a format of `pipeline`, `options`, `class_name`, and the `command` that predicts a file."""
+    raw_usage: str = RAW_USAGE.format(index="")
+    """How to use a head that `transformers` has no class for; continues a sentence."""
+    converted_head_note: str = ""
+    """Section for a head that `to_transformers` has converted."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +105,11 @@ class TaskType(ExampleReader):
     """Texts per example; None if a model's own training data decides."""
     has_classes: ClassVar[bool] = True
     """Predicts probabilities of classes, which may have weights and be calibrated."""
+    output_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the head's outputs, if they are not the task's labels."""
     prediction_settings: ClassVar[tuple[str, ...]] = ()
     """Settings of `answers` that a user may choose."""
-    needs_whole_batch: ClassVar[bool] = False
-    """An example's loss depends on the others of the batch, so processes cannot share a step."""
-
-    # The folder of a fine-tuned model.
-    hf_form: ClassVar[str]
-    """Ending of the class in `transformers`: `SequenceClassification`."""
-    head_names: ClassVar[Mapping[tuple[str, str], HeadNames]]
-    """The head's tensors by architecture and `finetune.head`."""
-    problem_type: ClassVar[str | None] = None
-    """`problem_type` in config.json, where several task types share a class."""
-    pipeline: ClassVar[str]
-    """The pipeline of `transformers`, for the model card."""
-    hidden_index: ClassVar[str] = ""
-    """Python index of the last hidden state that a raw head reads."""
-    converted_head_note: ClassVar[str] = ""
-    """Section of the model card where `to_transformers` has converted the head."""
+    hf: ClassVar[HfForm]
 
     def is_table(self, path: Path) -> bool:
         """Returns whether own data at this path have a header."""
@@ -104,28 +131,13 @@ class TaskType(ExampleReader):
         """Returns the number of examples per class; empty if there are no classes or no labels."""
         return {}
 
-    def labels(self, task: Task) -> tuple[str, ...]:
-        """Returns the names of the head's outputs."""
-        return task.labels
-
-    def problem_with(self, labels: Sequence[str]) -> str | None:
-        """Returns why a folder's labels cannot be those of this type, else None."""
-        return None
-
     @abstractmethod
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
         """Builds the network, with arbitrary parameters."""
 
     @abstractmethod
-    def predict(
-        self,
-        model: TaskModel,
-        features: Any,
-        config: FinetuneSection,
-        compute: ComputeConfig,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> Any:
-        """Returns a model's outputs for all examples. Calls `before_batch` before each batch; it may raise."""
+    def predict(self, inference: Inference, features: Any, config: FinetuneSection) -> Any:
+        """Returns a model's outputs for all examples."""
 
     @abstractmethod
     def scores(
@@ -141,11 +153,11 @@ class TaskType(ExampleReader):
         return task.metric
 
     def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
-        """Returns the loss on a validation split, which decides between steps of equal scores; 0 if it is unknown."""
+        """Returns the loss on a validation split, weighted as in training; it decides between steps of equal scores."""
         return 0.0
 
     def temperature(self, split: Split, outputs: Any) -> float:
-        """Returns the temperature of the logits that fits a validation split best; 1 where there are no classes."""
+        """Returns the temperature of the logits that fits a validation split best."""
         return 1.0
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
@@ -181,8 +193,11 @@ class TaskType(ExampleReader):
         """Returns the scores of answers to labeled examples, as given to the user."""
 
     @abstractmethod
-    def findings(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Findings:
-        """Returns the parts of a report that are particular to the type; every example has a label."""
+    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+        """Yields the sections of a report that are particular to the type, `errors` among them.
+
+        Every example has a label.
+        """
 
     def label_counts(self, task: Task, split: Split) -> dict[str, int]:
         """Returns how often each label occurs; empty if there are none."""
@@ -205,17 +220,13 @@ class TaskType(ExampleReader):
         """Returns what prediction needs besides the weights; stored in the model's config.json."""
         return {}
 
-    def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
-        """Returns a trained model's parameters with outputs in the units of the data."""
-        return dict(state)
+    def to_units(self, task: Task, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        """Returns a trained model's parameters with outputs in the units of the data, and settings for prediction."""
+        return state, {}
 
-    def from_units(self, state: Mapping[str, Tensor], task: Task, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Inverts `to_units`; `settings` are the folder's."""
-        return dict(state)
-
-    def unit_settings(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Any]:
-        """Returns settings for prediction that `to_units` makes necessary."""
-        return {}
+        return state
 
     def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Task:
         """Returns the task of a folder, whose outputs by `from_units` are in the task's units."""
@@ -235,35 +246,6 @@ class TaskType(ExampleReader):
     def summary(self, task: Task, num_texts: int) -> str:
         """Returns what a model of this type does, for the model card."""
 
-    def pipeline_options(self, task: Task) -> str:
-        """Returns further arguments of the pipeline, as Python code."""
-        return ""
-
-    def usage(self, task: Task, class_name: str, command: str) -> str:
-        """Returns the model card's section on use. `command` predicts a file on the command line."""
-        return (
-            "```python\n"
-            "from transformers import pipeline\n"
-            f'predict = pipeline("{self.pipeline}", "path/to/this/folder"{self.pipeline_options(task)})\n'
-            "```\n\n"
-            f"or `{class_name}.from_pretrained`, or {command}."
-        )
-
-    def raw_usage(self) -> str:
-        """Returns how to use a head that `transformers` has no class for; continues a sentence."""
-        return (
-            "; in `transformers`:\n\n"
-            "```python\n"
-            "from safetensors.torch import load_file\n"
-            "from transformers import AutoModel, AutoTokenizer\n"
-            'tokenizer, model = (c.from_pretrained("path/to/this/folder") for c in (AutoTokenizer, AutoModel))\n'
-            'tensors = load_file("path/to/this/folder/model.safetensors")\n'
-            'hidden = model(**tokenizer(["a text"], return_tensors="pt")).last_hidden_state'
-            f"{self.hidden_index}\n"
-            'logits = hidden @ tensors["classifier.weight"].T + tensors["classifier.bias"]\n'
-            "```"
-        )
-
 
 def finite(outputs: ArrayLike) -> NDArray[np.float64]:
     """Returns the outputs as float64; raises Diverged if one is NaN or infinite."""
@@ -275,12 +257,6 @@ def finite(outputs: ArrayLike) -> NDArray[np.float64]:
             "try a lower finetune.learning_rate"
         )
     return values
-
-
-def softmax(rows: NDArray[Any]) -> NDArray[Any]:
-    """Returns the probabilities of logits, [n, C]."""
-    exponentials = np.exp(rows - rows.max(axis=1, keepdims=True))
-    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def named_split(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from electra_fast.finetuning import batches
 from electra_fast.finetuning.batches import PackedBatch, TrainingSet
 from electra_fast.finetuning.config import FinetuneSection, FinetuningConfig
 from electra_fast.finetuning.encoding import EncodedExamples
+from electra_fast.finetuning.inference import Inference
+from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.task import Split, Task, TaskData
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.task_type import Features, TaskType
-from electra_fast.finetuning.training.results import named_scores
 from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.model.compute import CPU_PRECISIONS, DTYPES, choose_precision, resolve_compute, use_compute
@@ -129,6 +130,11 @@ class Job:
         in_one_row = self.work.compute.computes_segments(self.device)
         return batches.pack(self.examples, chosen, self.num_processes, in_one_row=in_one_row)
 
+    def predict(self, model: TaskModel, split: Split, before_batch: Callable[[], None] = lambda: None) -> Any:
+        """Returns the model's outputs for a split that is predicted; `before_batch` may raise."""
+        inference = Inference(model, self.work.compute, before_batch)
+        return self.task_type.predict(inference, self.splits[split.name], self.config)
+
     def twin(self, untrained: PretrainedEncoder) -> Job:
         """Returns the same job with an encoder that was not pre-trained, of the same shape."""
         part = "/".join(filter(None, (self.part, "untrained")))
@@ -229,7 +235,7 @@ def make_job(
     splits = {split.name: task_type.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
     chosen = hardware or _recorded_hardware(folder, device)
     work = _work(task, settings, encoder, device, chosen)
-    is_alone = task_type.needs_whole_batch or work.compute.dtype == torch.float16  # which scales the whole gradient
+    is_alone = work.compute.dtype == torch.float16  # which scales the whole gradient
     num_processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
     rows = (settings.sequence_length, settings.batch_size)
     compute, notes = settle_encoder(work.shape, work.compute, device, *rows)
@@ -311,7 +317,7 @@ def _work(
     if config.execution == "graph" and device.type != "cuda":
         raise InputError(f'finetune.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
     compute = resolve_compute(shape, device, precision, matmul, config.attention)
-    num_outputs = len(TASK_TYPES[task.kind].labels(task))
+    num_outputs = len(TASK_TYPES[task.kind].output_names or task.labels)
     return FinetuningWork(shape, config, task.kind, num_outputs, compute)
 
 
@@ -335,6 +341,12 @@ def _content_hash(split: Split, more: str = "") -> str:
         is_nested = targets.dtype == object
         digest.update(repr([list(each) for each in targets]).encode() if is_nested else targets.tobytes())
     return digest.hexdigest()
+
+
+def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
+    """Returns a split's scores as a result names them: `accuracy` for `dev`, `accuracy_test` for others."""
+    ending = f"_{split}".removeprefix("_dev").replace("-", "_")
+    return {f"{name}{ending}": value for name, value in scores.items()}
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:

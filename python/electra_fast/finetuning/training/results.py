@@ -1,8 +1,12 @@
-"""result.json of a seed: its scores by name, and the checksums of the files that a later session reads again."""
+"""What a finished seed leaves beside its model: result.json and the model card.
+
+result.json has the seed's scores by name, and the checksums of the files that a later session reads again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,18 @@ from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import json_text, read_object
+from electra_fast.finetuning.model_folder import RAW_CLASSES
+from electra_fast.finetuning.training.job import Job, named_scores
+from electra_fast.huggingface.card import front_matter
+from electra_fast.huggingface.weights import num_parameters
+from electra_fast.messages import printable
 
 RESULT = "result.json"
 CHOSEN = ("best_step", "selected_by", "stopped_step", "temperature")
 """Entries of a result about the model: the step that was chosen, if it was not simply the last, the score that chose it
 unless that is the task's, the step of an early stop, and the temperature."""
+_HUB_METRICS = {"matthews": "matthews_correlation", "spearman": "spearmanr"}
+_PREDICT = "`electra-fast predict path/to/this/folder FILE`"
 
 
 def result_of(
@@ -65,12 +76,6 @@ def read_finished(folder: Path, metric: str) -> dict[str, Any]:
     return result
 
 
-def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
-    """Returns a split's scores as a result names them: `accuracy` for `dev`, `accuracy_test` for others."""
-    ending = f"_{split}".removeprefix("_dev").replace("-", "_")
-    return {f"{name}{ending}": value for name, value in scores.items()}
-
-
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
     """Returns the scores of all splits in a seed's result."""
     about = ("seed", "seconds", "splits", *CHOSEN)
@@ -81,3 +86,72 @@ def score_texts(result: Mapping[str, Any], majority: Mapping[str, float]) -> Ite
     """Yields each score of a result as text, with that of the most frequent answer."""
     for name, value in scores_of(result).items():
         yield f"{name} {value:.4f}" + (f" (majority {majority[name]:.4f})" if name in majority else "")
+
+
+def write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) -> None:
+    """Writes README.md, with Hugging Face's front matter."""
+    task, hf, architecture = job.task, job.task_type.hf, job.work.shape.architecture
+    family = "electra" if architecture == "bert" else "modernbert"
+    summary = printable(job.task_type.summary(task, len(job.data.train.texts[0])))
+    options = hf.options + (hf.entity_options if task.scheme == "IOB2" else "")
+    usage = hf.usage.format(pipeline=hf.pipeline, options=options, class_name=class_name, command=_PREDICT)
+    if is_raw := class_name == RAW_CLASSES[architecture]:
+        usage = (
+            f"`transformers` has no class for the head: this folder holds the encoder as `{class_name}` and the head's "
+            f"tensors beside it. {_PREDICT} reads both{hf.raw_usage}"
+        )
+    sections = (
+        front_matter(
+            {
+                "library_name": "transformers",
+                "pipeline_tag": hf.pipeline,
+                "tags": [family],
+                "model-index": [{"name": task.name, "results": list(_hub_results(job, result))}],
+            }
+        ),
+        f"# {task.name}\n\n{summary} Class in `transformers`: `{class_name}`.",
+        "## Scores\n\n" + "\n".join(_card_scores(job, result)),
+        "## Training\n\n" + "\n".join(_card_training(folder, job, result)),
+        f"## Use\n\n{usage}",
+        hf.converted_head_note if job.config.head == "google" and not is_raw else "",
+    )
+    (folder / "README.md").write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+
+
+def _hub_results(job: Job, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the task's score on each validation split, as the Hub reads it."""
+    task = job.task
+    for split in job.data.dev:
+        metric = {"type": _HUB_METRICS.get(task.metric, task.metric)}
+        yield {
+            "task": {"type": job.task_type.hf.pipeline},
+            "dataset": {"type": task.name, "name": task.name, "split": split.name},
+            "metrics": [metric | {"value": result["splits"][split.name]["scores"][task.metric]}],
+        }
+
+
+def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
+    yield from (f"- {printable(text)}" for text in score_texts(result, job.majority))
+    unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
+    when = "after the last step"
+    if "best_step" in result:
+        when = f"after step {result['best_step']:,}, chosen by its {job.selection_metric} on {job.data.dev[0].name}"
+    thresholds = "; the thresholds of labels are chosen on these examples" if "thresholds" in result else ""
+    yield f"\nOn the validation examples, {when}{unit}{thresholds}."
+
+
+def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[str]:
+    config = job.config
+    encoder, whole = num_parameters(folder / "model.safetensors")
+    yield f"- {encoder:,} parameters in `AutoModel`, {whole:,} with the head"
+    examples = f"{len(job.data.train.texts):,} examples"
+    stopped = f", stopped early at step {result['stopped_step']:,}" if "stopped_step" in result else ""
+    yield f"- {examples}, {config.epochs:g} epochs, {job.num_steps:,} steps of {config.batch_size}{stopped}"
+    yield (
+        f"- AdamW, peak learning rate {config.learning_rate:g} ({config.schedule}), layer decay "
+        f"{config.layer_decay:g} ({config.layer_decay_form}), weight decay {config.weight_decay:g}"
+    )
+    yield f"- at most {config.sequence_length} tokens, dropout {config.dropout:g}, seed {result['seed']}"
+    if "temperature" in result:
+        yield f"- logits divided by {result['temperature']:.4g}, the temperature that fits the validation examples best"
+    yield f"- encoder with content hash `{job.encoder.content_hash[:16]}`, electra-fast {version('electra-fast')}"

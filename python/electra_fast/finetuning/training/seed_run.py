@@ -30,13 +30,12 @@ from electra_fast.finetuning import batches
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
 from electra_fast.finetuning.task import Split, overlap_warning
-from electra_fast.finetuning.training.job import Job
-from electra_fast.finetuning.training.model_card import write_card
+from electra_fast.finetuning.training.job import Job, named_scores
 from electra_fast.finetuning.training.results import (
     CHOSEN,
-    named_scores,
     result_of,
     scores_of,
+    write_card,
     write_result,
 )
 from electra_fast.finetuning.training.step import FinetuneStep
@@ -91,7 +90,7 @@ def predict_splits(
     for split in splits:
         features, scores = job.splits[split.name], dict[str, float]()
         if (outputs := (known or {}).get(split.name)) is None:
-            outputs = job.task_type.predict(model, features, job.config, job.work.compute, check_stop)
+            outputs = job.predict(model, split, check_stop)
         if split.targets is not None:
             earlier = scored.get(dev.name, {}).get("scores", {})
             scores = job.task_type.scores(job.task, split, features, outputs, earlier)
@@ -210,9 +209,7 @@ class SeedRun:
         scores: dict[str, float] = {}
         for split in job.data.dev:
             features, earlier = job.splits[split.name], scored.get(job.data.dev[0].name, {})
-            found = job.task_type.predict(
-                self.model, features, job.config, job.work.compute, lambda: self._check_stop(stop)
-            )
+            found = job.predict(self.model, split, lambda: self._check_stop(stop))
             scored[split.name] = job.task_type.scores(job.task, split, features, found, earlier)
             outputs[split.name] = found
             scores |= named_scores(split.name, scored[split.name])
@@ -356,7 +353,7 @@ class SeedRun:
         """Divides the logits by the temperature that fits the first validation split, which it returns."""
         job, (dev, *_) = self.job, self.job.data.dev
         if (outputs := self._outputs.get(dev.name)) is None:
-            outputs = job.task_type.predict(self.model, job.splits[dev.name], job.config, job.work.compute, check_stop)
+            outputs = job.predict(self.model, dev, check_stop)
         temperature = job.task_type.temperature(dev, outputs)
         with torch.no_grad():
             for parameter in cast(torch.nn.Module, self.model.head.classifier).parameters():
@@ -374,18 +371,18 @@ class SeedRun:
         state = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
         settings = {"model_max_length": job.config.sequence_length, "split_special_tokens": True}
         copy_tokenizer(job.encoder.tokenizer, folder, INPUT_NAMES[shape.architecture], settings)
+        in_units, unit_settings = job.task_type.to_units(job.task, state)
         finetuned = Finetuned(
             shape=shape,
             head=job.config.head,
             kind=job.task.kind,
-            labels=job.task_type.labels(job.task),
+            labels=job.task_type.output_names or job.task.labels,
             sequence_length=job.config.sequence_length,
             num_texts=len(job.data.train.texts[0]),
             text_columns=job.data.text_columns,
             label_columns=job.data.label_columns,
-            state=job.task_type.to_units(state, job.task),
-            settings=job.task_type.settings(job.config, job.task, result)
-            | job.task_type.unit_settings(state, job.task),
+            state=in_units,
+            settings=job.task_type.settings(job.config, job.task, result) | unit_settings,
         )
         name = write_finetuned(folder, finetuned, special_ids(folder), job.config.head_dropout)
         write_card(folder, job, name, result)
@@ -450,7 +447,7 @@ def _finished_model(job: Job, folder: Path) -> TaskModel:
     finetuned = read_finetuned(folder)
     config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
     model = job.task_type.model(finetuned.shape, config, len(finetuned.labels))
-    model.load_state_dict(job.task_type.from_units(finetuned.state, job.task, finetuned.settings))
+    model.load_state_dict(job.task_type.from_units(job.task, finetuned.state, finetuned.settings))
     return model.to(job.device)
 
 

@@ -1,0 +1,178 @@
+"""Sections of a report, and those of tasks with classes. `report` puts them together and writes them.
+
+Shapes: n examples, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_fast.finetuning.readers.rows import with_columns
+from electra_fast.finetuning.report import pictures
+from electra_fast.finetuning.task import Prediction, Split
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUM_WORST = 50
+"""Errors that a report lists."""
+NUM_BINS = 15
+"""Bins of equal width for the calibration error (Guo et al., 2017)."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Args:
+        name: Its key in report.json, and the name of its picture.
+        rows: Its content, JSON.
+        title: Its title in report.md; without one, it continues the section before.
+        text: An explanation there.
+        draw: Draws its picture on an empty figure.
+        shown: The content of report.md, if its order is another.
+    """
+
+    name: str
+    rows: Any
+    title: str = ""
+    text: str = ""
+    draw: Callable[[Figure], None] | None = None
+    shown: Any = None
+
+
+def errors_section(rows: Iterable[Row]) -> Section:
+    return Section("errors", list(rows), "Worst errors", "The surest, or the largest, first.")
+
+
+def of_classes(labels: Sequence[str], split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+    """Yields scores by class, confusions, calibration of the predicted class, and the surest errors."""
+    ids = {label: number for number, label in enumerate(labels)}
+    gold, predicted = np.asarray(split.targets), np.array([ids[answer["label"]] for answer in answers], np.int64)
+    confidence = np.array([answer["scores"][answer["label"]] for answer in answers])
+    wrong = np.flatnonzero(gold != predicted)
+    yield from class_sections(labels, gold, predicted)
+    yield _calibration(confidence, gold == predicted)
+    yield errors_section(
+        example_row(split, row)
+        | {"gold": labels[gold[row]], "label": answers[row]["label"], "score": confidence[row].item()}
+        | {"gold_score": answers[row]["scores"].get(labels[gold[row]])}
+        for row in first_rows(wrong, -confidence[wrong])
+    )
+
+
+def of_labels(labels: Sequence[str], split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+    """Yields scores by label, confusions, calibration of all labels' probabilities, and the surest errors."""
+    gold_nC = np.asarray(split.targets) > 0
+    chosen = [set(answer["labels"]) for answer in answers]
+    predicted_nC = np.array([[label in own for label in labels] for own in chosen])
+    score_nC = np.array([[answer["scores"][label] for label in labels] for answer in answers])
+    confidence_nC = np.where(predicted_nC, score_nC, 1 - score_nC)
+    rows, columns = np.nonzero(gold_nC != predicted_nC)
+    yield from class_sections(labels, gold_nC, predicted_nC)
+    yield _calibration(score_nC.ravel(), gold_nC.ravel())
+    yield errors_section(
+        example_row(split, rows[error])
+        | {"label": labels[columns[error]], "is_gold": bool(gold_nC[rows[error], columns[error]])}
+        | {"score": score_nC[rows[error], columns[error]].item()}
+        for error in first_rows(np.arange(len(rows)), -confidence_nC[rows, columns])
+    )
+
+
+def first_rows(rows: NDArray[Any], *keys: NDArray[Any]) -> list[int]:
+    """Returns the first rows to list, in the order of the keys, the first of which decides."""
+    order = np.lexsort((rows, *reversed(keys)))
+    return [int(row) for row in rows[order][:NUM_WORST]]
+
+
+def example_row(split: Split, row: int) -> Row:
+    first, *second = split.texts[row]
+    return {"id": split.ids[row], "text": first} | ({"second_text": second[0]} if second else {}) | columns(split, row)
+
+
+def columns(split: Split, row: int) -> Row:
+    return {"columns": with_columns({}, split.columns[row])} if split.columns and split.columns[row] else {}
+
+
+def class_sections(labels: Sequence[str], gold: NDArray[Any], predicted: NDArray[Any]) -> Iterator[Section]:
+    """Yields scores by class, their averages, and confusions.
+
+    `gold` and `predicted` are class ids, int64 [n], or for labels whether an example has them, bool [n, C].
+    """
+    from sklearn.metrics import multilabel_confusion_matrix, precision_recall_fscore_support
+
+    ids, names = np.arange(len(labels)), ("precision", "recall", "f1")
+    scores_4C = precision_recall_fscore_support(gold, predicted, labels=ids, zero_division=0.0)
+    scores_3C = np.array(scores_4C[:3])
+    counts_C22 = multilabel_confusion_matrix(gold, predicted, labels=ids)
+    correct_C, support_C, predicted_C = counts_C22[:, 1, 1], counts_C22[:, 1].sum(1), counts_C22[:, :, 1].sum(1)
+    by_class = {
+        label: dict(zip(names, scores_3C[:, c].tolist(), strict=True))
+        | {"support": int(support_C[c]), "predicted": int(predicted_C[c]), "correct": int(correct_C[c])}
+        for c, label in enumerate(labels)
+    }
+    text = "The lowest F1 first, of equal ones the most frequent class."
+    by_f1 = dict(sorted(by_class.items(), key=lambda row: (row[1]["f1"], -row[1]["support"])))
+    yield Section("classes", by_class, "Classes", text, shown=by_f1)
+
+    weights = {"macro": support_C + predicted_C > 0, "weighted": support_C}  # as scikit-learn without `labels`
+    averages = {
+        name: dict(zip(names, (scores_3C @ each / max(1, each.sum())).tolist(), strict=True))
+        for name, each in weights.items()
+    }
+    text = "Averages over the classes that are annotated or predicted, and weighted by support:"
+    yield Section("averages", averages, text=text)
+    yield confusion_section(labels, gold, predicted)
+
+
+def confusion_section(labels: Sequence[str], gold: NDArray[Any], predicted: NDArray[Any]) -> Section:
+    """Returns how often each class was taken for each other one; the arguments are those of `class_sections`.
+
+    Label A is confused with B in an example that has A and not B if B is predicted and A is not.
+    """
+    from sklearn.metrics import confusion_matrix
+
+    if gold.ndim == 1:
+        counts_CC = confusion_matrix(gold, predicted, labels=np.arange(len(labels)))
+        support_C = counts_CC.sum(1)
+    else:
+        counts_CC = (gold & ~predicted).T.astype(np.int64) @ (predicted & ~gold).astype(np.int64)
+        np.fill_diagonal(counts_CC, (gold & predicted).sum(0))
+        support_C = gold.sum(0)
+    others = counts_CC - np.diag(counts_CC.diagonal())
+    classes, taken_for = np.nonzero(others)
+    order = np.argsort(-others[classes, taken_for], kind="stable")
+    rows = [
+        {"gold": labels[a], "predicted": labels[b], "count": int(others[a, b])}
+        | {"share_of_gold": float(others[a, b] / support_C[a])}
+        for a, b in zip(classes[order], taken_for[order], strict=True)
+    ]
+    draw = partial(pictures.draw_confusion, labels=labels, counts_CC=counts_CC, support_C=support_C)
+    text = "The most frequent first. The picture shows shares of each gold class."
+    return Section("confusion", rows, "Confusion", text, draw if len(labels) > 1 else None)
+
+
+def _calibration(confidence: NDArray[Any], is_right: NDArray[Any]) -> Section:
+    """Returns the expected calibration error and its bins: (0, 1/15], (1/15, 2/15], ..., with 0 in the first."""
+    bins = np.clip(np.ceil(confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
+    rows = [
+        {"from": number / NUM_BINS, "to": (number + 1) / NUM_BINS, "count": int(own.sum())}
+        | {"confidence": float(confidence[own].mean()), "accuracy": float(is_right[own].mean())}
+        for number in range(NUM_BINS)
+        if (own := bins == number).any()
+    ]
+    error = sum(row["count"] * abs(row["confidence"] - row["accuracy"]) for row in rows) / len(confidence)
+    text = (
+        "The expected calibration error is the mean distance between the predicted probability and the share that is "
+        f"right, over {NUM_BINS} bins of equal width, weighted by their counts (Guo et al., 2017)."
+    )
+    content = {"expected_calibration_error": float(error), "bins": rows}
+    return Section("calibration", content, "Calibration", text, partial(pictures.draw_calibration, rows=rows))

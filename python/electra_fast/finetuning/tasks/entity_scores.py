@@ -1,0 +1,193 @@
+"""Scores of tags: of entities, of words with a class each, and the sections of a report on them.
+
+An entity is its first word, the word after the last, and its type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_fast.finetuning.readers.tag_schemes import Entity, entities_of
+from electra_fast.finetuning.report.sections import (
+    Row,
+    Section,
+    class_sections,
+    confusion_section,
+    errors_section,
+    example_row,
+    first_rows,
+)
+from electra_fast.finetuning.task import Split, Task
+
+
+def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[NDArray[Any]]) -> dict[str, float]:
+    """Returns all scores of a tagging task by name, as seqeval's default mode (entities) and scikit-learn (labels) do.
+
+    Entities have `precision`, `recall` and `f1` over all of them, `accuracy` over words, and `f1_TYPE` for each type in
+    the targets; 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
+
+    `targets` and `predicted` are the tag ids of each sentence, [words].
+    """
+    truth, outputs = np.concatenate(targets), np.concatenate(predicted)
+    accuracy = {"accuracy": float((truth == outputs).mean())}
+    if task.scheme == "none":
+        from sklearn.metrics import f1_score  # takes long, and predictions need none
+
+        return accuracy | {"f1_macro": float(f1_score(truth, outputs, average="macro", zero_division=0.0))}
+    gold, found, correct = Counter[str](), Counter[str](), Counter[str]()
+    for own, others in zip(_entities(task, targets), _entities(task, predicted), strict=True):
+        for counter, entities in ((gold, own), (found, others), (correct, {*own} & {*others})):
+            counter.update(type_ for _, _, type_ in entities)
+    scores = precision_recall_f1(correct.total(), found.total(), gold.total()) | accuracy
+    return scores | {
+        f"f1_{type_}": precision_recall_f1(correct[type_], found[type_], gold[type_])["f1"] for type_ in sorted(gold)
+    }
+
+
+def _entities(task: Task, sentences: Iterable[NDArray[Any]]) -> list[list[Entity]]:
+    return [entities_of([task.labels[tag] for tag in sentence]) for sentence in sentences]
+
+
+def precision_recall_f1(correct: float, predicted: int, support: int) -> dict[str, float]:
+    """Returns the three scores by name; 0 / 0 counts as 0."""
+    return {
+        "precision": correct / max(predicted, 1),
+        "recall": correct / max(support, 1),
+        "f1": 2 * correct / max(predicted + support, 1),
+    }
+
+
+def tag_sections(task: Task, split: Split, predicted: Sequence[NDArray[Any]]) -> Iterator[Section]:
+    """Yields scores by entity type or tag, partial matches, confusions of words' tags, and the worst sentences."""
+    assert split.targets is not None
+    words = np.concatenate(split.targets), np.concatenate(predicted)
+    if task.scheme == "none":
+        yield from class_sections(task.labels, *words)
+        num_wrong = np.array([(gold != own).sum() for gold, own in zip(split.targets, predicted, strict=True)])
+        yield errors_section(
+            example_row(split, row) | {"wrong_words": int(num_wrong[row])} | _wrong_tags(task, split, predicted, row)
+            for row in first_rows(np.flatnonzero(num_wrong), -num_wrong[num_wrong > 0])
+        )
+        return
+    gold, found = _entities(task, split.targets), _entities(task, predicted)
+    yield from _entity_sections(gold, found)
+    yield confusion_section(task.labels, *words)
+    differing = [{*own} ^ {*other} for own, other in zip(gold, found, strict=True)]
+    num_wrong = np.array(list(map(len, differing)))
+    yield errors_section(
+        example_row(split, row)
+        | {"missed": _spans(split, row, differing[row] & {*gold[row]})}
+        | {"wrong": _spans(split, row, differing[row] & {*found[row]})}
+        for row in first_rows(np.flatnonzero(num_wrong), -num_wrong[num_wrong > 0])
+    )
+
+
+def _entity_sections(gold: Sequence[Sequence[Entity]], found: Sequence[Sequence[Entity]]) -> Iterator[Section]:
+    """Yields scores by entity type, and matches as SemEval-2013 task 9 and nervaluate define them.
+
+    An annotated entity has at most one partner among the predicted ones, and each of these at most one; those without
+    are missed and spurious. Outcomes by type are those of `strict`.
+    """
+    pairs = {
+        scheme: [pair for own, others in zip(gold, found, strict=True) for pair in _partners(own, others, preference)]
+        for scheme, preference in _PREFERENCES.items()
+    }
+    annotated = [(entity, own) for entity, own in pairs["strict"] if entity]
+    support = Counter(entity[2] for entity, _ in annotated)
+    outcomes = Counter((entity[2], _outcome(entity, own)) for entity, own in annotated)
+    other_types = [(entity[2], own[2]) for entity, own in annotated if own and _outcome(entity, own) == "wrong_type"]
+    predicted = Counter(own[2] for _, own in pairs["strict"] if own)
+    spurious = Counter(own[2] for entity, own in pairs["strict"] if own and not entity)
+    names = ("correct", "wrong_span", "wrong_type", "wrong_both", "missed")
+    rows = {
+        type_: precision_recall_f1(outcomes[type_, "correct"], predicted[type_], support[type_])
+        | {"support": support[type_], "predicted": predicted[type_]}
+        | {name: outcomes[type_, name] for name in names}
+        | {"spurious": spurious[type_]}
+        for type_ in sorted(support | predicted)
+    }
+    text = (
+        "Precision, recall and F1 want the exact span and type. Of the annotated entities (support), some overlap a "
+        "predicted one of their type (wrong_span), are found with another type (wrong_type), overlap one of another "
+        "type (wrong_both), or none (missed). Predicted entities that overlap no annotated one are spurious."
+    )
+    yield Section("entity_types", rows, "Entity types", text)
+    matches = {scheme: _matching(Counter(_match(scheme, *pair) for pair in own)) for scheme, own in pairs.items()}
+    text = (
+        "As SemEval-2013 task 9 and nervaluate define them: strict wants span and type, exact the span, type an "
+        "overlap and the type, partial an overlap, which counts half unless the spans are equal."
+    )
+    yield Section("matching", matches, "Partial matches", text)
+    counted = [{"gold": a, "predicted": b, "count": count} for (a, b), count in Counter(other_types).most_common()]
+    yield Section("type_confusion", counted, text="Entities that were found with another type:")
+
+
+# Which of the annotated entities that a predicted one overlaps is its partner: the lowest, of equal ones the first.
+_PREFERENCES: dict[str, Callable[[Entity, Entity], tuple[float, ...]]] = {
+    "strict": lambda gold, own: (gold != own,),
+    "exact": lambda gold, own: (gold[:2] != own[:2],),
+    "partial": lambda gold, own: (gold[:2] != own[:2],),
+    "type": lambda gold, own: (1,) if gold[2] != own[2] else (0, abs(gold[0] - own[0]) + abs(gold[1] - own[1])),
+}
+
+
+def _partners(
+    gold: Sequence[Entity], found: Sequence[Entity], preference: Callable[[Entity, Entity], tuple[float, ...]]
+) -> list[tuple[Entity | None, Entity | None]]:
+    """Returns the annotated and the predicted entities in pairs, None for no partner."""
+    left, pairs = list(gold), list[tuple[Entity | None, Entity | None]]()
+    for own in found:
+        overlapping = [each for each in left if each[0] < own[1] and own[0] < each[1]]
+        partner = min(overlapping, key=lambda each: preference(each, own), default=None)
+        if partner is not None:
+            left.remove(partner)
+        pairs.append((partner, own))
+    return pairs + [(entity, None) for entity in left]
+
+
+def _match(scheme: str, gold: Entity | None, own: Entity | None) -> str:
+    """Returns how a scheme counts a pair."""
+    if gold is None or own is None:
+        return "spurious" if gold is None else "missed"
+    is_span, is_type = gold[:2] == own[:2], gold[2] == own[2]
+    if scheme == "partial":
+        return "correct" if is_span else "partial"
+    is_right = {"strict": is_span and is_type, "exact": is_span, "type": is_type}[scheme]
+    return "correct" if is_right else "incorrect"
+
+
+def _outcome(gold: Entity, own: Entity | None) -> str:
+    """Returns what became of an annotated entity, given its partner."""
+    if own is None:
+        return "missed"
+    is_span, is_type = gold[:2] == own[:2], gold[2] == own[2]
+    return ("correct" if is_type else "wrong_type") if is_span else ("wrong_span" if is_type else "wrong_both")
+
+
+def _matching(counts: Counter[str]) -> Row:
+    correct = counts["correct"] + counts["partial"] / 2
+    num_predicted, num_gold = counts.total() - counts["missed"], counts.total() - counts["spurious"]
+    names = ("correct", "incorrect", "partial", "missed", "spurious")
+    return precision_recall_f1(correct, num_predicted, num_gold) | {name: counts[name] for name in names}
+
+
+def _spans(split: Split, row: int, entities: Iterable[Entity]) -> list[Row]:
+    assert split.words is not None
+    text, words = split.texts[row][0], split.words[row]
+    return [{"label": type_, "text": text[words[a, 0] : words[b - 1, 1]]} for a, b, type_ in sorted(entities)]
+
+
+def _wrong_tags(task: Task, split: Split, predicted: Sequence[NDArray[Any]], row: int) -> Row:
+    """Returns the wrong words of a sentence with their tags, as annotated and as predicted."""
+    assert split.targets is not None
+    wrong = np.flatnonzero(split.targets[row] != predicted[row])
+    gold, own = (
+        _spans(split, row, [(word, word + 1, task.labels[tags[word]]) for word in wrong.tolist()])
+        for tags in (split.targets[row], predicted[row])
+    )
+    return {"missed": gold, "wrong": own}

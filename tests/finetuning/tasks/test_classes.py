@@ -1,0 +1,95 @@
+"""Weights of classes, and temperatures and thresholds that are fitted on validation examples."""
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+from sklearn.metrics import f1_score, log_loss
+
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.readers import own_data
+from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.finetuning.tasks.classes import choose_thresholds, class_weights, fit_temperature, softmax
+
+LABELS = ("a", "b", "c")
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts", "expected", "reason"),
+    [
+        ("balanced", [70, 29, 1], [1 / 2.1, 1 / 0.87, 1 / 0.03], "balanced; weights from 0.476 ('a') to 33.3 ('c')"),
+        ("balanced", [30, 10, 0], [20 / 30, 20 / 10, 20], "balanced; weights from 0.667 ('a') to 2 ('b')"),
+        ("balanced", [5, 5, 5], None, "balanced; weights from 1 ('a') to 1 ('a')"),
+        ("auto", [50, 46, 4], None, "none, since no class is rare"),
+        ("auto", [95, 5, 0], None, "none, since no class is rare"),  # no training example has it
+        ("auto", [60, 57, 3], [2 / 3, 40 / 57, 10], "'c', with 3 in training, is below a tenth of an even share of 40"),
+    ],
+)
+def test_weights_that_follow_from_counts(text, counts, expected, reason):
+    weights, note = class_weights(text, LABELS, np.repeat(range(3), counts))
+    assert (weights is None) if expected is None else weights.tolist() == pytest.approx(expected)
+    assert reason in note
+
+
+def test_given_weights_and_groups():
+    targets, groups = np.repeat(range(3), [5, 1, 1]), {"bc": [1, 2]}
+    assert class_weights("bc=3,b=2", LABELS, targets, groups=groups)[0].tolist() == [1, 2, 3]
+    for text, message in (
+        ("d=1", "'d=1' must be LABEL=WEIGHT, a label of a, b, c"),
+        ("a=-1", "at least 0"),
+        ("x", "auto"),
+        ("a=0,b=0,c=0", "no training example has a weight above 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            class_weights(text, LABELS, targets)
+
+
+def test_examples_have_the_weights_of_their_classes(tiny_vocab):
+    rows = [{"text": f"value {number}", "label": "ab"[number == 0]} for number in range(30)]
+    tables = {name: MemoryTable.of(name, rows) for name in ("train", "dev")}
+    kind, config = TASK_TYPES["classification"], FinetuneSection(class_weights="auto")
+    data = own_data.read("classification", *tables.values(), None)
+    found = kind.training_set(Tokenizer(tiny_vocab), data.task, data.train, config)
+    np.testing.assert_allclose(found.weights, [10] + [15 / 29] * 29)
+    assert "'b', with 1 in training, is below" in found.notes[0]
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_the_temperature_of_classes_has_the_lowest_loss(factor):
+    logits = RNG.normal(size=(2000, 4)) * 2
+    targets = np.array([RNG.choice(4, p=row) for row in softmax(logits)])
+    found = fit_temperature((logits * factor).astype(np.float32), targets)
+    expected = minimize(lambda t: log_loss(targets, softmax(logits * factor / t[0])), [1.0], bounds=[(0.05, 20)]).x[0]
+    assert found == pytest.approx(expected, rel=1e-3) == pytest.approx(factor, rel=0.1)
+
+
+def test_the_temperature_of_labels_and_of_examples_that_do_not_tell():
+    logits = RNG.normal(size=(2000, 3)) * 2
+    targets = (RNG.uniform(size=logits.shape) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+    assert fit_temperature(logits * 2, targets) == pytest.approx(2, rel=0.1)
+    assert fit_temperature(np.eye(3) * 2, np.arange(3)) == 1  # all are right
+
+
+def test_thresholds_have_nearly_the_best_f1():
+    targets = RNG.uniform(size=(3000, 3)) < (0.3, 0.1, 0.5)
+    probabilities = 0.15 * targets + RNG.uniform(size=targets.shape) * 0.3
+    found = choose_thresholds(probabilities, targets)
+    for label in range(3):
+        scores = [f1_score(targets[:, label], probabilities[:, label] > cut) for cut in np.linspace(0, 1, 201)]
+        mine = f1_score(targets[:, label], probabilities[:, label] > found[label])
+        assert mine == pytest.approx(max(scores), abs=0.01) and mine > scores[100] + 0.1
+
+
+def test_a_threshold_is_drawn_towards_that_of_all_labels_and_that_towards_a_half():
+    targets = np.zeros((100, 2))
+    targets[:60, 0] = 1
+    probabilities = np.where(targets, 0.3, 0.1)  # 0.2 tells them apart
+    own = 1 / (1 + 4 ** (60 / 90))  # the logit of 0.2, with a weight of 60 beside 30
+    assert choose_thresholds(probabilities, targets) == pytest.approx(
+        [1 / (1 + 4 ** (60 / 90 + 30 / 90 * 60 / 90)), own]
+    )
+    assert choose_thresholds(np.full((20, 1), 0.7), np.ones((20, 1)))[0] < 0.5  # all have it
+    assert choose_thresholds(np.full((20, 1), 0.7), np.zeros((20, 1))) == [0.5]
