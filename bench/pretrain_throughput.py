@@ -41,7 +41,7 @@ from lib.workload import label, loader, make_corpus, shape
 
 import electra_fast as ef
 from electra_fast.card import device_peak
-from electra_fast.training.flops import flops_per_token
+from electra_fast.hardware.flops import flops_per_token
 
 # Preset:rows per step[:recipe[:dropout]]. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
 SHAPES = ["small:128", "small:128:google:0", "small:1024:google:0", "base:128:google:0", "large:64:google:0"]

@@ -23,7 +23,7 @@ from lib.workload import as_chosen, label, loader, make_corpus, new_step, shape
 from torch.profiler import ProfilerActivity, profile
 
 import electra_fast as ef
-from electra_fast.training.graphs import WARM_UP
+from electra_fast.hardware.graphs import WARM_UP
 from electra_fast.training.step import TrainStep
 
 REPLAYS = 3

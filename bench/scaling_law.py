@@ -30,7 +30,7 @@ from recipes import update_flops
 from scipy.optimize import least_squares, minimize_scalar
 
 import electra_fast as ef
-from electra_fast.training.flops import flops_per_token as network_flops
+from electra_fast.hardware.flops import flops_per_token as network_flops
 from electra_fast.training.scaling_law import ScalingLaw, layer_weights
 
 LOWEST_AUC = 0.6

@@ -19,9 +19,9 @@ from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.presets import RECIPES
 from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.hardware.flops import flops_per_token
 from electra_fast.messages import UNSAFE, printable
 from electra_fast.objectives import OBJECTIVES
-from electra_fast.training.flops import flops_per_token
 
 
 def shell(*arguments):

@@ -32,6 +32,8 @@ PACKAGE_LAYERS = [
     {"demo", "doctor", "reproduction", "run_report"},
     {"finetuning"},
     {"training"},
+    {"hardware"},
+    {"distributed"},
     {"huggingface"},
     {"checkpoint"},
     {"data"},
@@ -45,7 +47,7 @@ PACKAGE_LAYERS = [
     {"errors", "messages"},
 ]
 # Who may import the Rust extension, to use it or to report its version.
-EXTENSION_USERS = {"__init__", "cli", "config", "data", "training"}
+EXTENSION_USERS = {"__init__", "cli", "config", "data", "hardware", "training"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
 # Rust: the folders of electra-data, and which other folders each may use. Modules are private to their folder,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from electra_fast.training.pretrain import pretrain
 
 # Before torch loads OpenMP: let waiting threads sleep. On a busy machine, spinning ones are up to fifteen times slower
-# (bench/LOG.md), and training hardly waits (`training.step_processes`).
+# (bench/LOG.md), and training hardly waits (`distributed.step_processes`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _MODULES = {

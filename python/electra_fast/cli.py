@@ -268,7 +268,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _pretrain(options: argparse.Namespace) -> int:
-    from electra_fast.training.launch import is_restarted
+    from electra_fast.distributed.launch import is_restarted
     from electra_fast.training.pretrain import pretrain
 
     if is_restarted():  # the first attempt has gone back already
@@ -322,7 +322,7 @@ def _import(options: argparse.Namespace) -> None:
 
 def _flops(options: argparse.Namespace) -> None:
     """Prints the FLOPs of any objective; names the keys that had to change for it."""
-    from electra_fast.training.flops import report
+    from electra_fast.hardware.flops import report
 
     given, name = options.overrides, options.overrides.get("objective.name")
     try:

@@ -26,11 +26,11 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.errors import InputError
+from electra_fast.hardware.kernel_check import CALLS, REFERENCE, STEP, Record
+from electra_fast.hardware.kernel_choice import FILE, cache_folder, read_records, settle_kernels, version_or_none
+from electra_fast.hardware.settings import before_kernels, divided
 from electra_fast.model.compute import choose_device
-from electra_fast.training.hardware import before_kernels, divided
-from electra_fast.training.kernel_check import CALLS, REFERENCE, STEP, Record
-from electra_fast.training.kernel_choice import FILE, cache_folder, read_records, settle_kernels
-from electra_fast.training.reporting import version_or_none
+from electra_fast.training.parallel_step import time_steps
 
 PACKAGES = ("torch", "triton", "numpy", "pyarrow", "tokenizers")
 # Optional packages, by a program that fails if they do not work.
@@ -207,7 +207,9 @@ def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> di
     keys = {"data.corpus": str(shards), "model.vocab_size": config.model.vocab_size or 30_522, "train.kernels": "auto"}
     config = config.override(keys).resolved()
     config, memory = divided(config, device)
-    settled, _, lines = settle_kernels(before_kernels(config, device), device, run, is_fresh=True)
+    settled, _, lines = settle_kernels(
+        before_kernels(config, device), device, run, time_steps=time_steps, is_fresh=True
+    )
     problems += [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
     return {
         "summary": lines[0],

@@ -17,11 +17,11 @@ from lib.rotary_bert import use_rotary_positions
 from torch.utils.flop_counter import FlopCounterMode
 
 import electra_fast as ef
+from electra_fast.hardware.flops import flops_per_token
 from electra_fast.model import model
 from electra_fast.model.attention import AttentionMask, Queries
 from electra_fast.ops.operations import Dropout
 from electra_fast.optimizers.muon import orthogonalize
-from electra_fast.training.flops import flops_per_token
 
 TINY = replace(
     studies.SCALES["mini"],

@@ -17,7 +17,7 @@ from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
 from electra_fast.config.section import REMOVED_KEYS, Configuration
 from electra_fast.finetuning.config import FinetuningConfig
-from electra_fast.training.flops import flops_per_token
+from electra_fast.hardware.flops import flops_per_token
 
 # layers, hidden, FFN, heads, embedding; generator's hidden, FFN, heads; length, batch, rate, steps
 TABLE = {

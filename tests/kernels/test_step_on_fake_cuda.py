@@ -19,6 +19,9 @@ from electra_fast.config.presets import RECIPES
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.hardware.kernel_check import REFERENCE, Checker, Record, Request, _matrices
+from electra_fast.hardware.kernel_choice import KernelCheck, _of_encoder
+from electra_fast.hardware.memory import StepMemory
 from electra_fast.kernels import launch, launchers
 from electra_fast.model import compute as compute_module
 from electra_fast.model.compute import ComputeConfig, available_attention, choose_compute, choose_precision
@@ -26,9 +29,6 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops.operations import WeightCasts, choice_key, observe, use_choices
 from electra_fast.optimizers.optimizer import Optimizer
-from electra_fast.training.kernel_check import REFERENCE, Checker, Record, Request, _matrices
-from electra_fast.training.kernel_choice import KernelCheck, _of_encoder
-from electra_fast.training.memory import StepMemory
 
 CUDA = torch.device("cuda:0")
 

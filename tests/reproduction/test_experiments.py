@@ -6,6 +6,7 @@ import torch
 import electra_fast as ef
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
+from electra_fast.hardware.flops import report
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.reproduction.experiments import (
     EXPERIMENTS,
@@ -17,7 +18,6 @@ from electra_fast.reproduction.experiments import (
     training_size,
     with_steps,
 )
-from electra_fast.training.flops import report
 
 
 def experiment(name, preset="mini", recipe="modern", overrides=None):

@@ -66,7 +66,7 @@ class Faults:
 
 def install():
     """Lets the steps of this process meet the faults that the environment names."""
-    from electra_fast.training.launch import Launch
+    from electra_fast.distributed.launch import Launch
     from electra_fast.training.step import Backward, TrainStep
 
     launch = Launch.from_environment()

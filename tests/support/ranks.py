@@ -188,8 +188,8 @@ def import_first():
     import sklearn.metrics  # noqa: F401
     import torch._dynamo  # noqa: F401
 
+    import electra_fast.distributed.sharding
     import electra_fast.finetuning.finetune
-    import electra_fast.training.sharding
     import electra_fast.training.trainer  # noqa: F401
 
 

@@ -10,10 +10,10 @@ from variants import VARIANTS
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.distributed.world import World
 from electra_fast.training import evaluate as evaluation
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.mlm_accuracy import Example, log_odds, mlm_accuracy, predict
-from electra_fast.training.world import World
 
 
 def texts(corpus, length, count):

@@ -11,11 +11,11 @@ from tiny_run import tiny_config
 import electra_fast as ef
 from electra_fast import cli
 from electra_fast.files import checkpoint_folder
+from electra_fast.hardware.flops import flops_per_token
+from electra_fast.hardware.memory import StepMemory
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import plan as planning
-from electra_fast.training.flops import flops_per_token
 from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
-from electra_fast.training.memory import StepMemory
 from electra_fast.training.trial import Trial, _on_line
 
 

@@ -6,11 +6,11 @@ from tiny_run import lines, tiny_config
 
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
+from electra_fast.distributed.world import World
 from electra_fast.files import checkpoint_folder
 from electra_fast.training.diagnostics import stall_warning, verdict
 from electra_fast.training.evaluate import evaluate, unigram_entropy
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.world import World
 
 
 def evaluations(losses, aucs):

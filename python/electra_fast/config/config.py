@@ -33,6 +33,30 @@ MAX_REPR_LINE = 100
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
 # Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
 HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution", "train.accumulate")
+# Keys that may change between sessions of a run: locations, execution of steps, intervals.
+FREE_KEYS = {
+    "data.corpus",
+    "data.cache_dir",
+    "data.cache_bytes",
+    "data.num_threads",
+    "data.prefetch",
+    "train.out",
+    "train.execution",
+    "train.kernels",
+    "train.accumulate",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.mirror",
+    "train.stop_on_divergence",
+    "train.loggers",
+    "train.max_minutes",
+    "train.sharding",
+    "train.timeout_seconds",
+    "train.capture_collectives",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     """Activation dtype, attention backend and library of products of a configuration.
 
     Measures nothing: where only a measurement can resolve `auto` (`choose_precision`, `choose_matmul`), the dtype is
-    fp32 and the library the default. A run has both resolved before (`training.hardware`). Raises ValueError if the
+    fp32 and the library the default. A run has both resolved before (`hardware.settings`). Raises ValueError if the
     attention backend or the library cannot run.
     """
     train, row_length = config.train, config.data.sequence_length

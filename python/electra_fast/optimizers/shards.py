@@ -42,7 +42,7 @@ class Shards:
     the shapes of the whole parameters. "Local" below means a process's rows of a parameter, its gradient or a moment.
 
     Args:
-        model: A model sharded by FSDP2 (`training.sharding.shard_model`), before its first forward pass.
+        model: A model sharded by FSDP2 (`distributed.sharding.shard_model`), before its first forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:

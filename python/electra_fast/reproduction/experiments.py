@@ -15,8 +15,8 @@ from electra_fast.config.config import AUTO, Config
 from electra_fast.config.file import did_you_mean
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import InputError
+from electra_fast.hardware.flops import flops_per_token
 from electra_fast.model.compute import choose_device, choose_precision
-from electra_fast.training.flops import flops_per_token
 
 # With fewer steps, the warmup, a twentieth of them, would be under five.
 MIN_STEPS = 100

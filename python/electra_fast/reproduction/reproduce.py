@@ -28,6 +28,7 @@ from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.finetune import finetune
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.training.job import first_difference
+from electra_fast.hardware.flops import flops_per_token
 from electra_fast.messages import say
 from electra_fast.reproduction.experiments import (
     Experiment,
@@ -42,7 +43,6 @@ from electra_fast.reproduction.report import score, summarize, write_report
 from electra_fast.training import trial
 from electra_fast.training.corruptor import UNIGRAM, Corruptor
 from electra_fast.training.evaluate import SEED, evaluate
-from electra_fast.training.flops import flops_per_token
 from electra_fast.training.pretrain import pretrain
 from electra_fast.training.run import exclusive, resolved
 

@@ -97,7 +97,7 @@ def _config(path: Path) -> dict[str, object]:
 def read_pretraining(folder: Path, name: str) -> PretrainingRun:
     """Reads a pre-training run, and computes its samples. Raises InputError for a damaged file."""
     from electra_fast.config.config import Config
-    from electra_fast.training.flops import flops_per_token
+    from electra_fast.hardware.flops import flops_per_token
 
     records, evaluations = read_records(folder / "metrics.jsonl"), read_records(folder / "evaluations.jsonl")
     warnings = [{"message": "", **each} for each in read_records(folder / "warnings.jsonl")]

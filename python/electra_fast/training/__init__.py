@@ -1,1 +1,1 @@
-"""From an open run to checkpoints, metrics and plots: the training loop, its step and optimizer, evaluation, FLOPs."""
+"""From an open run to checkpoints, metrics and plots: the training loop, its step, evaluation, plans."""

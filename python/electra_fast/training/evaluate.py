@@ -21,6 +21,8 @@ from torch import Tensor
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, padding_row, rows_of, to_torch
 from electra_fast.data.mixture import Corpora, Mixture, missing_folder
+from electra_fast.distributed.division import nth_part, rows_per_micro_batch
+from electra_fast.distributed.world import World
 from electra_fast.errors import InputError, is_out_of_memory
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
@@ -33,9 +35,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, Output, RngKey
 from electra_fast.ops.sampling import alias_table
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
-from electra_fast.training.division import nth_part, rows_per_micro_batch
 from electra_fast.training.mlm_accuracy import mlm_accuracy
-from electra_fast.training.world import World
 
 # Seed of masks and samples in every evaluation, independent of the run's seed.
 SEED = 20_190_925

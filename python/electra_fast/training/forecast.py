@@ -10,8 +10,8 @@ from electra_fast.config.config import Config, OptimizerConfig
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.data.coverage import MOST_UNKNOWN
 from electra_fast.data.mixture import Corpora, Mixture
+from electra_fast.hardware.flops import flops_per_token
 from electra_fast.optimizers.optimizer import lr_scale
-from electra_fast.training.flops import flops_per_token
 
 # Beyond these, a run is warned of. None is an optimum; all but the last are round numbers.
 MAX_EPOCHS = 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast.config.config import Config
-from electra_fast.data.loader import HostBatch
+from electra_fast.data.loader import BatchLoader, HostBatch
+from electra_fast.distributed.division import Division
+from electra_fast.distributed.gradient_buffer import GradientBuffer
+from electra_fast.distributed.step_processes import StepProcesses, Work, choose_num_processes
+from electra_fast.distributed.world import World
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
@@ -20,13 +25,9 @@ from electra_fast.objectives.objective import Forward, Objective, Stage
 from electra_fast.optimizers.muon import MatrixDivision
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.optimizers.shards import Shards
-from electra_fast.training.division import Division
-from electra_fast.training.gradient_buffer import GradientBuffer
 from electra_fast.training.loss_scaling import discard, loss_scaler
 from electra_fast.training.spikes import SpikeGuard
 from electra_fast.training.step import GRAD_NORM, SKIPPED, Backward, OneDeviceStep, TrainStep, add_totals
-from electra_fast.training.step_processes import StepProcesses, Work, choose_num_processes
-from electra_fast.training.world import World
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,25 @@ def create_step(
     if step.stage.frozen:
         step._set_stage(step.stage)
     return step
+
+
+def time_steps(
+    config: Config, compute: ComputeConfig, execution: str, device: torch.device, num_steps: int
+) -> tuple[list[float], dict[str, float]]:
+    """Returns the seconds of each of a run's first steps on its device, and the totals of losses and gradient norms."""
+    model = Electra(config).to(device)
+    optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
+    step = create_step(model, optimizer, config, compute, execution)
+    loader, times = BatchLoader.from_config(config, num_threads=1, prefetch=1), []
+    for number in range(num_steps):
+        rows = next(loader)
+        step.synchronize()
+        start = time.perf_counter()
+        step(rows, number)
+        step.synchronize()
+        times.append(time.perf_counter() - start)
+    totals = step.read_totals()
+    return times, {name: each for name, each in totals.items() if name.endswith("_loss") or name == GRAD_NORM}
 
 
 def _matrix_division(world: World, division: Division, is_exact: bool) -> MatrixDivision:

@@ -15,14 +15,14 @@ from electra_fast.config.config import AUTO, Config
 from electra_fast.config.presets import DEFAULT_RECIPE
 from electra_fast.data.inspect import rows_as_text
 from electra_fast.data.mixture import Corpora, Mixture, absolute
+from electra_fast.distributed.division import Division, smaller_micro_batches
 from electra_fast.errors import InputError
+from electra_fast.hardware.flops import PUBLISHED_VOCABULARY
+from electra_fast.hardware.memory import StepMemory
 from electra_fast.model.compute import DTYPES, ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
-from electra_fast.training.division import Division, smaller_micro_batches
-from electra_fast.training.flops import PUBLISHED_VOCABULARY
 from electra_fast.training.forecast import MAX_EPOCHS, corpus_warnings, rows_of_evaluation, size, warnings
-from electra_fast.training.memory import StepMemory
 from electra_fast.training.run import resolved
 from electra_fast.training.scaling_law import LAW, layer_weights
 from electra_fast.training.trial import Trial, measure

@@ -15,11 +15,11 @@ from pathlib import Path
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Corpora, Mixture, absolute
+from electra_fast.distributed.division import Division
+from electra_fast.distributed.launch import Launch
 from electra_fast.errors import InputError, Interrupted, ReportedElsewhere
 from electra_fast.interruption import StopRequest, launcher_seconds, stop_requests, stop_with_parent
 from electra_fast.training.callbacks import Callback, Callbacks
-from electra_fast.training.division import Division
-from electra_fast.training.launch import Launch
 from electra_fast.training.mirror import checked_url
 from electra_fast.training.run import Run, exclusive, open_run
 
@@ -119,8 +119,8 @@ def _train_alone(
     mixture = Mixture(config.data.corpus)
     with exclusive(Path(config.train.out)):
         run = open_it(config, mixture)
+        from electra_fast.distributed.world import World
         from electra_fast.training.trainer import Trainer
-        from electra_fast.training.world import World
 
         return run, Trainer(run, mixture, World(), callbacks).train(stop, start)
 
@@ -157,8 +157,8 @@ def _train_among(
         if launch.rank > 0:
             raise ReportedElsewhere from None
         raise
+    from electra_fast.distributed.world import World
     from electra_fast.training.trainer import Trainer
-    from electra_fast.training.world import World
 
     folder = Path(config.train.out)
     with (

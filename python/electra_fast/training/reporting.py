@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +24,9 @@ from electra_fast.data.prepare_report import google_drops
 from electra_fast.files.atomic_files import errors_named
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.files.json_files import JsonLines, read_records
+from electra_fast.hardware.flops import flops_per_token
+from electra_fast.hardware.graphs import Preparation
+from electra_fast.hardware.kernel_choice import version_or_none
 from electra_fast.messages import say
 from electra_fast.model.attention import is_deterministic
 from electra_fast.model.compute import ComputeConfig
@@ -32,9 +34,7 @@ from electra_fast.objectives.objective import Number, Stage
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
 from electra_fast.training.callbacks import Callbacks
-from electra_fast.training.flops import flops_per_token
 from electra_fast.training.forecast import compact, low_peak_warnings
-from electra_fast.training.graphs import Preparation
 from electra_fast.training.loggers import Loggers, logger_names
 from electra_fast.training.plots import draw_curves
 from electra_fast.training.run import Run
@@ -226,14 +226,6 @@ def record_environment(folder: Path, facts: dict[str, str]) -> None:
     with errors_named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
     say(", ".join(f"{name} {value}" for name, value in facts.items()))
-
-
-def version_or_none(package: str) -> str:
-    """Returns an installed package's version, or "none"."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 class RunLog:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from electra_fast import _data
-from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config, by_section
+from electra_fast.config.config import AUTO, FREE_KEYS, HARDWARE_KEYS, Config, by_section
 from electra_fast.config.file import Scalar, Value
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import DEFAULT_PRESET, RECIPES
@@ -31,30 +31,6 @@ from electra_fast.training.loggers import forget_loggers, require_loggers
 
 Changes = dict[str, tuple[Value, Value]]
 
-# Keys that may change between sessions of a run: locations, execution of steps, intervals.
-FREE_KEYS = {
-    "data.corpus",
-    "data.cache_dir",
-    "data.cache_bytes",
-    "data.num_threads",
-    "data.prefetch",
-    "train.out",
-    "train.execution",
-    "train.kernels",
-    "train.accumulate",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.mirror",
-    "train.stop_on_divergence",
-    "train.loggers",
-    "train.max_minutes",
-    "train.sharding",
-    "train.timeout_seconds",
-    "train.capture_collectives",
-}
 # Keys that determine the parameters and moments, which a run can never change.
 FIXED_KEYS = {"objective.name", "objective.generator_first", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")

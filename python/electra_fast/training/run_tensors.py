@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from electra_fast import checkpoint
+from electra_fast.distributed.world import World
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training import loss_scaling, spikes
-from electra_fast.training.world import World
 
 _Tensors = dict[str, Tensor]
 

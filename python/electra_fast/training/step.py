@@ -20,39 +20,24 @@ from torch import Tensor
 from electra_fast._data import RecordBatch
 from electra_fast.config.config import Config
 from electra_fast.data.loader import HostBatch, MicroBatches
-from electra_fast.errors import InputError
+from electra_fast.distributed.division import Division
+from electra_fast.distributed.step_processes import GradientComputation, keep_freed_memory
+from electra_fast.distributed.world import World
+from electra_fast.hardware.graphs import GraphRunner, Preparation
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Forward, MicroBatch, Objective, RngKey, Stage, seed_generator
 from electra_fast.ops.operations import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
-from electra_fast.training.allocator import keep_freed_memory
-from electra_fast.training.division import Division
-from electra_fast.training.graphs import GraphRunner, Preparation
 from electra_fast.training.loss_scaling import LossScaler
 from electra_fast.training.spikes import SpikeGuard
-from electra_fast.training.step_processes import GradientComputation
-from electra_fast.training.world import World
 
 # Steps that the host may run ahead of the device; more would only pile up pinned batches.
 MAX_LEAD = 2
 GRAD_NORM, SKIPPED = "grad_norm", "skipped_steps"
 # An empty batch, from which an objective returns the names of its denominators.
 _NO_ROWS = {name: torch.zeros(0, 1) for name in ("masked_weights", "segment_ids", "position_ids")}
-
-
-def choose_execution(requested: str, device: torch.device, sharding: str = "none") -> str:
-    """Resolves `auto` to an execution mode; raises ValueError if the requested one is not available."""
-    if sharding == "full":
-        if requested not in ("auto", "eager"):
-            raise InputError(f'train.execution = "{requested}" cannot run with train.sharding = "full"; set "auto"')
-        return "eager"
-    if requested == "graph" and device.type != "cuda":
-        raise InputError(f'train.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
-    if requested == "auto":
-        return "graph" if device.type == "cuda" else "eager"
-    return requested
 
 
 class Backward(GradientComputation):

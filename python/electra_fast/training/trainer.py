@@ -17,8 +17,11 @@ from typing import Any, NoReturn
 import torch
 
 from electra_fast.card import device_peak
+from electra_fast.config.config import AUTO
 from electra_fast.data.loader import BatchLoader, default_cache_dir, merge_states
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
+from electra_fast.distributed.division import smaller_micro_batches
+from electra_fast.distributed.world import World
 from electra_fast.errors import (
     Diverged,
     InputError,
@@ -29,6 +32,9 @@ from electra_fast.errors import (
 )
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainState
+from electra_fast.hardware.flops import flops_per_token
+from electra_fast.hardware.kernel_choice import agree_on_kernels, expected_seconds
+from electra_fast.hardware.settings import settle_hardware
 from electra_fast.interruption import StopRequest
 from electra_fast.model.attention import is_deterministic
 from electra_fast.model.compute import choose_compute, choose_device, use_compute
@@ -51,20 +57,15 @@ from electra_fast.training.diagnostics import (
     stall_warning,
     verdict,
 )
-from electra_fast.training.division import smaller_micro_batches
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
-from electra_fast.training.flops import flops_per_token
 from electra_fast.training.forecast import corpus_warnings
-from electra_fast.training.hardware import settle_for_all
-from electra_fast.training.kernel_choice import expected_seconds
 from electra_fast.training.mirror import Mirror
-from electra_fast.training.parallel_step import create_step
+from electra_fast.training.parallel_step import create_step, time_steps
 from electra_fast.training.reporting import RunLog
 from electra_fast.training.run import CORPUS, Run
 from electra_fast.training.run_tensors import RunTensors
 from electra_fast.training.step import GRAD_NORM, SKIPPED
 from electra_fast.training.timing import SlowSteps, StepTimer, StepTimes, TimeLimit
-from electra_fast.training.world import World
 
 # Changes of keys with these prefixes make losses incomparable.
 _OTHER_LOSSES = ("data.", "objective.", "model.rope_theta", "model.local_rope_theta", CORPUS)
@@ -84,7 +85,7 @@ class Trainer:
 
     def __init__(self, run: Run, mixture: Mixture, world: World, callbacks: Callbacks) -> None:
         self.device, self.world, self.callbacks = choose_device(), world, callbacks
-        run, self.notes = settle_for_all(run, self.device, world)
+        run, self.notes = _settle_for_all(run, self.device, world)
         self.run, self.config, self.mixture = run, run.config, mixture
         self.compute = replace(choose_compute(self.config, self.device), kernels=run.kernels)
         self._check_exactness()
@@ -94,7 +95,7 @@ class Trainer:
             self._count_tokens()
         shards, wrap = None, None
         if self.config.train.sharding == "full" and world.size > 1:
-            from electra_fast.training.sharding import shard_model  # takes seconds
+            from electra_fast.distributed.sharding import shard_model  # takes seconds
 
             wrap = shard_model(self.model, world.mesh(self.device.type)).run
             shards = Shards(self.model)
@@ -532,3 +533,21 @@ class Trainer:
         if "discriminator" not in self.stage.objective.networks():
             entropy = unigram_entropy(corpora, self.config, num_batches, self.world)
         return verdict(self.config, found, entropy, self.state.tokens, mixture.num_tokens) if found else []
+
+
+def _settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
+    """Returns the run with the first rank's `settle_hardware` recorded, and kernels right on the cards of all ranks."""
+    index = torch.cuda.current_device() if device.type == "cuda" else None
+
+    def settle() -> tuple[Run, list[str]]:
+        if index is not None:
+            torch.cuda.set_device(index)  # a thread begins with device 0
+        config, kernels, lines = settle_hardware(run.config, device, run.folder, run.kept, world.size, time_steps)
+        return replace(run.settle(config), kernels=tuple(kernels.items())), lines
+
+    # A check of kernels takes minutes.
+    run, lines = world.from_first(settle) if index is None else world.from_first_patiently(settle)
+    if world.size > 1 and device.type == "cuda" and run.config.train.kernels.startswith(AUTO):
+        kernels = agree_on_kernels(run.config, device, dict(run.kernels), run.folder, world)
+        run = replace(run, kernels=tuple(kernels.items()))
+    return run, lines

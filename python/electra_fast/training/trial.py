@@ -15,17 +15,17 @@ import torch
 from electra_fast.child_process import describe_end, lacked_memory, python_command
 from electra_fast.config.config import Config
 from electra_fast.data.mixture import Mixture
+from electra_fast.distributed.step_processes import choose_num_processes
+from electra_fast.distributed.world import World
 from electra_fast.errors import ElectraFastError, InputError, TrainingFailed
+from electra_fast.hardware.flops import flops_per_token
 from electra_fast.model.compute import use_compute
 from electra_fast.objectives import objective_of
 from electra_fast.training.callbacks import Callbacks
-from electra_fast.training.flops import flops_per_token
 from electra_fast.training.forecast import rows_of_evaluation
 from electra_fast.training.parallel_step import CpuProcessesStep
 from electra_fast.training.run import Run
-from electra_fast.training.step_processes import choose_num_processes
 from electra_fast.training.trainer import Trainer
-from electra_fast.training.world import World
 
 # Larger steps are measured with fewer rows at two sizes, and time and memory continued on a line: some two seconds
 # per step on two cores.
@@ -170,7 +170,7 @@ def _steps(trainer: Trainer, first_step: int) -> _Point:
         per_row = _evaluation(trainer)
         if is_cuda:
             return _Point(seconds, per_row, torch.cuda.max_memory_reserved(trainer.device), None)
-        # Processes keep what they have freed (training.allocator), so that this is the peak.
+        # Processes keep what they have freed (distributed.step_processes), so that this is the peak.
         memory = _resident_bytes(pids)
         program = None if before is None else max(0, before - sum(each.nbytes for each in state))
         return _Point(seconds, per_row, memory, program)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from electra_fast.config.config import AUTO
 from electra_fast.config.file import format_value
 from electra_fast.data.corpus import Tokenizer
+from electra_fast.distributed.step_processes import max_processes
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 from electra_fast.finetuning import batches
@@ -30,12 +31,11 @@ from electra_fast.finetuning.task import Split, Task, TaskData
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.task_type import Features, TaskType
 from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
+from electra_fast.hardware.kernel_choice import settle_encoder
+from electra_fast.hardware.settings import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.model.compute import CPU_PRECISIONS, DTYPES, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul
-from electra_fast.training.hardware import faster_precision, shortest_times, threads_of, times_text
-from electra_fast.training.kernel_choice import settle_encoder
-from electra_fast.training.step_processes import max_processes
 
 # Keys that may change between sessions: they affect at most a result's rounding.
 FREE_KEYS = {"checkpoint_seconds", "loggers", "matmul"}

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.data.loader import to_device
+from electra_fast.distributed.step_processes import GradientComputation, StepProcesses, Work, keep_freed_memory
 from electra_fast.finetuning.batches import StepBatch, TrainingBatch
 from electra_fast.finetuning.config import FinetuneSection, lr_factors
 from electra_fast.finetuning.model import Inputs, TaskModel
 from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.hardware.graphs import GraphRunner
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives.objective import RngKey, seed_generator
 from electra_fast.ops.operations import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
-from electra_fast.training.allocator import keep_freed_memory
-from electra_fast.training.graphs import GraphRunner
 from electra_fast.training.loss_scaling import discard, loss_scaler
 from electra_fast.training.run_tensors import split_state
-from electra_fast.training.step_processes import GradientComputation, StepProcesses, Work
 
 
 @dataclass(frozen=True)

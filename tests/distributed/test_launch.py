@@ -2,8 +2,8 @@
 
 import pytest
 
+from electra_fast.distributed.launch import Launch
 from electra_fast.errors import InputError
-from electra_fast.training.launch import Launch
 
 TORCHRUN = {
     "RANK": "5",

@@ -6,14 +6,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
 from electra_fast.card import Card
+from electra_fast.hardware import memory
+from electra_fast.hardware.memory import StepMemory, _LiveBytes, choose_accumulate
 from electra_fast.kernels import launch
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops.operations import use_impl
 from electra_fast.optimizers.optimizer import RULES, Optimizer
-from electra_fast.training import memory
-from electra_fast.training.memory import StepMemory, _LiveBytes, choose_accumulate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SHORT = ComputeConfig("short", torch.bfloat16)

@@ -10,10 +10,10 @@ from tiny_run import EXACT, STEPS, lines, truncate, weights
 
 import electra_fast
 from electra_fast.config.config import TrainConfig
+from electra_fast.distributed.division import Division
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.training.diagnostics import diverged_ranks
-from electra_fast.training.division import Division
 
 NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch's own
 
+from electra_fast.distributed.launch import Launch
+from electra_fast.distributed.watchdog import Watchdog
 from electra_fast.errors import ElectraFastError, InputError, ReportedElsewhere, TrainingFailed
-from electra_fast.training.launch import Launch
-from electra_fast.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from electra_fast.config.config import Config
+from electra_fast.distributed.division import num_groups, smaller_micro_batches
 from electra_fast.errors import InputError
 from electra_fast.model.compute import ComputeConfig, use_compute
 from electra_fast.model.model import BertLayer, Electra, ModernLayer
@@ -28,7 +29,6 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
 from electra_fast.ops.operations import WeightCasts
 from electra_fast.optimizers.optimizer import RULES
-from electra_fast.training.division import num_groups, smaller_micro_batches
 
 # Backends that run on fake tensors only after compiling, or not at all, and one that saves the same tensors.
 _ALIKE = {"flex": "varlen", "xformers": "varlen"}

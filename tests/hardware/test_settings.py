@@ -10,13 +10,15 @@ from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
 
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.files import checkpoint_folder
+from electra_fast.hardware import settings as hardware
+from electra_fast.hardware.settings import Measurement, measure, measure_products, shortest_times
 from electra_fast.huggingface.export import export, import_folder
 from electra_fast.model.compute import ComputeConfig, choose_compute, choose_precision
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
 from electra_fast.model.model import DiscriminatorHead
-from electra_fast.training import hardware
-from electra_fast.training.hardware import Measurement, measure, measure_products, shortest_times
+from electra_fast.training import trainer
 from electra_fast.training.pretrain import pretrain
+from electra_fast.training.run import Run
 
 CPU = torch.device("cpu")
 CHOSEN = {"train.matmul": "default", "train.precision": "fp32", "model.attention": "sdpa", "train.execution": "eager"}
@@ -207,7 +209,7 @@ def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, ke
     """References need more memory than kernels here; or a step runs out of memory, whatever was counted."""
     seen = []
 
-    def settle(config, device, folder, world_size):
+    def settle(config, device, folder, world_size, time_steps):
         seen.append(config.train.accumulate)
         settled = config.override({"model.attention": "sdpa", "train.execution": "eager"})
         messages = ["step by graph: out of memory"] if seen[-1] == fails_at else ["checked"]
@@ -222,12 +224,12 @@ def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, ke
     monkeypatch.setattr(hardware, "before_kernels", lambda config, _: config)
     monkeypatch.setattr(hardware, "choose_compute", lambda *_: ComputeConfig("sdpa", torch.float32))
     config, cuda = auto_config(**{"train.accumulate": AUTO}), torch.device("cuda:0")
-    settled, _, messages = hardware._settle_gpu(config, cuda, tmp_path, 1, is_divisible=True)
+    settled, _, messages = hardware._settle_gpu(config, cuda, tmp_path, 1, None, is_divisible=True)
     assert seen == expected and messages == ["checked", f"{expected[-1]} fit"]
     assert settled.train.accumulate == expected[-1] and settled.train.execution == "eager"
 
 
-def test_ranks_wait_patiently_while_the_first_checks_kernels(monkeypatch):
+def test_ranks_wait_patiently_while_the_first_checks_kernels(monkeypatch, tmp_path):
     """On the first one's own GPU, whatever thread works."""
     done = []
 
@@ -240,9 +242,10 @@ def test_ranks_wait_patiently_while_the_first_checks_kernels(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(hardware, "settle_hardware", lambda *arguments: arguments[:2])
-    assert hardware.settle_for_all("run", torch.device("cuda"), World()) == ("run", torch.device("cuda"))
-    assert done == [3]
+    monkeypatch.setattr(trainer, "settle_hardware", lambda config, *_: (config, {"*": "x"}, ["a line"]))
+    config = auto_config(**{"train.kernels": "reference"})
+    run, lines = trainer._settle_for_all(Run(tmp_path, config), torch.device("cuda"), World())
+    assert (run.config, run.kernels, lines, done) == (config, (("*", "x"),), ["a line"], [3])
 
 
 class TestAnotherDevice:

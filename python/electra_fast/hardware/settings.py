@@ -11,22 +11,34 @@ from pathlib import Path
 
 import torch
 
-from electra_fast.config.config import AUTO, Config
+from electra_fast.config.config import AUTO, FREE_KEYS, Config
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.distributed.division import smaller_micro_batches
+from electra_fast.distributed.step_processes import choose_num_processes
 from electra_fast.errors import InputError
+from electra_fast.hardware.flops import flops_per_token
+from electra_fast.hardware.kernel_check import TimeSteps
+from electra_fast.hardware.kernel_choice import parse_kernels, settle_kernels
+from electra_fast.hardware.memory import choose_accumulate
 from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_compute, choose_precision
 from electra_fast.model.matmul import MatmulMeasurement, choose_matmul, measure_matmul, seconds_of, use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
-from electra_fast.training.division import smaller_micro_batches
-from electra_fast.training.flops import flops_per_token
-from electra_fast.training.kernel_choice import agree_on_kernels, parse_kernels, settle_kernels
-from electra_fast.training.memory import choose_accumulate
-from electra_fast.training.run import FREE_KEYS, Run
-from electra_fast.training.step import choose_execution
-from electra_fast.training.step_processes import choose_num_processes
-from electra_fast.training.world import World
+
+
+def choose_execution(requested: str, device: torch.device, sharding: str = "none") -> str:
+    """Resolves `auto` to an execution mode; raises ValueError if the requested one is not available."""
+    if sharding == "full":
+        if requested not in ("auto", "eager"):
+            raise InputError(f'train.execution = "{requested}" cannot run with train.sharding = "full"; set "auto"')
+        return "eager"
+    if requested == "graph" and device.type != "cuda":
+        raise InputError(f'train.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
+    if requested == "auto":
+        return "graph" if device.type == "cuda" else "eager"
+    return requested
+
 
 # Resolve each key, in this order, since an attention backend may need 16 bits. They raise ValueError for values that
 # cannot run on the device.
@@ -40,13 +52,28 @@ _RULES: dict[str, Callable[[Config, torch.device], str]] = {
 _BY_CHECK = ("model.attention", "train.execution")
 
 
-def settle_hardware(run: Run, device: torch.device, world_size: int = 1) -> tuple[Run, list[str]]:
-    """Returns the run with every `auto` key resolved and recorded in RUN/config.toml, and messages to the user.
+def settle_hardware(
+    asked: Config,
+    device: torch.device,
+    folder: Path,
+    kept: frozenset[str] = frozenset(),
+    world_size: int = 1,
+    time_steps: TimeSteps | None = None,
+) -> tuple[Config, dict[str, str], list[str]]:
+    """Returns a run's configuration with every `auto` key resolved, its kernels, and messages to the user.
 
     A new run gets the best values for the device, which on a CPU may take a measurement of some seconds. A resumed run
     keeps its recorded values unless they cannot run on this device. Raises ValueError if an explicit value cannot run.
+
+    Args:
+        asked: The run's configuration, with recorded values.
+        device: Its device.
+        folder: Its folder, for kernels.json.
+        kept: Hardware keys given as `auto` that have the value recorded in the run.
+        world_size: Ranks that divide a step's rows.
+        time_steps: Times whole steps on a GPU.
     """
-    config, lines = _without_impossible(run, device), []
+    config, lines = _without_impossible(asked, device, kept), []
     if choose_matmul(config.train.matmul, device) == AUTO:
         products = measure_products(config)
         config = config.override({"train.matmul": products.fastest})
@@ -58,50 +85,40 @@ def settle_hardware(run: Run, device: torch.device, world_size: int = 1) -> tupl
     kernels: dict[str, str] = {}
     if device.type == "cpu" and parse_kernels(config.train.kernels)[0] == "triton":
         raise InputError('train.kernels = "triton" needs a GPU, and this is a CPU; set train.kernels = "auto"')
-    is_divisible = config.train.accumulate == AUTO or "train.accumulate" in run.kept
+    is_divisible = config.train.accumulate == AUTO or "train.accumulate" in kept
     if device.type == "cuda":
-        config, kernels, messages = _settle_gpu(config, device, run.folder, world_size, is_divisible=is_divisible)
+        config, kernels, messages = _settle_gpu(
+            config, device, folder, world_size, time_steps, is_divisible=is_divisible
+        )
         lines += messages
     elif is_divisible:
         config, _ = divided(config, device)
     config = _by_rules(config, device)
-    for name, (recorded, chosen) in run.config.differences(config).items():
-        if name in run.kept:
+    for name, (recorded, chosen) in asked.differences(config).items():
+        if name in kept:
             lines.append(f'{name} = auto: {chosen}, as the "{recorded}" recorded in this run cannot run here')
-    lines += _advice(run, config, device)
-    return replace(run.settle(config), kernels=tuple(kernels.items())), lines
+    lines += _advice(config, device, kept)
+    return config, kernels, lines
 
 
-def settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
-    """Returns the first rank's `settle_hardware` on all ranks, with kernels that are right on the cards of all."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device()
-
-        def settle() -> tuple[Run, list[str]]:
-            torch.cuda.set_device(index)  # a thread begins with device 0
-            return settle_hardware(run, device, world.size)
-
-        run, lines = world.from_first_patiently(settle)  # a check of kernels takes minutes
-    else:
-        run, lines = world.from_first(lambda: settle_hardware(run, device, world.size))
-    if world.size > 1 and device.type == "cuda" and run.config.train.kernels.startswith(AUTO):
-        kernels = agree_on_kernels(run.config, device, dict(run.kernels), run.folder, world)
-        run = replace(run, kernels=tuple(kernels.items()))
-    return run, lines
-
-
-def settle_alone(config: Config, device: torch.device) -> tuple[Config, ComputeConfig]:
+def settle_alone(config: Config, device: torch.device, time_steps: TimeSteps) -> tuple[Config, ComputeConfig]:
     """Resolves a configuration as a run of one process would on a GPU, without a folder of its own; measures no CPU."""
     kernels: dict[str, str] = {}
     if device.type == "cuda":
         is_divisible = config.train.accumulate == AUTO
-        config, kernels, _ = _settle_gpu(config, device, None, 1, is_divisible=is_divisible)
+        config, kernels, _ = _settle_gpu(config, device, None, 1, time_steps, is_divisible=is_divisible)
     config = _by_rules(config, device)
     return config, replace(choose_compute(config, device), kernels=tuple(kernels.items()))
 
 
 def _settle_gpu(
-    config: Config, device: torch.device, folder: Path | None, world_size: int, *, is_divisible: bool
+    config: Config,
+    device: torch.device,
+    folder: Path | None,
+    world_size: int,
+    time_steps: TimeSteps | None,
+    *,
+    is_divisible: bool,
 ) -> tuple[Config, dict[str, str], list[str]]:
     """Chooses kernels, attention backend and execution, and the micro-batches that fit if they may be chosen.
 
@@ -112,7 +129,9 @@ def _settle_gpu(
     if is_divisible:
         config, _ = divided(config, device, world_size)
     while True:
-        settled, kernels, messages = settle_kernels(before_kernels(config, device), device, folder, world_size)
+        settled, kernels, messages = settle_kernels(
+            before_kernels(config, device), device, folder, world_size, time_steps
+        )
         if not is_divisible:
             return settled, kernels, messages
         _, *smaller = smaller_micro_batches(settled.train, world_size)
@@ -146,31 +165,30 @@ def _by_rules(config: Config, device: torch.device, names: Iterable[str] = ()) -
     return config
 
 
-def _without_impossible(run: Run, device: torch.device) -> Config:
-    """Returns the run's configuration with `auto` for kept values that cannot run on this device."""
-    config = run.config
+def _without_impossible(config: Config, device: torch.device, kept: frozenset[str]) -> Config:
+    """Returns the configuration with `auto` for kept values that cannot run on this device."""
     for name, rule in _RULES.items():
         try:
             rule(config, device)
         except InputError:
-            if name not in run.kept:
+            if name not in kept:
                 raise
             config = config.override({name: AUTO})
     return config
 
 
-def _advice(run: Run, config: Config, device: torch.device) -> list[str]:
+def _advice(config: Config, device: torch.device, kept: frozenset[str]) -> list[str]:
     """Returns a line about kept values that a new run on this device would choose differently."""
-    fresh = _by_rules(config.override(dict.fromkeys(run.kept, AUTO)), device)
+    fresh = _by_rules(config.override(dict.fromkeys(kept, AUTO)), device)
     measured = _BY_CHECK if device.type == "cuda" and config.train.kernels.startswith(AUTO) else ()
     differing = config.differences(fresh).items()
     others = {name: new for name, (_, new) in differing if new != AUTO and name not in measured}
     if not others:
         return []
-    kept = ", ".join(f"{name} = {config.value(name)}" for name in others)
+    recorded = ", ".join(f"{name} = {config.value(name)}" for name in others)
     options = " ".join(f"--{name} {value}" for name, value in others.items())
     permission = "" if others.keys() <= FREE_KEYS else " --allow-changes"
-    return [f"{kept}: kept as recorded in this run; a new run on this device would have {options}{permission}"]
+    return [f"{recorded}: kept as recorded in this run; a new run on this device would have {options}{permission}"]
 
 
 CPU = torch.device("cpu")

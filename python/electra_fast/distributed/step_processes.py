@@ -8,6 +8,7 @@ wait for each other three times per step (bench/LOG.md).
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -35,7 +36,6 @@ from electra_fast.interruption import SIGNALS, requested_stop
 from electra_fast.messages import say
 from electra_fast.model.compute import ComputeConfig, use_compute
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
-from electra_fast.training.allocator import keep_freed_memory
 
 # Each worker process takes some 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8
@@ -43,6 +43,8 @@ MAX_PROCESSES = 8
 _SUSPENDED_SECONDS, _PATIENCE_SECONDS = 3, 60
 # Floats per cache line, to which each shared tensor is aligned.
 _ALIGNMENT = 16
+# Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 class GradientComputation(ABC):
@@ -336,7 +338,9 @@ def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Link]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         process = link.process = subprocess.Popen(
-            python_command(f"from electra_fast.training import step_processes as s; s.serve_steps({theirs.fileno()})"),
+            python_command(
+                f"from electra_fast.distributed import step_processes as s; s.serve_steps({theirs.fileno()})"
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=link.errors,
@@ -399,3 +403,19 @@ def _serve(connection: Connection, task: _Task) -> None:
         backward.load(batch, step)
         totals, _ = worker.run(wait)
         connection.send([{name: total.item() for name, total in each.items()} for each in totals])
+
+
+def keep_freed_memory() -> None:
+    """Lets this process reuse the memory that it frees.
+
+    A step allocates and frees buffers of many megabytes. By default glibc returns them to the system, and the next
+    step faults in every page again, which takes a quarter of its time (bench/LOG.md). All threads share one arena,
+    since others never grow beyond 64 MB. Does nothing if the C library has no `mallopt`.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_ARENA_MAX, 1)
+    mallopt(_M_TRIM_THRESHOLD, -1)
+    if not mallopt(_M_MMAP_THRESHOLD, 2**30):
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the maximum of older versions

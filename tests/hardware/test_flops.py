@@ -10,17 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS
 
 from electra_fast.config.config import Config
-from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.model import Electra
-from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch, RngKey
-from electra_fast.ops.operations import linear, use_impl
-from electra_fast.training.flops import (
+from electra_fast.hardware.flops import (
     flops_per_token,
     objectives_report,
     published_training_flops,
     report,
 )
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.model import Electra
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch, RngKey
+from electra_fast.ops.operations import linear, use_impl
 
 # As `flops_computation.py` of the published code prints them.
 PUBLISHED = {

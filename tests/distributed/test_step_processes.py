@@ -18,6 +18,8 @@ from variants import VARIANTS
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, HostBatch
+from electra_fast.distributed import step_processes
+from electra_fast.distributed.step_processes import choose_num_processes
 from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.files import checkpoint_folder
 from electra_fast.interruption import stop_requests
@@ -27,10 +29,8 @@ from electra_fast.model.model import DiscriminatorHead
 from electra_fast.objectives import objective_of
 from electra_fast.optimizers import muon
 from electra_fast.optimizers.optimizer import Optimizer
-from electra_fast.training import step_processes
 from electra_fast.training.parallel_step import PretrainingWork, create_step
 from electra_fast.training.step import Backward
-from electra_fast.training.step_processes import choose_num_processes
 
 CPU, COMPUTE = torch.device("cpu"), ComputeConfig("sdpa", torch.float32)
 FEW_STEPS = 4

@@ -17,17 +17,9 @@ from electra_fast.card import Card
 from electra_fast.child_process import describe_end
 from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted
-from electra_fast.interruption import stop_requests
-from electra_fast.kernels import launch, launchers
-from electra_fast.model import compute as compute_module
-from electra_fast.model.compute import ComputeConfig
-from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch, RngKey
-from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import observe, use_choices, use_impl
-from electra_fast.training import kernel_check, kernel_choice
-from electra_fast.training.kernel_check import CALLS, REFERENCE, Checker, Record, Request
-from electra_fast.training.kernel_choice import (
+from electra_fast.hardware import kernel_check, kernel_choice
+from electra_fast.hardware.kernel_check import CALLS, REFERENCE, Checker, Record, Request
+from electra_fast.hardware.kernel_choice import (
     FILE,
     KernelCheck,
     agree_on_kernels,
@@ -36,7 +28,15 @@ from electra_fast.training.kernel_choice import (
     settle_encoder,
     settle_kernels,
 )
-from electra_fast.training.memory import StepMemory
+from electra_fast.hardware.memory import StepMemory
+from electra_fast.interruption import stop_requests
+from electra_fast.kernels import launch, launchers
+from electra_fast.model import compute as compute_module
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch, RngKey
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import observe, use_choices, use_impl
 from electra_fast.training.timing import SlowSteps, StepTimes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -230,7 +230,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def faults(tmp_path, monkeypatch):
     """A function that makes kernels of child processes faulty."""
-    shutil.copy(Path(__file__).parents[1] / "faulty_kernels.py", tmp_path / "sitecustomize.py")
+    shutil.copy(Path(__file__).parents[1] / "support/faulty_kernels.py", tmp_path / "sitecustomize.py")
     package = Path(ef.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{package}")
     return lambda **by_launcher: monkeypatch.setenv("FAULTS", json.dumps(by_launcher))

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
+from electra_fast.hardware.graphs import WARM_UP, GraphRunner
 from electra_fast.objectives.objective import seed_generator
-from electra_fast.training.graphs import WARM_UP, GraphRunner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 

@@ -7,7 +7,7 @@ import pytest
 
 PAGE_FAULTS = """
 import resource
-from electra_fast.training.allocator import keep_freed_memory
+from electra_fast.distributed.step_processes import keep_freed_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(2):

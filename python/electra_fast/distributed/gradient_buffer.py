@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from electra_fast.training.division import Division
-from electra_fast.training.world import World
+from electra_fast.distributed.division import Division
+from electra_fast.distributed.world import World
 
 # Floats per cache line, to which each tensor is aligned.
 _ALIGNMENT = 16

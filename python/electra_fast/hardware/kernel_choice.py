@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,17 +31,16 @@ from electra_fast.child_process import describe_end, python_command
 from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.config.presets import DEFAULT_PRESET
 from electra_fast.data.loader import default_cache_dir
+from electra_fast.distributed.division import rows_per_micro_batch
+from electra_fast.distributed.world import World
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
+from electra_fast.hardware.kernel_check import BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request, TimeSteps
 from electra_fast.interruption import requested_stop
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
 from electra_fast.objectives import objective_of
 from electra_fast.ops.operations import FEED_FORWARD_KERNELS, OPERATIONS
-from electra_fast.training.division import rows_per_micro_batch
-from electra_fast.training.kernel_check import BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request
-from electra_fast.training.reporting import version_or_none
-from electra_fast.training.world import World
 
 FILE = "kernels.json"
 # Operations are checked on at most so many tokens, in at most half of the free memory.
@@ -239,14 +239,16 @@ class Checking:
         self._process: _Process | None = None
         self._end = time.monotonic() + MAX_SECONDS
 
-    def ask(self, what: str, candidates: Sequence[str], compute: ComputeConfig) -> None:
+    def ask(
+        self, what: str, candidates: Sequence[str], compute: ComputeConfig, time_steps: TimeSteps | None = None
+    ) -> None:
         """Takes the records of candidates that have none yet; arguments as in `Request`."""
         left = tuple(name for name in candidates if f"{what}: {name}" not in self.check.answered)
         while left and not self.check.failure and time.monotonic() < self._end:
             subject = (what, self.config, type(objective_of(self.config)), self._device, compute, self._num_rows(what))
             records = self.check.records
             broken = frozenset(key for (key, name), each in records.items() if name == REFERENCE and each.problem)
-            if self._answer(Request(*subject, left, frozenset(records), broken)):
+            if self._answer(Request(*subject, left, frozenset(records), broken, time_steps)):
                 self.check.answered += [f"{what}: {name}" for name in left]
                 break
 
@@ -294,7 +296,7 @@ class _Process:
     def __init__(self) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            python_command("from electra_fast.training.kernel_check import main; main()"),
+            python_command("from electra_fast.hardware.kernel_check import main; main()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -369,7 +371,13 @@ def _with(given: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, str]
 
 
 def settle_kernels(
-    config: Config, device: torch.device, folder: Path | None, world_size: int = 1, *, is_fresh: bool = False
+    config: Config,
+    device: torch.device,
+    folder: Path | None,
+    world_size: int = 1,
+    time_steps: TimeSteps | None = None,
+    *,
+    is_fresh: bool = False,
 ) -> tuple[Config, dict[str, str], list[str]]:
     """Chooses the kernels of a run on a GPU, and its attention backend and execution where they are `auto`.
 
@@ -378,6 +386,7 @@ def settle_kernels(
         device: The GPU; a CPU is for tests, where Triton's interpreter runs the kernels.
         folder: The run's folder, whose kernels.json is read and written; None for the user's cache alone.
         world_size: Ranks that divide the step's rows.
+        time_steps: Times whole steps; needed if the execution is `auto`.
         is_fresh: Check again what is in the user's cache.
 
     Returns the configuration, the kernels (`ops.use_choices`), and messages. Raises ValueError if a requested kernel or
@@ -406,11 +415,11 @@ def settle_kernels(
         kernels = _with(given, check.kernels)
         if config.train.execution == AUTO and config.train.sharding == "none":
             compute = dataclasses.replace(compute, kernels=tuple(kernels.items()))
-            checking.ask("steps", ["eager", "graph"], compute)
+            checking.ask("steps", ["eager", "graph"], compute, time_steps)
             config = config.override({"train.execution": check.execution or "eager"})
             problems = [each.problem for key in check.operations for each in check.of(key).values()]
             if problems and not any(problems):
-                checking.ask("steps", [config.train.execution + BY_KERNELS], compute)
+                checking.ask("steps", [config.train.execution + BY_KERNELS], compute, time_steps)
     if not check.records:
         return config, kernels, list(check.lines(""))
     with contextlib.suppress(OSError):  # costs the next run a minute; `doctor` tells why
@@ -489,6 +498,14 @@ def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: 
 
 def _without_kernels(backends: Sequence[str]) -> list[str]:
     return [name for name in backends if name != "short"]
+
+
+def version_or_none(package: str) -> str:
+    """Returns an installed package's version, or "none"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def identity_of(config: Config, device: torch.device, world_size: int = 1) -> dict[str, Any]:

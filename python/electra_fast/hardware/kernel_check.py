@@ -29,6 +29,7 @@ from torch import Tensor
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.errors import is_out_of_memory
+from electra_fast.hardware.graphs import captured
 from electra_fast.interruption import SIGNALS, stop_with_parent
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.compute import ComputeConfig
@@ -37,10 +38,6 @@ from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import MicroBatch, Objective, RngKey
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout, choice_key, feed_forward_kernels, observe, use_choices, use_impl
-from electra_fast.optimizers.optimizer import Optimizer
-from electra_fast.training.graphs import captured
-from electra_fast.training.parallel_step import create_step
-from electra_fast.training.step import GRAD_NORM
 
 # A kernel's largest error may be this many times the reference's, plus roundings relative to the largest value: half
 # of the last place of its dtype, and those of fp32 sums over many tokens. On an H200 no kernel's error was above 1.0.
@@ -55,6 +52,9 @@ BY_KERNELS = " by kernels"
 WARM_UP_STEPS, TIMED_STEPS = 5, 3
 # Executions of a step may differ by rounding, since flash attention sums in no fixed order.
 ALLOWED_LOSS_DIFFERENCE = 0.01
+
+TimeSteps = Callable[[Config, ComputeConfig, str, torch.device, int], tuple[list[float], dict[str, float]]]
+"""`training.parallel_step.time_steps`, which is pickled by its name."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Request:
         candidates: Attention backends or executions (also with `BY_KERNELS`); for operations, the attention backend.
         known: What is recorded already: (operation, implementation).
         broken: Operations whose references do not run, so that nothing can be judged by them.
+        time_steps: Times whole steps, for "steps".
     """
 
     what: str
@@ -82,6 +83,7 @@ class Request:
     candidates: tuple[str, ...] = ()
     known: frozenset[tuple[str, str]] = frozenset()
     broken: frozenset[str] = frozenset()
+    time_steps: TimeSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -327,24 +329,13 @@ class Checker:
         config = request.config.replace({"train": one_batch}).resolved()
         _free_memory()
         with use_choices({} if execution.endswith(BY_KERNELS) else dict(request.compute.kernels)):
-            model = Electra(config).to(device)
-            optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=request.compute.dtype)
+            assert request.time_steps is not None
             mode = execution.removesuffix(BY_KERNELS)
-            step = create_step(model, optimizer, config, request.compute, mode)
-            loader, times = BatchLoader.from_config(config, num_threads=1, prefetch=1), []
-            for number in range(WARM_UP_STEPS + TIMED_STEPS):
-                rows = next(loader)
-                step.synchronize()
-                start = time.perf_counter()
-                step(rows, number)
-                step.synchronize()
-                times.append(time.perf_counter() - start)
-            totals = step.read_totals()
+            times, totals = request.time_steps(config, request.compute, mode, device, WARM_UP_STEPS + TIMED_STEPS)
         if not all(torch.tensor(list(totals.values())).isfinite()):
             return Record(STEP, execution, problem="a loss or gradient is not finite"), totals
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        losses = {name: value for name, value in totals.items() if name.endswith("_loss") or name == GRAD_NORM}
-        return Record(STEP, execution, 1e3 * min(times[WARM_UP_STEPS:]), peak_bytes=peak), losses
+        return Record(STEP, execution, 1e3 * min(times[WARM_UP_STEPS:]), peak_bytes=peak), totals
 
 
 class _Work:

@@ -1,0 +1,1 @@
+"""What depends on the device: settings that are chosen on it, kernels, memory, FLOPs, CUDA graphs."""
