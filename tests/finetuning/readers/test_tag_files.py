@@ -1,186 +1,233 @@
-"""Tagging tasks from files: splits, the inventory of tags, notes, and what cannot be learnt; and texts to predict."""
+"""Tagging tasks from files of every form: words and tags, places and conventions of spans, and what is refused."""
+
+import json
+from functools import partial
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from task_reading import read as read_task
+from task_reading import read_divided, refusal, tagged, words_of
 
-from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagged, read_tagging
+from electra_fast.finetuning.readers.tag_columns import SENTENCE_NAMES
+from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagged
 
-LABELS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
-TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
-TAGS = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-LOC", "I-LOC", "O"]]
+read = partial(read_task, "tagging")
+
+SENTENCES = ["Frau/O Kim/B-PER in/O Köln/B-LOC", "Kim/B-PER #ai/O ./O"]
 FOUND = "tags read as {} (found in the tags; choose with --scheme)"
 
 
-def columns(tokens=TOKENS, tags=TAGS, separator="\t"):
-    return "\n".join(
-        "".join(f"{token}{separator}{tag}\n" for token, tag in zip(*sentence, strict=True))
-        for sentence in zip(tokens, tags, strict=True)
-    )
+def lines_of(columns, comment="", separator="\t"):
+    """`SENTENCES`, each after a comment; `columns` are of a word's number, word and tag."""
+    blocks = []
+    for sentence in SENTENCES:
+        pairs = (pair.split("/") for pair in sentence.split())
+        rows = (columns(str(number), *pair) for number, pair in enumerate(pairs, 1))
+        blocks.append(comment + "".join(separator.join(row) + "\n" for row in rows))
+    return "\n".join(blocks)
 
 
-def rows(tags=TAGS):
-    return [{"tokens": own, "tags": own_tags} for own, own_tags in zip(TOKENS, tags, strict=True)]
+def two(_, word, tag):
+    return word, tag
 
 
-def read(train, dev=None, test=None, **options):
-    return read_tagging(train, dev or train, test, **options)
+def predicted(path, **options):
+    """The words of each sentence to predict, or its text."""
+    found = list(iterate_tagging(path, **options))
+    assert all(words is None or (words.dtype, words.shape[1]) == (np.int64, 2) for _, words in found)
+    return [text if words is None else [text[a:b] for a, b in words] for text, words in found]
 
 
-def named(data, split):
-    return [[data.task.labels[tag] for tag in target] for target in split.targets]
-
-
-def words_in(split):
-    return [[text[a:b] for a, b in words] for (text,), words in zip(split.texts, split.words, strict=True)]
-
-
-def message_of(path, *args, **options):
-    with pytest.raises(InputError) as caught:
-        read(path, *args, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value).removeprefix(f"{path}: ")
-
-
-@pytest.mark.parametrize(
-    ("name", "separator"), [("a.conll", "\t"), ("a.bio", "  "), ("a.iob2", " x y "), ("a.TSV", "\t")]
-)
-def test_words_in_columns(write, name, separator):
-    train = write(columns(separator=separator), name)
-    data = read(train, test=train)
-    task = data.task
-    assert (task.name, task.kind, task.labels) == ("tagging", "tagging", LABELS)
-    assert (task.metric, task.scheme, data.notes[:-1]) == ("f1", "IOB2", (f"{train}: {FOUND.format('IOB2')}",))
-    assert data.notes[-1] == "entities by type to train/validate on: PER 2/2, LOC 1/1"
-    assert data.train.texts == [("Ada Lovelace met Babbage",), ("In New York .",)]
-    assert words_in(data.train) == TOKENS
-    assert (data.train.words[0].dtype, data.train.targets.dtype, data.train.targets[0].dtype) == (np.int64, object, int)
-    assert [target.tolist() for target in data.train.targets] == [[3, 4, 0, 3], [0, 1, 2, 0]]
-    assert (data.train.name, data.train.path, data.train.ids) == ("train", train, ["0", "1"])
-    assert [split.name for split in (*data.dev, *data.test)] == ["dev", "test"]
-    assert named(data, data.test[0]) == TAGS
-
-
-def test_tags_that_are_numbers(write):
-    labels = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
-    ids = [[labels.index(tag) for tag in tags] for tags in TAGS]
-    train = write(rows(ids), "train.parquet")
-    hidden = write(rows([[-1] * 4, []]), "test.jsonl")
-    data = read(train, test=hidden, labels=labels)
-    assert (data.task.labels, named(data, data.train), data.test[0].targets) == (labels, TAGS, None)
-    assert message_of(train) == "row 1: the tag is the number 1; name the tags by number with --labels O,B-PER,..."
-
-
-def test_spans(write):
-    rows = [{"text": "Ada", "spans": []}, {"text": "Ada Bob.", "spans": [[1, 2, "PER"]]}]
-    rows.append({"text": "Ada Bob", "spans": [[0, 5, "PER"]]})
-    train = write(rows, "train.jsonl")
-    data = read(train, test=write([{"text": "Hi 👍🏽."}], "test.jsonl"))
-    assert (data.task.labels, data.task.scheme, data.task.metric) == (("O", "B-PER", "I-PER"), "IOB2", "f1")
-    assert words_in(data.train) == [["Ada"], ["Ada", "Bob", "."], ["Ada", "Bob"]]
-    assert named(data, data.train) == [["O"], ["B-PER", "O", "O"], ["B-PER", "I-PER"]]
-    assert (words_in(data.test[0]), data.test[0].targets) == ([["Hi", "👍🏽", "."]], None)
-    note = "the first of 3 ends of spans inside a word; a word belongs to the first entity that has a part of it"
-    assert f"{train}: line 2: {note}" in data.notes
-    assert message_of(train, scheme="none") == "has spans, which become tags of IOB2; leave --scheme none out"
-    dev = write(columns([["a"]], [["I-PER"]]), "dev.conll")
-    assert read(train, dev, scheme="BIO").dev[0].targets[0].tolist() == [1]
-
-
-def test_labels_that_are_not_entities(write):
-    train = write("the DET\ncat NOUN\n")
-    data = read(train)
-    task = data.task
-    assert (task.labels, task.metric, task.scheme) == (("DET", "NOUN"), "accuracy", "none")
-    sizes = "words by tag to train/validate on: DET 1/1, NOUN 1/1"
-    assert data.notes == (f"{train}: {FOUND.format('labels, not entities')}", sizes)
-    assert read(train, scheme="IO").task.labels == ("O", "B-DET", "I-DET", "B-NOUN", "I-NOUN")
+KAGGLE = "Sentence #,Word,POS,Tag\nSentence: 1,Frau,X,O\n{0},Kim,X,B-PER\n{0},in,X,O\n{0},Köln,X,B-LOC\n"
+KAGGLE += 'Sentence: 2,Kim,X,B-PER\n{1},#ai,X,O\n{1},"."{2},X,O\n'
+CONLLU = ["# text = vámonos no", "1-2 vámonos _ _", "1 vamos ir VERB", "2 nos yo PRON", "2.1 x x X", "3 no no ADV"]
+CONLLU = "\n".join(["\t".join(line.split(" ")) if "=" not in line else line for line in CONLLU]) + "\n"
+NAMED = "# global.columns = ID FORM UPOS EXTRA:NE\n# newdoc\n1-2\tdel\t_\t_\n"
+NAMED += lines_of(lambda number, word, tag: (number, word, "X" + number, tag), "# x\n")
+ADA = {"text": "Ada met", "tokens": ["Ada", "met"], "entities": [[0, 3, "P"]], "label": 1}
+SPANS = [[4, 7, "Y"]]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "options", "expected"),
     [
-        ("a\tO\nb\t\n", "line 2: no tag; choose with --label"),
-        ("a O\nb O\n", "every word is tagged 'O'; there is nothing to learn; choose with --label"),
-        ("a O\nb B-X\nc tag\n", "line 3: the tag 'tag' has no prefix such as B-, unlike others in IOB2"),
-        ("a I-X\nb Y\nc O\n", "line 2: the tag 'Y' has no prefix such as B-, unlike others in IO"),
-        ("a X_B\nb X_I\nc Y\nd O\n", "line 3: the tag 'Y' has no suffix such as _B, unlike others in IOB2"),
-        ("a S-X\nb E-X\nc O\n", "1 of 2 tags of entities are ill-formed in IOBES, whose prefixes they have; rename"),
-        ("\n-DOCSTART- O\n", "no words; choose the column with --text"),
-        ("".join(f"word{n} tag{n}\n\n" for n in range(1001)), "1,001 different tags of 1,001 words; choose the column"),
-        ([{"tokens": ["a"], "tags": None}], "line 1: no tag"),
-        ([{"text": "a", "spans": None}], "line 1: no tag"),
-        ([{"text": " ", "spans": []}], "no words; choose the column with --text"),
+        # A word per line.
+        ("a.bio", lines_of(two, separator="  "), {}, SENTENCES),
+        ("a.iob2", lines_of(two, separator=" x y "), {}, SENTENCES),
+        ("a.TSV", lines_of(two), {}, SENTENCES),
+        (
+            "a.conll",
+            "\ufeff-DOCSTART- -X- O O\r\n\r\n#tag x O\r\na\u00a0b\u3000 y B-X\r\n",
+            {},
+            ["#tag/O a\u00a0b\u3000/B-X"],
+        ),
+        ("a.conll", "(\rx z B-X\n \n-DOCSTART- -X- O\nc z O\n\n\n", {}, ["(\rx/B-X", "c/O"]),
+        ("a.conll", "New York\tB-X\nis \t O\n\t\nx\tO", {}, ["New York/B-X is/O", "x/O"]),
+        ("a.conll", "Ann\tB-X\t\nis\tO\t\n", {}, ["Ann/B-X is/O"]),  # a tab may end a line
+        ("a.conll", "1 B-X a\n2 O b\n", {"text": ("-1",), "label": ("1",)}, ["a/B-X b/O"]),
+        # Words that begin like comments.
+        ("a.conll", "# O\nA B-X\n", {}, ["#/O A/B-X"]),
+        ("a.conll", "A B-X\n# I-X\n", {}, ["A/B-X #/I-X"]),
+        ("a.conll", "# #\nA NN\n", {}, ["#/# A/NN"]),
+        ("a.conll", "#ai HASHTAG\nA NN\n# NN\n", {}, ["#ai/HASHTAG A/NN #/NN"]),
+        ("a.conll", "# x\nA O\n# y z\n# y\nB B-X\n", {}, ["A/O B/B-X"]),
+        ("a.conll", "#begin document (a/b); part 000\nA PER\nB O\n#end document\n", {}, ["A/B-PER B/O"]),
+        # Columns of numbers and names.
+        ("a.tsv", lines_of(lambda *row: (*row, "O"), "#\thttp://example.org\t[2010-07-04]\t\n"), {}, SENTENCES),
+        ("a.conllu", CONLLU, {}, ["vamos/VERB nos/PRON no/ADV"]),
+        ("a.conllu", CONLLU, {"text": ("2",), "label": ("-3",)}, ["ir/vamos yo/nos no/no"]),
+        ("a.conllup", NAMED, {}, SENTENCES),
+        (
+            "a.txt",
+            NAMED,
+            {"text": ("form",), "label": ("UPOS",)},
+            ["Frau/X1 Kim/X2 in/X3 Köln/X4", "Kim/X1 #ai/X2 ./X3"],
+        ),
+        # A word per row of a table.
+        ("a.csv", KAGGLE.format("", "", ""), {}, SENTENCES),
+        ("a.csv", KAGGLE.format("Sentence: 1", "Sentence: 2", ""), {}, SENTENCES),
+        ("a.tsv", KAGGLE.format("", "", "").replace('"', "").replace(",", "\t"), {}, SENTENCES),
+        ("a.conll", "token\tner\n" + lines_of(two), {}, SENTENCES),
+        ("a.conll", "# made by hand\ntoken\tner\n" + lines_of(two), {}, SENTENCES),
+        ("a.txt", "word label\n" + lines_of(two, separator=" "), {}, SENTENCES),
+        ("a.csv", 'sent,word,tag\n1,Ann,B-X\n1,",O\n2,",O\n', {"quoting": "none"}, ['Ann/B-X "/O', '"/O']),
+        ("a.csv", "sent_id,w,t\n1,a,O\n1,b,B-X\n2,c,O\n", {"text": ("w",), "label": ("t",)}, ["a/O b/B-X", "c/O"]),
+        # Lists of words come before texts with spans; a list that is chosen comes first.
+        ("a.jsonl", [{"tokens": ["Ada", "met"], "tags": ["B-P", "O"]}], {}, ["Ada/B-P met/O"]),
+        ("a.parquet", [{"words": ["Ada", "met"], "ner_tags": ["B-P", "O"]}], {}, ["Ada/B-P met/O"]),
+        ("a.jsonl", [ADA], {}, ["Ada/B-P met/O"]),  # there are no tags
+        ("a.jsonl", [ADA | {"tags": ["O", "B-X"], "own": SPANS}], {}, ["Ada/O met/B-X"]),
+        ("a.jsonl", [ADA | {"own": SPANS}], {"text": ("text",), "label": ("own",)}, ["Ada/O met/B-Y"]),
+        ("a.parquet", [{"tokens": ["a", "b"], "tags": [1, 0]}], {"labels": ("O", "B-X")}, ["a/B-X b/O"]),
+        ("a.jsonl", [{"tokens": ["a", "b"], "tags": [1, 0]}], {"labels": ("O", "X_B", "X_I")}, ["a/B-X b/O"]),
+        # Spans; a word belongs to the first of those that have a part of it.
+        ("a.jsonl", [{"text": "Ada Bob.", "spans": [[1, 2, "PER"]]}], {}, ["Ada/B-PER Bob/O ./O"]),
+        ("a.jsonl", [{"text": "Ada Bob", "spans": [[0, 5, "PER"]]}], {}, ["Ada/B-PER Bob/I-PER"]),
+        ("a.jsonl", [{"text": "Ada Bob", "spans": [[0, 1, "A"], [2, 6, "B"]]}], {}, ["Ada/B-A Bob/B-B"]),
+        (
+            "a.parquet",
+            [{"text": "Ann met Bob", "entities": {"start": [0, 8], "end": [3, 11], "label": ["X", "Y"]}}],
+            {},
+            ["Ann/B-X met/O Bob/B-Y"],
+        ),
+        # Spans of words, as in SpERT; the end is inclusive if a span of one word begins where it ends.
+        (
+            "a.jsonl",
+            [{"tokens": ["a", "b", "c"], "entities": [{"start": 0, "end": 2, "type": "X"}]}],
+            {},
+            ["a/B-X b/I-X c/O"],
+        ),
+        (
+            "a.jsonl",
+            [
+                {
+                    "tokens": ["a", "b", "c"],
+                    "entities": [{"start": 0, "end": 1, "type": "X"}, {"start": 2, "end": 2, "type": "X"}],
+                }
+            ],
+            {},
+            ["a/B-X b/I-X c/B-X"],
+        ),
+        # Tags as they are converted.
+        ("a.conll", "a I-PER\nb I-PER\nc B-PER\nd O\n", {}, ["a/B-PER b/I-PER c/B-PER d/O"]),
+        ("a.conll", "a I-PER\nb B-PER\n", {"scheme": "none"}, ["a/I-PER b/B-PER"]),
+        ("a.conll", "a x_b\nb x_i\nc y_b\nd out\n", {}, ["a/B-x b/I-x c/B-y d/O"]),
+        ("a.conll", "a O\nb B\n", {}, ["a/O b/B-_"]),
+        ("a.conll", "the DET\ncat NOUN\n", {}, ["the/DET cat/NOUN"]),
+        ("a.conll", "the DET\ncat NOUN\n", {"scheme": "IO"}, ["the/B-DET cat/B-NOUN"]),
     ],
 )
-def test_files_with_nothing_to_learn_from(write, content, message):
-    assert message_of(write(content, "train.conll" if isinstance(content, str) else "train.jsonl")).startswith(message)
+def test_words_and_tags(write, name, content, options, expected):
+    path = write(content, name)
+    data = read(path, test=path, **options)
+    assert tagged(data, data.train) == tagged(data, data.dev[0]) == tagged(data, data.test[0]) == expected
+
+
+MISFIT = "line 1: 2 columns separated by tabs or spaces, but words are expected in column"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("content", "options", "message"),
     [
-        ({"scheme": "IOBX"}, "unknown tagging scheme 'IOBX'; did you mean IOB2?"),
-        ({"labels": ("O", "O")}, "--labels names a label twice: O, O"),
-        ({"labels": ("O", "B-LOC")}, "unknown entity type 'PER'; --labels names: 'LOC'; name all with --labels"),
-        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it must be above 0 and below 1"),
+        ("a O\nb B-X\nc\n", {}, "line 3: 1 columns, but line 1 of the sentence has 2"),
+        ("a\tO\n\tO\n", {}, "line 2: word 2 is empty"),
+        ("a\tO\nb\t\n", {}, "line 2: no tag"),
+        (b"a O\nb \xff\n", {}, "line 2: not UTF-8 at byte 6"),
+        ("7 Ann B-X\n8 is O\n\n9 Bob B-X\n", {}, "line 1: column 0 has only numbers; choose the words with --text"),
+        ("# global.columns = ID FORM A B\n1\ta\tO\tO\n", {}, "no label column; there are: A, B; choose with --label"),
+        (NAMED, {"label": ("LEMMA",)}, "no column 'LEMMA'; there are: ID, FORM, UPOS, EXTRA:NE; choose with --label"),
+        ("a O\nb B-X\n", {"text": ("word",)}, "--text is 'word'; the columns of this format are numbered from 0"),
+        ("a O\nb B-X\n", {"label": ("tag",)}, "--label is 'tag'; the columns of this format"),
+        ("a O\nb B-X\n", {"text": ("0", "1")}, "--text names 2 columns (0, 1)"),
+        ("a O\nb B-X\n", {"text": ("2",)}, f"{MISFIT} 2 and tags in column -1"),
+        ("a O\nb B-X\n", {"label": ("-3",)}, f"{MISFIT} 0 and tags in column -3"),
+        ("a O\nb B-X\n", {"label": ("0",)}, f"{MISFIT} 0 and tags in column 0"),
+        (
+            "# global.columns = ID FORM A\n1\ta\tX\n2\ta\tX\n1\ta\tX\n",
+            {},
+            "line 4: the word is numbered '1' and should be 3",
+        ),
+        ("# global.columns = ID FORM A\n1\ta\tX\n3\ta\tX\n", {}, "line 3: the word is numbered '3' and should be 2"),
+        ("# global.columns = ID FORM A\n2\ta\tX\n3\ta\tX\n", {}, "line 2: the word is numbered '2' and should be 1"),
+        ("a O\nb O\n", {}, "every word is tagged 'O'"),
+        ("a O\nb B-X\nc tag\n", {}, "line 3: the tag 'tag' has no prefix such as B-, unlike others in IOB2"),
+        ("a I-X\nb Y\nc O\n", {}, "line 2: the tag 'Y' has no prefix such as B-, unlike others in IO"),
+        ("a X_B\nb X_I\nc Y\nd O\n", {}, "line 3: the tag 'Y' has no suffix such as _B, unlike others in IOB2"),
+        ("a S-X\nb E-X\nc O\n", {}, "1 of 2 tags of entities are ill-formed in IOBES"),
+        ("\n-DOCSTART- O\n", {}, "no words; choose the column with --text"),
+        ("".join(f"word{n} tag{n}\n\n" for n in range(1001)), {}, "1,001 different tags of 1,001 words"),
+        ("a O\n" * 399 + "b B-X\n", {}, "a single sentence of 400 words"),
+        ("a O\nb B-X\n", {"scheme": "IOBX"}, "unknown tagging scheme 'IOBX'; did you mean IOB2?"),
+        ("a O\nb B-X\n", {"labels": ("O", "O")}, "--labels names a label twice: O, O"),
+        ("a O\nb B-X\n", {"labels": ("O", "B-Y")}, "line 2: unknown entity type 'X'; --labels names: 'Y'"),
+        ("a O\nb B-X\n", {"dev_fraction": 1.0}, "dev_fraction is 1.0"),
+        ("a O\nb NAME\nc B-DAY\n", {}, "line 2: the tag 'NAME' has no prefix"),  # a type, or a slip
+        ("a O\nb NAME\nc PHONE\nd CITY\ne S-A\nf S-B\n", {}, "3 of 5 tags of entities are ill-formed in"),
+        ([{"tokens": ["a", "b"], "tags": ["O"]}], {}, "line 1: 2 words, but 1 tags"),
+        ([{"text": "a b c", "labels": "O O"}], {}, "line 1: 3 words, but 2 tags"),
+        ([{"tokens": ["a", ""], "tags": ["O", "O"]}], {}, "line 1: word 2 is empty"),
+        ([{"tokens": ["a", None], "tags": ["O", "O"]}], {}, "line 1: word 2 is None, not text"),
+        ([{"tokens": ["a"], "tags": 5}], {}, "line 1: the tags are 5"),
+        ([{"tokens": ["a"], "tags": [1.5]}], {}, "line 1: the tag 1.5 is neither text nor an integer"),
+        (
+            [{"tokens": ["a"], "tags": [0]}],
+            {},
+            "line 1: the tag is the number 0; name the tags by number with --labels",
+        ),
+        ([{"tokens": ["a"], "tags": [1]}], {"labels": ("O",)}, "line 1: the tag is the number 1, but --labels names 0"),
+        ([{"tokens": ["a"], "tags": None}], {}, "line 1: no tag"),
+        ([{"tokens": ["a"]}], {}, "no label column; there are: tokens; choose with --label"),
+        ([{"tags": ["a"]}], {}, "no text column; there are: tags; choose with --text"),
+        ([{"text": 5, "spans": []}], {}, "line 1: 'text' is 5, not text"),
+        ([{"text": "a", "spans": 5}], {}, "line 1: the spans are 5"),
+        ([{"text": "a", "spans": None}], {}, "line 1: no tag"),
+        ([{"text": " ", "spans": []}], {}, "no words; choose the column with --text"),
+        ([{"text": "Ada", "spans": [[0, 3, "X"]]}], {"scheme": "none"}, "has spans, which become tags of IOB2"),
+        ([ADA], {"text": ("a",)}, "no column 'a'; there are: text, tokens, entities, label; choose with --text"),
+        ([ADA], {"label": ("a",)}, "no column 'a'; there are: text, tokens, entities, label; choose with --label"),
+        ([ADA], {"text": ("text", "tokens")}, "--text names 2 columns (text, tokens)"),
+        ([ADA], {"text": ("tokens",), "label": ("tokens",)}, "no label column; there are:"),
     ],
 )
-def test_options_that_cannot_be_used(write, options, message):
-    assert message in message_of(write(columns()), **options)
+def test_what_cannot_be_used(write, content, options, message):
+    path = write(content)
+    assert refusal(read, path, **options).removeprefix(f"{path}: ").startswith(message)
 
 
-def test_files_that_are_not_there_or_of_another_kind(write, tmp_path):
-    with pytest.raises(FileNotFoundError, match="missing.conll: no such file"):
-        read(tmp_path / "missing.conll")
-    with pytest.raises(FileNotFoundError, match="missing.conll: no such file"):
-        next(iterate_tagging(tmp_path / "missing.conll"))
-    message = message_of(write("a", "train.xml"))
-    assert message.startswith("cannot be read as tagged text; give a file that ends in .conll, .conllu, ")
-    assert message_of(tmp_path).startswith("a folder of other files than parts; give a file that ends in .tsv, ")
-
-
-def test_tags_that_training_lacks(write):
-    other, train = write("x O\ny B-ORG\n", "other.conll"), write(columns())
-    unknown = (
-        f"{other}: line 2: unknown entity type 'ORG'; {train} has: 'LOC', 'PER'; name all with --labels, or remove"
-    )
-    assert message_of(train, other) == message_of(train, train, other) == f"{unknown} it"
-    data = read(train, other, other, labels=("PER", "LOC", "ORG"))
-    assert data.task.labels == ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG")
-    train, other = write("a DET\nb NOUN\n"), write("a DET\nb X\n", "other.conll")
-    assert message_of(train, other).startswith(f"{other}: line 2: unknown tag 'X'; {train} has: 'DET', 'NOUN'; name")
-    assert read(train, other, labels=("X", "NOUN", "DET")).task.labels == ("X", "NOUN", "DET")
-
-
-def test_every_scheme_becomes_iob2(write):
-    content = "a I-PER\nb I-PER\nc B-PER\nd O\n"
-    train, dev = write(content), write("a B-PER\n\nb O\nc I-PER\n", "dev.conll")
-    data = read(train, dev)
-    assert named(data, data.train) == [["B-PER", "I-PER", "B-PER", "O"]]
-    assert named(data, data.dev[0]) == [["B-PER"], ["O", "B-PER"]]
-    ill_formed = "tags that are ill-formed in {}; they are read as conlleval reads them"
-    first = f"{dev}: line 1: 'B-PER' is the first of 1 {ill_formed.format('IOB1')}"
-    assert data.notes[:-1] == (f"{train}: {FOUND.format('IOB1')}", first)
-    data = read(train, train, scheme="bio")
-    assert data.notes[0] == f"{train}: line 1: 'I-PER' is the first of 1 {ill_formed.format('IOB2')}"
-    data = read(train, scheme="none")
-    assert (data.task.labels, data.task.scheme) == (("B-PER", "I-PER", "O"), "none")
-
-
-def test_other_notations_are_converted_and_said(write):
-    train, dev = write("a x_b\nb x_i\nc y_b\nd out\n"), write("a x_b\n", "dev.conll")
-    data = read(train, dev)
-    assert data.task.labels == ("O", "B-x", "I-x", "B-y", "I-y")
-    assert named(data, data.train) == [["B-x", "I-x", "B-y", "O"]]
-    written = "IOB2, written 'x_b' for 'B-x' and 'out' for 'O'"
-    assert data.notes[0] == f"{train}: {FOUND.format(written)}"
-    assert data.notes[-1] == f"{dev}: none to validate y on, so the score leaves them out"
-    numbers = write([{"tokens": ["a", "b"], "tags": [1, 0]}], "train.jsonl")
-    assert read(numbers, labels=("O", "X_B", "X_I")).task.labels == ("O", "B-X", "I-X")
-    alike = read(write("a B-Per\nb B-PER\nc O\n"))
-    assert alike.notes[-1].endswith("'PER' and 'Per' differ only in case or spaces")
-    assert "although some are 'O'" in read(write("a DET\nb X\n" * 9 + "c O\n")).notes[0]
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [
+        ("['O' 'B-X']|O O", "line 3: 'tags' is 'O O', which cannot be read as a list (it has no brackets)"),
+        ("['O' ... 'B-X']|['O' 'O']", "line 2: 'tags' is \"['O' ... 'B-X']\", which cannot be read as a list (its mid"),
+        ("0 1|0 0", "line 2: the tag is the number 0; name the tags by number with --labels"),
+        ("[0 1]|[0 0]", "line 2: the tag is the number 0; name the tags by number with --labels"),
+        ("[O, B-X]|[O, O]", "line 2: 'tags' is '[O, B-X]', which cannot be read as a list (O is not in quotes)"),
+    ],
+)
+def test_tags_in_a_cell_that_are_not_read_whole(write, tags, message):
+    assert message in refusal(read, write([{"tokens": "['a' 'b']", "tags": own} for own in tags.split("|")], "a.csv"))
 
 
 @pytest.mark.parametrize(
@@ -194,30 +241,92 @@ def test_other_notations_are_converted_and_said(write):
         ("Ann met|so it", "[{'start': 0, 'end': 3, 'label': 'X'}]|[]"),
     ],
 )
-@pytest.mark.parametrize("name", ["train.csv", "train.parquet", "train.jsonl"])
-def test_tags_of_a_sentence_in_a_cell(write, words, tags, name):
+def test_tags_of_a_sentence_in_a_cell(write, words, tags):
     rows = [{"text": text, "labels": own} for text, own in zip(words.split("|"), tags.split("|"), strict=True)]
-    data = read(write(rows, name))
-    assert words_in(data.train) == [["Ann", "met"], ["so", "it"]]
-    assert named(data, data.train) == [["B-X", "O"], ["O", "O"]]
+    for name in ("train.csv", "train.parquet", "train.jsonl"):
+        data = read(write(rows, name))
+        assert tagged(data, data.train) == ["Ann/B-X met/O", "so/O it/O"]
 
 
+def test_a_task_of_tags(write):
+    train = write(lines_of(two), "a.conll")
+    data = read(train, test=train)
+    task, split = data.task, data.train
+    assert (task.name, task.kind, task.labels) == ("tagging", "tagging", ("O", "B-LOC", "I-LOC", "B-PER", "I-PER"))
+    assert (task.metric, task.scheme, data.notes[0]) == ("f1", "IOB2", f"{train}: {FOUND.format('IOB2')}")
+    assert data.notes[-1] == "entities by type to train/validate on: PER 2/2, LOC 1/1"
+    assert split.texts == [("Frau Kim in Köln",), ("Kim #ai .",)]
+    assert (split.words[0].dtype, split.targets.dtype, split.targets[0].dtype) == (np.int64, object, int)
+    assert (split.name, split.path, split.ids) == ("train", train, ["0", "1"])
+    assert [split.name for split in (*data.dev, *data.test)] == ["dev", "test"]
+    train = write("the DET\ncat NOUN\n")
+    data = read(train)
+    assert (data.task.labels, data.task.metric, data.task.scheme) == (("DET", "NOUN"), "accuracy", "none")
+    assert data.notes[0] == f"{train}: {FOUND.format('labels, not entities')}"
+    assert data.notes[1] == "words by tag to train/validate on: DET 1/1, NOUN 1/1"
+
+
+@pytest.mark.parametrize("comment", ["# id 7f\tdomain=de\n", "#\tn-tv.de\t[2005-02]\t\n", "# a\n# b c\n"])
 @pytest.mark.parametrize(
-    ("tags", "message"),
-    [
-        ("['O' 'B-X']|O O", "line 3: 'tags' is 'O O', which cannot be read as a list (it has no brackets)"),
-        (
-            "['O' ... 'B-X']|['O' 'O']",
-            "line 2: 'tags' is \"['O' ... 'B-X']\", which cannot be read as a list (its middle",
-        ),
-        ("0 1|0 0", "line 2: the tag is the number 0; name the tags by number with --labels O,B-PER,..."),
-        ("[0 1]|[0 0]", "line 2: the tag is the number 0; name the tags by number with --labels O,B-PER,..."),
-        ("[O, B-X]|[O, O]", "line 2: 'tags' is '[O, B-X]', which cannot be read as a list (O is not in quotes)"),
-    ],
+    ("suffix", "separator", "filler"), [("conll", "\t", ()), ("txt", " ", "__"), ("tsv", "\t", "__")]
 )
-def test_tags_in_a_cell_that_are_not_read_whole(write, tags, message):
-    rows = [{"tokens": "['a' 'b']", "tags": own} for own in tags.split("|")]
-    assert message in message_of(write(rows, "train.csv"))
+def test_comments_are_not_words(write, comment, suffix, separator, filler):
+    path = write(lines_of(lambda _, word, tag: (word, *filler, tag), comment, separator), f"train.{suffix}")
+    data = read(path)
+    first = f"{comment.splitlines()[0].strip()!r} is the first of {2 * comment.count(chr(10))} lines"
+    assert f"{path}: line 1: {first} that are read as comments" in data.notes
+    assert tagged(data, data.train) == SENTENCES and predicted(path) == words_of(data.train)
+
+
+@pytest.mark.parametrize("name", ["sentiment", "sentences_total", "sent_at", "Sentence #", "SENT", "sentence_id"])
+def test_sentences_are_numbered_by_exact_names(write, name):
+    path, is_number = write(f"word,tag,{name}\na,O,1\nb,B-X,2\n\nc,O,2\n", "a.csv"), name.lower() in SENTENCE_NAMES
+    words = [["a"], ["b"], ["c"]] if is_number else [["a", "b"], ["c"]]
+    data = read(path)
+    assert words_of(data.train) == predicted(path) == words
+    by = f", sentences by {name!r}" if is_number else ""
+    assert f"{path}: words in 'word', tags in 'tag'{by}; choose columns with --text and --label" in data.notes
+
+
+def test_files_that_are_not_there_or_of_another_kind(write, tmp_path):
+    for call in (read, predicted):
+        assert "missing.conll: no such file" in refusal(call, tmp_path / "missing.conll", error=FileNotFoundError)
+    message = "cannot be read as tagged text; give a file that ends in .conll, .conllu, "
+    assert message in refusal(read, write("a", "train.xml"))
+    assert "a folder of other files than parts" in refusal(read, tmp_path)
+
+
+def test_tags_that_training_lacks(write):
+    other, train = write("x O\ny B-ORG\n", "other.conll"), write(lines_of(two))
+    unknown = f"{other}: line 2: unknown entity type 'ORG'; {train} has: 'LOC', 'PER'; name all with --labels"
+    assert refusal(read, train, other) == refusal(read, train, train, other)
+    assert refusal(read, train, other).startswith(unknown)
+    data = read(train, other, other, labels=("PER", "LOC", "ORG"))
+    assert data.task.labels == ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG")
+    train, other = write("a DET\nb NOUN\n"), write("a DET\nb X\n", "other.conll")
+    assert refusal(read, train, other).startswith(f"{other}: line 2: unknown tag 'X'; {train} has: 'DET', 'NOUN'")
+    assert read(train, other, labels=("X", "NOUN", "DET")).task.labels == ("X", "NOUN", "DET")
+
+
+def test_what_is_said_of_schemes_and_types(write):
+    train, dev = write("a I-PER\nb I-PER\nc B-PER\nd O\n"), write("a B-PER\n\nb O\nc I-PER\n", "dev.conll")
+    data = read(train, dev)
+    assert tagged(data, data.dev[0]) == ["a/B-PER", "b/O c/B-PER"]
+    ill_formed = "tags that are ill-formed in {}; they are read as conlleval reads them"
+    first = f"{dev}: line 1: 'B-PER' is the first of 1 {ill_formed.format('IOB1')}"
+    assert data.notes[:-1] == (f"{train}: {FOUND.format('IOB1')}", first)
+    first = f"{train}: line 1: 'I-PER' is the first of 1 {ill_formed.format('IOB2')}"
+    assert read(train, scheme="bio").notes[0] == first
+    train, dev = write("a x_b\nb x_i\nc y_b\nd out\n"), write("a x_b\n", "dev.conll")
+    notes = read(train, dev).notes
+    written = "IOB2, written 'x_b' for 'B-x' and 'out' for 'O'"
+    assert notes[0] == f"{train}: {FOUND.format(written)}"
+    assert notes[-1] == f"{dev}: none to validate y on, so the score leaves them out"
+    notes = read(write("a B-Per\nb B-PER\nc O\n")).notes
+    assert notes[-1].endswith("'PER' and 'Per' differ only in case or spaces")
+    assert "although some are 'O'" in read(write("a DET\nb X\n" * 9 + "c O\n")).notes[0]
+    long = write("a O\nb B-X\n\n" * 2 + "a O\n" * 399 + "b B-X\n")
+    assert any("line 7: the first of 1 sentences of 400 words" in note for note in read(long).notes)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +340,7 @@ def test_tags_in_a_cell_that_are_not_read_whole(write, tags, message):
         ("OTHER OTHER NAME PHONE E-MAIL", "auto", ("E-MAIL", "NAME", "PHONE")),
         ("O NAME B-DAY", "IO", ("B-DAY", "NAME")),
         ("O B-NAME I-NAME B-E-MAIL", "auto", ("E-MAIL", "NAME")),
+        ("O PER", "auto", ("PER",)),
     ],
 )
 def test_types_that_look_like_a_place_and_a_type(write, tags, scheme, types):
@@ -241,85 +351,104 @@ def test_types_that_look_like_a_place_and_a_type(write, tags, scheme, types):
     assert split.targets[0].tolist() == data.train.targets[0].tolist()
 
 
-@pytest.mark.parametrize("tags", ["O NAME B-DAY", "O NAME PHONE CITY S-A S-B", "O MAIL NAME E-MAIL"])
-def test_types_that_may_be_a_slip_are_asked_about(write, tags):
-    assert "--scheme" in message_of(write("".join(f"w {tag}\n" for tag in tags.split())))
-
-
-def test_types_without_tags_of_their_own_and_tags_without_types(write):
-    assert read(write("a O\nb PER\n")).task.labels == ("O", "B-PER", "I-PER")
-    assert read(write("a O\nb B\n")).task.labels == ("O", "B-_", "I-_")
-
-
 def test_test_files_without_tags(write):
-    train = write(columns())
-    for content in ("a\nb\n\nc d\n", "a _\nb _\n", "a\t\nb\t\n"):
-        data = read(train, test=write(content, "test.conll"))
-        assert (data.test[0].targets, words_in(data.test[0])[0]) == (None, ["a", "b"])
+    train = write(lines_of(two))
+    hidden = {"a\nb\n\nc d\n": "conll", "a _\nb _\n": "conll", "a\t\nb\t\n": "conll", "a\nb\n": "bio"}
+    for content, suffix in hidden.items():
+        (test,) = read(train, test=write(content, f"test.{suffix}")).test
+        assert (test.targets, words_of(test)[0]) == (None, ["a", "b"])
+    for rows in (
+        [{"text": "Hi 👍🏽."}],
+        [{"tokens": ["Hi", "👍🏽", "."]}],
+        [{"tokens": ["Hi", "👍🏽", "."], "tags": [-1] * 3}],
+    ):
+        (test,) = read(train, test=write(rows, "test.jsonl")).test
+        assert (test.targets, words_of(test)) == (None, [["Hi", "👍🏽", "."]])
     test = write("a _\nb O\n", "test.conll")
-    assert message_of(train, train, test).startswith(f"{test}: line 1: the tag '_' has no prefix")
+    assert refusal(read, train, train, test).startswith(f"{test}: line 1: the tag '_' has no prefix")
+    test = write("a O b O\n\nb\n", "test.conll")
+    assert refusal(read, train, train, test, label=("1",)).startswith(f"{test}: line 3: 1 column separated")
     empty = write("a O\n", "test.conll")
-    assert read(train, test=empty).notes[1] == f"{empty}: has no entity, so its f1 is 0 whatever is predicted"
+    assert f"{empty}: has no entity, so its f1 is 0 whatever is predicted" in read(train, test=empty).notes
 
 
-def test_sentences_without_words_are_left_out(write):
-    train = write([rows()[0], {"tokens": [], "tags": []}, rows()[1]], "train.jsonl")
+def test_sentences_that_are_left_out(write):
+    train = write([{"tokens": ["a"], "tags": ["B-X"]}, {"tokens": [], "tags": []}, {"tokens": ["b"], "tags": ["O"]}])
     data = read(train)
-    assert (data.train.ids, words_in(data.train)) == (["0", "2"], TOKENS)
+    assert (data.train.ids, tagged(data, data.train)) == (["0", "2"], ["a/B-X", "b/O"])
     assert f"{train}: 1 sentences without words are left out" in data.notes
+    path = write("a O\nb B-X\n\nc O\nd\n\ne O\n\nf Y\n\ng O\nh B-X\n\ni\n")
+    message = refusal(read_divided, "tagging", path)
+    assert message.startswith("3 bad rows:") and all(f"{path}: line {line}: " in message for line in (5, 9, 14))
+    data = read_divided("tagging", path, skip_bad_rows=3)
+    assert sorted(text for split in (data.train, *data.dev) for (text,) in split.texts) == ["a b", "e", "g h"]
+    assert any(note.startswith("3 bad rows are left out:") for note in data.notes)
 
 
 def test_a_dev_split_is_set_aside(write):
-    train = write(columns(TOKENS * 20, TAGS * 20) + "\nx B-RARE\n")
-    data = read_tagging(train, None, None, dev_fraction=0.25, seed=3)
-    again, other = (read_tagging(train, None, None, dev_fraction=0.25, seed=seed) for seed in (3, 4))
+    train = write("".join(f"Ada B-PER\n{n} O\n\nin O\nRom{n} B-LOC\n\n" for n in range(20)) + "x B-RARE\n")
+    data, again, other = (read_divided("tagging", train, dev_fraction=0.25, seed=seed) for seed in (3, 3, 4))
     assert (len(data.train.texts), len(data.dev[0].texts)) == (31, 10)
     assert sorted(map(int, data.train.ids + data.dev[0].ids)) == list(range(41))
     assert "40" in data.train.ids and data.dev[0].ids == again.dev[0].ids != other.dev[0].ids
     message = f"{train}: 10 of 41 sentences are set aside as the dev split (seed 3); give your own with --dev"
     assert message in data.notes and "RARE 1/0" in data.notes[-2]
     assert data.notes[-1] == f"{train}: none to validate RARE on, so the score leaves them out"
-    every_tag = {tag for target in read_tagging(train, None, None, dev_fraction=0.99).train.targets for tag in target}
-    assert every_tag == set(range(len(data.task.labels))) - {data.task.labels.index("I-RARE")}
-    few = write(columns(TOKENS * 2, TAGS * 2))
-    assert len(read_tagging(few, None, None, dev_fraction=0.1).dev[0].texts) == 2  # both types
-    few = write(columns())
-    with pytest.raises(InputError, match="2 sentences are too few to set a dev split aside; give one with --dev"):
-        read_tagging(few, None, None)
+    data = read_divided("tagging", train, dev_fraction=0.99)
+    tags = {data.task.labels[tag] for target in data.train.targets for tag in target}
+    assert tags == {"O", "B-LOC", "B-PER", "B-RARE"}
+    few = write("".join(f"Ada B-PER\n{n} O\n\nin O\nRom{n} B-LOC\n\n" for n in range(2)))
+    assert len(read_divided("tagging", few, dev_fraction=0.1).dev[0].texts) == 2  # both types
+    few = write("Ada B-PER\n\nin O\nRom B-LOC\n")
+    assert "2 sentences are too few to set a dev split aside" in refusal(read_divided, "tagging", few)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "expected"),
+    ("name", "content", "options", "expected"),
     [
-        ("a.bio", "x\ny\n\nz", [("x y", ["x", "y"]), ("z", ["z"])]),
-        ("a.txt", "Ada met\n\nB.\n", [("Ada met", None), ("", None), ("B.", None)]),
-        ("a.tsv", "id\ttext\n1\tAda met\n", [("Ada met", None)]),
-        ("a.jsonl", [{"words": ["Ada", "is"]}, {"words": []}], [("Ada is", ["Ada", "is"]), ("", [])]),
-        ("a.jsonl", [{"text": "Ada met", "label": 1}], [("Ada met", None)]),
+        ("a.bio", "x\ny\n\nz", {}, [["x", "y"], ["z"]]),
+        ("a.bio", "#\n#ai\nA\n", {}, [["#", "#ai", "A"]]),
+        ("a.conll", "1 B-X a\n2 O b\n", {"text": ("1",)}, [["B-X", "O"]]),
+        ("a.csv", "sent_id,w\n1,a\n1,b\n2,c\n", {"text": ("w",)}, [["a", "b"], ["c"]]),
+        ("a.txt", "Ada met\n\nB.\n", {}, ["Ada met", "", "B."]),
+        ("a.txt", "New York\nIs O\n", {}, ["New York", "Is O"]),  # not columns
+        ("a.txt", "Ann met Bob\nBob ran\n", {}, ["Ann met Bob", "Bob ran"]),
+        ("a.tsv", "id\ttext\tlabel\n" + "1\tAda met\tO\n" * 20, {}, ["Ada met"] * 20),
+        ("a.csv", "id,sentence\n1,Ada met\n", {}, ["Ada met"]),
+        ("a.jsonl", [{"words": ["Ada", "is"]}, {"words": []}], {}, [["Ada", "is"], []]),
+        ("a.jsonl", [{"text": "Ada met", "label": 1}], {}, ["Ada met"]),
+        ("a.jsonl", [{"text": "a", "title": "b"}], {"text": ("title",)}, ["b"]),
+        ("a.jsonl", [{"text": "a", "parts": ["c", "d"]}], {"text": ("parts",)}, [["c", "d"]]),
+        ("a.jsonl", [{"text": "a", "title": "b"}], {"text": ("x",)}, "no column 'x'; there are: text, title"),
+        ("a.jsonl", [{"text": "a", "title": "b"}], {"text": ("text", "title")}, "--text names 2 columns"),
+        ("a.jsonl", [{"tokens": ["a"]}, {"tokens": None}], {}, "line 2: 'tokens' is null, not text"),
+        (
+            "a.conll",
+            "a O\nb B-X\n",
+            {"text": ("2",)},
+            "line 1: 2 columns separated by tabs or spaces, but words are exp",
+        ),
     ],
 )
-def test_files_to_predict(write, name, content, expected):
-    found = list(iterate_tagging(write(content, name)))
-    assert [(text, words if words is None else [text[a:b] for a, b in words]) for text, words in found] == expected
-    assert all(words is None or (words.dtype, words.shape[1]) == (np.int64, 2) for _, words in found)
-
-
-def test_columns_to_predict(write):
-    path = write([{"text": "a", "title": "b", "parts": ["c", "d"]}], "a.jsonl")
-    assert [text for column in ("title", "parts") for text, _ in iterate_tagging(path, text=(column,))] == ["b", "c d"]
-    for options, message in (
-        ({"text": ("x",)}, "no column 'x'; there are: text, title, parts; choose with --text"),
-        ({"text": ("text", "title")}, "--text names 2 columns"),
-    ):
-        with pytest.raises(InputError, match=message):
-            list(iterate_tagging(path, **options))
-    broken = write([{"tokens": ["a"]}, {"tokens": None}], "b.jsonl")
-    with pytest.raises(InputError, match="line 2: 'tokens' is null, not text"):
-        list(iterate_tagging(broken))
+def test_files_to_predict(write, name, content, options, expected):
+    path = write(content, name)
+    if isinstance(expected, str):
+        assert expected in refusal(predicted, path, **options)
+    else:
+        assert predicted(path, **options) == expected
 
 
 def test_prediction_reads_in_a_stream(write):
     stream = iterate_tagging(write("a O\n\nb O\nc\n"))
     assert next(stream)[0] == "a"
-    with pytest.raises(InputError, match="line 4: 1 columns"):
-        next(stream)
+    assert "line 4: 1 columns" in refusal(next, stream)
+
+
+def test_names_of_tags_in_parquet(tmp_path):
+    names = {"names": ["O", "B-X"], "_type": "ClassLabel"}
+    for feature in ({"feature": names, "_type": "Sequence"}, [names]):
+        metadata = {"huggingface": json.dumps({"info": {"features": {"ner_tags": feature}}})}
+        table = pa.Table.from_pylist([{"tokens": ["a", "b"], "ner_tags": [1, 0]}]).replace_schema_metadata(metadata)
+        pq.write_table(table, tmp_path / "a.parquet")
+        data = read(tmp_path / "a.parquet")
+        assert tagged(data, data.train) == ["a/B-X b/O"]
