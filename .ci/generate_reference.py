@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import electra_fast as ef
-from electra_fast.cli_parser import CONFIGURED, Parser, build_parser
+from electra_fast.cli.parser import CONFIGURED, Parser, build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.file import format_value
 from electra_fast.config.presets import RECIPES, SIZES

@@ -15,7 +15,7 @@ import pytest
 from in_process import run
 
 from electra_fast.cli import main
-from electra_fast.cli_parser import build_parser
+from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.presets import RECIPES
 from electra_fast.data.prepare import prepare, train_vocab

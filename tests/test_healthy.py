@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from electra_fast.cli_parser import CONFIGURED, build_parser
+from electra_fast.cli.parser import CONFIGURED, build_parser
 
 TREE = Path(__file__).resolve().parent.parent
 PAGE = (TREE / "docs/healthy.md").read_text(encoding="utf-8")

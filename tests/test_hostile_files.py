@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from electra_fast.checkpoint import read_tensors
-from electra_fast.cli import HANDLERS
+from electra_fast.cli.commands import HANDLERS
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder

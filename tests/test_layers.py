@@ -26,8 +26,6 @@ BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "mana
 PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
-    {"cli_completion"},
-    {"cli_parser"},
     {"__init__"},
     {"demo", "doctor", "reproduction", "run_report"},
     {"finetuning"},

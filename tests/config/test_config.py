@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from electra_fast import cli
-from electra_fast.cli_parser import build_parser
+from electra_fast.cli import commands
+from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config, ObjectiveConfig, by_section
 from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
@@ -173,7 +173,7 @@ def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path)
 def of_command_line(*words: object) -> Config:
     options = build_parser().parse_args(["flops", *map(str, words)])
     options.overrides = {}
-    return cli._config(options)
+    return commands._config(options)
 
 
 @pytest.mark.parametrize("preset", [None, *SIZES])

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast import _data
-from electra_fast.cli_completion import PrintCompletion
-from electra_fast.cli_parser import CONFIGURED, build_parser
+from electra_fast.cli.parser import CONFIGURED, PrintCompletion, build_parser
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.config.file import did_you_mean, format_value, nearest, take_overrides
 from electra_fast.config.objectives import OBJECTIVE_SPECS

@@ -1,0 +1,489 @@
+"""The commands of the command line and their arguments, also for completion in a shell; `commands` runs them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from electra_fast import __version__
+from electra_fast.config.config import Config, DataConfig
+from electra_fast.config.file import comma_separated, format_value, parse_number
+from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZES
+from electra_fast.config.section import Configuration
+from electra_fast.errors import InputError
+from electra_fast.finetuning.config import DEFAULT_RECIPE as FINETUNING_RECIPE
+from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
+from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.model.networks import PARTS
+
+# Commands that take `--section.key value`.
+CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
+    "pretrain": (Config,),
+    "flops": (Config,),
+    "plan": (Config,),
+    "doctor": (Config,),
+    "finetune": (FinetuningConfig,),
+    "reproduce": (Config, FinetuningConfig),
+}
+# The default of columns where a fine-tuned model knows them.
+AS_TRAINED = "as in training"
+PRECISIONS = ("auto", "fp32", "fp16", "bf16")
+Arguments = argparse._ActionsContainer
+"""A parser or a group of its arguments."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error as one line, without the usage. Reads integers as the configuration does: 10000, 10k or 1e4."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, number(int))
+        self._negative_number_matcher = re.compile(r"-[\d.,=]")  # values such as `--labels -1,0,1` are not options
+        self.commands: dict[str, Parser] = {}
+
+    def flags_of(self, command: str | None) -> list[str]:
+        """Returns the flags of a command or, for None, those that precede it."""
+        parser = self.commands.get(command or "", self)
+        return [flag for action in parser._actions for flag in action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see `{self.prog} --help`")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Appends its default to the help of every option that takes a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        has_no_default = (
+            action.required or action.nargs == 0 or not action.option_strings or default is argparse.SUPPRESS
+        )
+        if has_no_default or "(default:" in text:
+            return text
+        return f"{text} (default: none)" if default in (None, (), "") else f"{text} (default: %(default)s)"
+
+
+class PrintCompletion(argparse.Action):
+    """Prints the completion script of a shell, by the package `shtab`, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, shell: Any, _option: Any = None) -> NoReturn:
+        assert isinstance(parser, Parser)
+        try:
+            import shtab
+        except ImportError:
+            raise InputError("--print-completion needs shtab: pip install shtab") from None
+        # Offered, while the command itself answers other values with the closest of these.
+        values = {"preset": list(SIZES), "recipe": list(RECIPES)}
+        for name, sub in parser.commands.items():
+            for action in sub._actions:
+                action.choices = values.get(action.dest, action.choices)
+                if action.type is Path:
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's protocol
+            for configuration in CONFIGURED.get(name, ()):
+                for key in configuration.key_names():
+                    text = configuration.describe_key(key).replace("%", "%%")
+                    choices = configuration.choices(key)
+                    sub.add_argument(f"--{key}", help=text, choices=choices, default=argparse.SUPPRESS)
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
+    """Returns an argparse type that reads a number."""
+
+    def read(text: str) -> int | float:
+        try:
+            return parse_number(text, kind, unit)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _option(to: Arguments, name: str, default: Any, help: str, metavar: str | None = None, **more: Any) -> None:
+    """Adds an option with a value, of its default's type unless `type` is another."""
+    if not isinstance(default, (str, tuple, type(None))):
+        more = {"type": type(default)} | more
+    to.add_argument(name, default=default, help=help, metavar=metavar, **more)
+
+
+def _path(to: Arguments, name: str, help: str, metavar: str | None = None, **more: Any) -> None:
+    to.add_argument(name, type=Path, help=help, metavar=metavar, **more)
+
+
+def _several(to: Arguments, name: str, metavar: str, help: str) -> None:
+    """Adds an option whose value is a list separated by commas."""
+    to.add_argument(name, type=comma_separated, default=(), metavar=metavar, help=help)
+
+
+def _flag(to: Arguments, name: str, help: str) -> None:
+    to.add_argument(name, action="store_true", help=help)
+
+
+def build_parser() -> Parser:
+    """Returns the parser of all commands; `command` in its result names the chosen one."""
+    parser = Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
+    parser.add_argument("-V", "--version", action="version", version=f"electra-fast {__version__}")
+    _add_quiet(parser, default=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (summary, add_arguments) in COMMANDS.items():
+        sub: Parser = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
+        _add_quiet(sub, default=argparse.SUPPRESS)  # keeps what stands before the command
+        add_arguments(sub)
+        parser.commands[name] = sub
+    return parser
+
+
+def _demo(sub: Parser) -> None:
+    _path(sub, "--out", "output folder", required=True)
+
+
+def _vocab(sub: Parser) -> None:
+    _add_inputs(sub)
+    _path(sub, "--out", "vocab.txt or NAME.json", default=Path("vocab.txt"))
+    _option(sub, "--size", 30_522, "vocabulary size")
+    _option(sub, "--min-frequency", 2, "minimum occurrences of a merge")
+    _flag(sub, "--cased", "keep case (default: lowercase the text)")
+    _flag(sub, "--strip-accents", "remove accents and other marks, as BERT's uncased vocabularies do")
+    _option(sub, "--character-coverage", 0.9999, "fraction of the text that the kept characters must cover", "FRACTION")
+    _option(sub, "--sample", 1 << 30, "amount of text to count words in; 0: all", "BYTES", type=number(int, "bytes"))
+    _option(sub, "--seed", 0, "seed of the sample")
+
+
+def _prepare(sub: Parser) -> None:
+    _add_inputs(sub)
+    _path(sub, "--vocab", "vocab.txt, tokenizer.json, or a folder with either", required=True)
+    _option(sub, "--out", None, "corpus folder, or its URL: s3://, gs:// or az://", required=True)
+    case = sub.add_mutually_exclusive_group()
+    for name, lowercase, help in (
+        ("--cased", False, "keep case (default: as --vocab does)"),
+        ("--uncased", True, "lowercase the text"),
+    ):
+        case.add_argument(name, dest="lowercase", action="store_const", const=lowercase, help=help)
+    help = "process only every N-th input group, starting with the I-th (default: all)"
+    _option(sub, "--partition", None, help, "I/N")
+    help = "when resuming, compare whole inputs with those of the finished work, not only size, time and samples"
+    _flag(sub, "--verify-inputs", help)
+    _option(sub, "--holdout", 0.0, "fraction of documents set aside for validation", "FRACTION")
+    help = "leave out documents, or lines, that have occurred before in the corpus (default: only count them)"
+    _option(sub, "--drop-duplicates", None, help, choices=("documents", "lines"))
+    _option(sub, "--threads", 0, "tokenization threads; 0: all cores")
+    help = "distribute the work over this Dask scheduler, e.g. tcp://host:8786 (default: this machine only)"
+    _option(sub, "--scheduler", None, help, "ADDRESS")
+
+
+def _inspect(sub: Parser) -> None:
+    _path(sub, "directory", "corpus folder", "CORPUS")
+    for name, meaning in (
+        ("sequence_length", "tokens per row"),
+        ("masking", "masking of the row: paper, google, bert, whole-word or span"),
+        ("mask_prob", "fraction of its tokens to mask"),
+        ("packing", "packing of the row: best-fit or google"),
+        ("cut_at", "cut documents at: token, word or line"),
+    ):
+        _option(sub, f"--{name.replace('_', '-')}", getattr(DataConfig, name), meaning)
+    _option(sub, "--seed", 0, "seed that selects the row")
+    _add_json(sub)
+
+
+def _verify(sub: Parser) -> None:
+    _path(sub, "directory", "corpus folder", "CORPUS")
+    _add_json(sub)
+
+
+def _pretrain(sub: Parser) -> None:
+    _add_config(sub, "configuration (default: that of the run in --out, else of --preset)")
+    _add_corpora(sub)
+    _path(sub, "--out", "run folder (default: train.out of the configuration)")
+    _flag(sub, "--dry-run", "show the resolved configuration, the plan and the first batch; no run")
+    _flag(sub, "--allow-changes", "resume with changed configuration keys")
+    help = "go back to this checkpoint: renames later checkpoints, removes later log lines (default: the last one)"
+    _option(sub, "--from", None, help, "step-N", dest="from_step", type=_checkpoint_step)
+    sub.epilog = _key_help(Config())
+
+
+def _evaluate(sub: Parser) -> None:
+    help = "fine-tuned model, e.g. DIR/TASK/seed-0/model; or run, checkpoint or Hugging Face folder"
+    _path(sub, "source", help, "MODEL")
+    help = (
+        "labeled file; or corpus, of which the validation part (prepare --holdout) is used, or all of it if it has "
+        "none; repeat to mix corpora (default: the corpus of the run)"
+    )
+    _option(sub, "--data", None, help, "FILE|FOLDER[:WEIGHT]", action="append")
+    _add_json(sub)
+    labeled = sub.add_argument_group("for a fine-tuned model")
+    _path(labeled, "--out", "folder for report.md, report.json, pictures and predictions.jsonl")
+    _option(labeled, "--precision", "auto", "dtype of activations, as for predict", choices=PRECISIONS)
+    _add_text(labeled, AS_TRAINED)
+    _add_label(labeled, AS_TRAINED)
+    _several(labeled, "--labels", "A,B,...", "tagging: names of tags that are numbers")
+    corpus = sub.add_argument_group("for a pre-trained model")
+    _option(corpus, "--sequence-length", None, "tokens per row (default: the run's, or the corruptor's)", type=int)
+    help = "rows per batch (default: the run's, on a GPU in its micro-batches)"
+    _option(corpus, "--batch-size", None, help, type=int)
+    _option(corpus, "--batches", 0, "number of batches; 0: all", "N", dest="max_batches")
+    help = (
+        "source of replacements, so that models compare: the generator of this run, checkpoint or Hugging Face folder, "
+        "or unigram for the corpus's token frequencies (default: the model's own generator)"
+    )
+    _option(corpus, "--corrupted-by", None, help, "FOLDER")
+    help = "also compute masked-language-model accuracy (Appendix G), on N rows with one masked token each"
+    _option(corpus, "--mlm-examples", 0, help, "N")
+
+
+def _finetune(sub: Parser) -> None:
+    help = (
+        "cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, several separated by commas; glue: all in --data; "
+        "squad1, squad2; for your own data: classification, regression, tagging, question-answering"
+    )
+    _option(sub, "--task", None, help, required=True)
+    help = (
+        "run, checkpoint or Hugging Face folder of any class: ELECTRA, ModernBERT, BERT, RoBERTa, XLM-R, CamemBERT, "
+        "DistilBERT"
+    )
+    _path(sub, "--model", help, required=True)
+    _path(sub, "--out", "output folder for models, reports and results.json", required=True)
+    _option(sub, "--seeds", 1, "runs per task, with seeds 0 to N-1", "N")
+    help = "also fine-tune the same network from random weights, to show what pre-training is worth"
+    _flag(sub, "--untrained-twin", help)
+    _option(sub, "--recipe", FINETUNING_RECIPE, f"{', '.join(FINETUNING_RECIPES)}")
+    help = "network of the model (default: the first of these that it has)"
+    _option(sub, "--role", None, help, choices=tuple(PARTS))
+    _path(sub, "--data", "GLUE, SQuAD: folder of the task, or of all tasks' folders")
+    _add_json(sub)
+    title = "your own data (.tsv, .csv, .jsonl, .parquet; tagging: .conll; question-answering: .json)"
+    own = sub.add_argument_group(title)
+    _path(own, "--train", "training data, or its URL, as of --dev and --test", "FILE")
+    _path(own, "--dev", "validation data (default: part of --train)", "FILE")
+    _path(own, "--test", "data to predict, and to score if labeled", "FILE")
+    _add_text(own, "text; sentence1,sentence2; ...")
+    _add_label(own, "label, labels, gold_label, score, target")
+    for split in ("dev", "test"):
+        for kind in ("text", "label"):
+            help = f"--{kind} of --{split}, if its columns differ (default: as --{kind})"
+            _several(own, f"--{split}-{kind}", "COLUMN", help)
+    help = "classes (default: those in --train); -1 and - are no classes unless named here"
+    _several(own, "--labels", "A,B,...", help)
+    _option(own, "--dev-fraction", 0.1, "fraction of --train to set aside if --dev is not given", "FRACTION")
+    help = "cross-validate on K parts of --train, each with a model of the others"
+    _option(own, "--folds", None, help, "K", type=int)
+    help = "rows with one value in this column stay together when --train is split (equal texts always do)"
+    _option(own, "--group", "", help, "COLUMN")
+    sub.epilog = _key_help(FinetuningConfig())
+
+
+def _predict(sub: Parser) -> None:
+    help = "fine-tuned model, e.g. DIR/TASK/seed-0/model; with --task errors: run or export"
+    _path(sub, "model", help, "MODEL")
+    help = (
+        "file or URL: .txt (one text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow; tagging: .conll; "
+        "question-answering: SQuAD's .json; a pipe, or - for standard input, is answered as it arrives"
+    )
+    _path(sub, "file", help, "FILE")
+    help = (
+        "format of FILE (default: by its extension; of a pipe, by its first line: jsonl if that is an object, else txt)"
+    )
+    formats = ("txt", "tsv", "csv", "jsonl", "json", "parquet", "arrow")
+    _option(sub, "--format", "", help, choices=formats)
+    help = (
+        "errors: find words that do not belong, with a pre-trained discriminator (default: what the model was "
+        "fine-tuned for)"
+    )
+    _option(sub, "--task", None, help, choices=("errors",))
+    help = (
+        "lowest probability of a marked word (errors), or of a chosen label (several labels per text) (default: "
+        "errors: 0.5; labels: each its own, from the model's config.json)"
+    )
+    _option(sub, "--threshold", None, help, "P", type=float)
+    help = "classification: only the K best labels, best first (default: all)"
+    _option(sub, "--top-k", None, help, "K", type=int)
+    _option(sub, "--n-best", None, "question-answering: list the N best answers", "N", type=int)
+    help = "question-answering: no answer where null_odds exceed X (default: from the model's config.json)"
+    _option(sub, "--null-threshold", None, help, "X", type=float)
+    help = (
+        "dtype of activations; auto: bf16 on CUDA, or fp16 before Ampere, the faster of fp32 and bf16 in a short test "
+        "on a CPU"
+    )
+    _option(sub, "--precision", "auto", help, choices=PRECISIONS)
+    _path(sub, "--out", "output file (default: standard output)")
+    _add_text(sub, AS_TRAINED)
+
+
+def _reproduce(sub: Parser) -> None:
+    _option(sub, "experiment", None, "objectives, generators, tying or sizes", "EXPERIMENT")
+    _path(sub, "--data", "corpus with a validation part (prepare --holdout)", required=True)
+    _path(sub, "--tasks", "folder of the GLUE tasks' folders", required=True)
+    _path(sub, "--out", "output folder for the table, the plot and all runs", required=True)
+    _add_preset(sub, DEFAULT_PRESET, "google")
+    _option(sub, "--budget", None, "true FLOPs of pre-training per run, e.g. 3e15", "FLOPS", type=number(float))
+    help = "instead of --budget: about how long a run of the first row pre-trains on this machine"
+    _option(sub, "--minutes", None, help, "M", type=number(float, "minutes"))
+    _option(sub, "--seeds", 3, "runs per row, with seeds 0 to N-1", "N")
+    _option(sub, "--task", "glue", "tasks, as for finetune; glue: all in --tasks")
+    _option(sub, "--finetune-seeds", 1, "fine-tuning runs per task, of which the median counts", "N")
+    _option(sub, "--corrupted-by", "unigram", "source of replacements in evaluation, as for evaluate", "FOLDER")
+    _flag(sub, "--json", "print results.json")
+    sub.epilog = _key_help(Config.preset(DEFAULT_PRESET, "google"), FinetuningConfig())
+
+
+def _export(sub: Parser) -> None:
+    _path(sub, "source", "run or checkpoint", "RUN")
+    _option(sub, "--out", None, "output folder, or URL in an object store, such as s3://bucket/model", required=True)
+    _flag(sub, "--unfinished", "export a run that has steps left")
+    _flag(sub, "--onnx", "also write model.onnx, compared with torch by onnxruntime")
+    _several(sub, "--language", "CODE,...", "languages of the text, for the model card, e.g. hu")
+    _option(sub, "--license", None, "license of the model, for the model card, e.g. apache-2.0", "NAME")
+    _several(sub, "--dataset", "OWNER/NAME,...", "training texts on the Hugging Face Hub, for the model card")
+    _option(sub, "--base-model", None, "the imported model on the Hub, for the model card", "OWNER/NAME")
+
+
+def _import(sub: Parser) -> None:
+    _path(sub, "directory", "folder with discriminator/ and generator/, or one model")
+    _path(sub, "--out", "run folder", required=True)
+    help = (
+        "adapt one encoder to other text by replaced-token detection, with a new small generator, copies of its first "
+        "N layers, or another masked language model of its vocabulary"
+    )
+    _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
+
+
+def _doctor(sub: Parser) -> None:
+    _add_config(sub, "check the kernels of this run")
+    _add_json(sub)
+
+
+def _flops(sub: Parser) -> None:
+    _add_config(sub, "configuration, in place of --preset")
+    _add_json(sub)
+
+
+def _plan(sub: Parser) -> None:
+    _add_config(sub, "configuration, such as RUN/config.toml, in place of --preset")
+    _add_corpora(sub)
+    speed = sub.add_mutually_exclusive_group()
+    help = "speed to assume, such as a GPU's elsewhere (default: measured here in seconds, which needs --data)"
+    _option(speed, "--tokens-per-second", None, help, "X", type=number(float))
+    help = "propose preset and steps for this time on this machine and corpus"
+    _option(speed, "--hours", None, help, "H", type=number(float))
+    help = "plan for GPUs elsewhere with this much free memory each: counts memory and the micro-batch that fits"
+    _option(sub, "--gpu-memory", None, help, "GIB", type=number(float))
+    _option(sub, "--gpus", 1, "number of GPUs of --gpu-memory", "N")
+    _add_json(sub)
+
+
+def _report(sub: Parser) -> None:
+    _path(sub, "runs", "run, fine-tuning, or folder with such inside", "RUN", nargs="+")
+    _path(sub, "--out", "page to write", "FILE.html", default=Path("report.html"))
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "demo": ("train and export a model in 1 to 3 minutes, without downloads", _demo),
+    "vocab": ("train a WordPiece vocabulary", _vocab),
+    "prepare": ("tokenize text into a corpus of shards; rerun with the same --out to resume", _prepare),
+    "inspect": ("summarize a corpus and show one of its packed, masked rows as text", _inspect),
+    "verify": ("verify all checksums of a corpus", _verify),
+    "pretrain": ("train a model; rerun with the same --out to resume", _pretrain),
+    "evaluate": (
+        "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on a "
+        "corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC",
+        _evaluate,
+    ),
+    "finetune": (
+        "fine-tune an encoder on GLUE, SQuAD or your own data; rerun with the same --out to resume",
+        _finetune,
+    ),
+    "predict": (
+        "predict labels, values, tags or answers, as JSON lines that keep each row's other columns",
+        _predict,
+    ),
+    "reproduce": ("run the paper's comparisons at equal compute; rerun with the same --out to resume", _reproduce),
+    "export": ("export a run as Hugging Face folders: encoder/, discriminator/ and generator/", _export),
+    "import": ("create a run from exported folders, to continue training", _import),
+    "doctor": ("examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem", _doctor),
+    "flops": ("count the FLOPs of a configuration: the paper's count and the true one", _flops),
+    "plan": ("tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise", _plan),
+    "report": ("write one page about runs: curves, configurations, evaluations, fine-tuning, samples", _report),
+}
+
+
+def _add_json(sub: Parser) -> None:
+    _flag(sub, "--json", "print one JSON object")
+
+
+def _add_corpora(sub: Parser) -> None:
+    help = (
+        "corpus; repeat to mix corpora, in proportion to WEIGHT or else to their tokens (default: data.corpus of the "
+        "configuration)"
+    )
+    _option(sub, "--data", None, help, "FOLDER[:WEIGHT]", action="append")
+
+
+def _add_quiet(parser: Parser, default: Any) -> None:
+    help = "no progress and no notes, only warnings and errors"
+    parser.add_argument("-q", "--quiet", action="store_true", default=default, help=help)
+
+
+def _checkpoint_step(text: str) -> int:
+    """Returns the step of a checkpoint given by name, folder or number."""
+    match = re.fullmatch(r"(?:step-)?(\d+)", text.rstrip("/").rpartition("/")[2])
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a checkpoint such as step-5000")
+    return int(match[1])
+
+
+def _add_inputs(sub: Parser) -> None:
+    kinds = ".txt, .jsonl, .json, .parquet, .arrow (.gz, .zst, .xz)"
+    sub.add_argument("inputs", nargs="+", metavar="INPUT", help=f"{kinds}, folder or glob")
+    help = "text field of JSON, .parquet and .arrow; several separated by commas; a dot leads into an object"
+    _option(sub, "--text-field", "text", help)
+    separators = ("blank-line", "line", "file")
+    _option(sub, "--documents", "blank-line", "document separator in .txt files", choices=separators)
+    _option(sub, "--invalid-utf8", "error", "refuse or replace invalid UTF-8", choices=("error", "replace"))
+    formats = ("auto", "text", "jsonl", "json", "parquet", "arrow")
+    help = "format of every file; auto: by its extension, skipping other files"
+    _option(sub, "--format", "auto", help, choices=formats)
+    _option(sub, "--skip-bad-records", 0, "most malformed JSON records to skip, over all inputs", "N")
+
+
+def _add_config(sub: Parser, meaning: str) -> None:
+    _path(sub, "config", meaning, "CONFIG.toml", nargs="?")
+    _add_preset(sub)
+    sub.epilog = "and configuration keys, as --section.key value; `electra-fast pretrain --help` lists them"
+
+
+def _add_preset(sub: Parser, preset: str | None = None, recipe: str | None = None) -> None:
+    _option(sub, "--preset", preset, f"size: {', '.join(SIZES)} (default: {DEFAULT_PRESET})")
+    _option(sub, "--recipe", recipe, f"recipe: {', '.join(RECIPES)} (default: {recipe or DEFAULT_RECIPE})")
+
+
+def _add_label(own: Arguments, default: str) -> None:
+    _several(own, "--label", "COLUMN", f"label column, or several of 0 and 1 (default: {default})")
+    _several(own, "--label-map", "OLD=NEW,...", "rename labels in all files; OLD= drops these examples")
+    help = "tagging scheme: IO, IOB1, IOB2, IOBES, IOE, none; auto: inferred from the tags"
+    _option(own, "--scheme", "auto", help)
+    _option(own, "--label-separator", "", "separator of the labels in one cell", "TEXT")
+
+
+def _add_text(to: Arguments, default: str) -> None:
+    help = f"text column, or two for pairs, or outer.inner for a field of an object (default: {default})"
+    _several(to, "--text", "COLUMN[,COLUMN2]", help)
+    help = (
+        "quotes around cells, those within doubled (csv) or after a backslash (Spark, MySQL); auto: csv except in "
+        ".tsv files with tabs"
+    )
+    _option(to, "--quoting", "auto", help, choices=("auto", "csv", "backslash", "none"))
+    _flag(to, "--no-header", "the first line is data; columns are named 0, 1, 2, ...")
+    help = "cell separator, also comma, semicolon, tab, pipe (default: by extension and first line)"
+    _option(to, "--delimiter", "", help, "CHARACTER")
+    _option(to, "--skip-bad-rows", 0, "most unusable rows to skip, over all files", "N")
+
+
+def _key_help(*defaults: Configuration) -> str:
+    return "configuration keys, as --section.key value (other presets and recipes have other defaults):\n" + "\n".join(
+        f"  --{name:<30} {each.describe_key(name)} (default: {each.rule(name) or format_value(each.value(name))})"
+        for each in defaults
+        for name in each.key_names()
+    )
