@@ -15,9 +15,8 @@ from typing import Any
 import electra_fast as ef
 from electra_fast.cli.parser import CONFIGURED, Parser, build_parser
 from electra_fast.config.config import Config
-from electra_fast.config.file import format_value
 from electra_fast.config.presets import RECIPES, SIZES
-from electra_fast.config.section import Configuration
+from electra_fast.config.section import Configuration, format_value
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import RULES, FinetuningConfig
 from electra_fast.finetuning.error_detection import ErrorDetector

@@ -30,7 +30,7 @@ from tiny_task import BAD, GOOD, WORDS, sentences
 import electra_fast as ef
 from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config
-from electra_fast.config.file import take_overrides
+from electra_fast.config.section import take_overrides
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.onnx import write_onnx
 

@@ -137,7 +137,6 @@ class Card:
 
 @functools.cache
 def card_of(device: torch.device) -> Card:
-    """Returns the card of a CUDA device, asked once per process."""
     properties, is_rocm = torch.cuda.get_device_properties(device), torch.version.hip is not None
     return Card(
         torch.cuda.get_device_name(device),

@@ -23,7 +23,6 @@ from electra_fast.model.model import Electra
 
 
 def save(run: Path, model: Electra, optimizer: Mapping[str, Tensor] | None, state: TrainState, keep: int) -> Path:
-    """Writes a checkpoint of a model; see `write`."""
     return write(run, model.config, stored(model), optimizer, state, keep)
 
 
@@ -59,7 +58,6 @@ def write(
 
 
 def load_model(directory: Path) -> Electra:
-    """Returns the model of a checkpoint, on the CPU."""
     checkpoint_folder.verify(directory, "config.toml", "model.safetensors")
     model = Electra(Config.load(directory / "config.toml"))
     load_parameters(model, directory)

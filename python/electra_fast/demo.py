@@ -108,7 +108,6 @@ def _write_corpus(path: Path) -> None:
 
 
 def show_verdicts(console: Console, rows: list[list[Word]]) -> None:
-    """Prints the rows with each word in the color of its verdict."""
     console.print("\nValidation text as the generator corrupted it, and the discriminator's verdict on each word:")
     styles = {"original": "green", "doubtful": "yellow", "replaced": "bold red"}
     for words in rows:

@@ -122,7 +122,6 @@ def _gpus(problems: list[str]) -> list[dict[str, str]]:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver; empty without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         found = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
@@ -132,7 +131,6 @@ def _driver() -> str:
 
 
 def _extras(problems: list[str]) -> dict[str, str]:
-    """Loads each optional package in a process of its own."""
     with ThreadPoolExecutor() as pool:
         found = dict(zip(EXTRAS, pool.map(_load, EXTRAS, EXTRAS.values()), strict=True))
     for name, outcome in found.items():
@@ -181,7 +179,6 @@ def _file_system(folder: Path) -> str:
 
 
 def _data_engine(shards: Path, config: Config) -> dict[str, str]:
-    """Prepares Python's own documentation, and loads batches of it."""
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode(errors="ignore")
     source, vocab = shards.parent / "text.txt", shards.parent / "vocab.txt"
     with contextlib.redirect_stderr(io.StringIO()):
@@ -222,7 +219,6 @@ def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> di
 
 
 def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a report as lines of text."""
     software = report["software"]
     yield ", ".join(f"{name} {version}" for name, version in software.items())
     yield ", ".join(report["machine"].values())

@@ -56,13 +56,11 @@ class LastingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes the text, ignoring OSError."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flushes, ignoring OSError."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
@@ -91,7 +89,6 @@ class _StatusColumn(ProgressColumn):
     """Shows the task's field `status`, a list of parts."""
 
     def render(self, task: Task) -> Any:
-        """Returns the parts that fit."""
         return _Status(task.fields["status"])
 
 
@@ -173,7 +170,6 @@ class ReadingProgress(_WorkProgress):
         super().__init__(name, DownloadColumn, None, 0, shown=shown)
 
     def update(self, bytes_done: int, bytes_total: int, documents: int, tokens: int, step: str = "") -> None:
-        """Updates the bar or prints a line; `bytes_total` is 0 if unknown, and `step` empty while the input is read."""
         seconds = max(time.monotonic() - self.start, 1e-9)
         status = (f"{documents:,} documents", f"{tokens / seconds / 1e6:.2f} Mtok/s") if tokens else ()
         self._move(completed=bytes_done, total=bytes_total or None, status=(step,) if step else status)
@@ -197,11 +193,9 @@ class TrainingProgress(_WorkProgress):
         self._record: Mapping[str, Any] | None = None
 
     def advance(self, step: int) -> None:
-        """Moves the bar; called at every step, so it must be cheap."""
         self._move(completed=step)
 
     def report(self, record: Mapping[str, Any]) -> None:
-        """Shows a record of metrics.jsonl."""
         self._record = record
         status = metrics_parts(record, self._auc)
         self._move(status=status)
@@ -229,21 +223,17 @@ class FinetuningProgress(_WorkProgress):
         self._name = ""
 
     def enter(self, name: str) -> None:
-        """Names the seed that trains now."""
         self._name = name
 
     def skip(self, tokens: int) -> None:
-        """Counts tokens of an earlier session."""
         self._skipped += tokens
         self.advance(tokens)
 
     def advance(self, tokens: int) -> None:
-        """Moves the bar."""
         self._done += tokens
         self._move(completed=self._done)
 
     def report(self, record: Mapping[str, Any], num_steps: int, score: str) -> None:
-        """Shows a record of metrics.jsonl, and the best validation score so far."""
         trained = self._done - self._skipped
         speed = trained / max(time.monotonic() - self.start, 1e-9)
         status = (
@@ -291,7 +281,6 @@ def _rate(per_second: float) -> str:
 
 
 def _reading_text(done: int, total: int, seconds: float) -> str:
-    """Returns bytes read, percentage, rate and ETA."""
     rate = f"{decimal(round(done / seconds))}/s"
     if not total:
         return f"{decimal(done)}, {rate}"

@@ -13,8 +13,7 @@ import pytest
 from electra_fast.cli import commands
 from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config, ObjectiveConfig, by_section
-from electra_fast.config.objectives import OBJECTIVE_SPECS
-from electra_fast.config.presets import RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
+from electra_fast.config.presets import OBJECTIVE_SPECS, RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
 from electra_fast.config.section import REMOVED_KEYS, Configuration
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.hardware.flops import flops_per_token

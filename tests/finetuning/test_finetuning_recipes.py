@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from electra_fast.config.config import Config
-from electra_fast.config.file import format_value
+from electra_fast.config.section import format_value
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import RECIPES, RULES, FinetuneSection, FinetuningConfig, lr_factors, recipe_config
 from electra_fast.finetuning.readers.glue import TASKS

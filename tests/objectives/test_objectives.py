@@ -13,7 +13,7 @@ from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
 from electra_fast.config.config import Config
-from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.objectives import OBJECTIVES, objective_of

@@ -1,7 +1,7 @@
 """Every objective, and every option that changes what one computes, as configuration keys by name."""
 
 from electra_fast.config.config import Config
-from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import OBJECTIVE_SPECS
 
 
 def needs(name):

@@ -22,9 +22,8 @@ from typing import Any
 from electra_fast import _data
 from electra_fast.cli.parser import CONFIGURED, PrintCompletion, build_parser
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
-from electra_fast.config.file import did_you_mean, format_value, nearest, take_overrides
-from electra_fast.config.objectives import OBJECTIVE_SPECS
-from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE
+from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, OBJECTIVE_SPECS
+from electra_fast.config.section import did_you_mean, format_value, nearest, take_overrides
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, escape_unencodable, quietly, say, show
@@ -127,7 +126,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
-    """Prints one JSON object, or one line per value with nested tables indented."""
     show([json.dumps(dict(report))] if as_json else _report_lines(report))
 
 
@@ -181,7 +179,6 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _own_config(run: Path) -> Path | None:
-    """Returns the path of a run's configuration, or None if there is no run yet."""
     from electra_fast.files.checkpoint_folder import require_config
 
     path = run / "config.toml"
@@ -192,7 +189,6 @@ def _own_config(run: Path) -> Path | None:
 
 
 def _mirrored_config(url: str, overrides: dict[str, str]) -> Config | None:
-    """Returns the configuration of the run in a mirror, or None if there is none."""
     from electra_fast.training.mirror import read_config
 
     if (content := read_config(url)) is None:
@@ -220,7 +216,6 @@ def _corpora(folders: list[str] | None) -> str | list[str] | None:
 
 
 def _named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns options by name, to be passed on as the arguments of a function."""
     return {name: getattr(options, name) for name in names}
 
 

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 from electra_fast import __version__
 from electra_fast.config.config import Config, DataConfig
-from electra_fast.config.file import comma_separated, format_value, parse_number
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZES
-from electra_fast.config.section import Configuration
+from electra_fast.config.section import Configuration, comma_separated, format_value, parse_number
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import DEFAULT_RECIPE as FINETUNING_RECIPE
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
@@ -92,8 +91,6 @@ class PrintCompletion(argparse.Action):
 
 
 def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
-    """Returns an argparse type that reads a number."""
-
     def read(text: str) -> int | float:
         try:
             return parse_number(text, kind, unit)

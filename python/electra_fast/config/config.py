@@ -15,11 +15,28 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from electra_fast import _data
-from electra_fast.config.file import Scalar, Value, did_you_mean, read_toml
-from electra_fast.config.objectives import OBJECTIVE_SPECS, OPTION_NEEDS, check_needs
-from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
+from electra_fast.config.presets import (
+    DEFAULT_PRESET,
+    DEFAULT_RECIPE,
+    OBJECTIVE_SPECS,
+    OPTION_NEEDS,
+    RECIPES,
+    SIZE_RECIPES,
+    SIZES,
+    YOUNGER_KEYS,
+    check_needs,
+)
 from electra_fast.config.section import AUTO as AUTO
-from electra_fast.config.section import LOGGERS, Configuration, Section, config_key
+from electra_fast.config.section import (
+    LOGGERS,
+    Configuration,
+    Scalar,
+    Section,
+    Value,
+    config_key,
+    did_you_mean,
+    read_toml,
+)
 from electra_fast.errors import InputError
 
 Architecture = Literal["bert", "modern"]
@@ -119,11 +136,9 @@ class ModelConfig(Section):
 
     @property
     def eps(self) -> float:
-        """The epsilon of the norms."""
         return self.norm_eps or NORM_EPS[self.architecture]
 
     def is_local(self, layer: int) -> bool:
-        """Returns whether a layer, counted from 0, has local attention."""
         return self.local_attention > 0 and layer % self.global_attention_every > 0
 
 
@@ -489,7 +504,6 @@ def _is_whole(sections: Mapping[str, Any]) -> bool:
 
 
 def by_section(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Groups values named `section.key` by section."""
     tables: dict[str, dict[str, Value]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")

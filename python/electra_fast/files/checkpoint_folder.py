@@ -80,7 +80,6 @@ class TrainState:
 
 
 def steps(run: Path) -> list[int]:
-    """Returns the steps of a run's checkpoints, ascending."""
     folder = run / "checkpoints"
     found = (step_of(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
     return sorted(step for step in found if step is not None)
@@ -93,12 +92,10 @@ def step_of(name: str) -> int | None:
 
 
 def path_of(run: Path, step: int) -> Path:
-    """Returns the folder of a run's checkpoint."""
     return run / "checkpoints" / f"step-{step}"
 
 
 def latest(run: Path) -> Path:
-    """Returns a run's newest checkpoint. Raises FileNotFoundError if it has none."""
     known = steps(run)
     if not known:
         raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
@@ -115,7 +112,6 @@ def at_step(run: Path, step: int) -> Path:
 
 
 def require_config(run: Path) -> None:
-    """Raises FileNotFoundError if a folder has checkpoints but no config.toml."""
     if steps(run) and not (run / "config.toml").exists():
         raise FileNotFoundError(
             f"{run / 'config.toml'}: missing, though there are checkpoints; copy {latest(run) / 'config.toml'} there"
@@ -149,7 +145,6 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_state(directory: Path) -> TrainState:
-    """Reads a checkpoint's state. Raises FileNotFoundError, or ValueError for damage or another format."""
     content = read_sealed(directory / STATE, _remedy(directory))
     if content.get("version") != STATE_VERSION:
         raise InputError(
@@ -197,7 +192,6 @@ def recover_run(run: Path, or_else: str = "start again with another --out") -> t
 
 
 def remove_unfinished(run: Path) -> None:
-    """Removes partial writes."""
     if (run / "checkpoints").is_dir():
         atomic_files.recover_all(run / "checkpoints")
 

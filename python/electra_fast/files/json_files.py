@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 
 def check_depth(content: Any) -> None:
-    """Raises ValueError for objects and lists that are nested too deeply."""
     level = [content]
     for _ in range(_MAX_DEPTH):
         nested = [each for each in level if isinstance(each, (dict, list))]
@@ -37,7 +36,6 @@ def reason_of(error: ValueError | RecursionError) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. Raises ValueError also for deep nesting."""
     try:
         content = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -49,7 +47,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file. Raises FileNotFoundError, or ValueError naming the file."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -104,7 +101,6 @@ def json_text(content: Mapping[str, Any], encoding: str | None = "utf-8") -> str
 
 
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object, indented, with a trailing newline."""
     with errors_named(path):
         path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
@@ -122,7 +118,6 @@ class JsonLines:
         self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a record."""
         with errors_named(self._path):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from electra_fast.config.config import ModelConfig, OptimizerConfig
-from electra_fast.config.file import Scalar, did_you_mean
-from electra_fast.config.section import LOGGERS, Configuration, Section, config_key
+from electra_fast.config.section import LOGGERS, Configuration, Scalar, Section, config_key, did_you_mean
 from electra_fast.errors import InputError
 
 DEFAULT_RECIPE = "fast"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from electra_fast.config.file import did_you_mean
+from electra_fast.config.section import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import glue, question_files
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields

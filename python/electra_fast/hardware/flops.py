@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from electra_fast.config.config import Config, ModelConfig
-from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.errors import InputError
 from electra_fast.model.networks import Network
 from electra_fast.objectives import objective_of

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from electra_fast.config.config import AUTO, Config, GeneratorConfig, ModelConfig, by_section
-from electra_fast.config.file import Scalar, format_value
 from electra_fast.config.presets import ADAPTATION, DEFAULT_PRESET
+from electra_fast.config.section import Scalar, format_value
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.huggingface.config import CLASSES, named_classes, read_table, role_shape
@@ -125,7 +125,6 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
 
 
 def _config(main: _Network, small: _Network | None, generator: str, tying: str) -> Config:
-    """Returns the configuration of the run, with its settings for continuing."""
     shape = main.shape
     num_heads = max(1, round(shape.num_heads * GeneratorConfig.fraction)) if small is None else small.shape.num_heads
     sizes: dict[str, Scalar] = {"fraction": num_heads / shape.num_heads}

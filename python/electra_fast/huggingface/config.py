@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.config.config import NORM_EPS, Architecture, Config, ModelConfig
-from electra_fast.config.file import Scalar
 from electra_fast.config.presets import DEFAULT_PRESET, SIZES
-from electra_fast.config.section import integers_as_floats
+from electra_fast.config.section import Scalar, integers_as_floats
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 from electra_fast.huggingface import weights
@@ -116,7 +115,6 @@ def describe(config: Config, role: str, special_ids: Mapping[str, int], headless
 
 
 def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the part of config.json that describes an encoder, for any class of its model type."""
     architecture = shape.architecture
     (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
     table: dict[str, Any] = {"model_type": model_type}
@@ -150,7 +148,6 @@ def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[s
 
 
 def role_shape(config: Config, role: str) -> ModelConfig:
-    """Returns the shape of a role's encoder."""
     return networks_of(config)[role].shape
 
 
@@ -245,7 +242,6 @@ def num_detector_labels(path: Path, table: Mapping[str, Any]) -> int:
 
 
 def is_headless(table: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json is of an encoder without a head."""
     return HEADLESS.get(table["model_type"]) in (table.get("architectures") or [])
 
 
@@ -296,7 +292,6 @@ def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, defau
 
 
 def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
-    """Returns the run's configuration from a folder that we exported, or None."""
     if OWN_KEY not in table:
         return None
     try:

@@ -95,7 +95,6 @@ def untrained(encoder: PretrainedEncoder) -> PretrainedEncoder:
 
 
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
-    """Returns the requested role, or by default that of the result rather than its generator."""
     role = role or next(each for each in PARTS if each in roles)
     if role not in roles:
         raise InputError(f"{source}: has no {role}, only the {' and the '.join(roles)}")

@@ -177,7 +177,6 @@ def import_folder(directory: str | Path, out: str | Path, *, generator: str | Pa
 
 
 def _read_to_continue(source: Path) -> Electra:
-    """Returns a whole model from folders, configured for a training that starts again."""
     model = read_models(folders_of(source), with_new_heads=True)
     _check_whole(source, model, "training needs", "; make one with --generator small (generator=...)")
     _say_own_heads(model, "not in the folder, so it starts untrained")
@@ -222,7 +221,6 @@ def _check_whole(source: Path, model: Electra, needs: str, remedy: str = "") -> 
 
 
 def _say_own_heads(model: Electra, what: str) -> None:
-    """Prints the heads that Hugging Face folders do not have."""
     for role, network in model.networks.items():
         for name in network.heads.keys() - {f"{role}_head"}:
             say(f"note: {name}: {what}")
@@ -241,7 +239,6 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _is_export(folder: Path) -> bool:
-    """Returns whether a folder contains an export and nothing else."""
     entries = list(folder.iterdir())
     configs = [entry / "config.json" for entry in entries if entry.name in PARTS]
     return len(configs) == len(entries) and all(

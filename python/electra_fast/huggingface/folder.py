@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from electra_fast.checkpoint import load_model, require_finite, write_tensors
 from electra_fast.config.config import Config, ModelConfig
-from electra_fast.config.file import Scalar
-from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import OBJECTIVE_SPECS
+from electra_fast.config.section import Scalar
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface import weights
@@ -53,7 +53,6 @@ _AGREEING = (
 
 
 def read_model(source: Path) -> Electra:
-    """Reads the model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32."""
     stored = checkpoint_of(source)
     return read_models(folders_of(source)) if stored is None else load_model(stored)
 
@@ -91,7 +90,6 @@ class _Folder:
     tensors: Tensors
 
     def pairs(self, shape: ModelConfig) -> list[weights.Pair]:
-        """Returns `weights.pairs`, without the head if the folder has none."""
         return (
             weights.encoder_pairs(shape, *PARTS[self.role][:2])
             if is_headless(self.table)
@@ -100,12 +98,10 @@ class _Folder:
 
     @property
     def config_file(self) -> Path:
-        """The path, for error messages."""
         return self.path / "config.json"
 
     @property
     def weights_file(self) -> Path:
-        """The path of the weights or their index, for error messages."""
         return _weights_file(self.path)
 
 
@@ -203,7 +199,6 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _shards(index: Path) -> dict[str, str]:
-    """Returns the file name of each tensor; checks that all files exist before the first is read."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or any(Path(str(name)).name != name for name in names.values()):
         raise InputError(f"{index}: weight_map must map tensors to the names of files in this folder")
@@ -290,7 +285,6 @@ def check_agreement(path: Path, generator: ModelConfig, role: str, shape: ModelC
 
 
 def _products(*folders: _Folder) -> State:
-    """Returns the tables of roles as `weights.factored` takes them."""
     tables = {}
     for folder in folders:
         names = (INPUT_TABLE["modern"], OUTPUT_TABLE["modern"])
@@ -301,7 +295,6 @@ def _products(*folders: _Folder) -> State:
 
 
 def _factored_separately(folders: Mapping[str, _Folder]) -> State:
-    """Factors each role's tables separately, if a projection was multiplied in."""
     state: State = {}
     for role, folder in folders.items():
         if not weights.is_multiplied(folder.shape):

@@ -129,7 +129,6 @@ def translated(path: Path, table: Mapping[str, Any], token_type_key: str) -> dic
 
 
 def _value(path: Path, table: Mapping[str, Any], name: str, alias: str, default: Any) -> Any:
-    """Returns the value of a key, which `transformers` also reads under Electra's name where settings know that."""
     if alias != name and alias in table and alias in SETTINGS[table["model_type"]]:
         if table.get(name, table[alias]) != table[alias]:
             raise InputError(f"{path}: {name} = {table[name]!r}, but {alias} = {table[alias]!r}; keep one of them")
@@ -150,7 +149,6 @@ def _offset(path: Path, table: Mapping[str, Any]) -> int:
 
 
 def original(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns config.json as it is, of a table that may be translated."""
     found: Mapping[str, Any] = table.get(ORIGINAL_KEY, table)
     return found
 
@@ -162,7 +160,6 @@ class Tensors(dict[str, Tensor]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        """Translates the names of a folder's tensors by `ModelType.names`."""
         super().__init__()
         self._names, prefix = names, next(iter(names))
         self._prefix = "" if any(name.startswith(prefix) for name in tensors) else prefix

@@ -32,7 +32,6 @@ _TIMED_LENGTH, _TIMED_RUNS = 128, 10
 
 
 def require_packages() -> None:
-    """Raises ValueError naming the packages that are not installed."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise InputError(f"--onnx (onnx=True) needs {', '.join(missing)}: pip install {' '.join(missing)}")
@@ -137,7 +136,6 @@ def _inputs(names: Sequence[str], vocab_size: int, num_rows: int, length: int) -
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
-    """Returns the median time of a call."""
     call()
     times = []
     for _ in range(_TIMED_RUNS):
@@ -149,7 +147,6 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the libraries' remarks from the terminal; the file is checked instead."""
     from transformers.utils import logging as transformers_logging
 
     had_bar, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable

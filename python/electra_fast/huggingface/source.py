@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from electra_fast.config.config import Config
-from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
@@ -35,7 +35,6 @@ _OLDER_TOKENIZERS = ("vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
 
 def checkpoint_of(source: Path) -> Path | None:
-    """Returns the checkpoint of a run or checkpoint folder; None for Hugging Face folders."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
     if (source / "checkpoints").is_dir():
@@ -44,7 +43,6 @@ def checkpoint_of(source: Path) -> Path | None:
 
 
 def folders_of(source: Path) -> dict[str, Path]:
-    """Returns the Hugging Face folders by role."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
     if is_folder(source):
@@ -76,7 +74,6 @@ def _is_copy(encoder: Path, folders: Collection[str]) -> bool:
 
 
 def is_folder(source: Path) -> bool:
-    """Returns whether a source is the Hugging Face folder of a single model."""
     return (source / "config.json").is_file()
 
 
@@ -97,7 +94,6 @@ def _role(path: Path) -> str:
 
 
 def tokenizer_folder(source: Path, vocab_size: int) -> Path:
-    """Returns a source's tokenizer folder. Raises ValueError if it has more than the model's `vocab_size` entries."""
     stored = checkpoint_of(source)
     if stored is not None:
         places = [run_tokenizer(stored.parent.parent)]
@@ -125,7 +121,6 @@ def tokenizer_folder(source: Path, vocab_size: int) -> Path:
 
 
 def _folders(source: Path) -> list[Path]:
-    """Returns the Hugging Face folders, of any class."""
     return [source] if is_folder(source) else [*folders_of(source).values()]
 
 
@@ -134,7 +129,6 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def origin(source: Path) -> Origin:
-    """Returns what a source records about its model's training."""
     stored = checkpoint_of(source)
     if stored is None:
         return Origin(token_type_1_trained=any(map(token_type_1_trained, _folders(source))))

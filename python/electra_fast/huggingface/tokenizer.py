@@ -101,7 +101,6 @@ def copy_tokenizer(
 
 
 def special_ids(directory: Path) -> dict[str, int]:
-    """Returns the ids of `pad`, `unk`, `cls`, `sep`, `mask` in a tokenizer folder."""
     return Tokenizer(directory).special_tokens
 
 
@@ -128,5 +127,4 @@ def _described(tokenizer: Tokenizer) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file; returns an empty one if the file does not exist."""
     return read_object(path) if path.is_file() else {}

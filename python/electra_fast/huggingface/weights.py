@@ -114,7 +114,6 @@ def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
 
 
 def is_multiplied(shape: ModelConfig) -> bool:
-    """Returns whether the folder's tables have a projection multiplied in."""
     return shape.architecture == "modern" and shape.embedding_size != shape.hidden_size
 
 
@@ -247,5 +246,4 @@ def num_parameters(path: Path) -> tuple[int, int]:
 
 
 def without_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:
-    """Names an encoder's tensors as `ElectraModel` and `ModernBertModel` do."""
     return {name.removeprefix(PREFIX[architecture]): tensor for name, tensor in tensors.items()}

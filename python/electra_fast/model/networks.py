@@ -57,7 +57,7 @@ def networks_of(config: Config, objective: str | None = None) -> dict[str, Netwo
 
     Args:
         config: The run's configuration.
-        objective: One of `config.objectives.OBJECTIVE_SPECS`; the configuration's own by default.
+        objective: One of `config.presets.OBJECTIVE_SPECS`; the configuration's own by default.
     """
     name, mask_prob = objective or config.objective.name, config.data.mask_prob
     masked_lm = Head("masked_lm", mask_prob)

@@ -4,7 +4,7 @@ The parts make network inputs, samples, corrupted text and losses. All shapes ar
 spare position after the flat buffer), and nothing synchronizes with the host. Losses are sums; an objective divides
 them by the denominators of the whole step.
 
-A new objective is a subclass in a file of its own, an entry in `OBJECTIVES` and `config.objectives`, and its networks
+A new objective is a subclass in a file of its own, an entry in `OBJECTIVES` and `config.presets`, and its networks
 in `model.networks`.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidden.
@@ -147,7 +147,7 @@ class Objective(ABC):
     config: Config
 
     name: ClassVar[str]
-    """Its key in `config.objectives.OBJECTIVE_SPECS`."""
+    """Its key in `config.presets.OBJECTIVE_SPECS`."""
     metric_totals: ClassVar[tuple[str, ...]]
     """Names of the totals that `forward` may return."""
     lowered_losses: ClassVar[tuple[str, ...]] = ("generator_loss", "encoder_loss", "discriminator_loss")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from electra_fast.config.config import AUTO, Config
-from electra_fast.config.file import did_you_mean
+from electra_fast.config.section import did_you_mean
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import InputError
 from electra_fast.hardware.flops import flops_per_token

@@ -226,7 +226,6 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def run_row(folder: Path, config: Config, settings: RunSettings) -> None:
-    """Does what is left of a run: pre-training, fine-tuning and evaluation."""
     run, tasks = folder / "run", folder / "tasks"
     try:
         if not (folder / TASKS).exists():

@@ -122,7 +122,6 @@ def _folded(title: str, content: str) -> str:
 
 
 def _sessions(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the environment of a run; values that changed between its sessions, in order."""
     names = dict.fromkeys(name for each in records for name in each if name != "process")
     found = {name: " → ".join(dict.fromkeys(str(each[name]) for each in records if name in each)) for name in names}
     return found | {"sessions": str(len(records))}

@@ -62,7 +62,6 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def is_pretraining(folder: Path) -> bool:
-    """Tells if a run's folder is of a pre-training, not of a fine-tuning."""
     return (folder / "metrics.jsonl").exists()
 
 
@@ -75,7 +74,6 @@ def names_of(folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def _environment(path: Path) -> list[Record]:
-    """Returns the environment of each session; a kill may leave an incomplete last line."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     try:
         found = [parse_json(line) for line in lines if line.strip()]
@@ -95,7 +93,6 @@ def _config(path: Path) -> dict[str, object]:
 
 
 def read_pretraining(folder: Path, name: str) -> PretrainingRun:
-    """Reads a pre-training run, and computes its samples. Raises InputError for a damaged file."""
     from electra_fast.config.config import Config
     from electra_fast.hardware.flops import flops_per_token
 
@@ -171,7 +168,6 @@ def _samples(folder: Path, corpora: Corpora) -> Any:
 
 
 def read_finetuning(folder: Path, name: str) -> FinetuningRun:
-    """Reads the folder of a fine-tuning, ended or not. Raises InputError for a damaged file."""
     path = folder / "results.json"
     results = read_object(path) if path.exists() else {}
     for task, result in results.items():

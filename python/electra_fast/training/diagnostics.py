@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast.config.config import Config, OptimizerConfig
-from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LossHistory, TrainState
 from electra_fast.objectives.objective import Number, Objective

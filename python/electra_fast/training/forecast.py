@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from electra_fast.config.config import Config, OptimizerConfig
-from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.data.coverage import MOST_UNKNOWN
 from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.hardware.flops import flops_per_token

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from electra_fast import _data
 from electra_fast.config.config import AUTO, FREE_KEYS, HARDWARE_KEYS, Config, by_section
-from electra_fast.config.file import Scalar, Value
-from electra_fast.config.objectives import OBJECTIVE_SPECS
-from electra_fast.config.presets import DEFAULT_PRESET, RECIPES
+from electra_fast.config.presets import DEFAULT_PRESET, OBJECTIVE_SPECS, RECIPES
+from electra_fast.config.section import Scalar, Value
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from electra_fast.config.file import did_you_mean
+from electra_fast.config.section import did_you_mean
 from electra_fast.errors import InputError
 
 Entity = tuple[int, int, str]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_fast.config.file import comma_separated
+from electra_fast.config.section import comma_separated
 from electra_fast.errors import InputError
 
 # `auto` weights classes if one has fewer examples than this fraction of an even share.

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
-from electra_fast.config.file import Scalar
+from electra_fast.config.section import Scalar
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import Diverged
 from electra_fast.files.atomic_files import replace_file

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from electra_fast.config.config import AUTO
-from electra_fast.config.file import format_value
+from electra_fast.config.section import format_value
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.distributed.step_processes import max_processes
 from electra_fast.errors import InputError
