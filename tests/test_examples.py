@@ -12,6 +12,7 @@ import random
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -92,36 +93,45 @@ def torchrun_options(arguments):
     return get_args_parser().parse_args(arguments)
 
 
-@pytest.mark.parametrize("code, requeued", [(138, True), (75, True), (0, False), (143, False)])
-def test_a_slurm_job_is_requeued_after_a_warning_only(tmp_path, code, requeued):
+# An srun whose time limit is near: its script gets a signal, and ends it.
+WARNED = """#!/bin/bash
+trap 'exit {code}' TERM
+kill -USR1 $PPID
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("code, is_requeued", [(1, True), (0, False)])
+def test_a_slurm_job_is_requeued_after_a_warning_unless_it_is_complete(tmp_path, code, is_requeued):
     cluster = Cluster(tmp_path, "srun", "scontrol")
-    job = {"SLURM_JOB_ID": "1234", "SLURM_CPUS_PER_TASK": "8", "FAKE_SRUN": str(code)}
+    (tmp_path / "srun").write_text(WARNED.format(code=code))
+    # A failed requeue does not hide how the run ended.
+    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, SLURM_JOB_ID="1234", FAKE_SCONTROL="9") == code
+    assert cluster.arguments("scontrol") == (["requeue", "1234"] if is_requeued else None)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_slurm_job_starts_a_torchrun_per_node(tmp_path, code):
+    cluster = Cluster(tmp_path, "srun", "scontrol")
+    job = {"SLURM_JOB_ID": "81234", "SLURM_CPUS_PER_TASK": "8", "SLURM_NNODES": "2", "FAKE_SRUN": str(code)}
     assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == code
-    assert cluster.arguments("scontrol") == (["requeue", "1234"] if requeued else None)
-
-
-def test_a_slurm_job_starts_ranks_that_may_end_one_after_another(tmp_path):
-    cluster = Cluster(tmp_path, "srun")
-    cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, SLURM_JOB_ID="1234", SLURM_CPUS_PER_TASK="8")
+    assert cluster.arguments("scontrol") is None
     arguments = cluster.arguments("srun")
-    start = arguments.index("python")
+    start = arguments.index("torchrun")
     assert arguments[:start] == ["--kill-on-bad-exit=0", "--wait=60"]
-    assert arguments[start:] == ["python", "-m", "electra_fast", *PRETRAIN]
-    assert_command_line_is_valid(arguments[start + 3 :])
+    options = torchrun_options(arguments[start + 1 :])
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_backend) == ("2", "gpu", "c10d")
+    assert options.rdzv_endpoint == f"{socket.gethostname()}:21234" and options.rdzv_id == "81234"
+    assert options.module and options.training_script == "electra_fast" and options.training_script_args == PRETRAIN
+    assert_command_line_is_valid(options.training_script_args)
     assert cluster.environment("srun")["SRUN_CPUS_PER_TASK"] == "8"
-
-
-def test_a_failed_requeue_does_not_hide_why_the_run_stopped(tmp_path):
-    cluster = Cluster(tmp_path, "srun", "scontrol")
-    job = {"SLURM_JOB_ID": "1234", "FAKE_SRUN": "138", "FAKE_SCONTROL": "1"}
-    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == 138
 
 
 def test_the_options_of_sbatch_come_before_the_first_command():
     """sbatch ignores those after it."""
     text = (EXAMPLES / "slurm.sh").read_text()
     options = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
-    assert {"--signal=USR1@120", "--requeue", "--open-mode=append"} <= set(options)
+    assert {"--signal=B:USR1@120", "--requeue", "--ntasks-per-node=1", "--open-mode=append"} <= set(options)
     first_command = re.search(r"^[^#\n]", text, re.MULTILINE).start()
     assert text.rindex("#SBATCH") < first_command
 

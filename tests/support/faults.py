@@ -8,7 +8,6 @@ They happen before the step with that number (0-based), and only in the first at
     hang                the rank never goes on
     sleep:SECONDS       the rank sleeps before this step and every later one
     nan                 the rank's loss is NaN
-    spike:FACTOR        the rank's loss is so many times as large
     flip                one bit of one of the rank's weights changes
 """
 
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 VARIABLE = "ELECTRA_FAST_FAULT"
-_FORM = re.compile(r"(kill|hang|sleep|nan|spike|flip)(?::([0-9.]+))?@(\d+)/(\d+)")
+_FORM = re.compile(r"(kill|hang|sleep|nan|flip)(?::([0-9.]+))?@(\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,6 @@ class Faults:
         for fault in self._due(step):
             if fault.kind == "nan":
                 denominators = denominators * float("nan")
-            elif fault.kind == "spike":
-                denominators = denominators / fault.value
         return denominators
 
     def _due(self, step):

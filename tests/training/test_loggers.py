@@ -43,7 +43,7 @@ def test_a_callback_stops_a_run_after_a_checkpoint(validation_corpus, whole_run,
 
 
 def test_an_unknown_or_missing_logger_is_refused(validation_corpus, tmp_path, monkeypatch):
-    with pytest.raises(ef.InputError, match="train.loggers = .* must be among tensorboard, wandb, trackio, mlflow"):
+    with pytest.raises(ef.InputError, match="train.loggers = .* must be among tensorboard, wandb, mlflow"):
         tiny_config(**{"train.loggers": "tensorboard,comet"})
     monkeypatch.setattr("electra_fast.training.loggers.find_spec", lambda name: None)
     assert tiny_config().replace({"train": {"loggers": []}}).train.loggers == []
@@ -91,17 +91,6 @@ def read_wandb(run):
     return {name: [*values.items()] for name, values in found.items()}
 
 
-def read_trackio(run):
-    from trackio import Api, SQLiteStorage
-
-    (only,) = Api().runs("electra-fast")
-    found = {}
-    for each in SQLiteStorage.get_logs("electra-fast", only.name, run_id=only.id):
-        for name, value in each.items():
-            found.setdefault(name, []).append((each["step"], value))
-    return found
-
-
 def read_mlflow(run):
     from mlflow import MlflowClient
 
@@ -113,14 +102,14 @@ def read_mlflow(run):
     return {name: [(each.step, each.value) for each in values] for name, values in history.items()}
 
 
-READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "trackio": read_trackio, "mlflow": read_mlflow}
+READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow}
 
 
 def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, monkeypatch):
     """Killed by the kernel in the middle, resumed in another process, and read back."""
     run = tmp_path / "run"
     environment = {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true",
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
     }  # fmt: skip
     for key, value in environment.items():

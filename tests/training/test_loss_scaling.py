@@ -5,17 +5,20 @@ import shutil
 import pytest
 import torch
 from tiny_run import EXACT, assert_same_run, lines, tiny_config, truncate, weights
+from torch import nn
 
+from electra_fast.config.config import OptimizerConfig
 from electra_fast.errors import Diverged
+from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training import loss_scaling, parallel_step
 from electra_fast.training.loss_scaling import INITIAL_SCALE, LossScaler
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.spikes import SpikeGuard
 
 CPU = torch.device("cpu")
 # On a CPU the gradients of weights are fp16 too, so the initial scale is too high.
 FP16 = {**EXACT, "train.precision": "fp16"}
 GOOD, BAD = torch.tensor(1.0), torch.tensor(torch.inf)
+UNSKIPPED = [False, False]
 
 
 def assert_same_weights(run, other):
@@ -37,12 +40,6 @@ def test_the_scale_halves_at_overflows_and_doubles_after_many_good_steps(monkeyp
     assert scaler.has_failed() and float(scaler.scale) == 1
     scales([GOOD] * 100)
     assert float(scaler.scale) == loss_scaling.MAX_SCALE
-
-
-def test_an_overflow_is_no_spike():
-    guard, loss = SpikeGuard(CPU), torch.tensor(1.0)
-    assert [bool(guard.judge(loss, BAD, torch.tensor(flag))) for flag in (1.0, 0.0, 1.0, 0.0)] == [True] * 4
-    assert guard.take_longest() == 1
 
 
 def test_scaled_training_is_unscaled_training_to_the_bit(exact_run, validation_corpus, tmp_path, monkeypatch):
@@ -88,3 +85,32 @@ def test_a_run_that_always_overflows_ends(validation_corpus, tmp_path, monkeypat
     changes = {"train.precision": "fp16", "train.steps": "17", "train.eval_every": "0", "train.checkpoint_every": "50"}
     with pytest.raises(Diverged, match=r"fp16 even with a loss scale of 1 in steps 17-17 .*; there is no"):
         pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_a_skipped_step_changes_nothing_and_one_that_is_taken_is_the_usual(name):
+    rates = {"learning_rate": 0.1, "muon_learning_rate": 0.02}
+    config = OptimizerConfig(name=name, bias_correction=True, warmup_steps=0, **rates)
+    torch.manual_seed(0)
+    initial = {"x.weight": torch.randn(6, 4), "x.bias": torch.randn(5), "x.qkv.weight": torch.randn(12, 4)}
+    gradients = [{n: torch.randn_like(p) for n, p in initial.items()} for _ in range(3)]
+
+    def trained(skips):
+        named = {n: nn.Parameter(p.clone()) for n, p in initial.items()}
+        optimizer = Optimizer(named.items(), config)
+        for step, skip in enumerate(skips):
+            bad = float("nan") if skip else 0.0
+            for n, parameter in named.items():
+                parameter.grad = gradients[step][n] * (0 if skip else 1)
+            optimizer.set_step_scalars(1.0)
+            norm = global_norm(optimizer.gradients().values()) + bad
+            before = {n: t.clone() for n, t in {**named, **optimizer.state_dict()}.items() if n != "num_updates"}
+            optimizer.step(norm, None if skips is UNSKIPPED else torch.tensor(float(skip)))
+            if skip:
+                after = {**named, **optimizer.state_dict()}
+                assert all(torch.equal(before[n], after[n]) for n in before)
+        return {n: p.detach() for n, p in named.items()}
+
+    usual, taken = trained(UNSKIPPED), trained([False, False])
+    assert all(torch.equal(usual[n], taken[n]) and not torch.equal(usual[n], initial[n]) for n in usual)
+    trained([False, True, False])

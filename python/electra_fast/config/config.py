@@ -72,7 +72,6 @@ FREE_KEYS = {
     "train.max_minutes",
     "train.sharding",
     "train.timeout_seconds",
-    "train.capture_collectives",
 }
 
 
@@ -327,14 +326,7 @@ class TrainConfig(Section):
     sharding: Literal["none", "full"] = config_key(
         "none", "whole weights and moments on every rank, or sharded over the ranks (FSDP2)"
     )
-    skip_spikes: int = config_key(
-        0,
-        "most consecutive steps to skip because their loss or gradient norm is not finite or 6 sigma above the last "
-        "128; one more ends the run; 0: skip none",
-        low=0,
-    )
     timeout_seconds: int = config_key(600, "longest wait for another rank before the run ends", low=1, high=10**7)
-    capture_collectives: bool = config_key(False, "capture collectives inside the CUDA graph")
 
     @property
     def num_micro_batches(self) -> int:

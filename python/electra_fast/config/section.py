@@ -70,7 +70,7 @@ _ALIASES = {
 
 TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 AUTO: Final = "auto"
-LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
+LOGGERS = ("tensorboard", "wandb", "mlflow")
 """Names of `train.loggers` and `finetune.loggers`."""
 
 REMOVED_KEYS: dict[str, tuple[Scalar, str]] = {

@@ -305,10 +305,6 @@ class MicroBatches:
             padded[: len(ends)] = ends
             part["cu_seqlens"].copy_(_pinned(torch.from_numpy(padded), self._device), non_blocking=True)
 
-    def fits(self, batch: HostBatch) -> bool:
-        """Returns whether a batch fits into the current tensors."""
-        return batch.num_rows == 0 or self._fit(batch, self._part_seqlens(batch))
-
     def _fit(self, batch: HostBatch, seqlens: list[Any]) -> bool:
         return len(batch.values) == len(self._buffer) and max(map(len, seqlens)) <= self.capacity
 

@@ -3,7 +3,7 @@
 The buffer replaces DDP: models of this size send all gradients in one message after the last micro-batch, at fixed
 addresses between two CUDA graphs.
 
-Shapes: G groups of a rank, N elements (all gradients and the loss), R ranks.
+Shapes: G groups of a rank, N elements of all gradients, R ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class GradientBuffer:
         division: The division of the step.
         is_exact: Sum the groups as a balanced binary tree, which gives the same sums for any number of ranks.
         world: The ranks.
-
-    `loss` is the step's loss after `reduce`, an fp32 scalar.
     """
 
     def __init__(
@@ -41,20 +39,19 @@ class GradientBuffer:
         self._names = list(parameters)
         sizes = [math.ceil(p.numel() / _ALIGNMENT) * _ALIGNMENT for p in self._parameters]
         starts = [0, *itertools.accumulate(sizes)]
-        # The loss, and padding so that the buffer divides into equal parts per rank.
+        # Padded, so that the buffer divides into equal parts per rank.
         unit = _ALIGNMENT * world.size
-        length = math.ceil((starts[-1] + 1) / unit) * unit
+        length = math.ceil(starts[-1] / unit) * unit
         device = self._parameters[0].device
         self._buffer_GN = torch.zeros(len(division.groups), length, device=device)
         self._views = [
             [row[start : start + p.numel()].view(p.shape) for start, p in zip(starts, self._parameters, strict=False)]
             for row in self._buffer_GN
         ]
-        self._losses = [row[starts[-1]] for row in self._buffer_GN]
-        self.flat_N, self.loss = self._buffer_GN[0], self._losses[0]
+        self.flat_N = self._buffer_GN[0]
 
-    def collect(self, group: int, loss: Tensor) -> None:
-        """Copies in the gradients of a group, which may have no rows, and the sum of its losses."""
+    def collect(self, group: int) -> None:
+        """Copies in the gradients of a group, which may have no rows."""
         gradients = [parameter.grad for parameter in self._parameters]
         if all(gradient is None for gradient in gradients):
             self._buffer_GN[group].zero_()
@@ -63,7 +60,6 @@ class GradientBuffer:
             if gradient is None:
                 raise RuntimeError(f"parameter {name} has no gradient")
         torch._foreach_copy_(self._views[group], [gradient for gradient in gradients if gradient is not None])
-        self._losses[group].copy_(loss)
 
     def sum_groups(self) -> None:
         """Sums the rank's own groups."""

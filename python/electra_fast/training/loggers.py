@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard, Weights & Biases, Trackio and MLflow show the lines of metrics.jsonl and evaluations.jsonl.
+"""Loggers: TensorBoard, Weights & Biases and MLflow show the lines of metrics.jsonl and evaluations.jsonl.
 
 Those files stay the truth. A session first sends each logger the lines that it has not seen, so that a logger added
 later shows the whole run; a line that a resumed run repeats is not sent again. Which run of the logger it is, and what
@@ -167,19 +167,13 @@ class _TensorBoard(_Durable):
         self._writer.close()
 
 
-class _WandbLike:
-    """Weights & Biases, or Trackio, which has its interface. Their environment variables choose project and mode."""
+class _Wandb:
+    """Weights & Biases, whose environment variables choose project and mode."""
 
     def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
-        self._module: Any = importlib.import_module(self.module)
-        project = os.environ.get(f"{self.module.upper()}_PROJECT", PROJECT)
-        own = self.options(folder, state["id"])
-        self._run = self._module.init(project=project, name=title, config=dict(settings), resume="allow", **own)
-
-    module = "wandb"
-
-    def options(self, folder: Path, run_id: str) -> dict[str, Any]:
-        return {"id": run_id, "dir": str(folder)}
+        self._wandb: Any = importlib.import_module("wandb")
+        project, own = os.environ.get("WANDB_PROJECT", PROJECT), {"id": state["id"], "dir": str(folder)}
+        self._run = self._wandb.init(project=project, name=title, config=dict(settings), resume="allow", **own)
 
     def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
         """Returns what was sent before the last clean end; W&B writes in blocks, of which a kill loses the last."""
@@ -189,23 +183,7 @@ class _WandbLike:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        self._module.finish()
-
-
-class _Trackio(_WandbLike):
-    module = "trackio"
-
-    def options(self, folder: Path, run_id: str) -> dict[str, Any]:
-        return {"embed": False}  # a run is known by its name
-
-    def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the last lines that are in the local database, where a thread writes them in order."""
-        stored: dict[str, int] = {}
-        for values in self._module.SQLiteStorage.get_logs(self._run.project, self._run.name):
-            for name in values:
-                kind = name.partition("/")[0]
-                stored[kind] = max(values["step"], stored.get(kind, -1))
-        return {kind: min(step, stored.get(kind, -1)) for kind, step in state["steps"].items()}
+        self._wandb.finish()
 
 
 class _Mlflow(_Durable):
@@ -234,4 +212,4 @@ class _Mlflow(_Durable):
         self._client.set_terminated(self._id)
 
 
-_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WandbLike, "trackio": _Trackio, "mlflow": _Mlflow}
+_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow}

@@ -26,7 +26,6 @@ from electra_fast.optimizers.muon import MatrixDivision
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training.loss_scaling import discard, loss_scaler
-from electra_fast.training.spikes import SpikeGuard
 from electra_fast.training.step import GRAD_NORM, SKIPPED, Backward, OneDeviceStep, TrainStep, add_totals
 
 
@@ -83,21 +82,10 @@ class _RanksStep(TrainStep):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.spikes = SpikeGuard(self.device) if self.config.train.skip_spikes else None
         self.scaler = loss_scaler(self.backward.compute, self.device)
         self.backward.loss_scale = None if self.scaler is None else self.scaler.scale
         self._step_vector = torch.zeros_like(self._totals_vector)
         self._step_totals = dict(zip(self._totals, self._step_vector.unbind(), strict=True))
-
-    def _set_stage(self, stage: Stage) -> None:
-        super()._set_stage(stage)
-        if self.spikes is not None:
-            self.spikes.reset()
-
-    def _judge(self, loss: Tensor, norm: Tensor) -> Tensor | None:
-        """Returns 1 if the step must be skipped, else 0; None if none ever is."""
-        has_overflowed = None if self.scaler is None else self.scaler.judge(norm)
-        return has_overflowed if self.spikes is None else self.spikes.judge(loss, norm, has_overflowed)
 
     def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
         """Adds the step's totals to those of the log window, unless it was skipped."""
@@ -113,8 +101,8 @@ class _RanksStep(TrainStep):
 class DataParallelStep(_RanksStep):
     """The step of ranks that each hold the whole model and compute gradients of their own rows.
 
-    Collectives run between CUDA graphs, where NCCL's watchdog can see them, unless `train.capture_collectives`. It is
-    also the step of one rank with `train.reduce = "exact"`, `train.skip_spikes` or fp16.
+    Collectives run between CUDA graphs, where NCCL's watchdog can see them. It is also the step of one rank with
+    `train.reduce = "exact"` or fp16.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -132,7 +120,7 @@ class DataParallelStep(_RanksStep):
             optimizer.zero_grad()
             totals = self.backward.run(group)  # forward and backward of each micro-batch
             add_totals(totals, self._step_totals)
-            buffer.collect(group, self.backward.loss)
+            buffer.collect(group)
         buffer.sum_groups()
         self._communicate(self._end_own_work, buffer.reduce)
         buffer.hand_over()
@@ -140,7 +128,7 @@ class DataParallelStep(_RanksStep):
         if self.scaler is not None:
             self.scaler.unscale(gradients)
         norm = global_norm(gradients)
-        skipped = self._judge(buffer.loss, norm)
+        skipped = None if self.scaler is None else self.scaler.judge(norm)
         if skipped is not None:
             buffer.discard(skipped)
         optimizer.update(norm, skipped)  # clips and updates, up to Muon's matrices of other ranks
@@ -150,14 +138,9 @@ class DataParallelStep(_RanksStep):
         self._count(norm, skipped)
 
     def _communicate(self, *functions: Any) -> None:
-        """Runs a collective, which comes last; between two graphs, unless it is to be captured."""
-        *others, collective = functions
+        """Runs a collective, which comes last, between two graphs; it does nothing on a rank that is alone."""
         if self.world.size == 1:
-            collective()
-        elif self.config.train.capture_collectives:
-            if others:
-                self.graphs.outside(*others)
-            collective()
+            functions[-1]()
         else:
             self.graphs.outside(*functions)
 
@@ -213,9 +196,8 @@ class ShardedStep(_RanksStep):
             gradients = list(optimizer.gradients().values())
             if self.scaler is not None:
                 self.scaler.unscale(gradients)
-            loss, norm = self.backward.loss, shards.global_norm(gradients)
-            self.world.all_reduce(loss)
-            skipped = self._judge(loss, norm)
+            norm = shards.global_norm(gradients)
+            skipped = None if self.scaler is None else self.scaler.judge(norm)
             if skipped is not None:
                 discard(gradients, skipped)
             optimizer.step(norm, skipped)  # clips and updates
@@ -254,7 +236,7 @@ def create_step(
     """
     world, train = world or World(), config.train
     device, is_alone = next(model.parameters()).device, world.size == 1 and train.reduce == "fast"
-    is_plain = is_alone and not train.skip_spikes and compute.dtype != torch.float16 and shards is None
+    is_plain = is_alone and compute.dtype != torch.float16 and shards is None
     if num_processes is None:
         num_processes = choose_num_processes(config, device) if is_plain else 1
     division = Division.of(train, world.rank, world.size, num_processes)

@@ -47,7 +47,7 @@ def pretrain(
 ) -> Result:
     """Trains a run to its end, from the start or from where an earlier call stopped.
 
-    With several processes, started by torchrun or srun, each calls it and trains as one rank.
+    With several processes, started by torchrun, each calls it and trains as one rank.
 
     Args:
         config: The run's configuration. `train.steps` may differ from that of an earlier call: a run, finished

@@ -17,9 +17,11 @@ from electra_fast.distributed.world import World
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.optimizers.shards import Shards
-from electra_fast.training import loss_scaling, spikes
+from electra_fast.training import loss_scaling
 
 _Tensors = dict[str, Tensor]
+# Of a step; checkpoints of earlier versions may have those of a guard against spikes.
+_OF_STEPS = (loss_scaling.PREFIX, "spikes.")
 
 
 class RunTensors:
@@ -99,6 +101,6 @@ class RunTensors:
 
 
 def split_state(state: _Tensors) -> tuple[_Tensors, _Tensors]:
-    """Splits the tensors of optimizer.safetensors into the optimizer's and those of spike guard and loss scaler."""
-    step = {name: tensor for name, tensor in state.items() if name.startswith((spikes.PREFIX, loss_scaling.PREFIX))}
+    """Splits the tensors of optimizer.safetensors into the optimizer's and those of the loss scaler."""
+    step = {name: tensor for name, tensor in state.items() if name.startswith(_OF_STEPS)}
     return {name: tensor for name, tensor in state.items() if name not in step}, step

@@ -31,7 +31,6 @@ from electra_fast.objectives.objective import Forward, MicroBatch, Objective, Rn
 from electra_fast.ops.operations import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
 from electra_fast.training.loss_scaling import LossScaler
-from electra_fast.training.spikes import SpikeGuard
 
 # Steps that the host may run ahead of the device; more would only pile up pinned batches.
 MAX_LEAD = 2
@@ -54,7 +53,7 @@ class Backward(GradientComputation):
         wrap: Wraps an objective's forward pass of a sharded model.
 
     `denominators` are the divisors of the step's losses, fp64 on the device, in the order of the objective's names.
-    `loss` is the loss of the last `run`, an fp32 scalar. `loss_scale` multiplies all gradients, if it is set.
+    `loss_scale` multiplies all gradients, if it is set.
     """
 
     model: Electra
@@ -87,7 +86,6 @@ class Backward(GradientComputation):
         self._first_rows = [part.start for part in rows]
         self._first_rows_on_device = torch.tensor(self._first_rows, device=self._device)
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
-        self.loss = torch.zeros((), device=self._device)
         # Compiled code casts by itself, and sharded weights have no fixed addresses.
         self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and wrap is None)
         self.set_stage(objective_of(config).stage(0))
@@ -146,7 +144,6 @@ class Backward(GradientComputation):
         batches = self.micro_batches.parts
         denominators = dict(zip(self._names, self.denominators.unbind(), strict=True))
         totals = []
-        self.loss = torch.zeros((), device=self._device)
         if self._device.type == "cpu" and self._own_parts[group]:
             # Seeded by row, so that a group draws the same on any rank.
             seed_generator(self._device, self._seed, self._first_rows[self._own_parts[group][0]], self._step)
@@ -155,7 +152,6 @@ class Backward(GradientComputation):
                 key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
                 output = self._forward(self.model, MicroBatch(batches[part], self.compute, key, denominators))
                 output.loss.backward(self.loss_scale)  # type: ignore[no-untyped-call]  # torch's own
-                self.loss += output.loss.detach()
                 totals.append(output.totals)
         return totals
 
@@ -169,10 +165,9 @@ class TrainStep(ABC):
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `graphs.captures` lists the captures of CUDA graphs: a second one means that a batch
     did not fit the first one's tensors, or that another stage of the objective began. `compilations` has one entry per
-    stage. `spikes` recognizes the steps to skip, if there are to be any; `scaler` scales the losses of fp16.
+    stage. `scaler` scales the losses of fp16.
     """
 
-    spikes: SpikeGuard | None = None
     scaler: LossScaler | None = None
 
     def __init__(
@@ -224,14 +219,9 @@ class TrainStep(ABC):
         own_GK = self.backward.group_denominators(batch)
         if self.world.size == 1:
             return own_GK.sum(0), flags
-        # NCCL wants a captured collective to be captured, and replayed, by all ranks at once.
-        is_larger = self.config.train.capture_collectives and not self.backward.micro_batches.fits(batch)
-        message = torch.cat((torch.tensor([*flags, is_larger], dtype=torch.float64), own_GK.flatten()))
-        found = self.world.all_gather(message)
-        *flags, is_any_larger = found[:, : len(flags) + 1].amax(0).tolist()
-        if is_any_larger:
-            self.graphs.drop("a batch of some rank has more segments than any before it")
-        return found[:, len(flags) + 1 :].reshape(-1, own_GK.shape[1]).sum(0), flags
+        found = self.world.all_gather(torch.cat((torch.tensor(flags, dtype=torch.float64), own_GK.flatten())))
+        most = found[:, : len(flags)].amax(0).tolist()
+        return found[:, len(flags) :].reshape(-1, own_GK.shape[1]).sum(0), most
 
     def _run_or_replay(self, step: int) -> None:
         if self._batches_version != self.backward.micro_batches.version:
@@ -298,9 +288,8 @@ class TrainStep(ABC):
         return 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the tensors of spike guard and loss scaler for a checkpoint by name; not copied."""
-        guards = [each.state_dict() for each in (self.spikes, self.scaler) if each is not None]
-        return {name: tensor for tensors in guards for name, tensor in tensors.items()}
+        """Returns the tensors of the loss scaler for a checkpoint by name; not copied."""
+        return {} if self.scaler is None else self.scaler.state_dict()
 
     def synchronize(self) -> None:
         """Waits for the device, and makes what is done next on the caller's stream see the steps taken."""

@@ -286,12 +286,8 @@ class Trainer:
     def _check_finite(self) -> None:
         window = self.state.log_window
         bad = [name for name, value in window.totals.items() if not math.isfinite(value)]
-        spikes, most = self.train_step.spikes, self.config.train.skip_spikes
-        in_a_row = 0 if spikes is None else spikes.take_longest()
         if bad:
             self._end_diverged(f"{' and '.join(bad)} became nan or infinite in {self._window_steps()}")
-        if spikes is not None and in_a_row > most:
-            self._end_diverged(f"{in_a_row} spikes came in a row in {self._window_steps()}")
         if self.train_step.scaler is not None and self.train_step.scaler.has_failed():
             self._end_diverged(
                 f"the gradients overflow fp16 even with a loss scale of 1 in {self._window_steps()} "
@@ -385,9 +381,8 @@ class Trainer:
         if not self.mixture.is_single:
             passes = (round(each, 6) for each in self.loader.passes())
             record["epochs"] = dict(zip(self.mixture.names(), passes, strict=True))
-        if self.train_step.spikes is not None or self.train_step.scaler is not None:
-            record["skipped_steps"] = window.steps - num_taken
         if self.train_step.scaler is not None:
+            record["skipped_steps"] = window.steps - num_taken
             record["loss_scale"] = float(self.train_step.scaler.scale)
         if self.world.size > 1:
             rank, seconds = slowest(self.rank_seconds)
@@ -505,8 +500,6 @@ class Trainer:
         if is_started:
             self.train_step.resume(state.step)
         self.tensors.restore(directory, has_optimizer=is_started)
-        if self.train_step.spikes is not None and self.run.changes.keys() - {"train.steps"}:
-            self.train_step.spikes.reset()  # other settings may change losses
         if not is_started or any(name.startswith(_OTHER_LOSSES) for name in self.run.changes):
             self._forget_losses(state.step)
         if state.loader is not None:
