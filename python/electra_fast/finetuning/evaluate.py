@@ -13,8 +13,7 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.model_folder import is_finetuned
 from electra_fast.finetuning.predict import load_finetuned
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
-from electra_fast.finetuning.readers.memory_table import MemoryTable
-from electra_fast.finetuning.readers.tables import layout_notes
+from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task_data import with_tuples
 from electra_fast.finetuning.tasks import TASK_TYPES
@@ -94,8 +93,7 @@ def evaluate_file(
     if len(split.texts[0]) != num_texts:
         reads = "one text" if num_texts == 1 else "a pair of texts"
         raise InputError(f"{file}: this model reads {reads}; choose the columns with --text")
-    layout = layout_notes(file, dialect) if task_type.is_table(file) else ()
-    for note in (*filter(None, [predictor.note]), *layout, *notes):
+    for note in (*filter(None, [predictor.note]), *notes):
         say(note)
     answers = predictor.predict_split(split)
     report = make_report(task, [(split, answers)], baselines={"majority": task_type.majority(task, split, split)})

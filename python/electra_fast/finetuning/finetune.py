@@ -20,7 +20,7 @@ from electra_fast.files.json_files import read_object
 from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
-from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.summary import (
     Results,
     TaskRuns,

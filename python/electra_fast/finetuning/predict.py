@@ -29,8 +29,8 @@ from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_f
 from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.labels import truncated
-from electra_fast.finetuning.readers.memory_table import MemoryTable, is_table
 from electra_fast.finetuning.readers.rows import Row, with_columns
+from electra_fast.finetuning.readers.table_formats import MemoryTable, is_table
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks import TASK_TYPES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from electra_fast.config.section import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import glue, question_files
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
-from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.task import Split, TaskData, num_trained_on, overlap_warning
 from electra_fast.finetuning.tasks import TASK_TYPES
 
@@ -81,15 +79,13 @@ def _read_own(
     if dialect != Dialect():
         options["quoting"] = dialect
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
-    tables = filter(TASK_TYPES[kind].is_table, files.values())
-    notes = itertools.chain.from_iterable(layout_notes(path, dialect) for path in tables)
     text, label = (
         [options[name] for name in (kind, f"dev_{kind}", f"test_{kind}") if name in options]
         for kind in ("text", "label")
     )
     return dataclasses.replace(
         found,
-        notes=(*notes, *found.notes, *_overlap(found.train, found.dev[0])),
+        notes=(*found.notes, *_overlap(found.train, found.dev[0])),
         text_columns=tuple(dict.fromkeys((*found.text_columns, *text))),
         label_columns=tuple(dict.fromkeys((*found.label_columns, *label))),
     )

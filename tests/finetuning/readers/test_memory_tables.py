@@ -8,7 +8,7 @@ from task_reading import refused
 from tiny_task import QUICK, sentences
 
 import electra_fast as ef
-from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.task_data import read_tasks
 
 NAMES, TAGS = ["never", "zero", "many"], ["O", "B-X", "I-X"]

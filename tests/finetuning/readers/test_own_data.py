@@ -14,7 +14,7 @@ from task_reading import read_divided, refusal, refused
 
 from electra_fast.finetuning.prediction_input import Source, open_examples
 from electra_fast.finetuning.readers import own_data, question_entries, tag_columns, tag_sentences
-from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 

@@ -9,7 +9,7 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.readers import own_data
-from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.classes import choose_thresholds, class_weights, fit_temperature, softmax
 

@@ -22,7 +22,7 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.prediction_input import Source, open_examples
-from electra_fast.finetuning.readers.memory_table import MemoryTable
+from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.readers.tag_files import read_tagging
 from electra_fast.finetuning.task import Task
 from electra_fast.finetuning.task_data import read_tasks

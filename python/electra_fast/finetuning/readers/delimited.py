@@ -10,18 +10,27 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.text_files import TextFile
 
 # A row or its error, and its line.
 Record = tuple[int, dict[str, Any] | InputError]
-# The names of a table's columns, if it has any, and a function that reads all or some columns of its rows.
-Loaded = tuple[tuple[str, ...] | None, Callable[[Sequence[str]], Iterator[Record]]]
 _Cells = list[str] | InputError
 QUOTINGS = ("auto", "csv", "backslash", "none")
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
+
+
+class Loaded(NamedTuple):
+    """A table whose header is read."""
+
+    columns: tuple[str, ...] | None
+    """None if each row has its own."""
+    read: Callable[[Sequence[str]], Iterator[Record]]
+    """Yields the rows with all or some columns."""
+    class_names: dict[str, tuple[str, ...]] = {}
+    """The names of numbers, by column."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +66,11 @@ DIALECT: dict[str, Any] = {"quoting": "auto", "delimiter": "", "no_header": Fals
 
 
 def with_fields(dialect: Dialect, columns: Iterable[Iterable[str]]) -> Dialect:
-    """Returns the dialect for reading files with these columns, of which those with a dot may be fields of others."""
     dotted = dict.fromkeys(name for names in columns for name in names if "." in name)
     return dataclasses.replace(dialect, fields=(*dotted,))
 
 
 def reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names; raises InputError if one repeats."""
     repeated = next((name for position, name in enumerate(names) if name in names[:position]), None)
     if repeated is not None:
         raise InputError(f"{path}: two columns are named {repeated!r}; rename one")
@@ -107,7 +114,7 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
     records = without_blank_end(records) if len(names) == 1 else (record for record in records if record[1])
     if is_text and dialect.quoting == "auto":
         records = _noting_quotes(file.path, records, notes)
-    return names, lambda _: _delimited_rows(file.path, names, records, not is_text, hint)
+    return Loaded(names, lambda _: _delimited_rows(file.path, names, records, not is_text, hint))
 
 
 def _doubled(line: str) -> str:
@@ -177,10 +184,15 @@ def without_blank_end(records: Iterator[tuple[int, Any]]) -> Iterator[tuple[int,
 
 
 def plain_cells(lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields the cells of lines in which quotes are text; none for a blank line."""
     for number, line in lines:
         line = line.removesuffix("\n").removesuffix("\r")
         yield number, line.split(delimiter) if line else []
+
+
+def iterate_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yields the line number and cells of each line, in which quotes are text; blank lines at the end are ignored."""
+    with TextFile(path) as file:
+        yield from without_blank_end(plain_cells(enumerate(file.lines(), 1), delimiter))
 
 
 def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, _Cells]]:

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
+from electra_fast.finetuning.readers.delimited import iterate_cells
 from electra_fast.finetuning.readers.labels import is_number
 from electra_fast.finetuning.readers.rows import abbreviated, place, there_are
-from electra_fast.finetuning.readers.tables import class_names, iterate_cells, open_table
+from electra_fast.finetuning.readers.tables import open_table
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
 LABEL_COLUMNS = ("gold_label", "Quality", "is_duplicate", "score", "label")
@@ -58,6 +59,15 @@ class GlueTask:
     """Further folder names in lower case, without punctuation."""
     variants: tuple[str, ...] = ("",)
     """Endings of the dev and test files."""
+
+    def official_columns(self, split: str) -> tuple[str, ...]:
+        usual = ("index", *self.texts[0])
+        if split == "diagnostic":
+            return usual
+        columns = self.columns or (*usual, "label")
+        if split == "train":
+            return columns
+        return self.dev_columns or columns if split.startswith("dev") else self.test_columns or usual
 
 
 def _classification(
@@ -157,7 +167,6 @@ def held_tasks(folder: Path) -> list[str]:
 
 
 def locate(name: str, folder: Path) -> Path:
-    """Returns the folder of a task: the one in `folder` with its name, else `folder` if it has a training file."""
     glue = TASKS[name]
     original = MRPC_ORIGINAL[:1] if name == "mrpc" else ()
     for candidate in (_subfolder(name, folder), folder):
@@ -174,7 +183,6 @@ def task_name(name: str) -> str | None:
 
 
 def _subfolder(name: str, folder: Path) -> Path | None:
-    """Returns the official folder, else one with another usual name."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     glue = TASKS[name]
@@ -227,7 +235,7 @@ def _read_original_mrpc(glue: GlueTask, folder: Path) -> TaskData:
         raise FileNotFoundError(f"{test_path}: no such file")
     test = _read_split(glue, "test", [test_path], notes)
     if dev_ids_path.is_file():
-        pairs = {"\t".join(cells) for _, cells in iterate_cells(dev_ids_path)}
+        pairs = {"\t".join(cells) for _, cells in iterate_cells(dev_ids_path, "\t")}
         is_dev = np.array([pair in pairs for pair in train.ids])
         if is_dev.all() or not is_dev.any():
             raise InputError(f"{dev_ids_path}: lists {'all' if is_dev.all() else 'none'} of the pairs in {train_path}")
@@ -244,61 +252,57 @@ def _numbered(split: Split) -> Split:
 
 
 class _Columns(NamedTuple):
-    """Positions in a file's lines."""
-
     num_fields: int
     texts: tuple[int, ...]
     label: int | None
     ids: tuple[int, ...]
+
+    def problem(self, cells: list[str], needs_label: bool) -> str | None:
+        if len(cells) < self.num_fields or any(cells[self.num_fields :]):
+            return f"found {len(cells)} fields, expected {self.num_fields}"
+        return "no label" if needs_label and self.label is not None and not cells[self.label].strip() else None
 
 
 def _read_split(
     glue: GlueTask, name: str, files: list[Path], notes: list[str], id_columns: tuple[str, ...] = ()
 ) -> Split:
     """Reads a split's files; ids are the joined `id_columns`, by default the index column if there is one."""
-    path = files[0]
-    places, labels, texts, ids = [], [], [], []
-    malformed: list[int] = []
-    for number, (file, line, cells, columns) in enumerate(_records(glue, name, files, id_columns)):
-        if problem := _problem(cells, columns, name):
-            if name != "train":
-                raise InputError(f"{place(file, line)}: {problem}")
-            malformed.append(line)
-            continue
-        places.append((file, line))
-        labels.append("" if columns.label is None else cells[columns.label].strip())
-        texts.append(tuple(cells[position] for position in columns.texts))
-        ids.append("\t".join(cells[position] for position in columns.ids) or str(number))
+    path, is_test = files[0], name != "train" and not name.startswith("dev")
+    places, labels, texts = [], [], []
+    ids, malformed = list[str](), list[int]()
+    for file in files:
+        columns, records = _open(glue, name, file, id_columns)
+        for line, cells in records:
+            if problem := columns.problem(cells, needs_label=not is_test):
+                if name != "train":
+                    raise InputError(f"{place(file, line)}: {problem}")
+                malformed.append(line)
+                continue
+            ids.append("\t".join(cells[position] for position in columns.ids) or str(len(ids) + len(malformed)))
+            places.append((file, line))
+            labels.append("" if columns.label is None else cells[columns.label].strip())
+            texts.append(tuple(cells[position] for position in columns.texts))
     notes += _malformed_note(path, malformed, len(places) + len(malformed))
-    are_hidden = _is_test(name) and set(labels) <= {"", "-1"}
-    targets = None if are_hidden else _targets(glue, places, labels)
-    split = _decided(Split(name=name, path=path, texts=texts, targets=targets, ids=ids), notes)
+    targets = None if is_test and set(labels) <= {"", "-1"} else _targets(glue, places, labels)
+    split = Split(name=name, path=path, texts=texts, targets=targets, ids=ids)
+    if targets is not None and UNDECIDED in targets:  # of MNLI, on which the annotators did not agree
+        if not len(decided := np.flatnonzero(targets != UNDECIDED)):
+            raise InputError(f"{path}: no example has a gold label")
+        num_left_out = len(targets) - len(decided)
+        notes.append(f"{path}: {num_left_out:,} of {len(targets):,} examples have no gold label: left out")
+        split = select(split, name, decided)
     if name == "train" and split.targets is not None and len(np.unique(split.targets)) == 1:
         raise InputError(f"{path}: the label {labels[0]!r} in every example; there is nothing to learn")
     return split
 
 
-def _is_test(name: str) -> bool:
-    return name != "train" and not name.startswith("dev")
-
-
-def _records(
-    glue: GlueTask, name: str, files: list[Path], id_columns: tuple[str, ...]
-) -> Iterator[tuple[Path, int, list[str], _Columns]]:
-    for file in files:
-        columns, records = _open(glue, name, file, id_columns)
-        for line, cells in records:
-            yield file, line, cells, columns
-
-
 def _parquet_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yields the header and the rows of a file as of a .tsv file, with the names of labels if it has them."""
-    classes = class_names(path)
     with open_table(path) as table:
-        names = table.columns or ()
+        names = table.names()
         yield 0, list(names)
         for row, values in table.rows():
-            yield row, [_cell(values[name], classes.get(name, ())) for name in names]
+            yield row, [_cell(values[name], table.class_names.get(name, ())) for name in names]
 
 
 def _cell(value: Any, classes: Sequence[str]) -> str:
@@ -313,7 +317,7 @@ def _open(
     glue: GlueTask, name: str, path: Path, id_columns: tuple[str, ...]
 ) -> tuple[_Columns, Iterator[tuple[int, list[str]]]]:
     """Finds the columns by the header, or takes the official ones if the first line is no header."""
-    records = _parquet_cells(path) if path.suffix == ".parquet" else iterate_cells(path)
+    records = _parquet_cells(path) if path.suffix == ".parquet" else iterate_cells(path, "\t")
     first = next(records, None)
     if first is None:
         raise InputError(f"{path}: empty")
@@ -323,32 +327,14 @@ def _open(
         expected = " and ".join(glue.texts[-1])
         raise InputError(f"{path}: no columns {expected}; {there_are(names)}")
     if texts is None:
-        texts, names, records = glue.texts[0], _official_columns(glue, name), itertools.chain([first], records)
+        texts, names, records = glue.texts[0], glue.official_columns(name), itertools.chain([first], records)
     label = next((names.index(column) for column in LABEL_COLUMNS if column in names), None)
-    if label is None and not _is_test(name):
+    if label is None and (name == "train" or name.startswith("dev")):
         raise InputError(f"{path}: no label column; there are: {', '.join(names)}")
     ids = id_columns or tuple(column for column in ID_COLUMNS if column in names)[:1]
     positions = {column: position for position, column in enumerate(names)}
     text_positions, id_positions = (tuple(positions[column] for column in columns) for columns in (texts, ids))
     return _Columns(len(names), text_positions, label, id_positions), records
-
-
-def _official_columns(glue: GlueTask, name: str) -> tuple[str, ...]:
-    usual = ("index", *glue.texts[0])
-    if name == "diagnostic":
-        return usual
-    if _is_test(name):
-        return glue.test_columns or usual
-    columns = glue.columns or (*usual, "label")
-    return glue.dev_columns or columns if name != "train" else columns
-
-
-def _problem(cells: list[str], columns: _Columns, name: str) -> str | None:
-    if len(cells) < columns.num_fields or any(cells[columns.num_fields :]):
-        return f"found {len(cells)} fields, expected {columns.num_fields}"
-    if columns.label is not None and not _is_test(name) and not cells[columns.label].strip():
-        return "no label"
-    return None
 
 
 def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[str]:
@@ -379,19 +365,7 @@ def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) 
     return values
 
 
-def _decided(split: Split, notes: list[str]) -> Split:
-    """Leaves out examples of MNLI on which the annotators did not agree."""
-    if split.targets is None or UNDECIDED not in split.targets:
-        return split
-    undecided = split.targets == UNDECIDED
-    if undecided.all():
-        raise InputError(f"{split.path}: no example has a gold label")
-    notes.append(f"{split.path}: {undecided.sum():,} of {len(undecided):,} examples have no gold label: left out")
-    return select(split, split.name, np.flatnonzero(~undecided))
-
-
 def submission_name(task: Task, split: Split) -> str:
-    """Returns the file name that the GLUE server expects for a test split."""
     if split.name == "diagnostic":
         return "AX.tsv"
     ending = {"test": "-m", "test-mismatched": "-mm"}[split.name] if task.name == "mnli" else ""
@@ -416,7 +390,6 @@ def write_submission(path: Path, task: Task, split: Split, outputs: NDArray[np.f
 
 
 def copy_submissions(out: Path, folder: Path, data: TaskData, seed: int) -> None:
-    """Copies a seed's predictions of a GLUE task's test splits to `out/submission`, named as the server expects."""
     for split in data.test if data.task.name in TASKS else ():
         (out / "submission").mkdir(exist_ok=True)
         source = folder / f"seed-{seed}" / f"predictions.{split.name}.tsv"

@@ -8,13 +8,12 @@ import functools
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.rows import BadRows, abbreviated
-from electra_fast.finetuning.readers.tables import Table
 from electra_fast.finetuning.readers.written_lists import are_lists, has_brackets, parse_value
 
 MAX_NAMED_LABELS = 20
@@ -51,8 +50,9 @@ class LabelReader:
     Cells of another form are bad rows.
 
     Args:
-        train: The training file.
-        columns: Its label columns.
+        values: The cells of the training file's first label column.
+        place: Returns the place of a row, for messages.
+        columns: The label columns.
         given: The user's classes, if any; `-1`, `-` and the empty string can be among them.
         separator: Separator of the labels in a cell; empty for one label per cell.
         mapping: Labels of the files and their new names; empty names leave them out.
@@ -61,17 +61,22 @@ class LabelReader:
     """
 
     def __init__(
-        self, train: Table, columns: Sequence[str], given: Sequence[str], separator: str, mapping: Mapping[str, str]
+        self,
+        values: Sequence[Any],
+        place: Callable[[int], str],
+        columns: Sequence[str],
+        given: Sequence[str],
+        separator: str,
+        mapping: Mapping[str, str],
     ) -> None:
-        values = [row[columns[0]] for row in train.rows]
         self._separator, self._columns, self._given = separator, columns, given
         self.has_lists = bool(separator) or are_lists(values)
         lists = [self._items_of(value) for value in values] if self.has_lists else []
-        self.flags = tuple(columns) if len(columns) > 1 else _flag_names(train, lists, given)
+        self.flags = tuple(columns) if len(columns) > 1 else _flag_names(place, lists, given)
         if self.has_lists:
-            _reject_shares(train, lists, given)
+            _reject_shares(place, lists, given)
         elif not given:
-            _reject_bare_lists(train, values)
+            _reject_bare_lists(place, values)
         self._form = _form(item for items in lists for item in items) if lists else _form(values)
         self._mapping = {self.canonical(old): self.canonical(new) for old, new in mapping.items()}
         self._kept = set(map(self.canonical, given))
@@ -81,12 +86,10 @@ class LabelReader:
 
     @property
     def is_multi_label(self) -> bool:
-        """Returns whether an example has any number of labels."""
         return self.has_lists or bool(self.flags)
 
     @property
     def described(self) -> str:
-        """Returns what a cell is, for notes."""
         if not self.is_multi_label:
             return "one class per example"
         if len(self._columns) > 1:
@@ -131,7 +134,6 @@ class LabelReader:
         return whole[1] if whole else text
 
     def check_mapping(self, found: Iterable[str]) -> None:
-        """Raises InputError, after all files are read, if none has a label to be renamed."""
         if self._unused:
             there_are = f"there are: {listed(sorted(found))}"
             raise InputError(f"--label-map: no file has the label {min(self._unused)!r}; {there_are}")
@@ -177,7 +179,6 @@ class LabelReader:
 
 
 def is_missing(value: Any) -> bool:
-    """Returns whether a cell of a column of numbers is missing."""
     return value is None or value != value or (isinstance(value, str) and _sign(value) in _MISSING | {"", "-"})
 
 
@@ -210,18 +211,15 @@ def left_out(signs: Mapping[str, int]) -> str:
 
 
 def listed(labels: Iterable[str]) -> str:
-    """Lists labels for messages, truncated."""
     return truncated([repr(label) for label in labels])
 
 
 def truncated(names: Sequence[str]) -> str:
-    """Lists the first names, and says how many more there are."""
     more = f" and {len(names) - MAX_NAMED_LABELS:,} more" if len(names) > MAX_NAMED_LABELS else ""
     return ", ".join(names[:MAX_NAMED_LABELS]) + more
 
 
 def near_label(unknown: str, classes: Iterable[str]) -> str:
-    """Returns the end of an error about an unknown label: the class that it may mean."""
     by_key = {_looks(name): name for name in reversed(tuple(classes))}
     close = difflib.get_close_matches(_looks(unknown), by_key, n=1, cutoff=1.0 if is_number(unknown) else 0.6)
     return f"; if it means {by_key[close[0]]!r}, add --label-map {unknown}={by_key[close[0]]}" if close else ""
@@ -242,7 +240,6 @@ def known_rows(
 
 
 def doubts(counts: Mapping[str, int]) -> Iterator[str]:
-    """Yields notes on classes that look alike or may mean that there is no label, given their counts."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
         groups[_looks(name)].append(name)
@@ -259,7 +256,6 @@ def doubts(counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def _looks(name: str) -> str:
-    """Returns a key that is equal for names that look the same."""
     visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
     return _SEPARATORS.sub("", unicodedata.normalize("NFKC", visible).casefold().strip())
 
@@ -269,7 +265,6 @@ def _sign(text: str) -> str:
 
 
 def _form(values: Iterable[Any]) -> Literal["number", "boolean", "text"]:
-    """Returns the form of all labels, apart from missing ones."""
     forms = {_form_of(value) for value in values if not is_missing(value)}
     return forms.pop() if len(forms) == 1 else "text"
 
@@ -289,7 +284,7 @@ def _is_set(value: Any, column: str, place: str) -> bool:
     raise InputError(f"{place}: {column!r} is {abbreviated(value)}; it must be 0, 1, true or false")
 
 
-def _flag_names(train: Table, lists: Sequence[list[Any]], given: Sequence[str]) -> tuple[str, ...]:
+def _flag_names(place: Callable[[int], str], lists: Sequence[list[Any]], given: Sequence[str]) -> tuple[str, ...]:
     """Returns the labels for which lists have a 0 or 1 each; none for lists of names.
 
     Raises InputError if both are possible and `given` does not decide.
@@ -307,34 +302,33 @@ def _flag_names(train: Table, lists: Sequence[list[Any]], given: Sequence[str]) 
         return ()
     if given:
         what = f"the label is a list of {size} times 0 or 1; --labels names {len(given)}"
-        raise InputError(f"{train.place(0)}: {what}")
+        raise InputError(f"{place(0)}: {what}")
     if repeat or are_pairs:
         return tuple(map(str, range(size)))
     first = next(row for row, cell in enumerate(lists) if cell)
     names = ",".join(sorted({text.removesuffix(".0") for text in texts}))
     raise InputError(
-        f"{train.place(first)}: the label {abbreviated(lists[first])} may name labels or have a 0 or 1 for each; "
+        f"{place(first)}: the label {abbreviated(lists[first])} may name labels or have a 0 or 1 for each; "
         f"choose with --labels {names} or with --labels and the names of all labels"
     )
 
 
-def _reject_shares(train: Table, lists: Sequence[list[Any]], given: Sequence[str]) -> None:
-    """Raises InputError if lists hold numbers with decimals, such as the share of each class."""
+def _reject_shares(place: Callable[[int], str], lists: Sequence[list[Any]], given: Sequence[str]) -> None:
     items = {str(item).strip() for cell in lists for item in cell if not is_missing(item)} - {*given}
     if all(map(is_number, items)) and (shares := {item for item in items if not float(item).is_integer()}):
         row = next(row for row, cell in enumerate(lists) if not shares.isdisjoint(map(str, cell)))
         raise InputError(
-            f"{train.place(row)}: the label {abbreviated(lists[row])} has numbers with decimals; soft labels (a "
+            f"{place(row)}: the label {abbreviated(lists[row])} has numbers with decimals; soft labels (a "
             "probability per class) are not supported, so write the most probable class"
         )
 
 
-def _reject_bare_lists(train: Table, values: Sequence[Any]) -> None:
+def _reject_bare_lists(place: Callable[[int], str], values: Sequence[Any]) -> None:
     """Raises InputError if single labels look like lists of 0 and 1 or of shares without brackets."""
     cells = {row: value for row, value in enumerate(values) if not is_missing(value)}
     if cells and all(isinstance(cell, str) and _BARE_LIST.fullmatch(cell.strip()) for cell in cells.values()):
         row, cell = next(iter(cells.items()))
         raise InputError(
-            f"{train.place(row)}: the label {cell!r} may be several; choose with --label-separator ' ' (or what "
+            f"{place(row)}: the label {cell!r} may be several; choose with --label-separator ' ' (or what "
             "separates them), or name the classes with --labels"
         )

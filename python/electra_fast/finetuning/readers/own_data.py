@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.annotations import rejected_note, rejected_rows, verdict_columns
+from electra_fast.finetuning.readers.examples import Columns, Parser, Trained, check_labeled, read_examples
 from electra_fast.finetuning.readers.labels import (
     INTEGER,
     LabelReader,
@@ -31,24 +31,20 @@ from electra_fast.finetuning.readers.labels import (
     parse_mapping,
 )
 from electra_fast.finetuning.readers.rows import (
-    BadRows,
+    Row,
     abbreviated,
     check_columns,
     columns_note,
     named_rows,
     others_of,
+    rejected_note,
+    rejected_rows,
     text_of,
     there_are,
+    verdict_columns,
 )
-from electra_fast.finetuning.readers.tables import Quoting, Table, class_names, column_names, read_table
-from electra_fast.finetuning.readers.validation_split import (
-    Fold,
-    covering,
-    group_values,
-    grouped_rows,
-    set_aside,
-    stratified,
-)
+from electra_fast.finetuning.readers.tables import OpenTable, Quoting, open_tables
+from electra_fast.finetuning.readers.validation_split import Fold, covering, stratified
 from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction
 
 TEXT_COLUMNS = (
@@ -64,27 +60,26 @@ LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
 # More classes than this, most of them of a single example, are not classes.
 MAX_SPARSE_CLASSES = 1000
 
+_LABEL_COLUMNS = tuple((name,) for name in LABEL_COLUMNS)
 _DIGITS = re.compile(r"[+-]?[0-9.,]*[0-9][0-9.,]*")
 _DECIMAL_COMMA, _THOUSANDS = re.compile(r"[+-]?[0-9]+(,[0-9]+)?"), re.compile(r"[+-]?[1-9][0-9]{0,2},[0-9]{3}")
-
-Columns = tuple[str, ...]
 
 
 @dataclass(kw_only=True)
 class _File:
-    """A file's columns and usable rows: their numbers, texts, and labels, None for no label."""
-
     name: str
-    table: Table
+    table: OpenTable
+    rows: list[Row]
     text: Columns
     label: Columns
     """Empty if a test file has no labels."""
     notes: list[str]
     has_others: bool
-    """The table has the rows' other columns too."""
+    """The rows have the other columns too."""
     classes: Columns = ()
     """Names of the labels' numbers, as `datasets` stores them."""
-    rows: list[int] = field(default_factory=list)
+    usable: list[int] = field(default_factory=list)
+    """Positions of the rows that become examples, with their texts and labels, None for no label."""
     texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
 
@@ -93,21 +88,18 @@ class _File:
         return self.table.path
 
     def name_classes(self, names: Columns) -> None:
-        """Puts the names of the labels' numbers in their place."""
         self.classes = names
-        for row in self.table.rows if names else ():
+        for row in self.rows if names else ():
             row[self.label[0]] = _named(row[self.label[0]], names)
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Drops the other usable rows."""
-        self.rows = [self.rows[number] for number in numbers]
+        self.usable = [self.usable[number] for number in numbers]
         self.texts = [self.texts[number] for number in numbers]
         self.labels = [self.labels[number] for number in numbers]
 
     def split(self, targets: NDArray[Any] | None) -> Split:
-        """Returns the usable rows with their targets."""
-        others = [others_of(self.table.rows[row], self.text + self.label) for row in self.rows if self.has_others]
-        ids, others = named_rows(self.rows, others)
+        others = [others_of(self.rows[row], self.text + self.label) for row in self.usable if self.has_others]
+        ids, others = named_rows(self.usable, others)
         columns = others if self.has_others else None
         return Split(name=self.name, path=self.path, texts=self.texts, targets=targets, ids=ids, columns=columns)
 
@@ -162,74 +154,21 @@ def read(
             text never are.
         seed: Seeds the choice of the examples to set aside.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A file, a column or a value cannot be used, with the line and the remedy.
+    Raises as `read_examples` does.
     """
     check_dev_fraction(dev_fraction)
-    paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
     given = {"train": (text, label), "dev": (dev_text, dev_label), "test": (test_text, test_label)}
-    unused = next((name for name, columns in given.items() if name not in paths and any(columns)), None)
-    if unused:
-        raise InputError(f"--{unused}-text and --{unused}-label need --{unused} FILE")
-    mapping = parse_mapping(label_map)
-    bad = BadRows(skip_bad_rows)
-    files = _read_files(kind, paths, given, quoting, bad)
-    _check_options(kind, files["train"].label, labels, label_separator, mapping)
-    reader: LabelReader | None = None
-    if kind == "classification":
-        reader = LabelReader(files["train"].table, files["train"].label, labels, label_separator, mapping)
-    has_commas = reader is None and _has_decimal_commas(files["train"])
-    for file in files.values():
-        _read_rows(file, reader or partial(_number, mark="," if has_commas else "."), bad)
-    columns = [" and ".join(map(repr, names)) for names in (files["train"].text, files["train"].label)]
-    what = reader.described if reader else f"one number per example{', with decimal commas' if has_commas else ''}"
-    notes = [columns_note(train, f"text in {columns[0]}, label in {columns[1]}: {what}", text, label)]
-    notes += [note for file in files.values() for note in file.notes]
-    hint = ""
-    try:
-        _check_labeled(files)
-        if reader:
-            task, targets, hint = _classification(files, reader, labels, bad)
-            notes += _doubts(files["train"])
-        else:
-            task = Task(name=kind, kind=kind, metric="spearman")
-            targets = {name: _values(file) for name, file in files.items()}
-    except InputError:
-        bad.finish()  # bad rows may be the reason
-        raise
-    notes += bad.finish(hint)
-    _check_labeled(files)  # of those that are left
-
-    splits = {name: file.split(targets[name]) for name, file in files.items()}
-    if dev is None:
-        whole = splits["train"]
-        chosen = grouped_rows(
-            whole,
-            folds or dev_fraction,
-            lambda rest, fraction: _validation_rows(rest, task, fraction, seed),
-            seed,
-            group_values(train, group, [files["train"].table.rows[row] for row in files["train"].rows]),
-        )
-        splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes if folds is None else [])
-    if kind == "regression":
-        task = _standardized(task, splits["train"])
-    tests = (splits["test"],) if test is not None else ()
-    return TaskData(
-        task=task,
-        train=splits["train"],
-        dev=(splits["dev"],),
-        test=tests,
-        notes=tuple(notes),
-        text_columns=tuple(dict.fromkeys(file.text for file in files.values())),
-        label_columns=tuple(dict.fromkeys(file.label for file in files.values() if file.label)),
-    )
+    for name, path in (("dev", dev), ("test", test)):
+        if path is None and any(given[name]):
+            raise InputError(f"--{name}-text and --{name}-label need --{name} FILE")
+    parser = _TextParser(kind, given, labels, label_map, label_separator, quoting, skip_bad_rows, group)
+    return read_examples(train, dev, test, parser, dev_fraction=dev_fraction, folds=folds, seed=seed)
 
 
 def read_labeled(
     task: Task,
     path: Path,
-    trained: tuple[Sequence[Columns], Sequence[Columns]],
+    trained: Trained,
     *,
     text: Columns = (),
     label: Columns = (),
@@ -243,159 +182,261 @@ def read_labeled(
     `trained` are the text and label columns of training, if known, of which the first that the file has are read. Rows
     with a label that the task lacks are bad rows. Other arguments, and what it raises, are those of `read`.
     """
-    available, usual = column_names(path, quoting=quoting), [(name,) for name in LABEL_COLUMNS]
-    text = _training_columns(path, available, text, trained[0] or TEXT_COLUMNS, "text")
-    label = _training_columns(path, available, label, trained[1] or usual, "label")
-    has_classes, mapping, bad = task.kind != "regression", parse_mapping(label_map), BadRows(skip_bad_rows)
-    _check_options("classification" if has_classes else "regression", label, (), label_separator, mapping)
-    file = _read_file("data", path, available, text, label, [], quoting, bad, has_others=True)
-    names = class_names(path).get(label[0], ()) if has_classes and len(label) == 1 else ()
-    if not {*names}.isdisjoint(task.labels):  # else the model was trained on the numbers
-        file.name_classes(names)
-    if not has_classes:
-        _read_rows(file, partial(_number, mark="," if _has_decimal_commas(file) else "."), bad)
-    else:
-        reader = LabelReader(file.table, label, task.labels, label_separator, mapping)
-        if reader.is_multi_label and task.kind != "multi-label":
-            raise InputError(f"{path}: an example has several labels in {', '.join(label)}, and the model predicts one")
-        _read_rows(file, reader, bad)
-        ids = {reader.canonical(name): number for number, name in enumerate(task.labels)}
-        file.keep(known_rows(path, file.labels, ids, bad))
-    notes = [*file.notes, *bad.finish()]
-    _check_labeled({"data": file})
-    targets = _class_targets(file, ids, task.kind == "multi-label") if has_classes else _values(file)
-    return file.split(targets), notes
+    kind = "regression" if task.kind == "regression" else "classification"
+    parser = _TextParser(kind, {"data": (text, label)}, (), label_map, label_separator, quoting, skip_bad_rows)
+    return parser.read_labeled(task, path, trained)
 
 
-def _read_files(
-    kind: str, paths: Mapping[str, Path], given: Mapping[str, tuple[Columns, Columns]], quoting: Quoting, bad: BadRows
-) -> dict[str, _File]:
-    available = {name: column_names(path, quoting=quoting) for name, path in paths.items()}
-    usual = tuple((name,) for name in LABEL_COLUMNS)
-    text = _training_columns(paths["train"], available["train"], given["train"][0], TEXT_COLUMNS, "text")
-    label = _training_columns(paths["train"], available["train"], given["train"][1], usual, "label")
-    if len(text) > 2:
-        raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); it can be one or two")
-    # A `score` is rarely the class.
-    usual = tuple(names for names in usual if kind == "regression" or names != ("score",))
-    files: dict[str, _File] = {}
-    for name, path in paths.items():
-        texts, labels, notes = text, label, list[str]()
-        if name != "train":
-            there, (own_text, own_label) = available[name], given[name]
-            texts = _columns(path, there, own_text, text, TEXT_COLUMNS, f"--{name}-text", notes)
-            labels = _columns(path, there, own_label, label, usual, f"--{name}-label", notes, name == "test")
-        has_others = name != "train" or "dev" not in paths  # of the training file only to set some aside
-        chosen = (available[name], texts, labels, notes)
-        files[name] = _read_file(name, path, *chosen, quoting, bad, has_others=has_others)
-        if kind == "classification" and len(labels) == 1:
-            files[name].name_classes(class_names(path).get(labels[0], ()))
-    return files
+class _TextParser(Parser[_File]):
+    """Texts and their classes or values; `given` are the chosen columns of each file, `classes` those of `--labels`."""
+
+    def __init__(
+        self,
+        kind: str,
+        given: Mapping[str, tuple[Columns, Columns]],
+        classes: Columns,
+        label_map: Mapping[str, str] | Sequence[str],
+        separator: str,
+        quoting: Quoting,
+        skip_bad_rows: int,
+        group: str = "",
+    ) -> None:
+        super().__init__(quoting, skip_bad_rows, group)
+        self.kind, self.given, self.classes, self.separator = kind, given, classes, separator
+        self.mapping = parse_mapping(label_map)
+        self.reader: LabelReader | None = None
+        self.ids: dict[str, int] = {}
+        self.unknown: list[str] = []
+        self.train: _File
+
+    def read(self, paths: Mapping[str, Path]) -> dict[str, _File]:
+        with open_tables(paths, self.quoting) as tables:
+            chosen = self._columns(tables)
+            files = {}
+            for name, table in tables.items():
+                has_others = name != "train" or "dev" not in paths  # of the training file only to set some aside
+                files[name] = self._load(name, table, *chosen[name], has_others=has_others)
+                names = table.class_names.get(files[name].label[0], ()) if len(files[name].label) == 1 else ()
+                files[name].name_classes(names if self.kind == "classification" else ())
+        self.train = train = files["train"]
+        self._check_options(train.label)
+        what = self._read_rows(files, self.classes)
+        texts, labels = (" and ".join(map(repr, names)) for names in (train.text, train.label))
+        columns = columns_note(train.path, f"text in {texts}, label in {labels}: {what}", *self.given["train"])
+        self.notes = [note for table in tables.values() for note in table.notes]
+        self.notes += [columns, *(note for file in files.values() for note in file.notes)]
+        return files
+
+    def read_labeled(self, task: Task, path: Path, trained: Trained) -> tuple[Split, list[str]]:
+        with open_tables({"data": path}, self.quoting) as tables:
+            table = tables["data"]
+            text = _training_columns(table, self.given["data"][0], trained[0] or TEXT_COLUMNS, "text")
+            label = _training_columns(table, self.given["data"][1], trained[1] or _LABEL_COLUMNS, "label")
+            self._check_options(label)
+            file = self._load("data", table, text, label, [], has_others=True)
+        names = table.class_names.get(label[0], ()) if self.kind == "classification" and len(label) == 1 else ()
+        if not {*names}.isdisjoint(task.labels):  # else the model was trained on the numbers
+            file.name_classes(names)
+        self._read_rows({"data": file}, task.labels, task)
+        if self.reader:
+            self.ids = {self.reader.canonical(name): number for number, name in enumerate(task.labels)}
+            file.keep(known_rows(path, file.labels, self.ids, self.bad))
+        notes = [*table.notes, *file.notes, *self.bad.finish()]
+        check_labeled("data", path, len(file.usable))
+        return file.split(self._targets(file, task)), notes
+
+    def task(self, files: dict[str, _File]) -> Task:
+        for file in files.values():
+            check_labeled(file.name, file.path, len(file.usable))
+        if self.reader is None:
+            return Task(name=self.kind, kind=self.kind, metric="spearman")
+        train, is_multi_label = self.train, self.reader.is_multi_label
+        found = {name for names in train.labels for name in names}
+        if len(found) < (1 if is_multi_label else 2):
+            rest = "".join([f" ({note})" for note in train.notes if "no label" in note][:1])
+            what = f"{listed(found) or 'no label'} in every example; there is nothing to learn"
+            raise InputError(f"{train.path}: {what}{rest}")
+        classes = self.reader.flags or self.classes or _classes(train, found, is_multi_label)
+        self.reader.check_mapping(found)
+        self.ids = {self.reader.canonical(name): number for number, name in enumerate(classes)}
+        if len(self.ids) < len(classes):
+            raise InputError(f"--labels names a label twice: {', '.join(classes)}")
+        for file in files.values():
+            file.keep(self.bad.passing(range(len(file.labels)), partial(self._check_known, file)))
+        if self.unknown:
+            known = "--labels names" if self.classes else f"{train.path} has"
+            self.hint = f"; {known}: {listed(classes)}{near_label(self.unknown[0], classes)}"
+        counts = Counter(name for names in train.labels for name in set(names))
+        self.notes += [f"{train.path}: {doubt}" for doubt in doubts(counts)]
+        kind, metric = ("multi-label", "f1_micro") if is_multi_label else ("classification", "accuracy")
+        return Task(name="classification", kind=kind, labels=classes, metric=metric)
+
+    def split(self, name: str, file: _File, task: Task) -> Split:
+        return file.split(self._targets(file, task))
+
+    def group_rows(self, whole: Split) -> list[Row]:
+        return [self.train.rows[row] for row in self.train.usable]
+
+    def chosen(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
+        """Both parts have an example of every class that has two, if possible."""
+        assert whole.targets is not None
+        num_wanted = max(1, round(len(whole.texts) * fraction))
+        if whole.targets.ndim > 1:
+            return covering(whole.targets > 0, num_wanted, seed)
+        classes = whole.targets if task.labels else np.zeros(len(whole.texts), dtype=np.int64)
+        return stratified(classes, num_wanted, seed)
+
+    def finished(self, task: Task, splits: dict[str, Split]) -> Task:
+        return _standardized(task, splits["train"]) if self.kind == "regression" else task
+
+    def columns(self, files: dict[str, _File]) -> Trained:
+        return [file.text for file in files.values()], [file.label for file in files.values()]
+
+    def _columns(self, tables: Mapping[str, OpenTable]) -> dict[str, tuple[Columns, Columns, list[str]]]:
+        """Returns the text and label columns of each file, and notes on those of other names than in training."""
+        for table in tables.values():
+            table.names()
+        text = _training_columns(tables["train"], self.given["train"][0], TEXT_COLUMNS, "text")
+        label = _training_columns(tables["train"], self.given["train"][1], _LABEL_COLUMNS, "label")
+        if len(text) > 2:
+            raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); it can be one or two")
+        # A `score` is rarely the class.
+        usual = [names for names in _LABEL_COLUMNS if self.kind == "regression" or names != ("score",)]
+        columns: dict[str, tuple[Columns, Columns, list[str]]] = {"train": (text, label, [])}
+        for name, table in [*tables.items()][1:]:
+            own_text, own_label = self.given[name]
+            notes = list[str]()
+            texts = _other_columns(table, own_text, text, TEXT_COLUMNS, f"--{name}-text", notes)
+            is_test = name == "test"
+            labels = _other_columns(table, own_label, label, usual, f"--{name}-label", notes, optional=is_test)
+            columns[name] = (texts, labels, notes)
+        return columns
+
+    def _load(
+        self, name: str, table: OpenTable, text: Columns, label: Columns, notes: list[str], *, has_others: bool
+    ) -> _File:
+        chosen = text + label
+        if repeated := {each for each in chosen if chosen.count(each) > 1}:
+            raise InputError(f"{table.path}: the column {min(repeated)!r} is chosen twice by --text and --label")
+        wanted = chosen + verdict_columns(table.names(), chosen)
+        rows = table.load(wanted, self.bad, has_others=has_others)
+        return _File(name=name, table=table, rows=rows, text=text, label=label, notes=notes, has_others=has_others)
+
+    def _check_options(self, label: Columns) -> None:
+        if self.kind == "regression" and (self.classes or self.separator or self.mapping or len(label) > 1):
+            raise InputError(
+                "a regression has one label column of numbers, and no --labels, --label-map or --label-separator"
+            )
+        if len(label) > 1 and (self.classes or self.separator):
+            what = "their names are the labels: leave --labels and the separator out"
+            raise InputError(f"with several label columns, {what}")
+
+    def _read_rows(self, files: Mapping[str, _File], classes: Columns, trained: Task | None = None) -> str:
+        """Reads the rows of all files by what the labels of the first one are; returns a description of that."""
+        first = next(iter(files.values()))
+        read_cells: Callable[[Sequence[Any], str], Any]
+        if self.kind == "classification":
+            cells = [row[first.label[0]] for row in first.rows]
+            reader = LabelReader(cells, first.table.place, first.label, classes, self.separator, self.mapping)
+            if trained and reader.is_multi_label and trained.kind != "multi-label":
+                several = f"an example has several labels in {', '.join(first.label)}, and the model predicts one"
+                raise InputError(f"{first.path}: {several}")
+            self.reader = read_cells = reader
+            what = reader.described
+        else:
+            has_commas = _has_decimal_commas(first)
+            read_cells = partial(_number, mark="," if has_commas else ".")
+            what = f"one number per example{', with decimal commas' if has_commas else ''}"
+        for file in files.values():
+            self._read_file(file, read_cells)
+        return what
+
+    def _read_file(self, file: _File, read_cells: Callable[[Sequence[Any], str], Any]) -> None:
+        """Reads the rows of a file; leaves those without a label out, except in a test file."""
+        table, signs, unlabeled = file.table, Counter[str](), list[int]()
+        rejected = rejected_rows(file.rows, file.text + file.label, is_test=file.name == "test")
+        for row, values in enumerate(file.rows):
+            if row in rejected:
+                continue
+            with self.bad.collect():
+                label = None
+                if file.label:
+                    try:
+                        label = read_cells([values[name] for name in file.label], table.place(row))
+                    except NoLabel as sign:
+                        signs[str(sign)] += 1
+                        unlabeled.append(row)
+                if label is None and file.name != "test":
+                    continue
+                file.texts.append(tuple(text_of(table.path, table.lines[row], values, name) for name in file.text))
+                file.usable.append(row)
+                file.labels.append(label)
+        if file.name == "test" and all(label in (None, -1) for label in file.labels):  # hidden
+            file.label, unlabeled = (), []
+        file.notes += rejected_note(file.path, len(rejected), len(file.rows))
+        file.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
+
+    def _check_known(self, file: _File, number: int) -> None:
+        for name in file.labels[number] or ():
+            if name not in self.ids:
+                self.unknown.append(name)
+                raise InputError(f"{file.table.place(file.usable[number])}: unknown label {name!r}")
+
+    def _targets(self, file: _File, task: Task) -> NDArray[Any] | None:
+        """Returns class ids, int64 [n]; of several labels 0 and 1, float32 [n, labels]; or values, float64 [n]."""
+        if not file.label:
+            return None
+        if self.reader is None:
+            return np.array([math.nan if label is None else label for label in file.labels], dtype=np.float64)
+        if task.kind != "multi-label":
+            return np.array([NO_CLASS if names is None else self.ids[names[0]] for names in file.labels], np.int64)
+        targets = np.zeros((len(file.labels), len(self.ids)), dtype=np.float32)
+        for row, names in enumerate(file.labels):
+            targets[row, [self.ids[name] for name in names or ()]] = 1
+            if names is None:
+                targets[row] = np.nan
+        return targets
 
 
-def _read_file(
-    name: str,
-    path: Path,
-    available: Columns,
-    text: Columns,
-    label: Columns,
-    notes: list[str],
-    quoting: Quoting,
-    bad: BadRows,
-    *,
-    has_others: bool,
-) -> _File:
-    if repeated := {each for each in text + label if (text + label).count(each) > 1}:
-        raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
-    verdicts = verdict_columns(available, text + label)
-    table = read_table(path, text + label + verdicts, bad, quoting=quoting, has_others=has_others)
-    return _File(name=name, table=table, text=text, label=label, notes=notes, has_others=has_others)
-
-
-def _training_columns(path: Path, available: Columns, given: Columns, usual: Sequence[Columns], kind: str) -> Columns:
-    """Returns the named columns, else the first of the usual ones."""
+def _training_columns(table: OpenTable, given: Columns, usual: Sequence[Columns], kind: str) -> Columns:
+    available = table.names()
     names = given or next((names for names in usual if set(names) <= set(available)), ())
     if not names:
-        raise InputError(f"{path}: no {kind} column; {there_are(available)}; choose with --{kind}")
-    check_columns(path, available, names, f"--{kind}")
+        raise InputError(f"{table.path}: no {kind} column; {there_are(available)}; choose with --{kind}")
+    check_columns(table.path, available, names, f"--{kind}")
     return names
 
 
-def _columns(
-    path: Path,
-    available: Columns,
+def _other_columns(
+    table: OpenTable,
     given: Columns,
     trained: Columns,
     usual: Sequence[Columns],
     flag: str,
     notes: list[str],
+    *,
     optional: bool = False,
 ) -> Columns:
     """Returns the named columns, else those of the training file, else the only usual ones (noted); () for none."""
     if given and len(given) != len(trained):
         raise InputError(f"{flag} names {', '.join(given)}; the training file has {len(trained)}: {', '.join(trained)}")
-    names = given or trained
-    if given or set(names) <= set(available):
-        check_columns(path, available, names, flag)
-        return names
-    found = [each for each in usual if len(each) == len(trained) and set(each) <= set(available)]
-    if len(found) == 1:
-        instead = f"{', '.join(found[0])} instead of {', '.join(trained)}"
-        notes.append(f"{path}: reads the columns {instead}; choose others with {flag}")
-        return found[0]
-    if not optional or len(found) > 1:
-        check_columns(path, available, names, flag)  # raises
-    return ()
-
-
-def _check_options(
-    kind: str, label: Columns, labels: tuple[str, ...], separator: str, mapping: Mapping[str, str]
-) -> None:
-    if kind == "regression" and (labels or separator or mapping or len(label) > 1):
-        raise InputError(
-            "a regression has one label column of numbers, and no --labels, --label-map or --label-separator"
-        )
-    if len(label) > 1 and (labels or separator):
-        raise InputError("with several label columns, their names are the labels: leave --labels and the separator out")
-
-
-def _read_rows(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad: BadRows) -> None:
-    """Reads the rows of a file; leaves those without a label out, except in a test file."""
-    table, signs, unlabeled = file.table, Counter[str](), list[int]()
-    rejected = rejected_rows(table.rows, file.text + file.label, is_test=file.name == "test")
-    for row, values in enumerate(table.rows):
-        if row in rejected:
-            continue
-        with bad.collect():
-            label = None
-            if file.label:
-                try:
-                    label = read_cells([values[name] for name in file.label], table.place(row))
-                except NoLabel as sign:
-                    signs[str(sign)] += 1
-                    unlabeled.append(row)
-            if label is None and file.name != "test":
-                continue
-            file.texts.append(tuple(text_of(table.path, table.lines[row], values, name) for name in file.text))
-            file.rows.append(row)
-            file.labels.append(label)
-    if file.name == "test" and all(label in (None, -1) for label in file.labels):  # hidden
-        file.label, unlabeled = (), []
-    file.notes += rejected_note(file.path, len(rejected), len(table.rows))
-    file.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
+    path, available, names = table.path, table.names(), given or trained
+    if not given and not set(names) <= set(available):
+        found = [each for each in usual if len(each) == len(trained) and set(each) <= set(available)]
+        if len(found) == 1:
+            instead = f"{', '.join(found[0])} instead of {', '.join(trained)}"
+            notes.append(f"{path}: reads the columns {instead}; choose others with {flag}")
+            return found[0]
+        if optional and not found:
+            return ()
+    check_columns(path, available, names, flag)
+    return names
 
 
 def _named(cell: Any, names: Columns) -> Any:
     if isinstance(cell, list):
         return [_named(item, names) for item in cell]
     return names[cell] if isinstance(cell, int) and 0 <= cell < len(names) else cell
-
-
-def _check_labeled(files: Mapping[str, _File]) -> None:
-    for name, file in files.items():
-        if not file.rows:
-            flag = "--label" if name in ("train", "data") else f"--{name}-label"
-            raise InputError(f"{file.path}: no example has a label that can be used; choose the column with {flag}")
 
 
 def _unlabeled_note(file: _File, signs: Counter[str], unlabeled: list[int]) -> Iterator[str]:
@@ -405,13 +446,12 @@ def _unlabeled_note(file: _File, signs: Counter[str], unlabeled: list[int]) -> I
     first = file.table.place(unlabeled[0]).removeprefix(f"{file.path}: ")
     remedy = _how_to_keep(signs, file.labels) if file.name == "train" and len(file.label) == 1 else ""
     yield (
-        f"{file.path}: {len(unlabeled):,} of {len(file.table.rows):,} examples have no label "
+        f"{file.path}: {len(unlabeled):,} of {len(file.rows):,} examples have no label "
         f"({left_out(signs)}; the first in {first}): {what}{remedy}"
     )
 
 
 def _how_to_keep(signs: Counter[str], labels: Sequence[Any]) -> str:
-    """Returns the remedy if a sign is a class after all."""
     sign = next((sign for sign in ("-1", "-") if sign in signs), None)
     lists = [names for names in labels if isinstance(names, list)]
     if sign is None or not lists:
@@ -424,123 +464,49 @@ def _how_to_keep(signs: Counter[str], labels: Sequence[Any]) -> str:
 
 def _empty_texts(file: _File) -> tuple[str, ...]:
     """Returns a note about examples without text, which are kept; raises InputError if there are no others."""
-    empty = [row for row, parts in zip(file.rows, file.texts, strict=True) if not any(part.strip() for part in parts)]
+    empty = [row for row, parts in zip(file.usable, file.texts, strict=True) if not any(map(str.strip, parts))]
     if empty and len(empty) == len(file.texts):
         columns = " and ".join(map(repr, file.text))
         raise InputError(f"{file.path}: every text is empty in {columns}; choose with --text")
     return (f"{file.table.place(empty[0])}: the first of {len(empty):,} examples with empty text",) if empty else ()
 
 
-def _classification(
-    files: Mapping[str, _File], reader: LabelReader, given: tuple[str, ...], bad: BadRows
-) -> tuple[Task, dict[str, NDArray[Any] | None], str]:
-    """Returns the task, the targets of the splits, and a hint about unknown labels."""
-    train = files["train"]
-    found = {name for names in train.labels for name in names}
-    _check_found(train, found, reader)
-    classes = reader.flags or given or _classes(train, found, reader.is_multi_label)
-    task = Task(
-        name="classification",
-        kind="multi-label" if reader.is_multi_label else "classification",
-        labels=classes,
-        metric="f1_micro" if reader.is_multi_label else "accuracy",
-    )
-    reader.check_mapping(found)
-    ids = {reader.canonical(name): number for number, name in enumerate(classes)}
-    if len(ids) < len(classes):
-        raise InputError(f"--labels names a label twice: {', '.join(classes)}")
-    unknown: list[str] = []
-    for each in files.values():
-        _drop_unknown(each, ids, unknown, bad)
-    known = "--labels names" if given else f"{train.path} has"
-    hint = f"; {known}: {listed(classes)}{near_label(unknown[0], classes)}" if unknown else ""
-    return task, {name: _class_targets(each, ids, reader.is_multi_label) for name, each in files.items()}, hint
-
-
-def _check_found(train: _File, found: set[str], reader: LabelReader) -> None:
-    """Raises InputError if there is nothing to learn."""
-    if len(found) < (1 if reader.is_multi_label else 2):
-        rest = next((note for note in train.notes if "no label" in note), "")
-        raise InputError(
-            f"{train.path}: {listed(found) or 'no label'} in every example; there is nothing to learn"
-            f"{f' ({rest})' if rest else ''}"
-        )
-
-
-def _classes(train: _File, found: set[str], is_multi_label: bool) -> tuple[str, ...]:
+def _classes(train: _File, found: set[str], is_multi_label: bool) -> Columns:
     """Returns the labels that occur, in the order of their numbers, else sorted.
 
     Raises InputError if they look like numbers to predict or like ids.
     """
-    table = train.table
     if found <= {*train.classes}:
         return tuple(name for name in train.classes if name in found)
     if not is_multi_label and all(map(is_number, found)) and not all(map(INTEGER.fullmatch, found)):
-        names = zip(train.rows, train.labels, strict=True)
+        names = zip(train.usable, train.labels, strict=True)
         row, name = next((row, name) for row, (name,) in names if not INTEGER.fullmatch(name))
         raise InputError(
-            f"{table.place(row)}: the label {name!r} is a number with decimals; "
+            f"{train.table.place(row)}: the label {name!r} is a number with decimals; "
             "predict numbers with --task regression, or write classes as integers or words"
         )
-    if len(found) > MAX_SPARSE_CLASSES and len(found) > len(train.rows) / 2:
+    if len(found) > MAX_SPARSE_CLASSES and len(found) > len(train.usable) / 2:
         raise InputError(
-            f"{table.path}: {len(found):,} different labels in {len(train.rows):,} examples; "
+            f"{train.path}: {len(found):,} different labels in {len(train.usable):,} examples; "
             "predict numbers with --task regression, or choose another column with --label"
         )
     return _sorted(found)
 
 
-def _sorted(names: set[str]) -> tuple[str, ...]:
+def _sorted(names: Collection[str]) -> Columns:
     are_integers = all(map(INTEGER.fullmatch, names))
     return tuple(sorted(names, key=lambda name: (int(name) if are_integers else 0, name)))
 
 
-def _drop_unknown(file: _File, ids: Mapping[str, int], unknown: list[str], bad: BadRows) -> None:
-    """Leaves out, as bad rows, examples with unknown labels."""
-
-    def check(number: int) -> None:
-        for name in file.labels[number] or ():
-            if name not in ids:
-                unknown.append(name)
-                raise InputError(f"{file.table.place(file.rows[number])}: unknown label {name!r}")
-
-    file.keep(bad.passing(range(len(file.labels)), check))
-
-
-def _class_targets(file: _File, ids: Mapping[str, int], is_multi_label: bool) -> NDArray[Any] | None:
-    """Returns class ids, int64 [n]; for a multi-label task 0 and 1, float32 [n, labels]."""
-    if not file.label:
-        return None
-    if not is_multi_label:
-        return np.array([NO_CLASS if names is None else ids[names[0]] for names in file.labels], dtype=np.int64)
-    targets = np.zeros((len(file.labels), len(ids)), dtype=np.float32)
-    for row, names in enumerate(file.labels):
-        targets[row, [ids[name] for name in names or ()]] = 1
-        if names is None:
-            targets[row] = np.nan
-    return targets
-
-
-def _doubts(train: _File) -> Iterator[str]:
-    counts = Counter(name for names in train.labels for name in set(names))
-    yield from (f"{train.path}: {doubt}" for doubt in doubts(counts))
-
-
-def _values(file: _File) -> NDArray[np.float64] | None:
-    if not file.label:
-        return None
-    return np.array([math.nan if label is None else label for label in file.labels], dtype=np.float64)
-
-
 def _has_decimal_commas(file: _File) -> bool:
     """Returns whether all numbers of a file fit decimal commas, and some cannot be thousands."""
-    texts = [str(row[name]).strip() for row in file.table.rows for name in file.label]
+    texts = [str(row[name]).strip() for row in file.rows for name in file.label]
     numbers = {text for text in texts if _DIGITS.fullmatch(text)}
     has_commas = any("," in text and not _THOUSANDS.fullmatch(text) for text in numbers)
     return has_commas and all(map(_DECIMAL_COMMA.fullmatch, numbers))
 
 
-def _number(cells: Sequence[Any], place: str, mark: str = ".") -> float:
+def _number(cells: Sequence[Any], place: str, mark: str) -> float:
     (value,) = cells
     if is_missing(value):
         raise NoLabel(value.strip() if isinstance(value, str) else "")
@@ -568,12 +534,3 @@ def _standardized(task: Task, train: Split) -> Task:
             "together to compute with; rescale them"
         )
     return dataclasses.replace(task, shift=shift, scale=scale)
-
-
-def _validation_rows(train: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
-    """Rows to validate on; these and the others have an example of every class that has two, if possible."""
-    assert train.targets is not None
-    num_wanted = max(1, round(len(train.texts) * fraction))
-    if train.targets.ndim > 1:
-        return covering(train.targets > 0, num_wanted, seed)
-    return stratified(train.targets if task.labels else np.zeros(len(train.texts), dtype=np.int64), num_wanted, seed)

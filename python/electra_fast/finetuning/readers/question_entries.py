@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.answer_places import Annotation
 from electra_fast.finetuning.readers.rows import (
     BadRows,
     Row,
     abbreviated,
     check_columns,
     checked_text,
+    code_point,
     extension,
     first_of,
     others_of,
     place,
     there_are,
 )
-from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows, json_rows, parse_text
+from electra_fast.finetuning.readers.table_formats import json_rows, parse_text
+from electra_fast.finetuning.readers.tables import OpenTable, Quoting, open_table, refuse_stream
 from electra_fast.finetuning.readers.text_files import TextFile
 from electra_fast.finetuning.readers.written_lists import Elided, parse_value
+from electra_fast.finetuning.task import Answer
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
@@ -56,7 +59,6 @@ class Columns:
 
     @classmethod
     def chosen(cls, text: tuple[str, ...], label: tuple[str, ...] = ()) -> Columns:
-        """Returns the columns of `--text` and `--label`, or the usual ones if these are empty."""
         if text and len(text) != 2:
             given = f"{len(text)} columns ({', '.join(text)})"
             raise InputError(f"--text names {given}; it must be two: question, context")
@@ -67,7 +69,6 @@ class Columns:
         return cls(**{part: own for part, own in names.items() if own})
 
     def all_names(self) -> tuple[str, ...]:
-        """Returns the names of all fields that are read."""
         others = (*ID_COLUMNS, *OFFSET_COLUMNS, DETECTED, "is_impossible")
         return (*self.question, *self.context, *self.answers, *others)
 
@@ -85,39 +86,41 @@ class Question:
 
 
 def entries(
-    path: Path, columns: Columns, quoting: Quoting, bad: BadRows | None = None, *, has_others: bool = False
+    path: Path,
+    columns: Columns,
+    quoting: Quoting,
+    bad: BadRows | None = None,
+    notes: list[str] | None = None,
+    *,
+    needs_answers: bool = False,
+    has_others: bool = False,
 ) -> Iterator[Entry]:
-    """Yields the questions of a file; streams rows. Bad ones are collected in `bad`, or raised.
+    """Yields the questions of a file; streams rows, unless it `needs_answers` in some column.
 
-    With `has_others`, those of a Parquet file have its other columns too, as those of other files do.
+    Bad ones are collected in `bad`, or raised. With `has_others`, those of a Parquet file have its other columns too,
+    as those of other files do.
     """
     if is_json(path):
         yield from json_entries(json_objects(path), columns)
         return
-    wanted = _parquet_columns(path, columns) if path.suffix.lower() == ".parquet" else ()
-    if has_others:
-        wanted = ()
-    for line, row in iterate_rows(path, wanted, quoting=quoting, bad_rows=bad):
-        yield from _walk(place(path, line), "", row, columns)
-
-
-def check_answer_column(path: Path, columns: Columns, quoting: Quoting) -> None:
-    """Raises InputError if a table has no column of answers."""
-    if is_json(path):
-        return
-    available = column_names(path, quoting=quoting)
-    if set(available).isdisjoint((*columns.answers, *NESTED)):
-        names = " or ".join(map(repr, columns.answers))
-        raise InputError(f"{path}: no column {names}; {there_are(available)}; choose with --label")
+    if needs_answers:
+        refuse_stream(path)
+    with open_table(path, quoting=quoting) as table:
+        if needs_answers and set(table.names()).isdisjoint((*columns.answers, *NESTED)):
+            names = " or ".join(map(repr, columns.answers))
+            raise InputError(f"{path}: no column {names}; {there_are(table.names())}; choose with --label")
+        wanted = _parquet_columns(table, columns) if path.suffix.lower() == ".parquet" else ()
+        for line, row in table.rows(() if has_others else wanted, bad_rows=bad):
+            yield from _walk(place(path, line), "", row, columns)
+    if notes is not None:
+        notes += table.notes
 
 
 def is_json(path: Path) -> bool:
-    """Returns whether a file is JSON, which is read as a whole."""
     return extension(path) == ".json" and not path.is_dir()
 
 
 def json_objects(path: Path) -> list[JsonObject]:
-    """Returns the objects of a file: one, a list, or one per line."""
     with TextFile(path) as file:
         text = "".join(file.lines())
     try:
@@ -144,7 +147,6 @@ def _objects_in_lines(path: Path, text: str) -> Iterator[JsonObject]:
 
 
 def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[Entry]:
-    """Yields the questions of a file's objects."""
     for prefix, where, each in objects:
         yield from _walk(prefix, where, each, columns)
 
@@ -164,19 +166,17 @@ def _walk(prefix: str, where: str, item: Fields, columns: Columns, context: Any 
         yield from _walk(prefix, f"{where}[{number}]", child, columns, context)
 
 
-def _parquet_columns(path: Path, columns: Columns) -> tuple[str, ...]:
-    """Returns the columns to read of a Parquet file."""
-    available = column_names(path)
+def _parquet_columns(table: OpenTable, columns: Columns) -> tuple[str, ...]:
+    available = table.names()
     if not set(available).isdisjoint(NESTED):
         return ()
     for names in (columns.question, columns.context):
         if set(available).isdisjoint(names):
-            check_columns(path, available, names[:1], "--text")
+            check_columns(table.path, available, names[:1], "--text")
     return tuple(name for name in columns.all_names() if name in available)
 
 
 def question_of(entry: Entry, columns: Columns) -> Question:
-    """Returns a question with its texts checked; raises InputError with the place and the remedy."""
     where, context, fields = entry
     id = first_of(fields, ID_COLUMNS)
     if id is not None:
@@ -217,12 +217,10 @@ def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ..
 
 
 def other_fields(question: Question, columns: Columns) -> Row:
-    """Returns the fields of a question that are not read."""
     return others_of(question.fields, columns.all_names())
 
 
 def is_impossible(question: Question) -> bool | None:
-    """Returns the field `is_impossible`; None if it is missing."""
     value = question.fields.get("is_impossible")
     known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False, "": None, "none": None}
     if (name := str(value).lower()) not in known:
@@ -295,3 +293,106 @@ def _integer(where: str, name: str, value: Any) -> int | None:
     if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
         raise InputError(f"{where}: {name} is {abbreviated(value)}; it must be an integer")
     return int(value)
+
+
+CHARACTERS = "characters"
+
+
+class Annotation(NamedTuple):
+    """An answer as its file has it."""
+
+    text: str
+    start: int | None = None
+    """Its first character, in whatever unit the file counts."""
+    end: int | None = None
+    """Its last character or the one after it."""
+
+
+def offset_unit(annotations: Iterable[tuple[str, Annotation]]) -> str:
+    """Returns the unit, a key of `_UNITS`, in which most offsets fit their texts: characters unless another fits more.
+
+    `annotations` are pairs of context and annotation.
+    """
+    given = [(context, annotation) for context, annotation in annotations if annotation.start is not None]
+    if all(_start(context, annotation, CHARACTERS) is not None for context, annotation in given):
+        return CHARACTERS
+    return max(_UNITS, key=lambda unit: sum(_start(*pair, unit) is not None for pair in given))
+
+
+def place_answer(where: str, context: str, annotation: Annotation, unit: str) -> tuple[Answer, bool]:
+    """Returns the answer, and whether it is elsewhere than at its offset in `unit`s.
+
+    Without an offset it is the first occurrence. If another text is at the offset, it is the only occurrence, or the
+    nearest if that overlaps the annotation. Case, whitespace and forms of characters (NFKD) may differ. The start is -1
+    if there is none.
+
+    Raises:
+        InputError: The annotation's end is not that of its text; the message begins with `where`.
+    """
+    text = annotation.text
+    for each in dict.fromkeys((unit, CHARACTERS)):
+        if (start := _start(context, annotation, each)) is not None:
+            _check_end(where, context, annotation, start, each)
+            return Answer(text, start), False
+    found = _occurrences(context, text)
+    if annotation.start is None:
+        found = found[:1]
+    elif len(found) > 1:
+        near = annotation.start if (start := _UNITS[unit](context, annotation.start)) is None else start
+        nearest = min(found, key=lambda span: abs(span[0] - near))
+        found = [nearest] if abs(nearest[0] - near) <= len(text) else []
+    if not found:
+        return Answer(text, -1), False
+    return Answer(context[slice(*found[0])], found[0][0]), annotation.start is not None
+
+
+def _start(context: str, annotation: Annotation, unit: str) -> int | None:
+    if annotation.start is None or annotation.start < 0:
+        return None
+    start = _UNITS[unit](context, annotation.start)
+    return start if start is not None and start >= 0 and context.startswith(annotation.text, start) else None
+
+
+def _check_end(where: str, context: str, annotation: Annotation, start: int, unit: str) -> None:
+    """Checks the end, which may be inclusive or exclusive, and include whitespace that the text lacks."""
+    if annotation.end is None:
+        return
+    ends = (_UNITS[unit](context, end) for end in (annotation.end, annotation.end + 1))
+    if not any(end is not None and context[start:end].strip() == annotation.text.strip() for end in ends):
+        raise InputError(
+            f"{where}: the answer {annotation.text[:40]!r} at answer_start {annotation.start} does not end at "
+            f"{annotation.end}; correct its text or its end"
+        )
+
+
+def _with_carriage_returns(context: str, offset: int) -> int:
+    for line_end in re.finditer("\r\n", context):
+        offset += line_end.start() < offset
+    return offset
+
+
+# Convert an offset in a unit to a character. Among units that fit equally well, the first is taken.
+_UNITS: dict[str, Callable[[str, int], int | None]] = {
+    CHARACTERS: lambda context, offset: offset,
+    "UTF-16 code units": lambda context, offset: code_point(context, "utf-16-le", offset),
+    "UTF-8 bytes": lambda context, offset: code_point(context, "utf-8", offset),
+    "characters from 1": lambda context, offset: offset - 1,
+    "CR LF as one character": _with_carriage_returns,
+}
+
+
+def _occurrences(context: str, text: str) -> list[tuple[int, int]]:
+    """Returns all occurrences of a text; if there are none as written, those that are equal when folded."""
+    found = [match.span() for match in re.finditer(re.escape(text), context)]
+    folded = _fold(text)
+    if found or not folded or folded not in _fold(context):
+        return found
+    letters = [(letter, place) for place, each in enumerate(context) for letter in _fold(each) or " "]
+    kept = [pair for pair, before in zip(letters, [(" ", 0), *letters], strict=False) if pair[0] + before[0] != "  "]
+    matches = re.finditer(re.escape(folded), "".join(letter for letter, _ in kept))
+    return [(kept[match.start()][1], kept[match.end() - 1][1] + 1) for match in matches]
+
+
+def _fold(text: str) -> str:
+    """Decomposed, without case, with single spaces."""
+    return " ".join(unicodedata.normalize("NFKD", text).casefold().split())

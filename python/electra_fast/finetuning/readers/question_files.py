@@ -5,32 +5,37 @@ Annotated answers that are not in their context are left out of training but kep
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.answer_places import CHARACTERS, Annotation, offset_unit, place_answer
+from electra_fast.finetuning.readers.examples import Parser, Trained, read_examples
 from electra_fast.finetuning.readers.question_entries import (
+    CHARACTERS,
+    Annotation,
     Columns,
     Entry,
     JsonObject,
     Question,
     annotations_of,
-    check_answer_column,
     entries,
     is_impossible,
     json_entries,
     json_objects,
+    offset_unit,
     other_fields,
+    place_answer,
     question_of,
 )
-from electra_fast.finetuning.readers.rows import BadRows, abbreviated
+from electra_fast.finetuning.readers.rows import abbreviated
 from electra_fast.finetuning.readers.tables import Quoting
-from electra_fast.finetuning.readers.validation_split import Fold, set_aside, validation_rows, whole_contexts
+from electra_fast.finetuning.readers.validation_split import Fold, validation_rows, whole_contexts
 from electra_fast.finetuning.readers.words import is_unspaced
 from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction, select
 
@@ -53,21 +58,14 @@ def read_squad(name: Literal["squad1", "squad2"], folder: Path) -> TaskData:
         FileNotFoundError: The folder, its training files or its dev files are missing.
         InputError: A file cannot be used, with the place and the remedy.
     """
-    columns, bad, notes = Columns(), BadRows(), list[str]()
-    splits = {}
+    parser, splits = _QuestionParser(Columns(), has_unanswerable=name == "squad2"), dict[str, Split]()
     for split, parts in _squad_files(name, folder).items():
-        found = json_entries((each for objects in parts.values() for each in objects), columns)
-        splits[split] = _split(
-            split,
-            next(iter(parts)),
-            found,
-            columns,
-            bad,
-            notes,
-            has_unanswerable=name == "squad2",
-            has_columns=split != "train",
-        )
-    return _task_data(name, splits, [*notes, *bad.finish()])
+        found = json_entries((each for objects in parts.values() for each in objects), parser.names)
+        splits[split] = parser.examples(split, next(iter(parts)), found, has_columns=split != "train")
+    parser.notes += parser.bad.finish()
+    task = dataclasses.replace(parser.finished(parser.task(splits), splits), name=name)
+    test = (splits["test"],) if "test" in splits else ()
+    return TaskData(task=task, train=splits["train"], dev=(splits["dev"],), test=test, notes=tuple(parser.notes))
 
 
 def read_questions(
@@ -104,40 +102,17 @@ def read_questions(
         seed: Seeds the choice of the contexts to set aside.
         skip_bad_rows: Number of unusable questions that may be left out.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A file, a column or a value cannot be used, with the place and the remedy.
+    Raises as `read_examples` does.
     """
     check_dev_fraction(dev_fraction)
-    columns, bad, notes = Columns.chosen(text, label), BadRows(skip_bad_rows), list[str]()
-    splits: dict[str, Split] = {}
-    for name, path in (("train", train), ("dev", dev), ("test", test)):
-        if path is not None:
-            if name != "test":
-                check_answer_column(path, columns, quoting)
-            has_columns = name != "train" or dev is None
-            found = entries(path, columns, quoting, bad, has_others=has_columns)
-            splits[name] = _split(name, path, found, columns, bad, notes, has_columns=has_columns)
-    notes += bad.finish()
-    if dev is None:
-        whole = splits["train"]
-        chosen = validation_rows(
-            whole, folds or dev_fraction, lambda rest, fraction: whole_contexts(_contexts(rest), fraction, seed)
-        )
-        num_contexts = [len({*_contexts(each)}) for each in (select(whole, "dev", chosen), whole)]
-        part = "{:,} of {:,} contexts".format(*num_contexts)
-        part += f", with {len(chosen):,} of {len(whole.texts):,} questions,"
-        too_few = "all questions have the same context; give a dev split with --dev"
-        splits["train"], splits["dev"] = set_aside(
-            whole, chosen, seed, notes if folds is None else [], part=part, too_few=too_few
-        )
-    return _task_data("question-answering", splits, notes)
+    parser = _QuestionParser(Columns.chosen(text, label), quoting, skip_bad_rows)
+    return read_examples(train, dev, test, parser, dev_fraction=dev_fraction, folds=folds, seed=seed)
 
 
 def read_answered(
     task: Task,
     path: Path,
-    trained: tuple[Sequence[tuple[str, ...]], Sequence[tuple[str, ...]]],
+    trained: Trained,
     *,
     text: tuple[str, ...] = (),
     label: tuple[str, ...] = (),
@@ -150,11 +125,9 @@ def read_answered(
     `read_questions`.
     """
     text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
-    columns, bad, notes = Columns.chosen(text, label), BadRows(skip_bad_rows), list[str]()
-    check_answer_column(path, columns, quoting)
-    found = entries(path, columns, quoting, bad, has_others=True)
-    split = _split("data", path, found, columns, bad, notes, has_columns=True)
-    return split, [*notes, *bad.finish(), *_scoring_notes(split)]
+    parser = _QuestionParser(Columns.chosen(text, label), quoting, skip_bad_rows)
+    split = parser.read({"data": path})["data"]
+    return split, [*parser.notes, *parser.bad.finish(), *_scoring_notes(split)]
 
 
 def iterate_questions(
@@ -172,8 +145,128 @@ def iterate_questions(
         raise InputError(f"{path}: no questions")
 
 
+class _QuestionParser(Parser[Split]):
+    """Questions about contexts, of which `whole_contexts` are set aside."""
+
+    def __init__(
+        self, names: Columns, quoting: Quoting = "auto", skip_bad_rows: int = 0, *, has_unanswerable: bool | None = None
+    ) -> None:
+        """`has_unanswerable` is None where the questions show it."""
+        super().__init__(quoting, skip_bad_rows)
+        self.names, self.has_unanswerable = names, has_unanswerable
+
+    def read(self, paths: Mapping[str, Path]) -> dict[str, Split]:
+        splits = {}
+        for name, path in paths.items():
+            has_columns = name != "train" or "dev" not in paths
+            options = {"needs_answers": name != "test", "has_others": has_columns}
+            found = entries(path, self.names, self.quoting, self.bad, self.notes, **options)
+            splits[name] = self.examples(name, path, found, has_columns=has_columns)
+        return splits
+
+    def examples(self, name: str, path: Path, found: Iterable[Entry], *, has_columns: bool) -> Split:
+        """Returns a split with all annotated answers, in training only those in their context.
+
+        Only a test split may have none at all.
+        """
+        questions: dict[str, _Annotated] = {}
+        seen = set[str]()
+        for number, entry in enumerate(found):
+            with self.bad.collect():
+                question = question_of(entry, self.names)
+                questions[_new_id(number, question, seen)] = question, annotations_of(question, self.names)
+        if not questions:
+            self.bad.finish()
+            raise InputError(f"{path}: no questions")
+        answers: dict[str, tuple[Answer, ...]] = dict.fromkeys(questions, ())
+        if any(own for _, own in questions.values()):
+            answers = self._placed(path, questions)
+            if name == "train":
+                answers = self._trainable(path, questions, answers)
+        has_answers = any(answers.values())
+        if not has_answers and name != "test":
+            self.bad.finish()
+            raise InputError(f"{path}: no question has an answer")
+        texts: list[tuple[str, ...]] = [(questions[id][0].question, questions[id][0].context) for id in answers]
+        targets = np.fromiter(answers.values(), dtype=object, count=len(answers)) if has_answers else None
+        others = [other_fields(questions[id][0], self.names) for id in answers] if has_columns else None
+        return Split(name=name, path=path, texts=texts, targets=targets, ids=list(answers), columns=others)
+
+    def _placed(self, path: Path, questions: Mapping[str, _Annotated]) -> dict[str, tuple[Answer, ...]]:
+        """Returns the answers by id at the places of their texts, -1 for none; leaves bad questions out."""
+        unit = offset_unit((question.context, each) for question, own in questions.values() for each in own)
+        if unit != CHARACTERS:
+            self.notes.append(f"{path}: answer_start counts {unit}, as the texts of the answers show; converted")
+        answers, moved = dict[str, tuple[Answer, ...]](), list[str]()
+        for id, (question, own) in questions.items():
+            with self.bad.collect():
+                if not own and self.has_unanswerable is False:
+                    why = "no answer, but in SQuAD 1.1 every question has one; use --task squad2"
+                    raise InputError(f"{question.place}: {why}")
+                if not own and is_impossible(question) is False:
+                    why = "is_impossible is false, but there is no answer; correct one of them"
+                    raise InputError(f"{question.place}: {why}")
+                found = [place_answer(question.place, question.context, each, unit) for each in own]
+                moved += [id for _, is_moved in found if is_moved]
+                answers[id] = tuple(answer for answer, _ in found)
+        if moved:
+            self.notes.append(
+                f"{path}: {len(moved):,} answers are elsewhere in their context than at answer_start, the first in "
+                f"question {moved[0]!r}: taken where they are"
+            )
+        return answers
+
+    def _trainable(
+        self, path: Path, questions: Mapping[str, _Annotated], answers: Mapping[str, tuple[Answer, ...]]
+    ) -> dict[str, tuple[Answer, ...]]:
+        """Leaves out the answers that are not in their context, and the questions that have no others."""
+        found = {id: tuple(answer for answer in own if answer.start >= 0) for id, own in answers.items()}
+        lost = {id: None for id, own in answers.items() if own and not found[id]}
+        num_lost = sum(map(len, answers.values())) - sum(map(len, found.values()))
+        if len(lost) > MAX_LOST_SHARE * sum(map(bool, answers.values())):
+            for id in lost:
+                question, (first, *_) = questions[id]
+                with self.bad.collect():
+                    at = "" if first.start is None else f", at answer_start {first.start} or elsewhere"
+                    what = f"the answer {abbreviated(first.text)} is not in its context{at}"
+                    raise InputError(f"{question.place}: {what}")
+        elif num_lost:
+            first_id = next(id for id, own in answers.items() if len(own) > len(found[id]))
+            self.notes.append(
+                f"{path}: {num_lost:,} answers are not in their context, even in other case or spacing, the first in "
+                f"question {first_id!r}: left out of training, and with them {len(lost):,} of {len(answers):,} "
+                "questions"
+            )
+        return {id: own for id, own in found.items() if id not in lost}
+
+    def task(self, files: dict[str, Split]) -> Task:
+        return Task(name="question-answering", kind="question-answering", metric="f1")
+
+    def split(self, name: str, file: Split, task: Task) -> Split:
+        return file
+
+    def validation_rows(
+        self, whole: Split, share: float | Fold, choose: Callable[[Split, float], NDArray[np.intp]], seed: int
+    ) -> NDArray[np.intp]:
+        return validation_rows(whole, share, choose)
+
+    def chosen(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
+        return whole_contexts(_contexts(whole), fraction, seed)
+
+    def part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
+        if not len(chosen):
+            raise InputError(f"{whole.path}: all questions have the same context; give a dev split with --dev")
+        num_dev, num_all = (len({*_contexts(each)}) for each in (select(whole, "dev", chosen), whole))
+        return f"{num_dev:,} of {num_all:,} contexts, with {len(chosen):,} of {len(whole.texts):,} questions,"
+
+    def finished(self, task: Task, splits: dict[str, Split]) -> Task:
+        self.notes += [note for name in ("dev", "test") if name in splits for note in _scoring_notes(splits[name])]
+        annotated = [splits[name].targets for name in ("train", "dev")]
+        lack = not all(all(targets) for targets in annotated if targets is not None)
+        return dataclasses.replace(task, has_unanswerable=self.has_unanswerable or lack)
+
+
 def _squad_files(name: str, folder: Path) -> dict[str, dict[Path, list[JsonObject]]]:
-    """Returns the files of each split with their contents, from the first folder with training files of the version."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     subfolders = [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_folder_of(name, path)]
@@ -208,7 +301,6 @@ def _version(path: Path, objects: list[JsonObject]) -> str:
 
 
 def _new_id(number: int, question: Question, seen: set[str]) -> str:
-    """Returns the id of a question, by default its number; raises InputError if it is in `seen`."""
     id = str(number) if question.id is None else question.id
     if id in seen:
         raise InputError(f"{question.place}: a second question with the id {id!r}; ids must be unique")
@@ -216,114 +308,8 @@ def _new_id(number: int, question: Question, seen: set[str]) -> str:
     return id
 
 
-def _split(
-    name: str,
-    path: Path,
-    found: Iterable[Entry],
-    columns: Columns,
-    bad: BadRows,
-    notes: list[str],
-    *,
-    has_unanswerable: bool = True,
-    has_columns: bool = False,
-) -> Split:
-    """Returns a split with all annotated answers, in training only those in their context.
-
-    Only a test split may have none at all.
-    """
-    questions: dict[str, _Annotated] = {}
-    seen = set[str]()
-    for number, entry in enumerate(found):
-        with bad.collect():
-            question = question_of(entry, columns)
-            questions[_new_id(number, question, seen)] = question, annotations_of(question, columns)
-    if not questions:
-        bad.finish()
-        raise InputError(f"{path}: no questions")
-    answers: dict[str, tuple[Answer, ...]] = dict.fromkeys(questions, ())
-    if any(own for _, own in questions.values()):
-        answers = _placed(path, questions, bad, notes, has_unanswerable)
-        if name == "train":
-            answers = _trainable(path, questions, answers, bad, notes)
-    if not any(answers.values()) and name != "test":
-        bad.finish()
-        raise InputError(f"{path}: no question has an answer")
-    texts: list[tuple[str, ...]] = [(questions[id][0].question, questions[id][0].context) for id in answers]
-    targets = None
-    if any(answers.values()):
-        targets = np.fromiter(answers.values(), dtype=object, count=len(answers))
-    others = [other_fields(questions[id][0], columns) for id in answers] if has_columns else None
-    return Split(name=name, path=path, texts=texts, targets=targets, ids=list(answers), columns=others)
-
-
-def _placed(
-    path: Path, questions: Mapping[str, _Annotated], bad: BadRows, notes: list[str], has_unanswerable: bool
-) -> dict[str, tuple[Answer, ...]]:
-    """Returns the answers by id at the places of their texts, -1 for none; leaves bad questions out."""
-    unit = offset_unit((question.context, each) for question, own in questions.values() for each in own)
-    if unit != CHARACTERS:
-        notes.append(f"{path}: answer_start counts {unit}, as the texts of the answers show; converted")
-    answers, moved = dict[str, tuple[Answer, ...]](), list[str]()
-    for id, (question, own) in questions.items():
-        with bad.collect():
-            if not own:
-                _check_unanswerable(question, has_unanswerable)
-            found = [place_answer(question.place, question.context, each, unit) for each in own]
-            moved += [id for _, is_moved in found if is_moved]
-            answers[id] = tuple(answer for answer, _ in found)
-    if moved:
-        notes.append(
-            f"{path}: {len(moved):,} answers are elsewhere in their context than at answer_start, the first in "
-            f"question {moved[0]!r}: taken where they are"
-        )
-    return answers
-
-
-def _check_unanswerable(question: Question, has_unanswerable: bool) -> None:
-    if not has_unanswerable:
-        raise InputError(f"{question.place}: no answer, but in SQuAD 1.1 every question has one; use --task squad2")
-    if is_impossible(question) is False:
-        raise InputError(f"{question.place}: is_impossible is false, but there is no answer; correct one of them")
-
-
-def _trainable(
-    path: Path,
-    questions: Mapping[str, _Annotated],
-    answers: Mapping[str, tuple[Answer, ...]],
-    bad: BadRows,
-    notes: list[str],
-) -> dict[str, tuple[Answer, ...]]:
-    """Leaves out the answers that are not in their context, and the questions that have no others."""
-    found = {id: tuple(answer for answer in own if answer.start >= 0) for id, own in answers.items()}
-    lost = [id for id, own in answers.items() if own and not found[id]]
-    num_lost = sum(map(len, answers.values())) - sum(map(len, found.values()))
-    if len(lost) > MAX_LOST_SHARE * sum(map(bool, answers.values())):
-        for id in lost:
-            question, (first, *_) = questions[id]
-            with bad.collect():
-                at = "" if first.start is None else f", at answer_start {first.start} or elsewhere"
-                raise InputError(f"{question.place}: the answer {abbreviated(first.text)} is not in its context{at}")
-    elif num_lost:
-        first_id = next(id for id, own in answers.items() if len(own) > len(found[id]))
-        notes.append(
-            f"{path}: {num_lost:,} answers are not in their context, even in other case or spacing, the first in "
-            f"question {first_id!r}: left out of training, and with them {len(lost):,} of {len(answers):,} questions"
-        )
-    return {id: own for id, own in found.items() if id not in set(lost)}
-
-
 def _contexts(split: Split) -> list[str]:
     return [context for _, context in split.texts]
-
-
-def _task_data(name: str, splits: dict[str, Split], notes: list[str]) -> TaskData:
-    train, dev, test = splits["train"], splits["dev"], splits.get("test")
-    for split in (dev, test) if test else (dev,):
-        notes += _scoring_notes(split)
-    annotated = [split.targets for split in (train, dev) if split.targets is not None]
-    has_unanswerable = name == "squad2" or not all(map(all, annotated))
-    task = Task(name=name, kind="question-answering", metric="f1", has_unanswerable=has_unanswerable)
-    return TaskData(task=task, train=train, dev=(dev,), test=(test,) if test else (), notes=tuple(notes))
 
 
 def _scoring_notes(split: Split) -> Iterator[str]:

@@ -46,12 +46,10 @@ class BadRows:
                 self._shown.append(str(error))
 
     def add(self, message: str, number: int) -> None:
-        """Records several bad rows with one message."""
         self.number += number
         self._shown.append(message)
 
     def passing(self, items: Iterable[T], check: Callable[[T], None]) -> list[T]:
-        """Returns the items that pass a check; collects the others' errors."""
         kept = []
         for item in items:
             with self.collect():
@@ -84,7 +82,6 @@ def named_rows(numbers: Iterable[int], columns: Sequence[Row]) -> tuple[list[str
 
 
 def others_of(row: Mapping[str, Any], names: Collection[str]) -> Row:
-    """Returns a row without the columns `names`."""
     return {name: value for name, value in row.items() if name not in names}
 
 
@@ -138,14 +135,12 @@ def place(path: Path, line: int) -> str:
 
 
 def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], flag: str) -> None:
-    """Raises InputError if the file lacks one of the wanted columns, naming those that it has."""
     for name in wanted:
         if name not in available:
             raise InputError(f"{path}: no column {name!r}; {there_are(available)}; choose with {flag}")
 
 
 def columns_note(path: Path, what: str, text: Collection[str], label: Collection[str]) -> str:
-    """Returns a line on what is read from which columns, with the options for those that were not given."""
     flags = " and ".join(flag for flag, given in (("--text", text), ("--label", label)) if not given)
     return f"{path}: {what}{flags and f'; choose columns with {flags}'}"
 
@@ -188,11 +183,78 @@ def check_unicode(where: str, text: str) -> None:
 
 
 def first_of(fields: Mapping[str, Any], names: Iterable[str], default: Any = None) -> Any:
-    """Returns the value of the first name that is not null."""
     return next((fields[name] for name in names if fields.get(name) is not None), default)
 
 
 def abbreviated(value: object) -> str:
-    """Returns a value on one line, truncated."""
     text = " ".join(repr(value).split())
     return text[:40] + "…" if len(text) > 40 else text
+
+
+# Columns for an annotator's verdict, of Prodigy and Label Studio.
+VERDICT_COLUMNS = ("answer", "was_cancelled")
+_ANSWERS = (None, "accept", "reject", "ignore")
+
+
+def rejected_rows(rows: Sequence[Row], chosen: Collection[str], *, is_test: bool = False) -> set[int]:
+    """Returns the rows that were rejected, ignored or skipped; none of a test file in which all were.
+
+    Columns `chosen` as text or label are not verdicts.
+    """
+    answers = [None if "answer" in chosen else row.get("answer") for row in rows]
+    if not all(answer in _ANSWERS for answer in answers):
+        answers = []  # to a question
+    found = {number for number, answer in enumerate(answers) if answer in _ANSWERS[2:]}
+    if "was_cancelled" not in chosen:
+        found |= {number for number, row in enumerate(rows) if _is_true(row.get("was_cancelled"))}
+    return set() if is_test and len(found) == len(rows) else found
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() == "true"
+
+
+def verdict_columns(available: Iterable[str], chosen: Collection[str]) -> tuple[str, ...]:
+    """Returns a file's columns of verdicts, except chosen ones."""
+    return tuple(name for name in available if name in VERDICT_COLUMNS and name not in chosen)
+
+
+def code_point(text: str, encoding: str, offset: int) -> int | None:
+    """Returns the character that begins at an offset in units of `utf-16-le` or `utf-8`; None if none does."""
+    position = 2 * offset if encoding == "utf-16-le" else offset
+    try:
+        encoded = text.encode(encoding)
+        return len(encoded[:position].decode(encoding)) if 0 <= position <= len(encoded) else None
+    except UnicodeError:  # in the middle of a character
+        return None
+
+
+def rejected_note(path: Path, number: int, total: int) -> tuple[str, ...]:
+    """Returns a note on how many rows are left out, if any; raises InputError if none is left."""
+    if 0 < number == total:
+        raise InputError(f"{path}: an annotator rejected or skipped every row; accept some")
+    note = f"{path}: {number:,} of {total:,} rows are left out, which an annotator rejected or skipped"
+    return (note,) if number else ()
+
+
+def flat_row(where: str, row: Row) -> Row:
+    """Returns a task of Label Studio as a row of its data with the column `spans`; other rows as they are.
+
+    A task without an annotation counts as cancelled. Raises InputError if its annotations differ.
+    """
+    annotations = row.get("annotations", row.get("completions"))
+    if not isinstance(row.get("data"), dict) or not isinstance(annotations, list):
+        return row
+    valid = [each for each in annotations if not _is_true(each.get("was_cancelled"))]
+    results = [_spans(each) for each in [each for each in valid if each.get("ground_truth")] or valid]
+    if any(result != results[0] for result in results):
+        raise InputError(f"{where}: {len(results)} annotations differ; keep one, or mark one as ground truth")
+    data: Row = row["data"]
+    return data | ({"spans": results[0]} if results else {"spans": None, "was_cancelled": True})
+
+
+def _spans(annotation: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns an annotation's spans in the order of the text, without relations and choices."""
+    values = [item.get("value") for item in annotation.get("result") or []]
+    spans = [value for value in values if isinstance(value, dict) and "start" in value]
+    return sorted(spans, key=lambda span: (str(span["start"]), str(span.get("end")), str(span.get("labels"))))

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.rows import BadRows, check_columns, columns_note, place, there_are
-from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_cells, iterate_rows
+from electra_fast.finetuning.readers.delimited import iterate_cells
+from electra_fast.finetuning.readers.rows import BadRows, Row, check_columns, columns_note, place, there_are
+from electra_fast.finetuning.readers.tables import Quoting, open_table
 from electra_fast.finetuning.readers.tag_schemes import is_bare, split_tag
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
 
@@ -51,8 +52,6 @@ _Block = list[_Line]
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """The layout of a file's lines."""
-
     width: int
     """Number of cells in most lines of words."""
     word: int
@@ -109,17 +108,23 @@ def column_sentences(
     Raises InputError naming the line that cannot be used.
     """
     notes = [] if notes is None else notes
-    names, blocks = _named_blocks(path, text, label or (), quoting, bad)
-    sample = list(itertools.islice(blocks, _SAMPLE) if label is None else blocks)
-    if not sample:
-        return
-    layout = _layout(path, names, sample, text, label, is_test, notes)
-    comments: list[_Line] = []
     collect: Any = contextlib.nullcontext if bad is None else bad.collect
-    words = _split_by_id(_words(itertools.chain(sample, blocks), layout, comments), layout.sentence)
-    for number, lines in enumerate(words):
-        with collect():
-            yield _sentence(path, number, lines, layout)
+    with contextlib.ExitStack() as stack:
+        if path.suffix.lower() == ".csv":
+            table = stack.enter_context(open_table(path, quoting=quoting))
+            notes += table.notes
+            names, blocks = list(table.names()), _table_blocks(table.rows(bad_rows=bad))
+        else:
+            names, blocks = _named_blocks(path, text, label or ())
+        sample = list(itertools.islice(blocks, _SAMPLE) if label is None else blocks)
+        if not sample:
+            return
+        layout = _layout(path, names, sample, text, label, is_test, notes)
+        comments: list[_Line] = []
+        words = _split_by_id(_words(itertools.chain(sample, blocks), layout, comments), layout.sentence)
+        for number, lines in enumerate(words):
+            with collect():
+                yield _sentence(path, number, lines, layout)
     if comments and not layout.has_ids:
         first = f"{comments[0].text.strip()!r} is the first of {len(comments):,} lines that are read as comments"
         notes.append(f"{place(path, comments[0].number)}: {first}")
@@ -131,7 +136,8 @@ def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> b
     if suffix in COLUMN_FORMATS or not path.is_file():
         return suffix in COLUMN_FORMATS
     if suffix == ".csv":
-        return _is_word_table(column_names(path, quoting=quoting), text)
+        with open_table(path, quoting=quoting) as table:
+            return _is_word_table(table.names(), text)
     if suffix not in TEXT_FORMATS:
         return False
     blocks = list(itertools.islice(_blocks(path), _SAMPLE))
@@ -148,7 +154,6 @@ def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> b
 
 
 def _is_word_table(names: Sequence[str], text: Sequence[str]) -> bool:
-    """Returns whether the columns are those of a table with a word per row, rather than a text."""
     word = next((name for name in names if name in text or (not text and name.lower() in WORD_NAMES)), None)
     sentence = _sentence_column(names)
     return word is not None and (word.lower() in WORD_NAMES or sentence not in (None, names.index(word)))
@@ -158,12 +163,7 @@ def _sentence_column(names: Sequence[str]) -> int | None:
     return next((column for column, name in enumerate(names) if name.lower() in SENTENCE_NAMES), None)
 
 
-def _named_blocks(
-    path: Path, text: Sequence[str], label: Sequence[str], quoting: Quoting, bad: BadRows | None
-) -> tuple[list[str], Iterator[_Block]]:
-    """Returns the names of the columns, if any, and the blocks without the header."""
-    if path.suffix.lower() == ".csv":
-        return list(column_names(path, quoting=quoting)), _table_blocks(path, quoting, bad)
+def _named_blocks(path: Path, text: Sequence[str], label: Sequence[str]) -> tuple[list[str], Iterator[_Block]]:
     blocks = _blocks(path)
     first = next(blocks, [])
     rest = itertools.chain([first] if first else [], blocks)
@@ -194,10 +194,10 @@ def _blocks(path: Path) -> Iterator[_Block]:
         yield block
 
 
-def _table_blocks(path: Path, quoting: Quoting, bad: BadRows | None) -> Iterator[_Block]:
+def _table_blocks(rows: Iterator[tuple[int, Row]]) -> Iterator[_Block]:
     """Yields the rows of a .csv file in blocks; blank lines show in the numbers, or are rows of empty cells."""
     block: _Block = []
-    for number, row in iterate_rows(path, quoting=quoting, bad_rows=bad):
+    for number, row in rows:
         if block and (number > block[-1].number + 1 or not any(row.values())):
             yield block
             block = []
@@ -266,7 +266,6 @@ def _count_words(sample: Sequence[_Block]) -> bool:
 
 
 def _numbers(found: Sequence[str]) -> range:
-    """Returns the numbers of a sentence's words, from 1 or 0."""
     first = 0 if found[0] == "0" else 1
     return range(first, first + len(found))
 
@@ -290,7 +289,6 @@ def _tag_column(
 def _column(
     path: Path, chosen: Sequence[str], names: Sequence[str], usual: Sequence[str], number: int, flag: str
 ) -> int:
-    """Returns the number of a column chosen by name or number; else that of a usual name, or the given one."""
     check_single(chosen, flag)
     lower = [name.lower() for name in names]
     if not chosen:
@@ -315,7 +313,6 @@ def _is_number(name: str) -> bool:
 
 
 def _are_columns(width: int, word: int, tag: int | None) -> bool:
-    """Returns whether a line of `width` columns has these, and they differ."""
     chosen = [column for column in (word, tag) if column is not None]
     return len({column % width for column in chosen if -width <= column < width}) == len(chosen)
 
@@ -330,7 +327,6 @@ def _misfit(path: Path, line: _Line, word: int, tag: int | None) -> str:
 
 
 def _words(blocks: Iterator[_Block], layout: _Layout, comments: list[_Line]) -> Iterator[_Block]:
-    """Yields the blocks without comments, which are collected."""
     for block in blocks:
         words: _Block = []
         for line in block:
@@ -373,7 +369,6 @@ def _sentence(path: Path, number: int, lines: _Block, layout: _Layout) -> Senten
 
 
 def _check_ids(path: Path, lines: _Block) -> None:
-    """Raises InputError unless the words of a sentence are numbered consecutively."""
     for expected, line in zip(_numbers([line.cells[0] for line in lines]), lines, strict=True):
         if line.cells[0] != str(expected):
             raise InputError(

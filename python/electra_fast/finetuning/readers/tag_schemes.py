@@ -58,7 +58,6 @@ _OUTSIDE_WORDS = {"o", "0", "_", "-", "*", "out", "outside", "other", "none", "n
 
 
 def scheme_named(name: str) -> str:
-    """Returns the scheme of a name or alias; raises InputError if it is unknown."""
     scheme = ALIASES.get(name.upper(), name if name == "none" else name.upper())
     if scheme not in SCHEMES:
         raise InputError(f"unknown tagging scheme {name!r}{did_you_mean(name, (*SCHEMES, *ALIASES, 'auto'))}")
@@ -75,7 +74,6 @@ def split_tag(tag: str) -> tuple[str, str]:
 
 
 def is_bare(tag: str) -> bool:
-    """Returns whether a tag is a type without a prefix, or another label."""
     return tag != "O" and not _PREFIXED.fullmatch(tag)
 
 
@@ -110,7 +108,6 @@ def detect_scheme(sentences: Iterable[Sequence[str]]) -> str:
 
 
 def _delimit_entities(tags: Counter[str]) -> bool:
-    """Returns whether tags are those of entities, rather than labels of every word."""
     has_bare = any(map(is_bare, tags))
     if "O" not in tags:
         return not has_bare and any(tag[:1] == "B" or "-" in tag for tag in tags)
@@ -186,7 +183,6 @@ class Notation:
     """False: every tag is a type, also one such as `E-MAIL`."""
 
     def usual(self, tag: str) -> str:
-        """Returns the tag in the default notation; a tag that is not in this notation is a type, and unchanged."""
         if tag == self.outside:
             return "O"
         if not self.has_places:
@@ -248,7 +244,6 @@ def are_types(tags: Counter[str], outside: str, known: Collection[str] = ()) -> 
 
 
 def _candidates(tags: Iterable[str]) -> Iterator[Notation]:
-    """Yields notations that some tag may follow, the likeliest first."""
     separators = dict.fromkeys(["-", "_", *(found for tag in tags for found in re.findall(_SEPARATOR, tag))])
     for ignores_case in (False, True):
         for separator in separators:

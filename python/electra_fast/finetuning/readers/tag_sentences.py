@@ -7,33 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.annotations import flat_row, rejected_note, rejected_rows
 from electra_fast.finetuning.readers.rows import (
     BadRows,
     Row,
     abbreviated,
     check_columns,
+    code_point,
     columns_note,
+    first_of,
+    flat_row,
     others_of,
     place,
+    rejected_note,
+    rejected_rows,
     text_of,
     there_are,
 )
-from electra_fast.finetuning.readers.tables import Quoting, class_names, iterate_rows
-from electra_fast.finetuning.readers.tag_spans import (
-    Convention,
-    SpannedText,
-    find_convention,
-    placed_spans,
-    read_spans,
-    tags_of_spans,
-)
+from electra_fast.finetuning.readers.tables import Quoting, open_table
+from electra_fast.finetuning.readers.tag_schemes import Entity, from_entities
 from electra_fast.finetuning.readers.words import Words, places_of, words_of_text
 from electra_fast.finetuning.readers.written_lists import are_lists, parse_list, spells_list
 
@@ -69,7 +69,6 @@ class Sentence:
     """The other columns of its row."""
 
     def place(self, word: int = 0) -> str:
-        """Returns the place of a word, for messages."""
         return place(self.path, self.lines[min(word, len(self.lines) - 1)])
 
 
@@ -102,14 +101,16 @@ def row_sentences(
     receives lines on what was left out or converted. Raises InputError naming the line that cannot be used.
     """
     rows: list[tuple[int, Row]] = []
-    for line, row in iterate_rows(path, quoting=quoting, bad_rows=bad):
-        with bad.collect():
-            rows.append((line, flat_row(place(path, line), row)))
+    with open_table(path, quoting=quoting) as table:
+        for line, row in table.rows(bad_rows=bad):
+            with bad.collect():
+                rows.append((line, flat_row(place(path, line), row)))
+    notes += table.notes
     if not rows:
         bad.finish()
     chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
     if not labels:
-        labels = class_names(path).get(chosen[1], ())
+        labels = table.class_names.get(chosen[1], ())
     rows = _with_lists(path, rows, chosen, bad)
     _check_numbers(path, rows, chosen, labels)
     has_spans = _have_spans(rows, chosen[1])
@@ -217,12 +218,10 @@ def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[s
 
 
 def _token_texts(tokens: Sequence[Any]) -> list[Any]:
-    """Returns the words of a list of words, or of tokens as spaCy and Prodigy write them."""
     return [token["text"] if isinstance(token, dict) and "text" in token else token for token in tokens]
 
 
 def _with_tags(path: Path, sentences: Sequence[Sentence], bad: BadRows, notes: list[str]) -> Iterator[Sentence]:
-    """Yields the sentences, with tags in place of their spans."""
     spanned = [sentence.spanned for sentence in sentences if sentence.spanned]
     convention = find_convention(spanned)
     num_repeated = 0
@@ -266,7 +265,6 @@ def row_columns(
 
 
 def check_single(names: Sequence[str], flag: str) -> None:
-    """Raises InputError if an option names several columns."""
     if len(names) > 1:
         raise InputError(f"{flag} names {len(names)} columns ({', '.join(names)}); tagging reads one")
 
@@ -282,7 +280,6 @@ def _tags(where: str, num_words: int, tags: Any, labels: Sequence[str]) -> list[
 
 
 def _check_numbers(path: Path, rows: Sequence[tuple[int, Row]], chosen: tuple[str, str], labels: Sequence[str]) -> None:
-    """Raises InputError if tags are numbers without names."""
     for line, row in () if labels else rows:
         tag = next((tag for tag in _items(row.get(chosen[1])) if type(tag) is int and tag != -1), None)
         if tag is not None and isinstance(row.get(chosen[0]), list):
@@ -302,3 +299,216 @@ def _tag(where: str, tag: Any, labels: Sequence[str]) -> str:
     if not 0 <= tag < len(labels):
         raise InputError(f"{where}: the tag is the number {tag}, but --labels names 0 to {len(labels) - 1}")
     return labels[tag]
+
+
+Unit = Literal["code points", "UTF-16 units", "UTF-8 bytes"]
+EXPECTED_SPAN = '{"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'
+_STARTS = ("start", "start_offset", "startOffset", "start_char", "begin", "offset")
+_ENDS = ("end", "end_offset", "endOffset", "end_char")
+_LABELS = (
+    *("label", "labels", "type", "tag", "entity_type", "entity_group", "entity", "category", "class"),
+    *("hypertextlabels", "paragraphlabels"),  # of Label Studio
+)
+_TEXTS = ("text", "surface", "surface_form", "mention", "value", "word", "string")
+# Spans are read in another convention for splitting words only if at least this many do in the usual one.
+_MIN_MISFITS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """An entity as a file has it."""
+
+    start: int
+    end: int
+    label: str
+    text: str | None = None
+    tokens: tuple[int, int] | None = None
+    """The first and the last token, where the file has them too."""
+
+
+class SpannedText(NamedTuple):
+    """A text with its spans, or the words that spans count."""
+
+    text: str | Sequence[str]
+    words: Words
+    spans: Sequence[Span]
+    tokens: Sequence[str] = ()
+    """The tool's own."""
+
+    def part(self, start: int, end: int) -> str:
+        return self.text[start:end] if isinstance(self.text, str) else " ".join(self.text[start:end])
+
+
+@dataclass(frozen=True)
+class Convention:
+    """The unit and origin in which a file's spans are counted."""
+
+    unit: Unit = "code points"
+    first: int = 0
+    """The number of the first unit."""
+    inclusive: bool = False
+    """The end is the last rather than the one after it."""
+
+    def described(self, text: str | Sequence[str]) -> str:
+        unit = f"{'Unicode ' if self.unit == 'code points' else ''}{self.unit}" if isinstance(text, str) else "words"
+        return f"{unit} from {self.first}, the end {'inclusive' if self.inclusive else 'exclusive'}"
+
+    def place(self, text: str | Sequence[str], span: Span) -> tuple[int, int] | None:
+        """Returns a span's code points or words; None if it is empty, not in the text or splits a character."""
+        start, end = span.start - self.first, span.end - self.first + self.inclusive
+        if isinstance(text, str) and self.unit != "code points" and not text.isascii():
+            encoding = "utf-16-le" if self.unit == "UTF-16 units" else "utf-8"
+            first, last = (code_point(text, encoding, offset) for offset in (start, end))
+            if first is None or last is None:
+                return None
+            start, end = first, last
+        return (start, end) if 0 <= start < end <= len(text) else None
+
+
+_CONVENTIONS = tuple(
+    Convention(unit, first, inclusive)
+    for first, inclusive in ((0, False), (0, True), (1, True))
+    for unit in get_args(Unit)
+)
+
+
+def find_convention(rows: Iterable[SpannedText]) -> Convention:
+    """Returns the convention that most of a file's spans fit, the usual one at a tie.
+
+    A span fits if its own text is there. Spans without a text must lie in the row's text; if some do not, or at least
+    `_MIN_MISFITS` split words, another convention is taken under which every span begins and ends where words do.
+    """
+    pairs = [(row, span) for row in rows for span in row.spans]
+    has_texts = any(span.text is not None for _, span in pairs)
+    usual = best = Convention()
+    misfits = sum(not _fits(row, span, usual) for row, span in pairs)
+    if not misfits:
+        has_texts = False  # if some have, they are where all conventions find them
+        misfits = sum(not _fits_words(row, span, usual) for row, span in pairs)
+        if misfits < _MIN_MISFITS:
+            return usual
+    for convention in _CONVENTIONS if misfits else ():
+        found = sum(not _fits_words(row, span, convention) for row, span in pairs)
+        if found < misfits and (has_texts or not found):
+            best, misfits = convention, found
+    return best
+
+
+def _fits(row: SpannedText, span: Span, convention: Convention) -> bool:
+    place = convention.place(row.text, span)
+    return place is not None and (span.text is None or _is_same(row.part(*place), span.text))
+
+
+def _fits_words(row: SpannedText, span: Span, convention: Convention) -> bool:
+    """Like `_fits`; a span without a text of its own must also begin and end with words."""
+    place = convention.place(row.text, span)
+    if place is None or span.text is not None or not isinstance(row.text, str):
+        return _fits(row, span, convention)
+    return place[0] in row.words[:, 0] and place[1] in row.words[:, 1]
+
+
+def _is_same(found: str, expected: str) -> bool:
+    return _plain(found) == _plain(expected)
+
+
+def _plain(text: str) -> str:
+    # Label Studio writes newlines as two characters.
+    return "".join(unicodedata.normalize("NFC", text.replace("\\n", " ")).casefold().split())
+
+
+def read_spans(where: str, items: Any) -> list[Span]:
+    """Reads the spans of a row; raises InputError for another form. `datasets` turns a list of objects into lists."""
+    if isinstance(items, dict) and all(isinstance(each, list) for each in items.values()):
+        items = [dict(zip(items, values, strict=False)) for values in zip(*items.values(), strict=False)]
+    if not isinstance(items, list):
+        raise InputError(f"{where}: the spans are {abbreviated(items)}; there must be a list of {EXPECTED_SPAN}")
+    return [_read_span(where, item) for item in items]
+
+
+def _read_span(where: str, item: Any) -> Span:
+    fields = item
+    if isinstance(item, list):
+        fields = dict(zip(("start", "end", "label"), item, strict=False)) if len(item) == 3 else {}
+    if not isinstance(fields, dict):
+        raise InputError(f"{where}: the span {abbreviated(item)} is not like {EXPECTED_SPAN}")
+    start, end, length = (_whole(first_of(fields, names)) for names in (_STARTS, _ENDS, ("length",)))
+    if end is None and start is not None and length is not None:
+        end = start + length
+    if start is None or end is None or not (label := _label(where, item, fields)):
+        raise InputError(f"{where}: the span {abbreviated(item)} is not like {EXPECTED_SPAN}")
+    if length is not None and length not in (end - start, end - start + 1):
+        raise InputError(f"{where}: the span {start} to {end} has the length {length}; correct one of them")
+    text = next((fields[name] for name in _TEXTS if isinstance(fields.get(name), str)), None)
+    first, last = (_whole(fields.get(name)) for name in ("token_start", "token_end"))
+    tokens = None if first is None or last is None else (first, last)
+    return Span(start=start, end=end, label=label, text=text, tokens=tokens)
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole or type(value) is int else None
+
+
+def _label(where: str, item: Any, fields: dict[str, Any]) -> str:
+    found = next((fields[name] for name in _LABELS if fields.get(name)), "")
+    found = found if isinstance(found, list) else [found]
+    if len(found) > 1:
+        raise InputError(f"{where}: the span {abbreviated(item)} has {len(found)} labels; keep one")
+    return found[0].strip() if isinstance(found[0], str) else ""
+
+
+def placed_spans(where: str, row: SpannedText, convention: Convention) -> tuple[list[Span], int]:
+    """Returns the spans of a row in code points or words, sorted and unique, and how many repeat another one.
+
+    Raises InputError if a span is not its own text, is not in the text, or overlaps another one.
+    """
+    places = [_placed(where, row, span, convention) for span in row.spans]
+    unique = [span for _, span in sorted({(span.start, span.end, span.label): span for span in places}.items())]
+    for before, after in itertools.pairwise(unique):
+        if after.start < before.end:
+            overlap = f"{before.start} to {before.end} and {after.start} to {after.end}"
+            raise InputError(f"{where}: the spans {overlap} overlap; keep one of them")
+    return unique, len(places) - len(unique)
+
+
+def _placed(where: str, row: SpannedText, span: Span, convention: Convention) -> Span:
+    here, place = f"{where}: the span {span.start} to {span.end}", convention.place(row.text, span)
+    if place is None:
+        size = f"{len(row.text):,} {'characters' if isinstance(row.text, str) else 'words'}"
+        counted = convention.described(row.text)
+        raise InputError(f"{here} is empty or outside the text of {size}; count {counted}")
+    found = row.part(*place)
+    if span.text is not None and not _is_same(found, span.text):
+        own = abbreviated(span.text)
+        raise InputError(f"{here} is {abbreviated(found)}, but its own text is {own}; correct one of them")
+    if span.tokens is not None and row.tokens:
+        first, last = span.tokens
+        tokens = row.tokens[first : last + 1] if 0 <= first <= last < len(row.tokens) else [""]
+        if not tokens[0] or not found.startswith(tokens[0]) or not found.endswith(tokens[-1]):
+            own = f"tokens {first} to {last} are {abbreviated(' '.join(tokens))}"
+            raise InputError(f"{here} is {abbreviated(found)}, but its {own}; correct one of them")
+    return Span(start=place[0], end=place[1], label=span.label)
+
+
+def tags_of_spans(where: str, row: SpannedText, spans: Sequence[Span]) -> tuple[list[str], int]:
+    """Returns IOB2 tags of all words, and how many ends of spans are within a word.
+
+    A word in two spans belongs to the first.
+    """
+    words = row.words
+    if not isinstance(row.text, str):
+        return from_entities([(span.start, span.end, span.label) for span in spans], len(words)), 0
+    entities: list[Entity] = []
+    num_cuts = past = 0
+    for span in spans:
+        first = int(np.searchsorted(words[:, 1], span.start, side="right"))
+        last = int(np.searchsorted(words[:, 0], span.end, side="left"))
+        if first == last:
+            raise InputError(f"{where}: the span {span.start} to {span.end} has no word in it; remove it")
+        num_cuts += int(words[first, 0] < span.start) + int(words[last - 1, 1] > span.end)
+        if max(first, past) < last:
+            entities.append((max(first, past), last, span.label))
+        past = last
+    return from_entities(entities, len(words)), num_cuts

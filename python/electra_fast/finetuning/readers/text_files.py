@@ -80,7 +80,6 @@ class TextFile:
         return not select.select([self._raw], [], [], 0)[0]
 
     def content(self) -> bytes:
-        """Returns all bytes, decompressed."""
         return b"".join((self.head, *iter(self._read, b"")))
 
     def lines(self) -> Iterator[str]:
@@ -114,7 +113,6 @@ class TextFile:
             yield parts[0]
 
     def _read(self) -> bytes:
-        """Returns the next bytes that are available; empty at the end."""
         if not self._compression:
             return bytes(self._stream.read1(_CHUNK_BYTES))
         try:

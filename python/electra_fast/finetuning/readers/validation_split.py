@@ -81,7 +81,6 @@ def grouped_rows(
 
 
 def group_values(path: Path, column: str, rows: Sequence[Row]) -> list[Any]:
-    """Returns the values in the column of `--group`, none if no column is given; raises InputError if it is missing."""
     if column:
         check_columns(path, dict.fromkeys(name for row in rows for name in row), (column,), "--group")
     return [row.get(column) for row in rows] if column else []
@@ -106,7 +105,6 @@ def _groups(whole: Split, values: Sequence[Any]) -> NDArray[np.int64]:
 
 
 def _labels(whole: Split) -> Iterator[list[int]]:
-    """Yields the class, the labels or the tags of each row; nothing for a value."""
     assert whole.targets is not None
     for target in whole.targets:
         if np.ndim(target) and whole.targets.dtype != object:
@@ -142,31 +140,6 @@ def _cover(counts: Sequence[Counter[int]], parts: NDArray[np.int64]) -> None:
             parts[group] = 0
             have.update(counts[group])
             left.subtract(counts[group].keys())
-
-
-def set_aside(
-    train: Split,
-    chosen: NDArray[np.intp],
-    seed: int,
-    notes: list[str],
-    *,
-    what: str = "examples",
-    part: str = "",
-    too_few: str = "",
-) -> tuple[Split, Split]:
-    """Returns the training split without the `chosen` rows, and these as the dev split; raises InputError for none.
-
-    Notes which `part` of the examples, which are called `what`, was chosen; `too_few` says why there is none.
-    """
-    num_rows, num_dev = len(train.texts), len(chosen)
-    if not num_dev:
-        reason = too_few or f"{num_rows} {what} are too few to set a dev split aside; give one with --dev"
-        raise InputError(f"{train.path}: {reason}")
-    is_dev = np.zeros(num_rows, dtype=bool)
-    is_dev[chosen] = True
-    part = part or f"{num_dev:,} of {num_rows:,} {what}"
-    notes.append(f"{train.path}: {part} are set aside as the dev split (seed {seed}); give your own with --dev")
-    return select(train, "train", np.flatnonzero(~is_dev)), select(train, "dev", np.flatnonzero(is_dev))
 
 
 def stratified(groups: NDArray[np.int64], num_wanted: int, seed: int) -> NDArray[np.intp]:
@@ -224,7 +197,6 @@ def with_all_tags(train: Split, task: Task, num_wanted: int, seed: int) -> NDArr
 
 
 def whole_contexts(contexts: Sequence[str], fraction: float, seed: int) -> NDArray[np.intp]:
-    """Chooses all questions of some contexts."""
     distinct = list(dict.fromkeys(contexts))
     num_dev = min(max(1, round(len(distinct) * fraction)), len(distinct) - 1)
     chosen = {distinct[number] for number in np.random.default_rng(seed).permutation(len(distinct))[:num_dev]}

@@ -30,7 +30,6 @@ _WORD = re.compile(r"c[mj]*|[wmj]+|rr?[mj]*|[xt](?:j[xt]|[mjt])*")
 
 
 def is_unspaced(text: str) -> bool:
-    """Returns whether a text is written without spaces."""
     num_letters = sum(map(str.isalpha, text))
     return len(_UNSPACED_CHARACTER.findall(text)) > _MIN_UNSPACED * num_letters
 

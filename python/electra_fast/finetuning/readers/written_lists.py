@@ -38,12 +38,10 @@ def _resembles_list(text: str) -> bool:
 
 
 def has_brackets(text: str) -> bool:
-    """Returns whether a text begins and ends as a list or object does."""
     return _BRACKETED.fullmatch(text.strip()) is not None
 
 
 def spells_list(text: str) -> bool:
-    """Returns whether a text is a list that `parse_list` reads."""
     try:
         parse_list(text)
     except ValueError:
@@ -52,7 +50,6 @@ def spells_list(text: str) -> bool:
 
 
 def parse_list(text: str) -> list[Any]:
-    """Returns the list that a text spells; raises ValueError, which says why, for any other text."""
     value = parse_value(text)
     if not isinstance(value, list):
         raise ValueError("it is not a list")
@@ -82,7 +79,6 @@ def parse_value(text: str) -> Any:
 
 
 def _value(tokens: Sequence[str], start: int) -> tuple[Any, int]:
-    """Returns the value that begins at a token, and the token after it."""
     token = tokens[start]
     if token in _CLOSING:
         return _items(tokens, start + 1, _CLOSING[token])

@@ -114,9 +114,6 @@ class Tagging(TaskType):
     formats = (".csv", ".jsonl", ".json", ".parquet", ".arrow")
     usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
 
-    def is_table(self, path: Path) -> bool:
-        return path.suffix.lower() == ".csv"
-
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> TagFeatures:
         """Splits texts into chunks `[CLS] tokens [SEP]` of at most `sequence_length`, and finds the words' tokens."""
         assert split.words is not None

@@ -111,10 +111,6 @@ class TaskType(ExampleReader):
     """Settings of `answers` that a user may choose."""
     hf: ClassVar[HfForm]
 
-    def is_table(self, path: Path) -> bool:
-        """Returns whether own data at this path have a header."""
-        return True
-
     @abstractmethod
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> Features:
         """Tokenizes a split; raises InputError for texts that cannot be used."""
