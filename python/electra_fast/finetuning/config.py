@@ -112,7 +112,6 @@ class FinetuneSection(Section):
         return steps if self.schedule == "product" else int(steps)
 
     def optimizer(self) -> OptimizerConfig:
-        """Returns the update rule, AdamW."""
         return OptimizerConfig(
             name="adamw",
             learning_rate=self.learning_rate,
@@ -259,7 +258,6 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
 
 
 def _epochs_by_size(num_examples: int, steps_for_classes: int, batch_size: int) -> int:
-    """Returns the epochs that make enough steps."""
     per_epoch = math.ceil(num_examples / batch_size)
     for_classes = min(math.ceil(steps_for_classes / per_epoch), MAX_EPOCHS_FOR_CLASSES)
     return max(math.ceil(MIN_STEPS / per_epoch), for_classes)

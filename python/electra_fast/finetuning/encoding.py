@@ -47,7 +47,6 @@ class EncodedExamples:
 
     @cached_property
     def lengths(self) -> Ints:
-        """Tokens of each example."""
         return np.diff(self.offsets)
 
 

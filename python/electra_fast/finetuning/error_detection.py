@@ -82,7 +82,6 @@ class ErrorDetector(ExampleReader):
     usual_columns = (("text",),)
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str:
-        """Returns the text."""
         return text_of(path, line, row, columns[0])
 
     def predict(self, texts: Iterable[str]) -> list[Prediction]:

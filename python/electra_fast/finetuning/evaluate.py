@@ -80,7 +80,6 @@ def evaluate_file(
     precision: Any = "auto",
     **options: Any,
 ) -> dict[str, Any]:
-    """Evaluates a fine-tuned model on a file, as `evaluate` says."""
     predictor = load_finetuned(model, precision=precision)
     task, task_type = predictor.task, predictor.task_type
     dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
@@ -110,7 +109,6 @@ def _options(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _refuse(options: Mapping[str, Any], known: Mapping[str, Any], why: str) -> None:
-    """Raises InputError for an option that does not apply."""
     refused = next((name for name in options if name not in known), None)
     if refused is not None:
         raise InputError(f"{_FLAGS.get(refused, '--' + refused.replace('_', '-'))} is {why}")

@@ -168,7 +168,6 @@ def finetune(
 
 
 def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str, Any]]:
-    """Returns the reader's arguments for each fold."""
     if folds < 2:
         raise InputError(f"folds = {folds}: must be at least 2")
     if dev is not None or columns.get("dev_fraction", 0.1) != 0.1:
@@ -188,7 +187,6 @@ def _biases(task: Task, config: FinetuneSection) -> Iterator[str]:
 
 
 def _check_classes(data: TaskData, folds: int) -> None:
-    """Raises InputError if a class has fewer examples than there are folds."""
     counts = (TASK_TYPES[data.task.kind].class_sizes(data.task, split) for split in (data.train, *data.dev))
     sizes = +sum(map(Counter, counts), Counter[str]())
     name = min(sizes, key=lambda name: sizes[name], default="")

@@ -59,7 +59,6 @@ class Inputs:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors."""
         return self.columns_5RL, self.cu_seqlens, self.first_n, self.second_n
 
     def mask(self, backend: str, shape: ModelConfig) -> AttentionMask:
@@ -95,7 +94,6 @@ class LinearHead(nn.Module):
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """Returns the outputs in fp32."""
         outputs: Tensor = self.classifier(ops.dropout(x_nD.float(), dropout))
         return outputs
 
@@ -109,7 +107,6 @@ class ElectraHead(nn.Module):
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """Returns the outputs in fp32."""
         inner = ops.bias_gelu(ops.dropout(x_nD.float(), dropout), self.dense.weight, self.dense.bias)
         outputs: Tensor = self.classifier(ops.dropout(inner, dropout.call(1)))
         return outputs
@@ -125,7 +122,6 @@ class ModernHead(nn.Module):
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """Returns the outputs in fp32."""
         inner = self.norm(ops.bias_gelu(x_nD.float(), self.dense.weight, None))
         outputs: Tensor = self.classifier(ops.dropout(inner, dropout))
         return outputs
@@ -155,10 +151,10 @@ class EncoderWithHead(nn.Module, ABC):
         self.embeddings, self.encoder = Embeddings(shape, has_sparse_gradient=True), Encoder(shape)
         self.head = head
 
-    def hidden_states(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
+    def hidden_states(self, inputs: Inputs, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns the hidden states that the head reads: of [CLS], [n, D], or of all tokens, [T, D]."""
         ids_T, types_T, positions_T, _, _ = (column.flatten() for column in inputs.columns_5RL)
-        dropout = Dropout(self.shape.dropout if self.training else 0.0, dropout_key)
+        dropout = Dropout(self.shape.dropout if self.training else 0.0, key)
         x_TE = self.embeddings(ids_T, positions_T, types_T, compute.dtype, dropout)
         queries = inputs.first_tokens(self.shape) if self.only_first else None
         hidden: Tensor = self.encoder(x_TE, positions_T, inputs.mask(compute.attention, self.shape), dropout, queries)
@@ -208,11 +204,11 @@ class TaskModel(EncoderWithHead):
             with torch.no_grad():
                 parameter.copy_(values)
 
-    def outputs(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
+    def outputs(self, inputs: Inputs, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns the head's outputs, fp32 [n, C] or [T, C]."""
         probability = self.head_dropout if self.training else 0.0
-        hidden = self.hidden_states(inputs, compute, dropout_key)
-        outputs: Tensor = self.head(hidden, Dropout(probability, dropout_key, _HEAD_CALL))
+        hidden = self.hidden_states(inputs, compute, key)
+        outputs: Tensor = self.head(hidden, Dropout(probability, key, _HEAD_CALL))
         return outputs
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
@@ -220,7 +216,5 @@ class TaskModel(EncoderWithHead):
         return (self.outputs(inputs, compute),)
 
     @abstractmethod
-    def losses(
-        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
-    ) -> Tensor:
+    def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns the loss of each example, fp32 [n], or of each token, [R, L], given the whole batch."""

@@ -165,7 +165,6 @@ def read_finetuned(folder: Path) -> Finetuned:
 
 
 def is_finetuned(folder: Path) -> bool:
-    """Returns whether a folder has the name of a class for a task, or our keys for one, in its config.json."""
     if not (folder / "config.json").is_file():
         return False
     table = read_object(folder / "config.json")

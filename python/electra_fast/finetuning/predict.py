@@ -147,7 +147,6 @@ def _scheme(labels: Iterable[str]) -> str:
 
 
 def check_settings(given: Iterable[str], known: Collection[str], kind: str) -> None:
-    """Raises InputError for a setting that the task type does not have."""
     refused = next((name for name in given if name not in known), None)
     if refused is not None:
         raise InputError(f"--{refused.replace('_', '-')} is not for {kind}")

@@ -35,12 +35,10 @@ class TaskRuns:
 
     @property
     def name(self) -> str:
-        """The task's name."""
         return self.jobs[0].task.name
 
     @property
     def planned(self) -> list[tuple[Job, int]]:
-        """All jobs with their seeds, the twins last."""
         return [(job, seed) for job in self.jobs for seed in range(self.seeds)] + [(twin, 0) for twin in self.twins]
 
 
@@ -95,7 +93,6 @@ def _means(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def draw_curves(group: TaskRuns) -> None:
-    """Writes curves.png: loss and validation score of all runs by step."""
     from matplotlib.figure import Figure  # takes long, and predictions need none
 
     logs, chosen = {}, {}
@@ -154,7 +151,6 @@ def summary_text(group: TaskRuns, found: Mapping[str, Any]) -> str:
 
 
 def print_table(results: Results) -> None:
-    """Prints a row per task and their mean."""
     baselines = [name for name in ("majority", "untrained") if any(found.get(name) for found in results.values())]
     headers = ("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
     table = Table(*headers, box=None, padding=(0, 1, 0, 0))

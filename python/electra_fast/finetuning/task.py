@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,11 @@ NO_CLASS = -1
 """The class id of a test example without a label."""
 Prediction = dict[str, Any]
 """A model's answer for an example, as JSON has it."""
+Answers = Sequence[Prediction]
+Scores = Mapping[str, Any]
+"""Scores by name; for labels also the table of their thresholds."""
+Settings = Mapping[str, Any]
+"""What prediction needs besides the weights, or a user's choices, by name."""
 
 
 class Answer(NamedTuple):
@@ -68,6 +73,12 @@ class Split:
     columns: list[dict[str, Any]] | None = None
     """Own data: the other columns of each example's row, as read; None where they are not kept."""
 
+    @property
+    def gold(self) -> NDArray[Any]:
+        """The targets of a split that has labels."""
+        assert self.targets is not None
+        return self.targets
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
@@ -87,13 +98,11 @@ class TaskData:
 
 
 def check_dev_fraction(fraction: float) -> None:
-    """Raises InputError unless `fraction` is above 0 and below 1."""
     if not 0 < fraction < 1:
         raise InputError(f"dev_fraction is {fraction}; it must be above 0 and below 1")
 
 
 def num_trained_on(train: Split, split: Split) -> int:
-    """Returns the number of examples whose texts are in the training split."""
     known = set(train.texts)
     return sum(texts in known for texts in split.texts)
 

@@ -115,7 +115,6 @@ def _options(kind: str) -> dict[str, Any]:
 
 
 def _given(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that differ from their defaults."""
     defaults = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
     unknown = next((name for name in columns if name not in defaults), None)
     if unknown is not None:

@@ -87,7 +87,6 @@ def make_report(
 
 
 def _labeled(task: Task, parts: Sequence[Answered]) -> Answered:
-    """Returns the examples of all parts that have a gold label, and their answers."""
     golds = [TASK_TYPES[task.kind].golds(task, split) for split, _ in parts]
     chosen = [[row for row, gold in enumerate(own) if gold is not None] for own in golds]
     splits = [select(split, split.name, rows) for (split, _), rows in zip(parts, chosen, strict=True)]

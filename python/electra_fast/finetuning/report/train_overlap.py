@@ -144,7 +144,6 @@ def _jaccard(one: frozenset[str], other: frozenset[str]) -> float:
 
 
 def examples(train: Split, dev: Split, found: Sequence[Duplicate]) -> list[dict[str, Any]]:
-    """Returns the duplicates with their texts."""
     return [
         {"id": dev.ids[each.row], "text": " / ".join(dev.texts[each.row])}
         | {"train_id": train.ids[each.train_row], "train_text": " / ".join(train.texts[each.train_row])}

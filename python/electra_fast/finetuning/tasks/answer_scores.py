@@ -1,4 +1,4 @@
-"""Scores of answers to questions by the rules of SQuAD 1.1 and 2.0, in scripts without spaces by those of CMRC 2018.
+"""ById of answers to questions by the rules of SQuAD 1.1 and 2.0, in scripts without spaces by those of CMRC 2018.
 
 They equal those of the official evaluation scripts, as fractions instead of percentages. SQuAD compares words. In
 contexts written without spaces, CMRC and DRCD take each character of such a script for a word, and the longest common
@@ -23,7 +23,7 @@ from electra_fast.finetuning.report import pictures
 from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.task import Answer, Split
 
-Scores = dict[str, float]
+ById = dict[str, float]
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 # Lengths of answers that are scored together, by the longest of them.
@@ -38,7 +38,7 @@ def squad_scores(
     predictions: Mapping[str, str],
     null_odds: Mapping[str, float] | None = None,
     null_threshold: float | None = None,
-) -> Scores:
+) -> dict[str, float]:
     """Returns the scores of a split by name, as fractions of its questions.
 
     Without `null_odds`, these are `exact_match` and `f1` by the rules of SQuAD 1.1. With them, the rules are those of
@@ -57,8 +57,7 @@ def squad_scores(
     Raises:
         InputError: A question has no prediction or no odds.
     """
-    assert split.targets is not None
-    ids, answers = split.ids, dict(zip(split.ids, split.targets, strict=True))
+    ids, answers = split.ids, dict(zip(split.ids, split.gold, strict=True))
     _check_complete("prediction", predictions, ids)
     raw = raw_scores(split, predictions, has_unanswerable=null_odds is not None)
     if null_odds is None:
@@ -84,7 +83,7 @@ def squad_scores(
 
 
 def _mean_at(
-    raw: Scores,
+    raw: ById,
     answers: Mapping[str, Sequence[Answer]],
     null_odds: Mapping[str, float],
     threshold: float,
@@ -144,14 +143,13 @@ def _check_complete(what: str, given: Collection[str], ids: Sequence[str]) -> No
         raise InputError(f"no {what} for {len(missing):,} of {len(ids):,} questions, the first is {missing[0]!r}")
 
 
-def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable: bool) -> dict[str, Scores]:
+def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable: bool) -> dict[str, ById]:
     """Returns `exact_match` and `f1` by id, with the best matching annotation.
 
     The rules are those of SQuAD 2.0 if it `has_unanswerable` questions, else of 1.1; `predictions` are texts by id.
     """
-    assert split.targets is not None
-    raw: dict[str, Scores] = {"exact_match": {}, "f1": {}}
-    for id, own, (_, context) in zip(split.ids, split.targets, split.texts, strict=True):
+    raw: dict[str, ById] = {"exact_match": {}, "f1": {}}
+    for id, own, (_, context) in zip(split.ids, split.gold, split.texts, strict=True):
         predicted, by_characters = predictions[id], is_unspaced(context)
         normalize = units_of if by_characters else normalize_answer
         texts = [answer.text for answer in own if not has_unanswerable or normalize(answer.text)] or [""]
@@ -162,16 +160,15 @@ def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable
     return raw
 
 
-def group_sections(split: Split, raw: Mapping[str, Scores]) -> Iterator[Section]:
+def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
     """Yields scores by length of the first annotated answer and by first word of the question.
 
     Lengths count words, or characters in contexts written without spaces. `raw` has the `raw_scores`.
     """
-    assert split.targets is not None
     by_length, by_word = dict[str, list[str]](), dict[str, list[str]]()
     first_words = [(question.lower().split() or [""])[0] for question, _ in split.texts]
     common = {word for word, count in Counter(filter(None, first_words)).most_common(_NUM_FIRST_WORDS) if count > 1}
-    for id, own, (_, context), word in zip(split.ids, split.targets, split.texts, first_words, strict=True):
+    for id, own, (_, context), word in zip(split.ids, split.gold, split.texts, first_words, strict=True):
         by_length.setdefault(_length_range(own[0].text, context) if own else "no answer", []).append(id)
         by_word.setdefault(word if word in common else "other", []).append(id)
 
@@ -197,7 +194,7 @@ def _length_range(text: str, context: str) -> str:
 
 
 def _best_threshold(
-    raw: Scores, answers: Mapping[str, Sequence[Answer]], predictions: Mapping[str, str], null_odds: Mapping[str, float]
+    raw: ById, answers: Mapping[str, Sequence[Answer]], predictions: Mapping[str, str], null_odds: Mapping[str, float]
 ) -> tuple[float, float]:
     """Returns the best mean score, and the odds up to which questions are answered for it.
 

@@ -30,7 +30,7 @@ from electra_fast.finetuning.readers import glue, own_data
 from electra_fast.finetuning.readers.rows import Row, text_of
 from electra_fast.finetuning.report import sections
 from electra_fast.finetuning.report.sections import Section
-from electra_fast.finetuning.task import NO_CLASS, Prediction, Split, Task
+from electra_fast.finetuning.task import NO_CLASS, Answers, Prediction, Scores, Settings, Split, Task
 from electra_fast.finetuning.tasks.classes import choose_thresholds, class_weights, fit_temperature, sigmoid, softmax
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
@@ -48,6 +48,7 @@ from electra_fast.model.compute import ComputeConfig
 
 # An example by the number of texts that the model was trained on.
 _READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
+Array = NDArray[Any]
 Losses = Callable[[Tensor, Tensor], Tensor]
 """From the outputs [n, C] and the targets to the loss of each example, fp32 [n]."""
 
@@ -63,10 +64,8 @@ class SequenceClassifier(TaskModel):
         super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=False), head, head_dropout)
         self._losses = losses
 
-    def losses(
-        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
-    ) -> Tensor:
-        return self._losses(self.outputs(inputs, compute, dropout_key), targets)
+    def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
+        return self._losses(self.outputs(inputs, compute, key), targets)
 
 
 def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
@@ -108,39 +107,37 @@ class SequenceType(TaskType):
         """Returns the loss of each example, fp32 [n]."""
 
     @abstractmethod
-    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+    def metrics(self, task: Task, targets: Array, outputs: ArrayLike) -> dict[str, float]:
         """Returns all scores of labeled examples; an undefined correlation, with constant predictions, counts as 0.
 
         Outputs are logits [n, C], or values [n] in the units of the data. Raises Diverged if one is not finite.
         """
 
     @abstractmethod
-    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+    def majority_outputs(self, task: Task, targets: Array, count: int) -> NDArray[np.float64]:
         """Returns outputs as for `metrics` that always give the most frequent class of `targets`, or the mean value."""
 
     @abstractmethod
-    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+    def _outputs_of_answers(self, task: Task, answers: Answers) -> NDArray[np.float64]:
         """Returns outputs as for `metrics` that give these answers."""
 
     @abstractmethod
-    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Settings) -> Iterator[Prediction]:
         """Yields a prediction per row of outputs, [n, C]."""
 
     @abstractmethod
     def _predicted(self, task: Task) -> str:
         """Returns what the model predicts, for the model card."""
 
-    def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
+    def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
         """Returns the weights of the classes, float64 [C], or None if all are 1, and a note or ""."""
         return None, ""
 
-    def _loss_targets(
-        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
         """Returns what the loss compares with the outputs, and each example's weight, float64 [n]."""
         return targets, np.ones(len(targets))
 
-    def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
+    def _in_units(self, task: Task, outputs: Array) -> Array:
         """Returns the outputs as for `metrics`."""
         return outputs
 
@@ -149,8 +146,7 @@ class SequenceType(TaskType):
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Tokenizes all examples, with `finetune.both_orders` each pair in both orders."""
-        texts, targets = split.texts, split.targets
-        assert targets is not None
+        texts, targets = split.texts, split.gold
         if config.both_orders:
             if len(texts[0]) != 2:
                 raise InputError(f"finetune.both_orders = true needs pairs of texts; {split.path} has single ones")
@@ -162,7 +158,7 @@ class SequenceType(TaskType):
         targets, weights = self._loss_targets(task, targets, by_class)
         return TrainingSet(encoded, targets, weights, class_weights=by_class, notes=(note,) if note else ())
 
-    def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
+    def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: Array | None) -> float:
         targets, outputs = _labeled(split, outputs)
         targets, weights = self._loss_targets(task, targets, class_weights)
         losses = self.losses(torch.from_numpy(outputs), torch.from_numpy(targets)).double().numpy()
@@ -181,29 +177,24 @@ class SequenceType(TaskType):
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
         return SequenceClassifier(shape, config.head, num_outputs, self.losses, config.head_dropout)
 
-    def predict(self, inference: Inference, features: Features, config: FinetuneSection) -> NDArray[Any]:
+    def predict(self, inference: Inference, features: Features, config: FinetuneSection) -> Array:
         (outputs,) = inference.by_example(features.encoded)
         return outputs
 
-    def scores(
-        self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
-    ) -> dict[str, float]:
+    def scores(self, task: Task, split: Split, features: Features, outputs: Any, earlier: Scores) -> dict[str, float]:
         return self.metrics(task, *_labeled(split, self._in_units(task, outputs)))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        assert train.targets is not None
-        return self.metrics(task, *_labeled(split, self.majority_outputs(task, train.targets, len(split.texts))))
+        return self.metrics(task, *_labeled(split, self.majority_outputs(task, train.gold, len(split.texts))))
 
-    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+    def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
         return self.metrics(task, *_labeled(split, self._outputs_of_answers(task, answers)))
 
     def temperature(self, split: Split, outputs: Any) -> float:
         targets, logits = _labeled(split, outputs)
         return fit_temperature(logits, targets)
 
-    def write_predictions(
-        self, stem: Path, task: Task, split: Split, outputs: Any, answers: Sequence[Prediction]
-    ) -> None:
+    def write_predictions(self, stem: Path, task: Task, split: Split, outputs: Any, answers: Answers) -> None:
         """Writes STEM.jsonl, and for GLUE's tasks STEM.tsv as its server takes it."""
         super().write_predictions(stem, task, split, outputs, answers)
         if task.name in glue.TASKS:
@@ -218,7 +209,7 @@ class SequenceType(TaskType):
         return tuple(text_of(path, line, row, name) for name in columns)
 
     def answers(
-        self, task: Task, split: Split, features: Features, outputs: Any, settings: Mapping[str, Any]
+        self, task: Task, split: Split, features: Features, outputs: Any, settings: Settings
     ) -> Iterator[Prediction]:
         """Yields labels with probabilities, or values; the setting `top_k` keeps so many probabilities, best first."""
         if settings.get("top_k", 1) < 1:
@@ -266,12 +257,10 @@ class Classification(SequenceType):
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs_nC, targets, reduction="none")
 
-    def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
+    def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
         return class_weights(config.class_weights, task.labels, targets)
 
-    def _loss_targets(
-        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
         return targets, np.ones(len(targets)) if weights_C is None else weights_C[targets]
 
     def selection_metric(self, task: Task, is_weighted: bool) -> str:
@@ -280,10 +269,10 @@ class Classification(SequenceType):
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
         if split.targets is None:
             return {}
-        sizes = np.bincount(split.targets[split.targets != NO_CLASS], minlength=len(task.labels))
+        sizes = np.bincount(split.gold[split.gold != NO_CLASS], minlength=len(task.labels))
         return dict(zip(task.labels, map(int, sizes), strict=True))
 
-    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+    def metrics(self, task: Task, targets: Array, outputs: ArrayLike) -> dict[str, float]:
         """Returns accuracy, and the metrics that GLUE reports for the task, or all of them for own data."""
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef  # takes long, and predictions need none
 
@@ -297,17 +286,16 @@ class Classification(SequenceType):
             result["matthews"] = correlation(matthews_corrcoef, targets, classes)
         return result
 
-    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+    def majority_outputs(self, task: Task, targets: Array, count: int) -> NDArray[np.float64]:
         return _outputs_of(task, [[task.labels[np.bincount(targets).argmax()]]] * count)
 
     def golds(self, task: Task, split: Split) -> list[str | None]:
-        assert split.targets is not None
-        return [None if target == NO_CLASS else task.labels[target] for target in split.targets]
+        return [None if target == NO_CLASS else task.labels[target] for target in split.gold]
 
-    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+    def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
         return sections.of_classes(task.labels, split, answers)
 
-    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+    def _outputs_of_answers(self, task: Task, answers: Answers) -> NDArray[np.float64]:
         return _outputs_of(task, [[answer["label"]] for answer in answers])
 
     def warning(self, task: Task, outputs: Any) -> str | None:
@@ -316,7 +304,7 @@ class Classification(SequenceType):
             return None
         return f"all {len(classes):,} predictions are the class {task.labels[classes[0]]!r}: {REMEDY}"
 
-    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Settings) -> Iterator[Prediction]:
         for row in softmax(rows):
             yield {"label": task.labels[int(row.argmax())], "scores": _by_label(task, row, settings)}
 
@@ -339,7 +327,7 @@ class MultiLabel(SequenceType):
         weight = torch.where(has_label, targets.float(), 1.0)
         return F.binary_cross_entropy_with_logits(outputs_nC, has_label.float(), weight, reduction="none").mean(1)
 
-    def _weighted(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> tuple[NDArray[Any] | None, str]:
+    def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
         counts, text = targets.sum(0).astype(np.int64), config.class_weights
         text = "none" if text == "auto" else text  # the thresholds of labels make up for rare ones
         balanced = np.maximum(len(targets) - counts, 1) / np.maximum(counts, 1)
@@ -350,9 +338,7 @@ class MultiLabel(SequenceType):
             )
         return weights, note
 
-    def _loss_targets(
-        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
         weighted = targets if weights_C is None else targets * weights_C
         return weighted.astype(np.float32), np.ones(len(targets))
 
@@ -366,9 +352,7 @@ class MultiLabel(SequenceType):
             "at_half have thresholds of 0.5"
         )
 
-    def scores(
-        self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def scores(self, task: Task, split: Split, features: Features, outputs: Any, earlier: Scores) -> dict[str, Any]:
         """Returns the `metrics`, also with thresholds of 0.5, and for the first split the labels' `thresholds`."""
         targets, logits = _labeled(split, outputs)
         at_half, chosen = self.metrics(task, targets, logits), dict[str, Any]()
@@ -378,16 +362,16 @@ class MultiLabel(SequenceType):
         scores = self.metrics(task, targets, logits, _thresholds(task, earlier or chosen))
         return scores | {f"{name}_at_half": at_half[name] for name in ("f1_micro", "f1_macro")} | chosen
 
-    def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(self, config: FinetuneSection, task: Task, scores: Scores) -> dict[str, Any]:
         return {name: scores[name] for name in ("thresholds",) if name in scores}
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
         if split.targets is None:
             return {}
-        return dict(zip(task.labels, map(int, np.nansum(split.targets, axis=0)), strict=True))
+        return dict(zip(task.labels, map(int, np.nansum(split.gold, axis=0)), strict=True))
 
     def metrics(
-        self, task: Task, targets: NDArray[Any], outputs: ArrayLike, thresholds: NDArray[np.float64] | float = 0.5
+        self, task: Task, targets: Array, outputs: ArrayLike, thresholds: NDArray[np.float64] | float = 0.5
     ) -> dict[str, float]:
         """Returns F1 over all labels and averaged over labels, and the accuracy of whole sets of labels."""
         from sklearn.metrics import accuracy_score, f1_score
@@ -401,21 +385,20 @@ class MultiLabel(SequenceType):
             "accuracy": float(accuracy_score(truth, predicted)),
         }
 
-    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+    def majority_outputs(self, task: Task, targets: Array, count: int) -> NDArray[np.float64]:
         return _outputs_of(task, [[task.labels[np.nansum(targets, axis=0).argmax()]]] * count)
 
     def golds(self, task: Task, split: Split) -> list[list[str] | None]:
-        assert split.targets is not None
-        rows = (None if np.isnan(row).any() else np.flatnonzero(row) for row in split.targets)
+        rows = (None if np.isnan(row).any() else np.flatnonzero(row) for row in split.gold)
         return [None if row is None else [task.labels[number] for number in row] for row in rows]
 
-    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+    def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
         return sections.of_labels(task.labels, split, answers)
 
-    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+    def _outputs_of_answers(self, task: Task, answers: Answers) -> NDArray[np.float64]:
         return _outputs_of(task, [answer["labels"] for answer in answers])
 
-    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Settings) -> Iterator[Prediction]:
         thresholds = _thresholds(task, settings)
         for row in sigmoid(rows):
             chosen = [task.labels[number] for number in np.flatnonzero(row > thresholds)]
@@ -434,13 +417,13 @@ def _outputs_of(task: Task, chosen: Sequence[Sequence[str]]) -> NDArray[np.float
     return outputs
 
 
-def _by_label(task: Task, row: NDArray[Any], settings: Mapping[str, Any]) -> dict[str, float]:
+def _by_label(task: Task, row: Array, settings: Settings) -> dict[str, float]:
     """Returns the probabilities by label, in the order of the labels or, with `top_k`, the best ones first."""
     order = np.argsort(-row, kind="stable")[: settings["top_k"]] if "top_k" in settings else np.arange(len(row))
     return {task.labels[number]: rounded(row[number]) for number in order}
 
 
-def _thresholds(task: Task, settings: Mapping[str, Any]) -> NDArray[np.float64]:
+def _thresholds(task: Task, settings: Settings) -> NDArray[np.float64]:
     """Returns the probabilities above which labels are chosen, [C]: the user's, those of the model, or 0.5."""
     given = settings.get("threshold")
     if given is not None and not 0 <= given <= 1:
@@ -449,16 +432,15 @@ def _thresholds(task: Task, settings: Mapping[str, Any]) -> NDArray[np.float64]:
     return np.array([own.get(label, 0.5) if given is None else given for label in task.labels])
 
 
-def _labeled(split: Split, outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _labeled(split: Split, outputs: Array) -> tuple[Array, Array]:
     """Returns the targets and outputs of the examples that have a label."""
-    targets = split.targets
-    assert targets is not None
+    targets = split.gold
     is_class = targets.dtype.kind == "i"
     is_known = targets != NO_CLASS if is_class else ~np.isnan(targets.reshape(len(targets), -1)).any(1)
     return targets[is_known], outputs[is_known]
 
 
-def correlation(function: Callable[..., float], targets: NDArray[Any], values: NDArray[Any]) -> float:
+def correlation(function: Callable[..., float], targets: Array, values: Array) -> float:
     """Returns a coefficient of two arrays, 0 where it is undefined."""
     if len(values) < 2 or np.ptp(targets) == 0 or np.ptp(values) == 0:
         return 0.0

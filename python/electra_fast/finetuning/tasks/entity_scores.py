@@ -64,17 +64,16 @@ def precision_recall_f1(correct: float, predicted: int, support: int) -> dict[st
 
 def tag_sections(task: Task, split: Split, predicted: Sequence[NDArray[Any]]) -> Iterator[Section]:
     """Yields scores by entity type or tag, partial matches, confusions of words' tags, and the worst sentences."""
-    assert split.targets is not None
-    words = np.concatenate(split.targets), np.concatenate(predicted)
+    words = np.concatenate(split.gold), np.concatenate(predicted)
     if task.scheme == "none":
         yield from class_sections(task.labels, *words)
-        num_wrong = np.array([(gold != own).sum() for gold, own in zip(split.targets, predicted, strict=True)])
+        num_wrong = np.array([(gold != own).sum() for gold, own in zip(split.gold, predicted, strict=True)])
         yield errors_section(
             example_row(split, row) | {"wrong_words": int(num_wrong[row])} | _wrong_tags(task, split, predicted, row)
             for row in first_rows(np.flatnonzero(num_wrong), -num_wrong[num_wrong > 0])
         )
         return
-    gold, found = _entities(task, split.targets), _entities(task, predicted)
+    gold, found = _entities(task, split.gold), _entities(task, predicted)
     yield from _entity_sections(gold, found)
     yield confusion_section(task.labels, *words)
     differing = [{*own} ^ {*other} for own, other in zip(gold, found, strict=True)]
@@ -184,10 +183,9 @@ def _spans(split: Split, row: int, entities: Iterable[Entity]) -> list[Row]:
 
 def _wrong_tags(task: Task, split: Split, predicted: Sequence[NDArray[Any]], row: int) -> Row:
     """Returns the wrong words of a sentence with their tags, as annotated and as predicted."""
-    assert split.targets is not None
-    wrong = np.flatnonzero(split.targets[row] != predicted[row])
+    wrong = np.flatnonzero(split.gold[row] != predicted[row])
     gold, own = (
         _spans(split, row, [(word, word + 1, task.labels[tags[word]]) for word in wrong.tolist()])
-        for tags in (split.targets[row], predicted[row])
+        for tags in (split.gold[row], predicted[row])
     )
     return {"missed": gold, "wrong": own}

@@ -23,7 +23,7 @@ from electra_fast.finetuning.readers.question_files import iterate_questions, re
 from electra_fast.finetuning.readers.rows import Row, abbreviated, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.report.sections import Section, columns, errors_section, first_rows
-from electra_fast.finetuning.task import Prediction, Split, Task
+from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
 from electra_fast.finetuning.tasks.answer_scores import group_sections, raw_scores, score_unit, squad_scores
 from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
 from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
@@ -98,8 +98,7 @@ class QuestionAnswering(TaskType):
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Returns all chunks, with the span of the first answer in those that contain it."""
         features = self.features(tokenizer, split, config)
-        assert split.targets is not None
-        targets = training_targets(tokenizer, features.questions, list(split.targets))
+        targets = training_targets(tokenizer, features.questions, list(split.gold))
         notes = tuple(_answer_lengths(features.questions, targets, config))
         return TrainingSet(features.encoded, targets, np.ones(len(targets)), notes=notes)
 
@@ -131,23 +130,19 @@ class QuestionAnswering(TaskType):
         return [Reading(best, null - best[0].score) for best, null in found]
 
     def scores(
-        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Mapping[str, Any]
+        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Scores
     ) -> dict[str, Any]:
         """Returns the scores by the official rules, and `f1_unit`; the first split decides the odds threshold."""
         odds = _odds(split, outputs) if task.has_unanswerable else None
-        assert split.targets is not None
         scores = squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
         return scores | {"f1_unit": score_unit(split)}
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """Returns the scores of answering nothing, where questions may have no answer."""
         if not task.has_unanswerable or split.targets is None:
             return {}
-        return dict.fromkeys(("exact_match", "f1"), float(np.mean([not answers for answers in split.targets])))
+        return dict.fromkeys(("exact_match", "f1"), float(np.mean([not answers for answers in split.gold])))
 
-    def write_predictions(
-        self, stem: Path, task: Task, split: Split, outputs: list[Reading], answers: Sequence[Prediction]
-    ) -> None:
+    def write_predictions(self, stem: Path, task: Task, split: Split, outputs: list[Reading], answers: Answers) -> None:
         """Writes STEM.jsonl, and as the official scorer reads them the best texts and the odds of no answer."""
         super().write_predictions(stem, task, split, outputs, answers)
         _write(stem.with_name(f"{stem.name}.json"), _texts(split, outputs))
@@ -175,7 +170,7 @@ class QuestionAnswering(TaskType):
             yield {"id": name, "question": question, "context": context}
 
     def answers(
-        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], settings: Mapping[str, Any]
+        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], settings: Settings
     ) -> Iterator[Prediction]:
         """Yields `answer` with its characters and probability, and `null_odds`; above their threshold it is empty.
 
@@ -193,18 +188,17 @@ class QuestionAnswering(TaskType):
 
     def golds(self, task: Task, split: Split) -> list[list[Prediction]]:
         """Returns the annotated answers, with their first characters if they are in the context."""
-        assert split.targets is not None
         return [
             [{"text": each.text, "start": each.start if each.start >= 0 else None} for each in own]
-            for own in split.targets
+            for own in split.gold
         ]
 
-    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+    def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
         """Returns exact match and F1 of answers as given, and those of questions with and without an answer."""
         texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}
         return squad_scores(split, texts, dict.fromkeys(texts, 0.0) if _has_unanswerable(task, split) else None, 0.0)
 
-    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+    def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
         texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}
         raw = raw_scores(split, texts, has_unanswerable=_has_unanswerable(task, split))
         yield from group_sections(split, raw)
@@ -219,10 +213,10 @@ class QuestionAnswering(TaskType):
     def label_counts(self, task: Task, split: Split) -> dict[str, int]:
         if split.targets is None or not task.has_unanswerable:
             return {}
-        num_answered = sum(map(bool, split.targets))
-        return {"answer": num_answered, "no answer": len(split.targets) - num_answered}
+        num_answered = sum(map(bool, split.gold))
+        return {"answer": num_answered, "no answer": len(split.gold) - num_answered}
 
-    def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
+    def settings(self, config: FinetuneSection, task: Task, scores: Scores) -> dict[str, Any]:
         chosen = {name: getattr(config, name) for name in SETTINGS}
         return chosen | {"null_threshold": scores.get("null_threshold")}
 
@@ -273,8 +267,7 @@ def _answer(found: FoundAnswer) -> Prediction:
 
 def _error(split: Split, row: int, answer: Prediction) -> dict[str, Any]:
     """Returns a question with its answers, and the context around the annotated one, else around the predicted one."""
-    assert split.targets is not None
-    (question, context), gold = split.texts[row], split.targets[row]
+    (question, context), gold = split.texts[row], split.gold[row]
     starts = (*(each.start for each in gold if each.start >= 0), answer["start"] or 0)
     start = max(0, starts[0] - _CONTEXT_CHARACTERS)
     end = start + 2 * _CONTEXT_CHARACTERS + len(gold[0].text if gold else answer["answer"])

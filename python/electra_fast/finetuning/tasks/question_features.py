@@ -60,7 +60,6 @@ class QuestionFeatures:
 
     @cached_property
     def num_pieces(self) -> Ints:
-        """Pieces of the context in each chunk, int64 [chunks]."""
         return self.encoded.lengths - self.context_start - 1
 
 
@@ -117,7 +116,6 @@ def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int, second_type: int) 
 
 
 def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Context]:
-    """Returns the context of each question; each distinct text is tokenized once."""
     distinct = list(dict.fromkeys(context for _, context in texts))
     pieces: list[Pieces] = []
     for start in range(0, len(distinct), _BATCH):

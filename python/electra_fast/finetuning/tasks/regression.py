@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,8 @@ from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.readers import glue, own_data
 from electra_fast.finetuning.report import pictures
 from electra_fast.finetuning.report.sections import Section, errors_section, example_row, first_rows
-from electra_fast.finetuning.task import Prediction, Split, Task
-from electra_fast.finetuning.tasks.classification import SequenceType, correlation, sequence_form
+from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
+from electra_fast.finetuning.tasks.classification import Array, SequenceType, correlation, sequence_form
 from electra_fast.finetuning.tasks.task_type import REMEDY, finite
 
 # Predictions that vary by less than this fraction of the targets' scale are constant in practice.
@@ -45,18 +45,16 @@ class Regression(SequenceType):
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         return (outputs_nC.squeeze(1) - targets.float()).square()
 
-    def _loss_targets(
-        self, task: Task, targets: NDArray[Any], weights_C: NDArray[Any] | None
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
         return ((targets - task.shift) / task.scale).astype(np.float32), np.ones(len(targets))
 
-    def _in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
+    def _in_units(self, task: Task, outputs: Array) -> Array:
         return self.in_units(task, outputs)[:, 0]
 
     def in_units(self, task: Task, outputs: Any) -> NDArray[np.float64]:
         return np.asarray(outputs, np.float64) * task.scale + task.shift
 
-    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+    def metrics(self, task: Task, targets: Array, outputs: ArrayLike) -> dict[str, float]:
         """Returns both correlations, and for own data the mean absolute error."""
         from scipy.stats import pearsonr, spearmanr
 
@@ -69,15 +67,14 @@ class Regression(SequenceType):
             result["mean_absolute_error"] = float(np.abs(targets - values).mean())
         return result
 
-    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+    def majority_outputs(self, task: Task, targets: Array, count: int) -> NDArray[np.float64]:
         return np.full(count, targets.mean())
 
     def golds(self, task: Task, split: Split) -> list[float | None]:
-        assert split.targets is not None
-        return [None if np.isnan(value) else float(value) for value in split.targets]
+        return [None if np.isnan(value) else float(value) for value in split.gold]
 
-    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
-        gold, values = np.asarray(split.targets, np.float64), self._outputs_of_answers(task, answers)
+    def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
+        gold, values = np.asarray(split.gold, np.float64), self._outputs_of_answers(task, answers)
         residuals = values - gold
         variance, quantiles = float(gold.var()), (0, 5, 25, 50, 75, 95, 100)
         content = {
@@ -94,7 +91,7 @@ class Regression(SequenceType):
             for row in first_rows(np.flatnonzero(residuals), -np.abs(residuals[residuals != 0]))
         )
 
-    def _outputs_of_answers(self, task: Task, answers: Sequence[Prediction]) -> NDArray[np.float64]:
+    def _outputs_of_answers(self, task: Task, answers: Answers) -> NDArray[np.float64]:
         return np.array([answer["value"] for answer in answers], np.float64)
 
     def warning(self, task: Task, outputs: Any) -> str | None:
@@ -104,7 +101,7 @@ class Regression(SequenceType):
             return None
         return f"all {len(values):,} predictions are about {values.mean():.4g}: {REMEDY}"
 
-    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Mapping[str, Any]) -> Iterator[Prediction]:
+    def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Settings) -> Iterator[Prediction]:
         if (scale := settings.get("scale")) is None:  # a folder from elsewhere: all that fp32 holds
             yield from ({"value": float(f"{row[0]:.9g}")} for row in rows)
             return
@@ -113,8 +110,7 @@ class Regression(SequenceType):
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         yield from super().describe(split, training_set, config)
-        assert split.targets is not None
-        mean, deviation = split.targets.mean(), split.targets.std()
+        mean, deviation = split.gold.mean(), split.gold.std()
         step = float(np.spacing(np.abs(mean).astype(np.float32)))
         if step > MAX_STEP * deviation:
             yield (
@@ -123,10 +119,10 @@ class Regression(SequenceType):
                 "from the values to use it there"
             )
 
-    def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(self, config: FinetuneSection, task: Task, scores: Scores) -> dict[str, Any]:
         return {"scale": task.scale}
 
-    def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Task:
+    def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Task:
         scale = settings.get("scale", 1.0)
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
             raise InputError(f"scale = {scale!r} must be a number above 0")
@@ -139,7 +135,7 @@ class Regression(SequenceType):
         scaled = {"head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
         return {**state, **scaled}, {"shift": float(bias)}
 
-    def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Mapping[str, Tensor]:
         weight = state["head.classifier.weight"].double() / task.scale
         bias = torch.tensor([(_stored_bias(state, settings) - task.shift) / task.scale])
         return {**state, "head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
@@ -148,7 +144,7 @@ class Regression(SequenceType):
         return "a value"
 
 
-def _stored_bias(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> float:
+def _stored_bias(state: Mapping[str, Tensor], settings: Settings) -> float:
     """Returns a folder's bias, in double precision unless the weights have been trained further since."""
     bias, exact = float(state["head.classifier.bias"]), settings.get("shift")
     if exact is None:

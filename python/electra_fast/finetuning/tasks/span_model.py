@@ -50,11 +50,9 @@ class TwoLogitReader(TaskModel):
         super().__init__(shape, make_head("hf", shape, 2, on_tokens=True), "hf", head_dropout)
         self.beam_size = beam_size
 
-    def losses(
-        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
-    ) -> Tensor:
+    def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns the mean of both cross-entropies; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
-        logits = self.outputs(inputs, compute, dropout_key).unbind(1)
+        logits = self.outputs(inputs, compute, key).unbind(1)
         start, end = (
             F.cross_entropy(inputs.by_example(each, _NOTHING), targets[:, place], reduction="none")
             for place, each in enumerate(logits)
@@ -103,11 +101,9 @@ class JointReader(TaskModel):
         super().__init__(shape, JointHead(shape), "google")
         self.beam_size, self.answerable_weight = beam_size, answerable_weight
 
-    def losses(
-        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
-    ) -> Tensor:
+    def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns (start + end) / 2 + weight * unanswerable; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
-        x_TD = self.hidden_states(inputs, compute, dropout_key).float()
+        x_TD = self.hidden_states(inputs, compute, key).float()
         start_n, end_n, unanswerable_n = targets.unbind(1)
         start_nW = self._start_logits(x_TD, inputs)
         end_nW = self._end_logits(x_TD, self._end_inner(x_TD), start_n, inputs)

@@ -33,7 +33,7 @@ from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
 from electra_fast.finetuning.readers.words import places_of, words_of_text
 from electra_fast.finetuning.report.sections import Section
-from electra_fast.finetuning.task import Prediction, Split, Task
+from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
 from electra_fast.finetuning.tasks.classes import class_weights, fit_temperature, softmax
 from electra_fast.finetuning.tasks.entity_scores import tag_scores, tag_sections
 from electra_fast.finetuning.tasks.task_type import (
@@ -60,11 +60,9 @@ class TokenClassifier(TaskModel):
     def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
         super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=True), head, head_dropout)
 
-    def losses(
-        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
-    ) -> Tensor:
+    def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns cross-entropies; `targets` are class ids, int64 [R, L], `NO_TARGET` where there is none; [R, L]."""
-        outputs_TC = self.outputs(inputs, compute, dropout_key)
+        outputs_TC = self.outputs(inputs, compute, key)
         loss_T = F.cross_entropy(outputs_TC, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
         return loss_T.view_as(targets)
 
@@ -84,7 +82,6 @@ class TagFeatures(Features):
     ends: Ints
 
     def by_text(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Splits values of words, [words, ...], into one array per text."""
         return np.split(values, self.ends[:-1])
 
 
@@ -128,8 +125,7 @@ class Tagging(TaskType):
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Returns all chunks, with a target at the first token of each word."""
         features = self.features(tokenizer, split, config)
-        assert split.targets is not None
-        tags = np.concatenate(split.targets)
+        tags = np.concatenate(split.gold)
         found = features.places >= 0
         if not found.any():
             raise InputError(f"{split.path}: no word has a token; check the columns and the tokenizer")
@@ -146,8 +142,7 @@ class Tagging(TaskType):
         return "f1_macro" if is_weighted and task.scheme == "none" else task.metric
 
     def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
-        assert split.targets is not None
-        tags = np.concatenate(split.targets)
+        tags = np.concatenate(split.gold)
         weights = np.ones(len(tags)) if class_weights is None else class_weights[tags]
         likelihoods = np.take_along_axis(softmax(outputs.astype(np.float64)), tags[:, None], 1)[:, 0]
         return float(-(weights * np.log(likelihoods.clip(1e-300))).sum() / max(weights.sum(), 1e-9))
@@ -170,21 +165,18 @@ class Tagging(TaskType):
         return np.where(found[:, None], outputs[features.places], 0)
 
     def scores(
-        self, task: Task, split: Split, features: TagFeatures, outputs: Any, earlier: Mapping[str, Any]
+        self, task: Task, split: Split, features: TagFeatures, outputs: Any, earlier: Scores
     ) -> dict[str, float]:
         """Returns precision, recall and F1 of entities, as conlleval and seqeval do, and the words' accuracy."""
-        assert split.targets is not None
         chosen = _continued(task, features.places, finite(outputs)).argmax(1)
-        return tag_scores(task, list(split.targets), features.by_text(chosen))
+        return tag_scores(task, list(split.gold), features.by_text(chosen))
 
     def temperature(self, split: Split, outputs: Any) -> float:
-        assert split.targets is not None
-        return fit_temperature(outputs, np.concatenate(split.targets))
+        return fit_temperature(outputs, np.concatenate(split.gold))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        assert train.targets is not None and split.targets is not None
-        tag = np.bincount(np.concatenate(train.targets)).argmax()
-        return tag_scores(task, list(split.targets), [np.full(len(tags), tag) for tags in split.targets])
+        tag = np.bincount(np.concatenate(train.gold)).argmax()
+        return tag_scores(task, list(split.gold), [np.full(len(tags), tag) for tags in split.gold])
 
     def warning(self, task: Task, outputs: Any) -> str | None:
         tags = np.unique(outputs.argmax(1))
@@ -225,7 +217,7 @@ class Tagging(TaskType):
             yield line if words is None else [line[start:end] for start, end in words]
 
     def answers(
-        self, task: Task, split: Split, features: TagFeatures, outputs: Any, settings: Mapping[str, Any]
+        self, task: Task, split: Split, features: TagFeatures, outputs: Any, settings: Settings
     ) -> Iterator[Prediction]:
         assert split.words is not None
         logits_by_text = features.by_text(_continued(task, features.places, outputs))
@@ -233,26 +225,24 @@ class Tagging(TaskType):
             yield tag_answer(text, words, logits, task.labels, task.scheme)
 
     def golds(self, task: Task, split: Split) -> list[list[str]]:
-        assert split.targets is not None
-        return [[task.labels[tag] for tag in target] for target in split.targets]
+        return [[task.labels[tag] for tag in target] for target in split.gold]
 
-    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
-        assert split.targets is not None
-        return tag_scores(task, list(split.targets), _tag_ids(task, answers))
+    def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
+        return tag_scores(task, list(split.gold), _tag_ids(task, answers))
 
-    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+    def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
         return tag_sections(task, split, _tag_ids(task, answers))
 
     def label_counts(self, task: Task, split: Split) -> dict[str, int]:
         """Returns the number of entities of each type, or of words with each tag."""
         if split.targets is None:
             return {}
-        sizes = np.bincount(np.concatenate(split.targets), minlength=len(task.labels))
+        sizes = np.bincount(np.concatenate(split.gold), minlength=len(task.labels))
         is_plain = task.scheme == "none"
         counted = zip(task.labels, map(int, sizes), strict=True)
         return {label[0 if is_plain else 2 :]: size for label, size in counted if is_plain or label[:1] == "B"}
 
-    def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
+    def settings(self, config: FinetuneSection, task: Task, scores: Scores) -> dict[str, Any]:
         return {"doc_stride": config.doc_stride, "scheme": task.scheme}
 
     def to_transformers(
@@ -286,7 +276,7 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
     return {"words": [text[start:end] for start, end in words], "tags": tags, "scores": scores, "spans": spans}
 
 
-def _tag_ids(task: Task, answers: Sequence[Prediction]) -> list[NDArray[np.int64]]:
+def _tag_ids(task: Task, answers: Answers) -> list[NDArray[np.int64]]:
     ids = {label: number for number, label in enumerate(task.labels)}
     return [np.array([ids[tag] for tag in answer["tags"]], np.int64) for answer in answers]
 

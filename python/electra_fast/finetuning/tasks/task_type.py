@@ -29,7 +29,7 @@ from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.readers.rows import check_unicode, with_columns
 from electra_fast.finetuning.report.sections import Section
-from electra_fast.finetuning.task import Prediction, Split, Task, TaskData
+from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task, TaskData
 
 REMEDY = "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
 HeadNames = Mapping[str, str]
@@ -136,9 +136,7 @@ class TaskType(ExampleReader):
         """Returns a model's outputs for all examples."""
 
     @abstractmethod
-    def scores(
-        self, task: Task, split: Split, features: Any, outputs: Any, earlier: Mapping[str, Any]
-    ) -> dict[str, float]:
+    def scores(self, task: Task, split: Split, features: Any, outputs: Any, earlier: Scores) -> dict[str, float]:
         """Returns all scores by name, `task.metric` among them; raises Diverged if an output is not finite.
 
         `earlier` has those of the first validation split, once they are known.
@@ -164,13 +162,11 @@ class TaskType(ExampleReader):
         """Returns a line for the user if the model has learned nothing, else None."""
         return None
 
-    def write_predictions(
-        self, stem: Path, task: Task, split: Split, outputs: Any, answers: Sequence[Prediction]
-    ) -> None:
+    def write_predictions(self, stem: Path, task: Task, split: Split, outputs: Any, answers: Answers) -> None:
         """Writes a split's predictions to files that begin with `stem`: STEM.jsonl, and others of some types."""
         replace_file(stem.with_name(f"{stem.name}.jsonl"), self.prediction_lines(task, split, answers))
 
-    def prediction_lines(self, task: Task, split: Split, answers: Sequence[Prediction]) -> str:
+    def prediction_lines(self, task: Task, split: Split, answers: Answers) -> str:
         """Returns a line of JSON per example.
 
         It has the columns of the example's row, `id`, the answer's fields and, if the split has labels, `gold`. Columns
@@ -185,11 +181,11 @@ class TaskType(ExampleReader):
         """Returns the label of each example of a split that has labels, as JSON; None for an example without one."""
 
     @abstractmethod
-    def scores_of_answers(self, task: Task, split: Split, answers: Sequence[Prediction]) -> dict[str, float]:
+    def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
         """Returns the scores of answers to labeled examples, as given to the user."""
 
     @abstractmethod
-    def sections(self, task: Task, split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
+    def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
         """Yields the sections of a report that are particular to the type, `errors` among them.
 
         Every example has a label.
@@ -208,11 +204,11 @@ class TaskType(ExampleReader):
 
     @abstractmethod
     def answers(
-        self, task: Task, split: Split, features: Any, outputs: Any, settings: Mapping[str, Any]
+        self, task: Task, split: Split, features: Any, outputs: Any, settings: Settings
     ) -> Iterator[Prediction]:
         """Yields a JSON-able object per example. `settings` are those of the model's folder."""
 
-    def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(self, config: FinetuneSection, task: Task, scores: Scores) -> dict[str, Any]:
         """Returns what prediction needs besides the weights; stored in the model's config.json."""
         return {}
 
@@ -220,11 +216,11 @@ class TaskType(ExampleReader):
         """Returns a trained model's parameters with outputs in the units of the data, and settings for prediction."""
         return state, {}
 
-    def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Mapping[str, Tensor]:
         """Inverts `to_units`; `settings` are the folder's."""
         return state
 
-    def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Task:
+    def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Task:
         """Returns the task of a folder, whose outputs by `from_units` are in the task's units."""
         return task
 

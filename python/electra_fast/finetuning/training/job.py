@@ -78,37 +78,30 @@ class Job:
 
     @property
     def task(self) -> Task:
-        """The task."""
         return self.data.task
 
     @property
     def name(self) -> str:
-        """The task's name, with that of its part."""
         return "/".join(filter(None, (self.task.name, self.part)))
 
     @property
     def task_type(self) -> TaskType:
-        """The task's type."""
         return TASK_TYPES[self.task.kind]
 
     @property
     def examples(self) -> EncodedExamples:
-        """The tokenized training examples: texts, pairs, or the chunks of long ones."""
         return self.training_set.encoded
 
     @property
     def selection_metric(self) -> str:
-        """The validation score by which the best step is chosen."""
         return self.task_type.selection_metric(self.task, self.training_set.class_weights is not None)
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps per seed."""
         return batches.num_steps(self.config, len(self.examples))
 
     @functools.cached_property
     def evaluation_steps(self) -> frozenset[int]:
-        """Steps after which a seed is evaluated."""
         return batches.evaluation_steps(self.config, len(self.examples))
 
     @property
@@ -123,7 +116,6 @@ class Job:
         return num_trained + self.evaluation_tokens * len(self.evaluation_steps)
 
     def pack(self, chosen: NDArray[Any]) -> list[PackedBatch]:
-        """Packs training examples for a step."""
         if self.work.captures(self.device):
             config = self.config
             return [batches.pack_static(self.examples, chosen, config.sequence_length, config.batch_size)]
@@ -177,7 +169,6 @@ class Job:
 
     @functools.cached_property
     def absent(self) -> dict[str, list[str]]:
-        """The classes without an example, by split."""
         found: dict[str, list[str]] = {}
         for split in (self.data.train, *self.data.dev, *self.data.test):
             if names := [name for name, size in self.task_type.class_sizes(self.task, split).items() if not size]:
@@ -185,7 +176,6 @@ class Job:
         return found
 
     def describe(self) -> Iterator[str]:
-        """Yields lines about the data, to show before training."""
         yield from self.data.notes
         for note in self.notes:
             yield f"{self.name}: {note}"
@@ -272,7 +262,6 @@ def _measured(job: Job) -> Job:
 
 
 def _num_tokens(job: Job) -> int:
-    """Returns the number of tokens in a step."""
     return int(job.examples.lengths[: job.config.batch_size].sum())
 
 
@@ -296,7 +285,6 @@ def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
 
 
 def check_length(config: FinetuneSection, encoder: PretrainedEncoder) -> None:
-    """Raises InputError if examples may be longer than the encoder reads."""
     if config.sequence_length > encoder.shape.max_positions:
         raise InputError(
             f"finetune.sequence_length = {config.sequence_length} is longer than the {encoder.shape.max_positions} "

@@ -77,7 +77,6 @@ def read_finished(folder: Path, metric: str) -> dict[str, Any]:
 
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the scores of all splits in a seed's result."""
     about = ("seed", "seconds", "splits", *CHOSEN)
     return {name: each for name, each in result.items() if name not in about and isinstance(each, int | float)}
 
@@ -89,7 +88,6 @@ def score_texts(result: Mapping[str, Any], majority: Mapping[str, float]) -> Ite
 
 
 def write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) -> None:
-    """Writes README.md, with Hugging Face's front matter."""
     task, hf, architecture = job.task, job.task_type.hf, job.work.shape.architecture
     family = "electra" if architecture == "bert" else "modernbert"
     summary = printable(job.task_type.summary(task, len(job.data.train.texts[0])))

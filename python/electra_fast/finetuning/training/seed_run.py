@@ -281,7 +281,6 @@ class SeedRun:
         return record
 
     def _save(self) -> dict[str, Any]:
-        """Writes a checkpoint; returns its step and path."""
         self._collect_totals()
 
         def write(folder: Path) -> None:
@@ -361,7 +360,6 @@ class SeedRun:
         return temperature
 
     def interruption(self, stop: StopRequest) -> Interrupted:
-        """Returns the exception to raise at a stop, after a checkpoint."""
         return Interrupted(
             stop.signal, f"interrupted; {self.folder}: checkpoint at step {self.state.step}, run again to resume"
         )
@@ -443,7 +441,6 @@ def rescore(
 
 
 def _finished_model(job: Job, folder: Path) -> TaskModel:
-    """Returns the trained network, with outputs as in training."""
     finetuned = read_finetuned(folder)
     config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
     model = job.task_type.model(finetuned.shape, config, len(finetuned.labels))

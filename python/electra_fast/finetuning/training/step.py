@@ -41,7 +41,6 @@ class TrainingInputs:
         return cls(Inputs.of(batch.packed, device), *(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def copy_(self, other: Self) -> None:
-        """Copies the values of a batch of the same shape into these tensors."""
         for own, new in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(new)
 
@@ -102,25 +101,20 @@ class FinetuningWork(Work):
     compute: ComputeConfig
 
     def computing(self, **changes: Any) -> FinetuningWork:
-        """Returns the same work with other fields of `ComputeConfig`."""
         return replace(self, compute=replace(self.compute, **changes))
 
     def model(self) -> TaskModel:
-        """Returns a model with arbitrary parameters, in training mode."""
         return TASK_TYPES[self.kind].model(self.shape, self.config, self.num_outputs).train()
 
     def captures(self, device: torch.device) -> bool:
-        """Returns whether steps run as CUDA graphs."""
         return device.type == "cuda" and self.config.execution != "eager"
 
     def optimizer(self, model: TaskModel) -> Optimizer:
-        """Returns AdamW with a learning rate per layer."""
         names = [name for name, _ in model.named_parameters()]
         factors = lr_factors(names, self.shape.num_layers, self.config)
         return Optimizer(model.named_parameters(), self.config.optimizer(), factors)
 
     def build_worker(self, rank: int, num_processes: int) -> tuple[TaskBackward, Optimizer]:
-        """Returns the computation of a process' share of the gradients, and its optimizer."""
         model = self.model()
         return TaskBackward(model, self.compute, rank), self.optimizer(model)
 
@@ -195,7 +189,6 @@ class FinetuneStep:
         return torch.where(skipped > 0, 0.0, norm)
 
     def reset(self) -> None:
-        """Starts another training."""
         self.optimizer.reset()
         if self.scaler is not None:
             self.scaler.reset()
@@ -212,6 +205,5 @@ class FinetuneStep:
             tensor.copy_(scaling.get(name, tensor))
 
     def close(self) -> None:
-        """Stops the helper processes."""
         if self._processes is not None:
             self._processes.close()
