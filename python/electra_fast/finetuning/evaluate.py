@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,11 @@ from electra_fast.finetuning.predict import load_finetuned
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
 from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.report.report import make_report, write_report
-from electra_fast.finetuning.task_data import with_tuples
+from electra_fast.finetuning.task_data import options_of, refuse, with_tuples
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
 from electra_fast.training import evaluate as pretrained
 
-# Options of the command line whose names differ.
-_FLAGS = {"max_batches": "--batches"}
 _TUPLES = ("text", "label", "labels", "label_map")
 
 
@@ -48,9 +44,9 @@ def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, 
     Raises:
         FileNotFoundError, ValueError: The message names the file, line, value and remedy.
     """
-    own, others = _options(evaluate_file) | DIALECT, _options(pretrained.evaluate)
+    own, others = options_of(evaluate_file) | DIALECT, options_of(pretrained.evaluate)
     for task_type in TASK_TYPES.values():
-        own |= _options(task_type.read_labeled)
+        own |= options_of(task_type.read_labeled)
     unknown = next((name for name in options if name not in own | others), None)
     if unknown is not None:
         raise TypeError(f"evaluate() got an unexpected keyword argument {unknown!r}")
@@ -60,9 +56,9 @@ def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, 
                 f"{source}: not fine-tuned, so it cannot predict the labels of {data}; name a fine-tuned model, as "
                 f"DIR/TASK/seed-0/model, or fine-tune this one with `electra-fast finetune --model {source}`"
             )
-        _refuse(options, others, f"for fine-tuned models, and {source} is not one")
+        refuse(options, others, f"for fine-tuned models, and {source} is not one")
         return pretrained.evaluate(source, data, **options)
-    _refuse(options, own, f"for pre-trained models, and {source} is fine-tuned")
+    refuse(options, own, f"for pre-trained models, and {source} is fine-tuned")
     if data is None:
         raise InputError(f"{source}: a fine-tuned model is evaluated on labeled examples; name their file with --data")
     if isinstance(data, list) and all(isinstance(each, str) for each in data):
@@ -83,7 +79,7 @@ def evaluate_file(
     predictor = load_finetuned(model, precision=precision)
     task, task_type = predictor.task, predictor.task_type
     dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
-    _refuse(options, _options(task_type.read_labeled), f"not for {predictor.kind}")
+    refuse(options, options_of(task_type.read_labeled), f"not for {predictor.kind}")
     options = with_tuples(options, _TUPLES)
     trained = (predictor.text_columns, predictor.label_columns)
     dialect = with_fields(dialect, (*trained[0], *trained[1], *(options.get(name, ()) for name in ("text", "label"))))
@@ -101,14 +97,3 @@ def evaluate_file(
         replace_file(Path(out) / "predictions.jsonl", task_type.prediction_lines(task, split, answers))
         write_report(Path(out), report)
     return report.content
-
-
-def _options(function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
-
-
-def _refuse(options: Mapping[str, Any], known: Mapping[str, Any], why: str) -> None:
-    refused = next((name for name in options if name not in known), None)
-    if refused is not None:
-        raise InputError(f"{_FLAGS.get(refused, '--' + refused.replace('_', '-'))} is {why}")

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -33,6 +33,7 @@ from electra_fast.finetuning.readers.rows import Row, with_columns
 from electra_fast.finetuning.readers.table_formats import MemoryTable, is_table
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
+from electra_fast.finetuning.task_data import refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
 from electra_fast.model.compute import Precision, choose_device
@@ -101,7 +102,7 @@ class FinetunedModel:
                 also `threshold`, the probability above which each is chosen, in place of the model's own. For question
                 answering: `n_best` answers to list, `null_threshold` in place of the model's own.
         """
-        check_settings(settings, self.task_type.prediction_settings, self.kind)
+        refuse(settings, self.task_type.prediction_settings, f"not for {self.kind}")
         split = self._split(examples, text)
         return self.predict_split(split, **settings) if split.texts else []
 
@@ -144,12 +145,6 @@ class FinetunedModel:
 def _scheme(labels: Iterable[str]) -> str:
     """Returns the scheme of a model from elsewhere: its tags delimit entities if one looks like B-PER."""
     return "IOB2" if any(label[1:2] == "-" for label in labels) else "none"
-
-
-def check_settings(given: Iterable[str], known: Collection[str], kind: str) -> None:
-    refused = next((name for name in given if name not in known), None)
-    if refused is not None:
-        raise InputError(f"--{refused.replace('_', '-')} is not for {kind}")
 
 
 def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
@@ -232,13 +227,13 @@ def predict_file(
     }
     predictor: Any
     if task == "errors":
-        check_settings(settings, ("threshold",), "errors")
+        refuse(settings, ("threshold",), "not for errors")
         predictor, settings = load_error_detector(model, precision=precision, **settings), {}
         reader, source = predictor, Source(path=Path(file), text=tuple(text), num_texts=1, **options)
     else:
         predictor = load_finetuned(model, precision=precision)
         reader = predictor.task_type
-        check_settings(settings, reader.prediction_settings, predictor.kind)
+        refuse(settings, reader.prediction_settings, f"not for {predictor.kind}")
         source = predictor.source(Path(file), text, **options)
     with contextlib.ExitStack() as stack:
         source = dataclasses.replace(source, path=stack.enter_context(local_file(source.path)))

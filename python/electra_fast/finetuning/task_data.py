@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def read_tasks(
     refused = next(iter([*files, *given]), None)
     if refused is not None:
         own = ", ".join(kind for kind in OWN_KINDS if refused in (*_FILES, *_options(kind)))
-        raise InputError(f"{_flag(refused)} is for --task {own}; {chosen[0]} has --data DIR")
+        refuse([refused], (), f"for --task {own}; {chosen[0]} has --data DIR")
     if data is None:
         raise InputError(f"--task {','.join(chosen)} needs --data DIR, the folder of its files")
     return [SQUAD[name](data) if name in SQUAD else glue.read(name, data) for name in _with_all(chosen, data)]
@@ -68,9 +68,7 @@ def _read_own(
         raise InputError(f"--data is for GLUE and SQuAD; --task {kind} has --train FILE")
     if "train" not in files:
         raise InputError(f"--task {kind} needs --train FILE")
-    refused = next((name for name in given if name not in _options(kind)), None)
-    if refused is not None:
-        raise InputError(f"{_flag(refused)} is not for --task {kind}")
+    refuse(given, _options(kind), f"not for --task {kind}")
     if "group" in given and "dev" in files:
         raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
     options = with_tuples(given, _TUPLES)
@@ -107,11 +105,23 @@ def _overlap(train: Split, dev: Split) -> Iterator[str]:
         yield f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"
 
 
-def _options(kind: str) -> dict[str, Any]:
-    """Returns names and defaults of a reader's keyword arguments, of which `quoting` is a whole `Dialect`."""
-    parameters = inspect.signature(_READERS[kind]).parameters.values()
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns names and defaults of keyword arguments, of which `quoting` is a whole `Dialect`."""
+    parameters = inspect.signature(function).parameters.values()
     options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     return options | (DIALECT if "quoting" in options else {})
+
+
+def _options(kind: str) -> dict[str, Any]:
+    return options_of(_READERS[kind])
+
+
+def refuse(options: Iterable[str], known: Collection[str], why: str) -> None:
+    """Raises InputError for the first option that is not known."""
+    refused = next((name for name in options if name not in known), None)
+    if refused is not None:
+        flag = "batches" if refused == "max_batches" else refused.replace("_", "-")
+        raise InputError(f"--{flag} is {why}")
 
 
 def _given(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,10 +130,6 @@ def _given(columns: Mapping[str, Any]) -> dict[str, Any]:
     if unknown is not None:
         raise TypeError(f"finetune() got an unexpected keyword argument {unknown!r}")
     return {name: value for name, value in columns.items() if value != defaults[name]}
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 _ALL_NAMES = (*glue.TASKS, ALL, *SQUAD, *OWN_KINDS)

@@ -21,9 +21,7 @@ def answers(tokenizer, context, spans):
     features = features_of(tokenizer, *texts)
     start, end, score = np.array(spans, float).T[:, None]
     places, ends = start.astype(np.int64), end.astype(np.int64)[..., None]
-    [(found, _)] = search(
-        features, texts, SpanScores(places, np.zeros_like(score), ends, score[..., None], np.zeros(1))
-    )
+    [(found, _)] = search(features, SpanScores(places, np.zeros_like(score), ends, score[..., None], np.zeros(1)))
     return found
 
 
@@ -56,9 +54,7 @@ def test_generated_questions_as_published(tokenizer, n_best, longest, width):
     end = start[..., None] + rng.integers(-2, 8, shape)
     first, second = (rng.integers(0, 40, size).astype(np.float32) / 8 for size in (shape[:2], shape))
     null = rng.standard_normal(shape[0]).astype(np.float32)
-    found = search(
-        features, texts, SpanScores(start, first, end, second, null), n_best=n_best, max_answer_length=longest
-    )
+    found = search(features, SpanScores(start, first, end, second, null), n_best=n_best, max_answer_length=longest)
     library, empty, full = squad_reference.library_tokenizer(tokenizer), 0, 0
     for number, ((question, context), (ours, null_score)) in enumerate(zip(texts, found, strict=True)):
         numbers = np.flatnonzero(features.question == number)

@@ -157,7 +157,7 @@ def test_targets_are_the_pieces_that_overlap_the_answer(tmp_path, kind):
     targets = training_targets(tokenizer, features, [(answer,) for answer in answers])
     score_n1 = np.zeros((len(texts), 1))
     scores = SpanScores(targets[:, :1], score_n1, targets[:, 1:2, None], score_n1[..., None], score_n1[:, 0])
-    found = [best[0] for best, _ in search(features, texts, scores, max_answer_length=512)]
+    found = [best[0] for best, _ in search(features, scores, max_answer_length=512)]
     pieces = targets[:, :2] - features.context_start[:, None]
     for (_, text), answer, (first, last), best in zip(texts, answers, pieces.tolist(), found, strict=True):
         letters = {answer.start + place for place, letter in enumerate(answer.text) if not letter.isspace()}

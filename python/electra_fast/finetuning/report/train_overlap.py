@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,9 @@ _PUNCTUATION = (
 # A character of a script without spaces is a word.
 _WORDS = re.compile(rf"[{UNSPACED}]|[^\s{_PUNCTUATION}{UNSPACED}]+")
 
-# Marks words of the second text of a pair.
-_SECOND = " "
-
 Example = tuple[str, ...]
+Words = frozenset[tuple[int, str]]
+"""The words of an example, each with the number of its text."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def find_duplicates(train: Split, dev: Split) -> list[Duplicate]:
     places: dict[str, int] = {}
     for row, texts in enumerate(train.texts):
         places.setdefault(text_key(texts, words), row)
-    found, others = dict[int, Duplicate](), dict[int, frozenset[str]]()
+    found, others = dict[int, Duplicate](), dict[int, Words]()
     for row, texts in enumerate(dev.texts):
         if not any(_words(text, words) for text in texts):
             continue
@@ -67,13 +66,11 @@ def find_duplicates(train: Split, dev: Split) -> list[Duplicate]:
             found[row] = Duplicate(row, first, 1.0, True)
         else:
             others[row] = _set(texts, words)
-    found |= _near(train.texts, others, words)
+    found |= _near((_set(texts, words) for texts in train.texts), others)
     return [found[row] for row in sorted(found)]
 
 
-def _near(
-    train: Sequence[Example], dev: Mapping[int, frozenset[str]], words: dict[str, list[str]]
-) -> dict[int, Duplicate]:
+def _near(train: Iterable[Words], dev: Mapping[int, Words]) -> dict[int, Duplicate]:
     """Returns the near duplicates by row.
 
     Sets of a and b words with a Jaccard index of t share ceil(t * max(a, b)) words at least. So if each set is ordered
@@ -82,13 +79,12 @@ def _near(
     """
     frequencies = Counter(word for own in dev.values() for word in own)
     rank = {word: place for place, (word, _) in enumerate(sorted(frequencies.items(), key=lambda pair: pair[::-1]))}
-    index: dict[tuple[str, int], list[int]] = defaultdict(list)
+    index: dict[tuple[tuple[int, str], int], list[int]] = defaultdict(list)
     for row, own in dev.items():
         for word in sorted(own, key=rank.__getitem__)[: _prefix(len(own))]:
             index[word, len(own)].append(row)
     found: dict[int, Duplicate] = {}
-    for train_row, texts in enumerate(train):
-        own = _set(texts, words)
+    for train_row, own in enumerate(train):
         shared = [word for word in own if word in rank]
         num_left = _prefix(len(own)) - (len(own) - len(shared))  # words that the validation split lacks come first
         if num_left <= 0:
@@ -122,25 +118,18 @@ def text_key(texts: Example, known: dict[str, list[str]]) -> str:
     return "\n".join("".join(_words(text, known)) for text in texts)
 
 
-def _set(texts: Example, known: dict[str, list[str]]) -> frozenset[str]:
-    """Returns the words of an example, those of a second text marked."""
-    first, *second = texts
-    return frozenset(_words(first, known)).union(_SECOND + word for text in second for word in _words(text, known))
+def _set(texts: Example, known: dict[str, list[str]]) -> Words:
+    return frozenset((place, word) for place, text in enumerate(texts) for word in _words(text, known))
 
 
-def _jaccard(one: frozenset[str], other: frozenset[str]) -> float:
+def _jaccard(one: Words, other: Words) -> float:
     """Returns the Jaccard index of the words, in pairs the lower one of both texts."""
-    num_shared = len(one & other)
-    jaccard = num_shared / (len(one) + len(other) - num_shared)
-    if jaccard < MIN_JACCARD:  # as of most pairs of examples; then one of the texts' is too
-        return jaccard
     common, every = one & other, one | other
-    num_second = sum(word.startswith(_SECOND) for word in every)
-    if not num_second:
+    jaccard = len(common) / len(every)
+    if jaccard < MIN_JACCARD or not any(place for place, _ in every):
         return jaccard
-    num_common = sum(word.startswith(_SECOND) for word in common)
-    num_first = len(every) - num_second
-    return min((len(common) - num_common) / num_first if num_first else 1.0, num_common / num_second)
+    shared = Counter(place for place, _ in common)
+    return min(shared[place] / count for place, count in Counter(place for place, _ in every).items())
 
 
 def examples(train: Split, dev: Split, found: Sequence[Duplicate]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ Shapes: K starts per chunk, K2 ends per start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,7 +58,6 @@ class FoundAnswer:
 
 def search(
     features: QuestionFeatures,
-    texts: Sequence[tuple[str, str]],
     scores: SpanScores,
     *,
     n_best: int = 20,
@@ -68,8 +67,8 @@ def search(
 
     An answer has at most `max_answer_length` tokens. If no candidate is valid, the only answer is the empty text.
     """
-    bounds = np.searchsorted(features.question, np.arange(len(texts) + 1))
-    for number, (_, text) in enumerate(texts):
+    bounds = np.searchsorted(features.question, np.arange(len(features.texts) + 1))
+    for number, (_, text) in enumerate(features.texts):
         chunks = slice(*bounds[number : number + 2])
         context = features.contexts[number]
         starts, ends, sums = _candidates(features, scores, chunks, len(context.ids), max_answer_length)

@@ -28,19 +28,11 @@ from electra_fast.finetuning.tasks.answer_scores import group_sections, raw_scor
 from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
 from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
 from electra_fast.finetuning.tasks.span_model import JOINT_HEAD, JointReader, TwoLogitReader
-from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, Features, HfForm, TaskType, named_split
+from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, HfForm, TaskType, named_split
 
 # Characters of context before and after an answer in a report.
 _CONTEXT_CHARACTERS = 100
 SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")
-
-
-@dataclass(frozen=True)
-class SpanFeatures(Features):
-    """The chunks of all questions' contexts, and the questions with their contexts."""
-
-    questions: QuestionFeatures
-    texts: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -80,10 +72,10 @@ class QuestionAnswering(TaskType):
     usual_columns = (("question", "context"),)
     id_column = "id"
 
-    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> SpanFeatures:
+    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> QuestionFeatures:
         texts = [(question, context) for question, context in split.texts]
         try:
-            questions = question_features(
+            return question_features(
                 tokenizer,
                 texts,
                 sequence_length=config.sequence_length,
@@ -93,13 +85,12 @@ class QuestionAnswering(TaskType):
             )
         except InputError as error:
             raise InputError(f"{split.path}: {error}") from None
-        return SpanFeatures(questions.encoded, questions, texts)
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Returns all chunks, with the span of the first answer in those that contain it."""
         features = self.features(tokenizer, split, config)
-        targets = training_targets(tokenizer, features.questions, list(split.gold))
-        notes = tuple(_answer_lengths(features.questions, targets, config))
+        targets = training_targets(tokenizer, features, list(split.gold))
+        notes = tuple(_answer_lengths(features, targets, config))
         return TrainingSet(features.encoded, targets, np.ones(len(targets)), notes=notes)
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
@@ -119,18 +110,18 @@ class QuestionAnswering(TaskType):
             return JointReader(shape, config.beam_size, config.answerable_weight)
         return TwoLogitReader(shape, config.beam_size, config.head_dropout)
 
-    def predict(self, inference: Inference, features: SpanFeatures, config: FinetuneSection) -> list[Reading]:
+    def predict(self, inference: Inference, features: QuestionFeatures, config: FinetuneSection) -> list[Reading]:
         scores = SpanScores(*inference.by_example(features.encoded))
         if not (np.isfinite(scores.start_score).all() and np.isfinite(scores.end_score).all()):
             raise Diverged("the model's outputs are not finite: try a lower finetune.learning_rate")
         limits = {"n_best": config.n_best_size, "max_answer_length": config.max_answer_length}
-        found = search(features.questions, features.texts, scores, **limits)
+        found = search(features, scores, **limits)
         if isinstance(inference.model, JointReader):  # whose classifier gives a logit
             return [Reading(best, null) for best, null in found]
         return [Reading(best, null - best[0].score) for best, null in found]
 
     def scores(
-        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Scores
+        self, task: Task, split: Split, features: QuestionFeatures, outputs: list[Reading], earlier: Scores
     ) -> dict[str, Any]:
         """Returns the scores by the official rules, and `f1_unit`; the first split decides the odds threshold."""
         odds = _odds(split, outputs) if task.has_unanswerable else None
@@ -170,7 +161,7 @@ class QuestionAnswering(TaskType):
             yield {"id": name, "question": question, "context": context}
 
     def answers(
-        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], settings: Settings
+        self, task: Task, split: Split, features: QuestionFeatures, outputs: list[Reading], settings: Settings
     ) -> Iterator[Prediction]:
         """Yields `answer` with its characters and probability, and `null_odds`; above their threshold it is empty.
 

@@ -18,6 +18,7 @@ from electra_fast.data.pair_template import BERT
 from electra_fast.errors import InputError
 from electra_fast.finetuning.encoding import EncodedExamples, Ints, chunk_spans
 from electra_fast.finetuning.task import Answer
+from electra_fast.finetuning.tasks.task_type import Features
 
 # Minimum tokens of context in a full chunk, even after the longest question.
 _LEAST_ROOM = 8
@@ -41,7 +42,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class QuestionFeatures:
+class QuestionFeatures(Features):
     """The chunks of all questions, one after another.
 
     Args:
@@ -50,13 +51,14 @@ class QuestionFeatures:
         first: Piece of the context at which each chunk begins, int64 [chunks].
         context_start: Position of that piece in the chunk's input, int64 [chunks].
         contexts: The context of each question; questions about the same text share one.
+        texts: The questions with their contexts.
     """
 
-    encoded: EncodedExamples
     question: Ints
     first: Ints
     context_start: Ints
     contexts: list[Context]
+    texts: Sequence[tuple[str, str]]
 
     @cached_property
     def num_pieces(self) -> Ints:
@@ -81,7 +83,13 @@ def question_features(
         InputError: A context has no tokens, or the configuration leaves no room for it.
     """
     template = tokenizer.pair_template or BERT
-    _check_room(sequence_length, max_query_length, template.num_special)
+    room = sequence_length - max_query_length - template.num_special
+    if room < _LEAST_ROOM:
+        raise InputError(
+            f"finetune.sequence_length = {sequence_length} leaves room for {max(room, 0)} tokens of the context after "
+            f"a question of finetune.max_query_length = {max_query_length}; make it at least "
+            f"{sequence_length - room + _LEAST_ROOM}, or questions shorter"
+        )
     contexts = _contexts(tokenizer, texts, names or [str(number) for number in range(len(texts))])
     questions = tokenizer.encode_batch([question for question, _ in texts])
     special = tokenizer.special_tokens
@@ -95,17 +103,8 @@ def question_features(
     chunks_n4 = np.array(chunks, np.int64).reshape(-1, 4)
     num_truncated = sum(len(question) > max_query_length for question in questions)
     encoded = _encoded(np.concatenate(ids), chunks_n4[:, 2:], num_truncated, template.second_type)
-    return QuestionFeatures(encoded, chunks_n4[:, 0], chunks_n4[:, 1], chunks_n4[:, 2], contexts)
-
-
-def _check_room(sequence_length: int, max_query_length: int, num_special: int) -> None:
-    room = sequence_length - max_query_length - num_special
-    if room < _LEAST_ROOM:
-        raise InputError(
-            f"finetune.sequence_length = {sequence_length} leaves room for {max(room, 0)} tokens of the context after "
-            f"a question of finetune.max_query_length = {max_query_length}; make it at least "
-            f"{max_query_length + num_special + _LEAST_ROOM}, or questions shorter"
-        )
+    question, first, context_start, _ = chunks_n4.T
+    return QuestionFeatures(encoded, question, first, context_start, contexts, texts)
 
 
 def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int, second_type: int) -> EncodedExamples:
