@@ -15,6 +15,7 @@ PACKAGE = Path(electra_fast.__file__).resolve().parent
 PROGRAM = "import json, random, numpy, electra_fast.cli; print(electra_fast.__file__, *sys.argv[1:])"
 
 
+@pytest.mark.process
 def test_a_child_imports_nothing_from_the_current_folder(hostile_folder, monkeypatch):
     monkeypatch.syspath_prepend("")  # as in a notebook
     monkeypatch.syspath_prepend(str(hostile_folder))  # as of `python -m`
@@ -34,6 +35,7 @@ def test_folders_that_are_meant_stay(hostile_folder, tmp_path, monkeypatch):
     assert search_path() == sys.path
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("program", "end", "is_memory"),
     [

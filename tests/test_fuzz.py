@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-READERS = Path(__file__).with_name("fuzz_readers.py")
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+READERS = Path(__file__).parent / "support/fuzz_readers.py"
 
 
 def test_mutated_files_are_read_or_refused_in_one_line(tmp_path):

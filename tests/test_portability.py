@@ -8,7 +8,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 from tiny_task import QUICK, write_sst2
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 # What a process runs before anything else.
 MAC = """

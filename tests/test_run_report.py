@@ -202,6 +202,8 @@ document.title = JSON.stringify(seen);
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [400, 1400])
 def test_in_a_browser(runs, tmp_path, width):

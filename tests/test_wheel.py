@@ -48,6 +48,12 @@ def installed_files() -> set[str]:
     return {str(file) for file in files}
 
 
+def is_editable() -> bool:
+    """Whether the tree itself is installed, as `maturin develop` does."""
+    origin = importlib.metadata.distribution("electra-fast").read_text("direct_url.json")
+    return bool(origin and json.loads(origin).get("dir_info", {}).get("editable"))
+
+
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in `/` with GPUs hidden, as on a machine without one."""
     kept = ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")  # to compile what it imports takes longer than the rest
@@ -58,12 +64,17 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
+of_the_wheel = pytest.mark.skipif(is_editable(), reason="about the wheel; this is an editable installation of the tree")
+
+
+@of_the_wheel
 def test_the_package_under_test_is_the_installed_one() -> None:
     location = Path(electra_fast.__file__).resolve()
     assert location.is_relative_to(SITE_PACKAGES), f"{location} is not the installed wheel: run `make test`"
     assert not location.is_relative_to(TREE)
 
 
+@of_the_wheel
 def test_the_extension_is_one_for_every_python_from_3_11() -> None:
     assert "electra_fast/_data.abi3.so" in installed_files()
     wheel = importlib.metadata.distribution("electra-fast").read_text("WHEEL")
@@ -71,6 +82,7 @@ def test_the_extension_is_one_for_every_python_from_3_11() -> None:
     assert {"electra_fast/py.typed", "electra_fast/_data.pyi"} <= installed_files()
 
 
+@of_the_wheel
 def test_every_source_file_is_in_the_wheel_and_nothing_else() -> None:
     root = TREE / "python"
     package = {str(path.relative_to(root)) for path in (root / "electra_fast").rglob("*.py")}
@@ -79,6 +91,7 @@ def test_every_source_file_is_in_the_wheel_and_nothing_else() -> None:
     assert installed == package | kernels
 
 
+@of_the_wheel
 def test_the_license_is_in_the_wheel() -> None:
     assert any(file.endswith("dist-info/licenses/LICENSE") for file in installed_files())
     assert importlib.metadata.metadata("electra-fast")["License-Expression"] == "Apache-2.0"
@@ -87,6 +100,7 @@ def test_the_license_is_in_the_wheel() -> None:
 FOLDERS = {"workspace": TREE / "crates", "registry": Path.home() / ".cargo", "build": Path.home() / ".cache"}
 
 
+@of_the_wheel
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 def test_the_wheel_names_no_folder_of_the_machine_that_built_it(folder: Path) -> None:
     files = [file for file in importlib.metadata.files("electra-fast") or [] if file.suffix != ".pyc"]
@@ -95,6 +109,7 @@ def test_the_wheel_names_no_folder_of_the_machine_that_built_it(folder: Path) ->
     assert not [str(file) for file in shipped if f"{folder}/".encode() in file.read_binary()]
 
 
+@of_the_wheel
 def test_the_bill_of_materials_lists_the_crates_and_is_as_recorded() -> None:
     file = next(file for file in importlib.metadata.files("electra-fast") or [] if "sboms" in file.parts)
     content = file.read_binary()
@@ -112,6 +127,8 @@ def test_links_of_the_description_work_on_a_package_index() -> None:
     assert not [link for pair in links for link in pair if link and not link.startswith("https://")]
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
     sources = [Path(file) for file in installed_files() if file.startswith("electra_fast/")]
     dotted = [".".join(path.with_suffix("").parts) for path in sources if path.suffix == ".py"]
@@ -119,17 +136,20 @@ def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
     run(sys.executable, "-W", "error", "-c", IMPORT_ALL, "electra_fast._data", *sorted(modules))
 
 
+@pytest.mark.process
 def test_importing_costs_under_a_second_beyond_torch() -> None:
     """In one of three tries, since the machine may be busy."""
     seconds = (float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3))
     assert any(each < IMPORT_SECONDS for each in seconds)
 
 
+@pytest.mark.process
 def test_the_command_starts() -> None:
     assert importlib.metadata.version("electra-fast") in run(str(SCRIPTS / "electra-fast"), "--version").stdout
     assert "pretrain" in run(sys.executable, "-m", "electra_fast", "--help").stdout
 
 
+@pytest.mark.process
 def test_public_names_are_verbs_whatever_was_imported_first():
     """`electra_fast.pretrain` is the function even after its module is imported; the data side needs no torch."""
     program = (
@@ -143,6 +163,7 @@ def test_public_names_are_verbs_whatever_was_imported_first():
     subprocess.run([sys.executable, "-c", program], check=True, cwd="/")
 
 
+@pytest.mark.process
 def test_tab_completion_shows_the_public_names_and_imports_nothing():
     program = (
         "import sys, electra_fast as ef; assert set(dir(ef)) == set(ef.__all__); assert 'numpy' not in sys.modules"

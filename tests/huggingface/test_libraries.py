@@ -28,6 +28,8 @@ from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.huggingface.onnx import write_onnx
 from electra_fast.model.attention import AttentionMask
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["The cats sat", "w1 w2 w3 cat w4", "w5", "the w6 sat w7 w8 w9 the cats"]
 PAIRS = [("w1 the cat", "cats sat"), ("w2", "w3 w4 w5 w6"), ("the", "w7"), ("w8 w9", "w1")]
 RECIPES = {

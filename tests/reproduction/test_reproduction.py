@@ -84,6 +84,7 @@ def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, corpus, glue_fo
     assert other.returncode == 2 and "asked.budget was 9000000000.0 and is now 13000000000.0" in other.stderr
 
 
+@pytest.mark.process
 def test_stopped_between_rows_it_ends_with_the_same_table(whole, corpus, glue_folder, tmp_path):
     words = arguments(corpus, glue_folder, tmp_path / "out")
     runs = tmp_path / "out" / "runs"
@@ -132,6 +133,7 @@ def test_a_row_that_diverges_is_a_result(corpus, glue_folder, tmp_path):
     assert "became nan or infinite" in read_result(tmp_path)["failed"]
 
 
+@pytest.mark.process
 def test_minutes_become_a_budget_that_a_resumed_call_keeps(validation_corpus, tmp_path):
     base = base_config(Config.preset("tiny", "modern"), ef.Corpus(validation_corpus), {})
     first = make_experiment("tying", base, {}).rows[0].config
