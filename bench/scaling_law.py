@@ -4,7 +4,7 @@
 
 The measure is 1 - AUC on validation text that a fixed masked language model corrupted. The runs are those of recipe
 `modern` at scale `mini`, of any shape, batch and amount of text, that left the plateau where a discriminator knows
-token frequencies only. Prints the constants of `electra_fast.training.scaling_law` with 90 % intervals by draws of the
+token frequencies only. Prints the constants of `electra_fast.training.forecast` with 90 % intervals by draws of the
 points, each point beside its prediction by a fit without it, and what to expect of shapes by FLOPs.
 """
 
@@ -31,7 +31,7 @@ from scipy.optimize import least_squares, minimize_scalar
 
 import electra_fast as ef
 from electra_fast.hardware.flops import flops_per_token as network_flops
-from electra_fast.training.scaling_law import ScalingLaw, layer_weights
+from electra_fast.training.forecast import ScalingLaw, layer_weights
 
 LOWEST_AUC = 0.6
 """Below, on the plateau and at its end, no law of sizes and tokens holds. Runs on repeated text are beyond it."""

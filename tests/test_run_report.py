@@ -13,7 +13,7 @@ import electra_fast as ef
 from electra_fast.cli import main
 from electra_fast.config.config import Config
 from electra_fast.files.json_files import JsonLines, read_records
-from electra_fast.training.callbacks import Callbacks
+from electra_fast.training.loggers import Callbacks
 from electra_fast.training.plots import draw_curves
 from electra_fast.training.reporting import RunLog
 

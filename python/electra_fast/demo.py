@@ -25,10 +25,9 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.export import export
 from electra_fast.messages import printable
 from electra_fast.training.diagnostics import auc_text
-from electra_fast.training.evaluate import evaluate
+from electra_fast.training.evaluate import Word, evaluate, verdicts
 from electra_fast.training.plots import AMBER, GREEN, GREY, ORANGE, plot_curves
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.verdicts import Word, verdicts
 
 VOCAB_SIZE = 1024
 NUM_DRAWN = 3

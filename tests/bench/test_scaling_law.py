@@ -9,7 +9,7 @@ from lib.groups import BENCH
 from lib.recipe_report import score
 from lib.recipe_studies import TFLOP
 
-from electra_fast.training.scaling_law import LAW, ScalingLaw
+from electra_fast.training.forecast import LAW, ScalingLaw
 
 KNOWN = ScalingLaw(floor=0.07, size=0.03, alpha=0.4, data=0.3, beta=0.7, epochs=12.0)
 

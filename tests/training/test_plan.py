@@ -1,6 +1,7 @@
 """What `plan` says before a run, beside the run."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from electra_fast.hardware.flops import flops_per_token
 from electra_fast.hardware.memory import StepMemory
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import plan as planning
-from electra_fast.training.forecast import MAX_EPOCHS, size, warnings
-from electra_fast.training.trial import Trial, _on_line
+from electra_fast.training.forecast import MAX_EPOCHS, ScalingLaw, layer_weights, size, warnings
+from electra_fast.training.plan import Trial, _on_line
 
 
 def told(config, corpus):
@@ -149,3 +150,26 @@ def test_memory_of_gpus_elsewhere_is_that_of_a_run_there(monkeypatch):
     assert "accumulate = 4" in found["config"] and "micro-batch" not in " ".join(found["warnings"])
     warning = ef.plan(config, gpu_memory=0.5)["warnings"][-1]
     assert "a micro-batch of 1 row of 128 tokens needs about 1." in warning and "choose a smaller model" in warning
+
+
+EXAMPLE = ScalingLaw(floor=0.1, size=0.02, alpha=0.5, data=0.4, beta=1.0, epochs=10.0)
+
+
+def test_the_error_falls_by_powers_of_weights_and_tokens():
+    assert EXAMPLE.error(4e6, 2e6) == pytest.approx(0.1 + 0.02 / 2 + 0.4 / 2)
+    assert EXAMPLE.error(1e15, 1e15) == pytest.approx(EXAMPLE.floor, abs=1e-4)
+
+
+def test_repeated_text_is_worth_less_and_less():
+    assert EXAMPLE.fresh(5e6, math.inf) == EXAMPLE.fresh(5e6, 5e6) == 5e6
+    assert EXAMPLE.fresh(5e6, 4e6) == pytest.approx(4e6 + 40e6 * (1 - math.exp(-0.025)))
+    assert EXAMPLE.fresh(1e12, 4e6) == pytest.approx(4e6 * (1 + EXAMPLE.epochs))
+    assert EXAMPLE.error(1e6, 5e6, 4e6) > EXAMPLE.error(1e6, 5e6)
+
+
+@pytest.mark.parametrize("recipe", ["modern", "google"])
+def test_the_size_is_that_of_the_layers_matrices(recipe):
+    config = ef.Config.preset("tiny", recipe).override({"model.vocab_size": "100"})
+    named = ef.Electra(config).named_parameters()
+    matrices = [each for name, each in named if name.startswith("discriminator.layers.") and each.ndim == 2]
+    assert layer_weights(config.model) == sum(each.numel() for each in matrices)

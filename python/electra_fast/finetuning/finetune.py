@@ -42,8 +42,7 @@ from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.messages import say
 from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import FinetuningProgress
-from electra_fast.training.callbacks import Callback, Callbacks
-from electra_fast.training.loggers import require_loggers
+from electra_fast.training.loggers import Callback, Callbacks, require_loggers
 from electra_fast.training.run import exclusive
 
 

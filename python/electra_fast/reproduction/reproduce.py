@@ -40,9 +40,9 @@ from electra_fast.reproduction.experiments import (
     training_size,
 )
 from electra_fast.reproduction.report import score, summarize, write_report
-from electra_fast.training import trial
 from electra_fast.training.corruptor import UNIGRAM, Corruptor
 from electra_fast.training.evaluate import SEED, evaluate
+from electra_fast.training.plan import measure
 from electra_fast.training.pretrain import pretrain
 from electra_fast.training.run import exclusive, resolved
 
@@ -204,7 +204,7 @@ def _settle(out: Path, identity: Mapping[str, Any], first: Config) -> dict[str, 
     if asked["budget"]:
         return {**identity, "budget": asked["budget"]}
     tokens = first.train.batch_size * first.data.sequence_length
-    seconds = trial.measure(resolved(first, Mixture(first.data.corpus))).seconds_per_step
+    seconds = measure(resolved(first, Mixture(first.data.corpus))).seconds_per_step
     speed = tokens * flops_per_token(first).total / seconds
     return {**identity, "budget": float(f"{60 * speed * asked['minutes']:.2g}"), "flops_per_second": speed}
 

@@ -158,7 +158,7 @@ def _finite(value: object) -> float | None:
 def _samples(folder: Path, corpora: Corpora) -> Any:
     """Returns rows of validation text with the discriminator's verdicts, or one line that says why there are none."""
     from electra_fast.data.mixture import Mixture
-    from electra_fast.training.verdicts import verdicts
+    from electra_fast.training.evaluate import verdicts
 
     try:
         checkpoint_folder.latest(folder)

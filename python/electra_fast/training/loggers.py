@@ -1,8 +1,9 @@
-"""Loggers: TensorBoard, Weights & Biases and MLflow show the lines of metrics.jsonl and evaluations.jsonl.
+"""Who else sees the lines of a training: loggers, and the functions that its caller gave.
 
-Those files stay the truth. A session first sends each logger the lines that it has not seen, so that a logger added
-later shows the whole run; a line that a resumed run repeats is not sent again. Which run of the logger it is, and what
-it has seen, is in `loggers.json` in the run's folder.
+TensorBoard, Weights & Biases and MLflow show the lines of metrics.jsonl and evaluations.jsonl. Those files stay the
+truth. A session first sends each logger the lines that it has not seen, so that a logger added later shows the whole
+run; a line that a resumed run repeats is not sent again. Which run of the logger it is, and what it has seen, is in
+`loggers.json` in the run's folder.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import importlib
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from electra_fast.errors import InputError
+from electra_fast.errors import InputError, StopTraining
 from electra_fast.files.atomic_files import remove, replace_file
 from electra_fast.files.json_files import json_text, read_object
 from electra_fast.messages import say
@@ -25,6 +26,7 @@ from electra_fast.messages import say
 FILE = "loggers.json"
 PROJECT = "electra-fast"
 Record = Mapping[str, Any]
+Callback = Callable[[dict[str, Any]], object]
 
 
 def logger_names(value: str | list[str]) -> list[str]:
@@ -213,3 +215,34 @@ class _Mlflow(_Durable):
 
 
 _KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow}
+
+
+class Callbacks:
+    """The functions that a caller of `pretrain` or `finetune` gave; each is called with a copy of a record.
+
+    An exception in one is reported once. `StopTraining` is kept in `stop`, for the training to raise after a
+    checkpoint.
+    """
+
+    def __init__(
+        self,
+        on_log: Callback | None = None,
+        on_evaluation: Callback | None = None,
+        on_checkpoint: Callback | None = None,
+    ) -> None:
+        given = {"on_log": on_log, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
+        self._given = {name: each for name, each in given.items() if each is not None}
+        self._failed: set[str] = set()
+        self.stop: StopTraining | None = None
+
+    def __call__(self, name: str, record: Record) -> None:
+        """Calls the callback `name`, if there is one."""
+        if (callback := self._given.get(name)) is not None:
+            try:
+                callback(dict(record))
+            except StopTraining as stop:
+                self.stop = stop
+            except Exception as error:
+                if name not in self._failed:
+                    self._failed.add(name)
+                    say(f"warning: {name} raised {type(error).__name__}: {error}; training goes on, and calls it again")

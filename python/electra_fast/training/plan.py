@@ -1,31 +1,53 @@
-"""What a run will take, before it starts: size, epochs, memory, disk, time, rates, and what is unwise about it."""
+"""What a run will take, before it starts: size, epochs, memory, disk, time, rates, and what is unwise about it.
+
+Time and memory are those of the first steps, taken in a process of its own (`measure`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import shlex
+import subprocess
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from electra_fast.child_process import describe_end, lacked_memory, python_command
 from electra_fast.config.config import AUTO, Config
 from electra_fast.config.presets import DEFAULT_RECIPE
 from electra_fast.data.inspect import rows_as_text
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.distributed.division import Division, smaller_micro_batches
-from electra_fast.errors import InputError
-from electra_fast.hardware.flops import PUBLISHED_VOCABULARY
+from electra_fast.distributed.step_processes import choose_num_processes
+from electra_fast.distributed.world import World
+from electra_fast.errors import ElectraFastError, InputError, TrainingFailed
+from electra_fast.hardware.flops import PUBLISHED_VOCABULARY, flops_per_token
 from electra_fast.hardware.memory import StepMemory
-from electra_fast.model.compute import DTYPES, ComputeConfig
+from electra_fast.model.compute import DTYPES, ComputeConfig, use_compute
 from electra_fast.model.model import Electra
+from electra_fast.objectives import objective_of
 from electra_fast.optimizers.optimizer import Optimizer
-from electra_fast.training.forecast import MAX_EPOCHS, corpus_warnings, rows_of_evaluation, size, warnings
-from electra_fast.training.run import resolved
-from electra_fast.training.scaling_law import LAW, layer_weights
-from electra_fast.training.trial import Trial, measure
+from electra_fast.training.forecast import (
+    LAW,
+    MAX_EPOCHS,
+    corpus_warnings,
+    layer_weights,
+    rows_of_evaluation,
+    size,
+    warnings,
+)
+from electra_fast.training.loggers import Callbacks
+from electra_fast.training.parallel_step import CpuProcessesStep
+from electra_fast.training.run import Run, resolved
+from electra_fast.training.trainer import Trainer
 
 # Steps with which a preset learns something. Shorter runs may end on the plateau, of which the scaling law knows
 # nothing: mini leaves it between 391 and 586 steps (bench/LOG.md). For small and base, the number is an assumption.
@@ -35,6 +57,12 @@ _SHARE = 0.9
 # A proposed run evaluates and saves this often.
 _TENTH, _SHOWN_ROWS = 10, 2
 _GIB = 1 << 30
+# Larger steps are measured with fewer rows at two sizes, and time and memory continued on a line: some two seconds
+# per step on two cores.
+_MAX_FLOPS = 5e11
+_WARMUP_STEPS, _MIN_STEPS, _SECONDS = 2, 2, 4.0
+# Batches of the evaluation that is timed.
+_EVALUATED = 5
 
 
 def plan(
@@ -268,7 +296,7 @@ def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, i
     total, activations = memory["total"], memory["activations"]
     if trial is None or trial.device != "cpu" or total is None or activations is None:
         return
-    free = _SHARE * _available_bytes()
+    free = _SHARE * 1024 * _kib("/proc/meminfo")["MemAvailable"]
     if total <= free:
         return
     choices = smaller_micro_batches(config.train)
@@ -276,11 +304,6 @@ def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, i
     fits = [n for n, rows in choices.items() if total - activations * (1 - rows / most) <= free]
     remedy = f"--train.accumulate {fits[0]} fits" if fits else "choose a smaller model"
     yield f"the step needs {total / _GIB:.3g} GiB, and {free / _GIB:.3g} GiB can be used; {remedy}"
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return 1024 * int(next(line for line in file if line.startswith("MemAvailable:")).split()[1])
 
 
 def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -334,3 +357,164 @@ def duration(seconds: float) -> str:
 
 def _bytes(count: float) -> str:
     return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / (1 << 20):.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the first steps took.
+
+    `config` has the run's choices for the hardware. `memory` is the peak in bytes of all processes, memory that they
+    share counted once, and `program` the part of it that was there before the first step, without the model; on a GPU,
+    its memory, without a `program`; None where the system does not tell. `seconds_per_row` is that of an evaluation;
+    None if there is none. `is_extrapolated` is true if the step was too large to be measured whole.
+    """
+
+    config: Config
+    device: str
+    num_processes: int
+    seconds_per_step: float
+    seconds_per_row: float | None
+    memory: int | None
+    program: int | None
+    is_extrapolated: bool
+
+
+def measure(config: Config) -> Trial:
+    """Takes the first steps of a run on its corpus, in another process; raises what they raise.
+
+    `config` has the corpus and the size of its vocabulary.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "plan.toml").write_text(config.to_toml(), encoding="utf-8")
+        command = python_command("from electra_fast.training.plan import take_first_steps as t; t(sys.argv[1])", folder)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        answer = Path(folder) / "trial.json"
+        if done.returncode or not answer.exists():
+            why = describe_end(done.returncode, done.stderr)
+            is_memory = lacked_memory(done.returncode, done.stderr)
+            remedy = "; lower train.batch_size or the model's size" if is_memory else ""
+            raise TrainingFailed(f"the run's first steps failed ({why}){remedy}")
+        found = json.loads(answer.read_text(encoding="utf-8"))
+        if "error" in found:
+            raise InputError(found["error"])
+        return Trial(Config.load(Path(folder) / "settled.toml"), **found)
+
+
+def take_first_steps(name: str) -> None:
+    """Measures the configuration in a folder, and writes the result there."""
+    folder = Path(name)
+    try:
+        found = _measured(folder, Config.load(folder / "plan.toml"))
+    except (ElectraFastError, OSError) as error:
+        found = {"error": str(error)}
+    (folder / "trial.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _measured(folder: Path, config: Config) -> dict[str, object]:
+    mixture, train, length = Mixture(config.data.corpus), config.train, config.data.sequence_length
+    whole = flops_per_token(config).total
+    stage = max(objective_of(config).stages(), key=lambda each: flops_per_token(config, [each]).total)
+    sizes = [train.batch_size]
+    if not torch.cuda.is_available() and whole * train.batch_size * length > _MAX_FLOPS:
+        num_processes = choose_num_processes(config, torch.device("cpu"))
+        few = max(1, int(_MAX_FLOPS / (2 * whole * length * num_processes))) * num_processes
+        sizes = [few, 2 * few] if 2 * few < train.batch_size else sizes
+    points, is_extrapolated = [], len(sizes) > 1
+    for num_rows in sizes:
+        part = {"train.batch_size": num_rows, "train.accumulate": "1"} if is_extrapolated else {}
+        one_lane = {"data.lanes": "1"}  # lanes must divide the batch
+        trainer = Trainer(Run(folder, config.override(part | one_lane)), mixture, World(), Callbacks())
+        points.append(_steps(trainer, stage.first_step))
+        # The next size need not measure them again.
+        config = config.override({name: trainer.config.value(name) for name in ("train.precision", "train.matmul")})
+    settled = trainer.config.override({"data.lanes": config.value("data.lanes")})
+    if is_extrapolated:
+        own = {"train.batch_size": train.batch_size, "train.accumulate": train.num_micro_batches}
+        settled = settled.override(own)
+    (folder / "settled.toml").write_text(settled.to_toml(), encoding="utf-8")
+    rows, last = settled.train.batch_size, points[-1]
+    memory = [float(each.memory or 0) for each in points]
+    seconds = _on_line(sizes, [each.seconds for each in points], rows)
+    rows_at_once = rows // settled.train.num_micro_batches
+    return {
+        "device": trainer.device.type,
+        "num_processes": choose_num_processes(settled, trainer.device),
+        "seconds_per_step": seconds * whole / flops_per_token(config, [stage]).total,
+        "seconds_per_row": last.seconds_per_row,
+        "memory": None if last.memory is None else round(_on_line(sizes, memory, rows_at_once)),
+        "program": last.program,
+        "is_extrapolated": is_extrapolated,
+    }
+
+
+def _on_line(sizes: list[int], values: list[float], size: int) -> float:
+    """Returns the value of another size on the line through two; of a single one its value."""
+    if len(sizes) == 1:
+        return values[0]
+    slope = (values[1] - values[0]) / (sizes[1] - sizes[0])
+    return values[1] + max(0.0, slope) * (size - sizes[1])
+
+
+@dataclass(frozen=True)
+class _Point:
+    """What steps of some size took: seconds of a step, and of an evaluation per row; bytes as in Trial."""
+
+    seconds: float
+    seconds_per_row: float | None
+    memory: int | None
+    program: int | None
+
+
+def _steps(trainer: Trainer, first_step: int) -> _Point:
+    """Takes steps from `first_step` on, and an evaluation if the run has any."""
+    step, pids = trainer.train_step, ["self"]
+    if isinstance(step, CpuProcessesStep):
+        pids += step.processes.pids
+    with use_compute(trainer.compute), contextlib.closing(step):
+        before, optimizer = _resident_bytes(pids), trainer.optimizer
+        state = [*trainer.model.parameters(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
+        num_steps, start = 0, time.perf_counter()
+        while num_steps < _WARMUP_STEPS + _MIN_STEPS or time.perf_counter() - start < _SECONDS:
+            if num_steps == _WARMUP_STEPS:
+                step.synchronize()
+                start = time.perf_counter()
+            step(next(trainer.loader), first_step)
+            num_steps += 1
+        step.synchronize()
+        seconds = (time.perf_counter() - start) / (num_steps - _WARMUP_STEPS)
+        per_row = _evaluation(trainer)
+        if trainer.device.type == "cuda":
+            return _Point(seconds, per_row, torch.cuda.max_memory_reserved(trainer.device), None)
+        # Processes keep what they have freed (distributed.step_processes), so that this is the peak.
+        program = None if before is None else max(0, before - sum(each.nbytes for each in state))
+        return _Point(seconds, per_row, _resident_bytes(pids), program)
+
+
+def _evaluation(trainer: Trainer) -> float | None:
+    """Returns the seconds per row of an evaluation, or None if the run has none."""
+    holdout = trainer.mixture.holdout
+    if holdout is None or not trainer.config.train.eval_every:
+        return None
+    trainer.measure(holdout, 1)  # compiles
+    start = time.perf_counter()
+    trainer.measure(holdout, _EVALUATED)
+    return (time.perf_counter() - start) / rows_of_evaluation(trainer.config, holdout, _EVALUATED)
+
+
+def _resident_bytes(pids: list[str]) -> int | None:
+    """Returns the resident bytes of processes, shared memory and files once; None if not Linux."""
+    own = files = 0
+    for pid in pids:
+        if not Path(f"/proc/{pid}/smaps_rollup").exists():
+            return None
+        kib = _kib(f"/proc/{pid}/smaps_rollup")
+        # Pss_File would depend on who else has the same libraries open.
+        own += kib["Pss_Anon"] + kib["Pss_Shmem"]
+        files = max(files, kib["Rss"] - kib["Anonymous"] - _kib(f"/proc/{pid}/status")["RssShmem"])
+    return 1024 * (own + files)
+
+
+def _kib(path: str) -> dict[str, int]:
+    """Returns the sizes in a file of /proc by name, in KiB."""
+    words = (line.split() for line in Path(path).read_text(encoding="utf-8").splitlines())
+    return {each[0].rstrip(":"): int(each[1]) for each in words if each[-1] == "kB"}

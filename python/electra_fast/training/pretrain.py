@@ -19,7 +19,7 @@ from electra_fast.distributed.division import Division
 from electra_fast.distributed.launch import Launch
 from electra_fast.errors import InputError, Interrupted, ReportedElsewhere
 from electra_fast.interruption import StopRequest, launcher_seconds, stop_requests, stop_with_parent
-from electra_fast.training.callbacks import Callback, Callbacks
+from electra_fast.training.loggers import Callback, Callbacks
 from electra_fast.training.mirror import checked_url
 from electra_fast.training.run import Run, exclusive, open_run
 

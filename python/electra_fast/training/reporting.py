@@ -33,9 +33,8 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives.objective import Number, Stage
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
-from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.forecast import compact, low_peak_warnings
-from electra_fast.training.loggers import Loggers, logger_names
+from electra_fast.training.loggers import Callbacks, Loggers, logger_names
 from electra_fast.training.plots import draw_curves
 from electra_fast.training.run import Run
 

@@ -43,7 +43,6 @@ from electra_fast.objectives.objective import Number
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training import reporting
-from electra_fast.training.callbacks import Callbacks
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 from electra_fast.training.diagnostics import (
     MIN_STEPS,
@@ -59,6 +58,7 @@ from electra_fast.training.diagnostics import (
 )
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.forecast import corpus_warnings
+from electra_fast.training.loggers import Callbacks
 from electra_fast.training.mirror import Mirror
 from electra_fast.training.parallel_step import create_step, time_steps
 from electra_fast.training.reporting import RunLog

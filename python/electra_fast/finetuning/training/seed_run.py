@@ -43,8 +43,7 @@ from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, spec
 from electra_fast.interruption import StopRequest
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import FinetuningProgress
-from electra_fast.training.callbacks import Callbacks
-from electra_fast.training.loggers import Loggers, logger_names
+from electra_fast.training.loggers import Callbacks, Loggers, logger_names
 
 # Lines of metrics.jsonl.
 _NUM_LOGS = 100
