@@ -43,6 +43,8 @@ def test_torchrun():
 PLAIN = {
     "nothing": {},
     "empty values": {"WORLD_SIZE": "", "RANK": ""},
+    "a batch script of SLURM": {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    "a run of its own in each task": {"SLURM_STEP_NUM_TASKS": "8", "WORLD_SIZE": "1"},
     "one process with all variables": {**without(TORCHRUN, "TORCHELASTIC_RUN_ID"), "WORLD_SIZE": "1", "RANK": "0"},
     "a rank 0 that someone has left over": {"RANK": "0", "MASTER_ADDR": "node001", "MASTER_PORT": "29500"},
 }
@@ -57,6 +59,7 @@ BAD = {
     "no rank": (without(TORCHRUN, "RANK"), "RANK is not set"),
     "no address": ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
     "WORLD_SIZE alone": ({"WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is not set"),
+    "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "8", "RANK": "0"}, "srun has started 8 tasks"),
     "RANK alone": ({"RANK": "1"}, "RANK = 1 without WORLD_SIZE"),
     "a rank too high": ({**TORCHRUN, "RANK": "8"}, "RANK = 8: must be a whole number from 0 to 7"),
     "a negative rank": ({**TORCHRUN, "RANK": "-1"}, "RANK = -1: "),

@@ -50,6 +50,9 @@ class Launch:
             InputError: One of several ranks has a missing or impossible variable.
         """
         if not environ.get("WORLD_SIZE"):
+            tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+            if tasks not in ("", "0", "1"):  # of srun's; a batch script is one task
+                raise InputError(f"srun has started {tasks} tasks, each of which would train on its own: {REMEDY}")
             if environ.get("RANK", "0") in ("", "0"):
                 return cls()
             raise InputError(
