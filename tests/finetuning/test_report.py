@@ -21,8 +21,8 @@ from sklearn.metrics import (
 )
 
 from electra_fast.finetuning.readers.tag_schemes import from_entities
-from electra_fast.finetuning.report.pictures import draw_confusion
 from electra_fast.finetuning.report.report import make_report, write_report
+from electra_fast.finetuning.report.sections import draw_confusion
 from electra_fast.finetuning.report.train_overlap import find_duplicates, label_shares
 from electra_fast.finetuning.task import Answer, Split, Task
 from electra_fast.finetuning.tasks.tagging import tag_answer

@@ -337,8 +337,7 @@ def _flops(options: argparse.Namespace) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.finetune import finetune
-    from electra_fast.finetuning.summary import print_table
+    from electra_fast.finetuning.finetune import finetune, print_table
 
     names = (
         *("model", "out", "data", "train", "dev", "test", "seeds", "recipe", "overrides", "role"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from electra_fast.config.config import ModelConfig, OptimizerConfig
@@ -112,16 +112,8 @@ class FinetuneSection(Section):
         return steps if self.schedule == "product" else int(steps)
 
     def optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(
-            name="adamw",
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            clip_norm=self.clip_norm,
-            bias_correction=self.bias_correction,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            epsilon=self.epsilon,
-        )
+        shared = {each.name for each in fields(self)} & {each.name for each in fields(OptimizerConfig)}
+        return OptimizerConfig(name="adamw", **{name: getattr(self, name) for name in shared})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +219,10 @@ def recipe_config(
     if recipe == "fast" and num_examples:
         epochs = config.finetune.epochs
         if "finetune.epochs" not in overrides:
+            per_epoch = math.ceil(num_examples / config.finetune.batch_size)
             per_class = NARROW_STEPS_PER_CLASS if shape.hidden_size <= NARROW else STEPS_PER_CLASS
-            epochs = max(epochs, _epochs_by_size(num_examples, num_classes * per_class, config.finetune.batch_size))
+            for_classes = min(math.ceil(num_classes * per_class / per_epoch), MAX_EPOCHS_FOR_CLASSES)
+            epochs = max(epochs, math.ceil(MIN_STEPS / per_epoch), for_classes)
         suited = {"epochs": epochs, "evals_per_epoch": min(1.0, MAX_EVALUATIONS / epochs)}
         config = config.replace({"finetune": suited}).override(overrides)
     return config
@@ -255,12 +249,6 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
     if recipe == "fast" and task == "classification":
         keys["class_weights"] = "auto"
     return keys
-
-
-def _epochs_by_size(num_examples: int, steps_for_classes: int, batch_size: int) -> int:
-    per_epoch = math.ceil(num_examples / batch_size)
-    for_classes = min(math.ceil(steps_for_classes / per_epoch), MAX_EPOCHS_FOR_CLASSES)
-    return max(math.ceil(MIN_STEPS / per_epoch), for_classes)
 
 
 def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -> dict[str, float]:

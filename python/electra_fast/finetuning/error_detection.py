@@ -56,7 +56,7 @@ class ErrorDetector(ExampleReader):
         sequence_length: Tokens per input, [CLS] and [SEP] included; longer texts are read in chunks that overlap by
             half.
         threshold: Probability from which a word counts as an error, 0 to 1.
-        precision: Precision of the activations, `fp32`, `fp16` or `bf16`; by default the faster one.
+        precision: `fp32`, `fp16` or `bf16`; by default the faster one.
     """
 
     def __init__(
@@ -168,13 +168,12 @@ def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> lis
     starts = np.minimum.reduceat(pieces.offsets[:, 0], firsts).tolist()
     ends = np.maximum.reduceat(pieces.offsets[:, 1], firsts).tolist()
     any_replaced = 1 - np.multiply.reduceat(1 - probabilities, firsts)
-    words = []
-    for start, end, limit, probability in zip(starts, ends, [*starts[1:], len(text)], any_replaced, strict=True):
-        start, end = _as_written(text, start, end, limit)
-        if start < end:
-            place = {"text": text[start:end], "start": start, "end": end}
-            words.append(place | {"probability": rounded(probability)})
-    return words
+    spans = [_as_written(text, *each) for each in zip(starts, ends, [*starts[1:], len(text)], strict=True)]
+    return [
+        {"text": text[start:end], "start": start, "end": end, "probability": rounded(probability)}
+        for (start, end), probability in zip(spans, any_replaced, strict=True)
+        if start < end
+    ]
 
 
 def _as_written(text: str, start: int, end: int, limit: int) -> tuple[int, int]:

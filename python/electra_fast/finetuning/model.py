@@ -84,7 +84,7 @@ class Inputs:
 
 
 class LinearHead(nn.Module):
-    """Dropout and one layer; [n, D] → [n, C].
+    """Dropout and one layer; [n, D] → fp32 [n, C].
 
     On [CLS] the head of the paper and the published code, on tokens that of `transformers`' Electra classes.
     """
@@ -99,7 +99,7 @@ class LinearHead(nn.Module):
 
 
 class ElectraHead(nn.Module):
-    """As `transformers`' ElectraClassificationHead: dropout, dense, gelu, dropout, one layer; [n, D] → [n, C]."""
+    """As `transformers`' ElectraClassificationHead: dropout, dense, gelu, dropout, one layer; [n, D] → fp32 [n, C]."""
 
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class ElectraHead(nn.Module):
 
 
 class ModernHead(nn.Module):
-    """As in `transformers`' ModernBert classes: dense, gelu, norm, dropout, one layer; [n, D] → [n, C]."""
+    """As in `transformers`' ModernBert classes: dense, gelu, norm, dropout, one layer; [n, D] → fp32 [n, C]."""
 
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
         super().__init__()
@@ -135,12 +135,7 @@ def make_head(head: str, shape: ModelConfig, num_outputs: int, *, on_tokens: boo
 
 
 class EncoderWithHead(nn.Module, ABC):
-    """Embeddings, encoder and a head.
-
-    Args:
-        shape: The encoder's sizes and dropout.
-        head: The head.
-    """
+    """Embeddings, encoder and a head."""
 
     only_first = False
     """The head reads the hidden states of [CLS] alone."""
@@ -166,14 +161,7 @@ class EncoderWithHead(nn.Module, ABC):
 
 
 class TaskModel(EncoderWithHead):
-    """A network that is fine-tuned.
-
-    Args:
-        shape: The encoder's sizes and dropout.
-        head: The head.
-        head_kind: `finetune.head`, which decides the head's initialization.
-        head_dropout: Dropout probability in the head.
-    """
+    """A network that is fine-tuned; `head_kind` is `finetune.head`, which decides the head's initialization."""
 
     def __init__(self, shape: ModelConfig, head: nn.Module, head_kind: str, head_dropout: float = 0.0) -> None:
         super().__init__(shape, head)

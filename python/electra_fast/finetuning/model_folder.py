@@ -34,20 +34,19 @@ from electra_fast.huggingface.encoder import read_state
 from electra_fast.huggingface.model_types import ORIGINAL_KEY, original
 from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
 
+# Our keys in config.json.
 HEAD_KEY = "electra_fast_head"
-"""Our key in config.json, for a head without a class in `transformers`: "google"."""
+"""For a head without a class in `transformers`: "google"."""
 KIND_KEY = "electra_fast_kind"
-"""Our key in config.json: the task type, which a head without a class does not tell."""
+"""The task type, which a head without a class does not tell."""
 LENGTH_KEY = "electra_fast_sequence_length"
-"""Our key in config.json: the longest example in training, in tokens."""
+"""The longest example in training, in tokens."""
 TEXTS_KEY = "electra_fast_num_texts"
-"""Our key in config.json: 1 if an example is a text, 2 if it is a pair."""
-COLUMNS_KEY = "electra_fast_text_columns"
-"""Our key in config.json: the text columns of own data, those of the training file first."""
-LABEL_COLUMNS_KEY = "electra_fast_label_columns"
-"""Our key in config.json: the label columns of own data likewise."""
+"""1 if an example is a text, 2 if it is a pair."""
+COLUMNS_KEY, LABEL_COLUMNS_KEY = "electra_fast_text_columns", "electra_fast_label_columns"
+"""The columns of own data, those of the training file first."""
 SETTINGS_KEY = "electra_fast_settings"
-"""Our key in config.json: the task type's settings for prediction."""
+"""The task type's settings for prediction."""
 RAW_CLASSES = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
 _FAMILIES = {"bert": "Electra", "modern": "ModernBert"}
 
@@ -57,14 +56,11 @@ class Finetuned:
     """A fine-tuned model as its folder describes it.
 
     Args:
-        shape: The encoder's shape.
         head: `hf` or `google`.
         kind: The task type, a key of `TASK_TYPES`.
         labels: Names of the head's outputs by class id.
-        sequence_length: Longest example in tokens.
         num_texts: 1 if an example is a text, 2 if it is a pair; None if the folder does not say.
         state: fp32 parameters by the names of a module with `embeddings`, `encoder` and `head`.
-        settings: The task type's settings for prediction.
         text_columns: Text columns of the tables that it was trained and scored on; empty if the folder does not say.
         label_columns: Their label columns likewise.
     """
@@ -176,13 +172,12 @@ def is_finetuned(folder: Path) -> bool:
 
 def _columns(path: Path, table: Mapping[str, Any], key: str) -> tuple[tuple[str, ...], ...]:
     columns = table.get(key, [])
-    if not isinstance(columns, list) or not all(_are_names(each) for each in columns):
+    are_names = isinstance(columns, list) and all(
+        isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in columns
+    )
+    if not are_names:
         raise InputError(f"{path}: {key} = {columns!r} must be a list of lists of names")
     return tuple(map(tuple, columns))
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def _labels(path: Path, table: Mapping[str, Any]) -> tuple[str, ...]:

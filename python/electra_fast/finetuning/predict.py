@@ -43,13 +43,9 @@ _CHUNK = 4096
 
 
 class FinetunedModel:
-    """A fine-tuned model.
+    """A fine-tuned model: read from its folder, with the folder's tokenizer, on a device.
 
-    Args:
-        finetuned: The model as read from its folder.
-        tokenizer: The folder's tokenizer.
-        device: The device.
-        precision: Precision of the activations, `fp32`, `fp16` or `bf16`; by default the faster one.
+    The precision of the activations is `fp32`, `fp16` or `bf16`; by default the faster one.
     """
 
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
@@ -198,23 +194,13 @@ def predict_file(
 ) -> int:
     """Writes an answer per example of a file, as lines of JSON in its order, to `out` or standard output.
 
-    Streams: except for .json files, the input may be larger than memory. An answer also has the other columns of its
-    row; those named like a field of the answer are in its field `input`. Returns the number of examples.
+    Streams: except for .json files, the input may be larger than memory. A pipe, or `-` for standard input, is answered
+    as it comes. An answer also has the other columns of its row; those named like a field of the answer are in its
+    field `input`. Returns the number of examples.
 
-    Args:
-        model: A fine-tuned folder; for the task `errors`, a run, checkpoint or export.
-        file: .txt (a text per line), .tsv, .csv, .jsonl, .json, .parquet or .arrow, or its URL; for tagging also CoNLL
-            columns, for questions SQuAD's .json. A pipe, or `-` for standard input, is answered as it comes.
-        out: Output file, replaced when all is written.
-        text: The text column, or both of a pair; by default those of training, or the usual ones.
-        quoting: As for `delimited.Dialect`.
-        delimiter: As for `delimited.Dialect`.
-        no_header: As for `delimited.Dialect`.
-        format: Read the file as if it had this extension, such as `csv`; by default its own, or by its content.
-        skip_bad_rows: Number of unusable rows that may be left out.
-        task: `errors`: the model's replaced-token detector marks words that do not belong.
-        precision: As for `load_finetuned`.
-        settings: As for `FinetunedModel.predict`; `threshold` also for `errors`.
+    `model` is a fine-tuned folder, or for the task `errors` a run, a checkpoint or an export. `text` names the text
+    columns; by default those of training, or the usual ones. `format` reads the file as if it had this extension.
+    `settings` are those of `FinetunedModel.predict`; `threshold` also for `errors`.
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
     """
@@ -250,7 +236,7 @@ def _predict(
     predictor: Any, file: Path, examples: Examples, out: str | Path | None, settings: Mapping[str, Any]
 ) -> int:
     count, num_notes, started = 0, len(examples.notes), time.monotonic()
-    for note in (*([predictor.note] if predictor.note else []), *examples.notes):
+    for note in filter(None, (predictor.note, *examples.notes)):
         say(note)
     try:
         with _output(Path(out) if out is not None else None) as stream:
@@ -275,18 +261,19 @@ def _predict(
 def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
     """Yields as many examples as are predicted together or have arrived, also those before an error."""
     chunk: list[tuple[Any, Row]] = []
+    error = None
     try:
         for each in examples.rows:
             chunk.append(each)
             if len(chunk) == _CHUNK or examples.is_idle():
                 yield chunk
                 chunk = []
-    except InputError:
-        if chunk:
-            yield chunk
-        raise
+    except InputError as stop:
+        error = stop
     if chunk:
         yield chunk
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager

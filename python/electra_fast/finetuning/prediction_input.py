@@ -63,12 +63,9 @@ class Source:
 
     Args:
         path: The file; `-` is standard input.
-        text: The chosen text columns, if any.
         trained_text: The text columns of the training and validation files, if known.
         num_texts: Texts per example; None if unknown.
-        quoting: As for `tables.iterate_rows`.
         format: Read the file as if it had this extension; empty for its own.
-        skip_bad_rows: Number of unusable rows that may be left out.
     """
 
     path: Path

@@ -6,8 +6,7 @@ import squad_reference
 from question_texts import questions, write_vocab
 
 import electra_fast as ef
-from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
-from electra_fast.finetuning.tasks.question_features import question_features
+from electra_fast.finetuning.tasks.question_features import FoundAnswer, SpanScores, question_features, search
 
 
 def features_of(tokenizer, *texts, length=64, stride=8):

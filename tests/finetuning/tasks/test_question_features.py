@@ -12,8 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 import electra_fast as ef
 from electra_fast.errors import InputError
 from electra_fast.finetuning.task import Answer
-from electra_fast.finetuning.tasks.answer_search import SpanScores, search
-from electra_fast.finetuning.tasks.question_features import question_features, training_targets
+from electra_fast.finetuning.tasks.question_features import SpanScores, question_features, search, training_targets
 
 
 @pytest.fixture

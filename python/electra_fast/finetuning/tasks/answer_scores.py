@@ -19,8 +19,7 @@ from typing import Any
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.words import UNSPACED, is_unspaced
-from electra_fast.finetuning.report import pictures
-from electra_fast.finetuning.report.sections import Section
+from electra_fast.finetuning.report.sections import Section, draw_groups
 from electra_fast.finetuning.task import Answer, Split
 
 ById = dict[str, float]
@@ -182,7 +181,7 @@ def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
 
     lengths = scored(by_length, (*_LENGTHS.values(), "no answer"))
     text = "In words, or in characters where the context is written without spaces."
-    draw = partial(pictures.draw_groups, groups=lengths)
+    draw = partial(draw_groups, groups=lengths)
     yield Section("answer_lengths", lengths, "By length of the annotated answer", text, draw)
     words = sorted(by_word, key=lambda word: (word == "other", -len(by_word[word]), word))
     yield Section("first_words", scored(by_word, words), "By first word of the question")

@@ -25,8 +25,14 @@ from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.report.sections import Section, columns, errors_section, first_rows
 from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
 from electra_fast.finetuning.tasks.answer_scores import group_sections, raw_scores, score_unit, squad_scores
-from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
-from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
+from electra_fast.finetuning.tasks.question_features import (
+    FoundAnswer,
+    QuestionFeatures,
+    SpanScores,
+    question_features,
+    search,
+    training_targets,
+)
 from electra_fast.finetuning.tasks.span_model import JOINT_HEAD, JointReader, TwoLogitReader
 from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, HfForm, TaskType, named_split
 

@@ -22,8 +22,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.readers import glue, own_data
-from electra_fast.finetuning.report import pictures
-from electra_fast.finetuning.report.sections import Section, errors_section, example_row, first_rows
+from electra_fast.finetuning.report.sections import Section, draw_values, errors_section, example_row, first_rows
 from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
 from electra_fast.finetuning.tasks.classification import Array, SequenceType, correlation, sequence_form
 from electra_fast.finetuning.tasks.task_type import REMEDY, finite
@@ -83,7 +82,7 @@ class Regression(SequenceType):
             "r2": 1 - float(np.square(residuals).mean()) / variance if variance else None,
             "mean": float(residuals.mean()),
         } | {f"quantile_{each}": float(np.percentile(residuals, each)) for each in quantiles}
-        draw = partial(pictures.draw_values, gold=gold, values=values)
+        draw = partial(draw_values, gold=gold, values=values)
         text = "Predicted minus gold values, in the units of the data."
         yield Section("residuals", content, "Residuals", text, draw)
         yield errors_section(

@@ -51,14 +51,8 @@ class Job:
     """A task, ready to be trained with any seed.
 
     Args:
-        data: The task and its splits.
-        config: The section `[finetune]`.
-        encoder: The pre-trained encoder.
         folder: Output folder, `DIR/TASK` or a folder in it.
-        training_set: The tokenized training examples, with their targets and weights.
         splits: The tokenized examples to predict, by the name of their split.
-        work: The computation of a step.
-        device: The device.
         num_processes: Processes that share a step on a CPU.
         notes: Choices made by measurement, for the user.
         part: The folder's name below `DIR/TASK`: that of a fold, or of an untrained twin.
@@ -91,6 +85,10 @@ class Job:
     @property
     def examples(self) -> EncodedExamples:
         return self.training_set.encoded
+
+    @property
+    def scored_splits(self) -> tuple[Split, ...]:
+        return (*self.data.dev, *self.data.test)
 
     @property
     def selection_metric(self) -> str:
@@ -155,14 +153,13 @@ class Job:
     @functools.cached_property
     def predicted(self) -> dict[str, str]:
         """A content hash of each split that is predicted, independent of its path."""
-        splits = (*self.data.dev, *self.data.test)
-        return {each.name: _content_hash(each, "\0".join(each.ids)) for each in splits}
+        return {each.name: _content_hash(each, "\0".join(each.ids)) for each in self.scored_splits}
 
     @functools.cached_property
     def majority(self) -> dict[str, float]:
         """The scores of always predicting the most frequent training answer, named as in a result."""
         found: dict[str, float] = {}
-        for split in (*self.data.dev, *self.data.test):
+        for split in self.scored_splits:
             if split.targets is not None:
                 found |= named_scores(split.name, self.task_type.majority(self.task, self.data.train, split))
         return found
@@ -170,33 +167,34 @@ class Job:
     @functools.cached_property
     def absent(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for split in (self.data.train, *self.data.dev, *self.data.test):
+        for split in (self.data.train, *self.scored_splits):
             if names := [name for name, size in self.task_type.class_sizes(self.task, split).items() if not size]:
                 found[split.name] = names
         return found
 
     def describe(self) -> Iterator[str]:
         yield from self.data.notes
-        for note in self.notes:
-            yield f"{self.name}: {note}"
+        yield from (f"{self.name}: {line}" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from self.notes
         dev, *_ = self.data.dev
         yield (
-            f"{self.name}: examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to "
-            f"validate on; steps per seed: {self.num_steps:,}"
+            f"examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to validate on; "
+            f"steps per seed: {self.num_steps:,}"
         )
-        for split in (self.data.train, *self.data.dev, *self.data.test):
+        for split in (self.data.train, *self.scored_splits):
             if sizes := self.task_type.class_sizes(self.task, split):
-                yield f"{self.name}: examples per class, {split.name}: {_sizes_text(sizes)}"
+                yield f"examples per class, {split.name}: {_sizes_text(sizes)}"
         trained = self.encoder.trained_length or self.encoder.shape.max_positions
         if num_longer := int((self.examples.lengths > trained).sum()):
             yield (
-                f"{self.name}: warning: {num_longer:,} of {len(self.examples.lengths):,} training examples are longer "
+                f"warning: {num_longer:,} of {len(self.examples.lengths):,} training examples are longer "
                 f"than the {trained} tokens of the rows that the encoder was trained on; lower "
                 "finetune.sequence_length, or continue its training on longer rows"
             )
-        lines = self.task_type.describe(self.data.train, self.training_set, self.config)
-        for line in (*lines, *self.training_set.notes):
-            yield f"{self.name}: {line}"
+        yield from self.task_type.describe(self.data.train, self.training_set, self.config)
+        yield from self.training_set.notes
 
 
 def make_job(
@@ -227,8 +225,7 @@ def make_job(
     work = _work(task, settings, encoder, device, chosen)
     is_alone = work.compute.dtype == torch.float16  # which scales the whole gradient
     num_processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
-    rows = (settings.sequence_length, settings.batch_size)
-    compute, notes = settle_encoder(work.shape, work.compute, device, *rows)
+    compute, notes = settle_encoder(work.shape, work.compute, device, settings.sequence_length, settings.batch_size)
     work = work.computing(kernels=compute.kernels)
     job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes, tuple(notes), part)
     return job if chosen else _measured(job)

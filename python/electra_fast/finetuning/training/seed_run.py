@@ -103,12 +103,9 @@ def predict_splits(
 
 
 class SeedRun:
-    """Training of one seed.
+    """Training of one seed, which decides the head's initialization, the order of the examples, and dropout.
 
-    Args:
-        job: The task.
-        step: The training step; its model and optimizer are reset for this seed.
-        seed: Seeds the head's initialization, the order of the examples, and dropout.
+    The model and the optimizer of `step` are reset for it.
     """
 
     def __init__(self, job: Job, step: FinetuneStep, seed: int) -> None:
@@ -144,6 +141,7 @@ class SeedRun:
         Raises StopTraining, after a checkpoint, if a callback did.
         """
         num_steps, state, first_step = self.job.num_steps, self.state, self.state.step
+        about = {"task": self.job.task.name, "seed": self.seed}
         log_every = max(1, num_steps // _NUM_LOGS)
         self.model.train()
         began, saved = time.monotonic() - state.seconds, state.seconds
@@ -167,9 +165,8 @@ class SeedRun:
                     log.write(evaluation)
                     progress.advance(self.job.evaluation_tokens)
                 if record:
-                    progress.report(record, num_steps, self._score_text())
-                about = {"task": self.job.task.name, "seed": self.seed}
-                if record:
+                    best = f"  best {self.job.selection_metric} {state.best_score:.4f} at {state.best_step}"
+                    progress.report(record, num_steps, best if state.best_step else "")
                     loggers.log("train", record)
                     callbacks("on_log", about | record)
                 if evaluation:
@@ -180,7 +177,7 @@ class SeedRun:
                     saved = time.monotonic() - began
         if state.step > first_step or not state.step:
             # after the last step too, since predictions may take long
-            callbacks("on_checkpoint", {"task": self.job.task.name, "seed": self.seed} | self._save())
+            callbacks("on_checkpoint", about | self._save())
         if callbacks.stop is not None:
             raise callbacks.stop
         return self.is_trained
@@ -192,28 +189,20 @@ class SeedRun:
         names, settings = logger_names(self.job.config.loggers), {"finetune": dataclasses.asdict(self.job.config)}
         return Loggers(names, self.folder, settings, earlier)
 
-    def _score_text(self) -> str:
-        state = self.state
-        if not state.best_step:
-            return ""
-        return f"  best {self.job.selection_metric} {state.best_score:.4f} at {state.best_step}"
-
     def _evaluate(self, stop: StopRequest) -> dict[str, float]:
         """Returns the scores on the validation splits by name; the best step's weights are kept.
 
         Raises Interrupted if a stop is requested meanwhile, and Diverged.
         """
         self._collect_totals()
-        job, state, scored, outputs = self.job, self.state, dict[str, Any](), dict[str, Any]()
-        scores: dict[str, float] = {}
+        job, state, outputs = self.job, self.state, dict[str, Any]()
+        scores, first, dev = dict[str, float](), dict[str, float](), job.data.dev[0]
         for split in job.data.dev:
-            features, earlier = job.splits[split.name], scored.get(job.data.dev[0].name, {})
-            found = job.predict(self.model, split, lambda: self._check_stop(stop))
-            scored[split.name] = job.task_type.scores(job.task, split, features, found, earlier)
-            outputs[split.name] = found
-            scores |= named_scores(split.name, scored[split.name])
+            outputs[split.name] = found = job.predict(self.model, split, lambda: self._check_stop(stop))
+            own = job.task_type.scores(job.task, split, job.splits[split.name], found, first)
+            first, scores = first or own, scores | named_scores(split.name, own)
         state.evaluated_step, score = state.step, scores[job.selection_metric]
-        dev, by_class = job.data.dev[0], job.training_set.class_weights
+        by_class = job.training_set.class_weights
         loss = job.task_type.validation_loss(job.task, dev, outputs[dev.name], by_class)
         is_better = not state.best_step or (score, -loss) > (state.best_score, -state.best_loss)
         state.num_worse = 0 if not state.best_step or score > state.best_score else state.num_worse + 1
@@ -242,10 +231,9 @@ class SeedRun:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            batch_size = job.config.batch_size
-            smaller = (
-                f"--finetune.batch_size {batch_size // 2}" if batch_size > 1 else "a lower finetune.sequence_length"
-            )
+            smaller, batch_size = "a lower finetune.sequence_length", job.config.batch_size
+            if batch_size > 1:
+                smaller = f"--finetune.batch_size {batch_size // 2}"
             remedy = f"run again with {smaller}, and with another --out if this one has results"
             raise OutOfMemory.at(f"{self.folder}: step {state.step}", error, remedy) from error
         self._totals += torch.stack((loss, norm))
@@ -318,11 +306,11 @@ class SeedRun:
 
         Raises Interrupted if a stop is requested meanwhile.
         """
-        started, splits, state = time.monotonic(), (*self.job.data.dev, *self.job.data.test), self.state
+        started, job, state = time.monotonic(), self.job, self.state
         chosen: dict[str, Any] = {"best_step": state.best_step} if self._best else {}
-        if self._best and self.job.selection_metric != self.job.task.metric:
-            chosen["selected_by"] = self.job.selection_metric
-        if state.step < self.job.num_steps:
+        if self._best and job.selection_metric != job.task.metric:
+            chosen["selected_by"] = job.selection_metric
+        if state.step < job.num_steps:
             chosen["stopped_step"] = state.step
         if self._best and state.best_step < state.step:
             self._load(self._best)
@@ -330,15 +318,15 @@ class SeedRun:
         def check_stop() -> None:
             self._check_stop(stop)
 
-        if self.job.config.calibrate:
+        if job.config.calibrate:
             chosen["temperature"] = self._calibrate(check_stop)
             self._outputs = {}
         scored: dict[str, dict[str, Any]] = {}
-        warning = predict_splits(self.job, self.model, self.folder, splits, scored, check_stop, self._outputs)
+        warning = predict_splits(job, self.model, self.folder, job.scored_splits, scored, check_stop, self._outputs)
         if warning and self._best and state.varied_step:
             warning += (
                 f"; or finetune.select = last: the predictions of step {state.varied_step} varied, but its "
-                f"{self.job.selection_metric} was no better"
+                f"{job.selection_metric} was no better"
             )
         seconds = round(state.seconds + time.monotonic() - started, 3)
         result = result_of(self.seed, scored, warning, seconds, chosen)
@@ -396,17 +384,16 @@ class SeedRun:
 def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
     """Returns the splits whose examples or labels differ from those that a result was scored on."""
     known = {name: split["content"] for name, split in result.get("splits", {}).items()}
-    splits = [*job.data.dev, *job.data.test]
     folder = job.folder / f"seed-{result['seed']}"
     found = [
         each
-        for each in splits
+        for each in job.scored_splits
         if known.get(each.name) != job.predicted[each.name]
         or not (folder / f"predictions.{each.name}.jsonl").exists()  # of a version that did not write it
     ]
     # The first validation split sets the thresholds: of the odds of no answer, or of labels.
     is_decisive = "thresholds" in result or job.task.has_unanswerable
-    return splits if is_decisive and job.data.dev[0].name in {each.name for each in found} else found
+    return list(job.scored_splits) if is_decisive and any(each is job.data.dev[0] for each in found) else found
 
 
 def rescore(

@@ -49,14 +49,9 @@ class TrainingInputs:
 
 
 class TaskBackward(GradientComputation):
-    """Computes the gradients of a step's examples, or of one process' share of them.
+    """Computes the gradients of a step's examples, or of the share of the process with this rank.
 
-    Args:
-        model: On its device, in training mode.
-        compute: Attention backend and activation dtype.
-        rank: The process' number.
-
-    `loss_scale` multiplies all gradients, if it is set.
+    The model is on its device, in training mode. `loss_scale` multiplies all gradients, if it is set.
     """
 
     model: TaskModel
@@ -122,10 +117,7 @@ class FinetuningWork(Work):
 class FinetuneStep:
     """Trains a model on one batch per call; each batch shape has its own CUDA graph.
 
-    Args:
-        model: On its device, in training mode.
-        work: The work that the model belongs to.
-        num_processes: On a CPU, processes that share each batch.
+    The model is on its device, in training mode. On a CPU, several processes may share each batch.
     """
 
     def __init__(self, model: TaskModel, work: FinetuningWork, num_processes: int = 1) -> None:
