@@ -258,7 +258,10 @@ class TrainingSet:
 
     def batch(self, parts: Sequence[PackedBatch], chosen: NDArray[Any], reduction: str, seed: int) -> StepBatch:
         """Returns the batch of the examples `chosen`, packed in `parts`; `reduction` is `finetune.loss_reduction`."""
-        places = [part.sources if self.per_token else _chosen(chosen, part.examples) for part in parts]
+        places = [
+            part.sources if self.per_token else np.where(part.examples >= 0, chosen[part.examples], -1)
+            for part in parts
+        ]
         weights = [self.weights[place] * (place >= 0) for place in places]
         total = sum(each.sum() for each in weights)
         scale = total if reduction == "mean" and total > 0 else 1.0
@@ -269,8 +272,3 @@ class TrainingSet:
             ],
             seed,
         )
-
-
-def _chosen(chosen: NDArray[Any], examples: NDArray[Any]) -> NDArray[Any]:
-    """Returns the training examples of a part; -1 for none."""
-    return np.where(examples >= 0, chosen[examples], -1)

@@ -435,11 +435,8 @@ def summary_text(group: TaskRuns, found: Mapping[str, Any]) -> str:
         f"{name} {found[name][metric]:.4f}" for name in ("majority", "untrained") if metric in found.get(name, ())
     ]
     beside = f" ({', '.join(besides)})" if besides else ""
-    centre, runs, together = (
-        f"median {metric} {found['median']:.4f}",
-        f"{group.seeds} seed{'s' * (group.seeds > 1)}",
-        "",
-    )
+    centre, together = f"median {metric} {found['median']:.4f}", ""
+    runs = f"{group.seeds} seed{'s' * (group.seeds > 1)}"
     if group.has_folds:
         centre = f"mean {metric} {found['means'][metric]:.4f} ± {found['deviations'][metric]:.4f}"
         runs = f"{len(group.jobs)} folds" + (f" with {runs} each" if group.seeds > 1 else "")

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra_fast.config.config import AUTO, ModelConfig
+from electra_fast.config.config import AUTO
 from electra_fast.errors import InputError, is_out_of_memory
 from electra_fast.finetuning.batches import PackedBatch, pack
 from electra_fast.finetuning.encoding import EncodedExamples
@@ -106,7 +106,9 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
         return resolve_compute(shape, device, name, matmul, AUTO)
 
     if chosen == AUTO:
-        encoded = _random_examples(shape)
+        length = min(_SAMPLE_LENGTH, shape.max_positions)
+        ids = np.random.default_rng(0).integers(shape.vocab_size, size=_SAMPLE_ROWS * length, dtype=np.int32)
+        encoded = EncodedExamples(ids, np.zeros_like(ids), np.arange(_SAMPLE_ROWS + 1) * length, 0, ())
 
         def run(name: str) -> None:
             collections.deque(Inference(model, compute_in(name)).batches(encoded), maxlen=0)
@@ -117,13 +119,6 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
     rows = (_SAMPLE_LENGTH, BATCH_TOKENS[device.type] // _SAMPLE_LENGTH)
     compute, lines = settle_encoder(shape, compute_in(chosen), device, *rows)
     return Inference(model, compute), "; ".join(filter(None, [note, *lines]))
-
-
-def _random_examples(shape: ModelConfig) -> EncodedExamples:
-    length = min(_SAMPLE_LENGTH, shape.max_positions)
-    ids = np.random.default_rng(0).integers(shape.vocab_size, size=_SAMPLE_ROWS * length, dtype=np.int32)
-    offsets = np.arange(_SAMPLE_ROWS + 1, dtype=np.int64) * length
-    return EncodedExamples(ids, np.zeros_like(ids), offsets, 0, ())
 
 
 def rounded(value: float) -> float:

@@ -166,7 +166,10 @@ def _others(
             path = Path(folder) / f"copy{table.format if table.format in ('.txt', '.csv') else '.jsonl'}"
         others = reader.other_examples(path, source.text, "auto" if is_copied else source.quoting)
         if others is None:
-            raise _no_columns(source, next(rows)[1])
+            trained = " or ".join(" and ".join(map(repr, names)) for names in source.trained_text)
+            wanted = f" {trained}, as in training" if trained else ""
+            _, first = next(rows)
+            raise InputError(f"{source.path}: no text column{wanted}; {there_are(first)}; choose with --text")
         if is_copied:
             _write_copy(path, rows)
             table.notes += bad.finish()
@@ -190,12 +193,6 @@ def _write_copy(path: Path, rows: Iterator[tuple[int, Row]]) -> None:
             else:
                 file.write((row["text"] if path.suffix == ".txt" else json.dumps(row, default=str)) + "\n")
             number = max(number, line) + 1
-
-
-def _no_columns(source: Source, first: Row) -> InputError:
-    trained = " or ".join(" and ".join(map(repr, names)) for names in source.trained_text)
-    wanted = f" {trained}, as in training" if trained else ""
-    return InputError(f"{source.path}: no text column{wanted}; {there_are(first)}; choose with --text")
 
 
 def _are_numbers(columns: tuple[str, ...]) -> bool:

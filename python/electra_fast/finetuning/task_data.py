@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from electra_fast.config.section import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import glue, question_files
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
-from electra_fast.finetuning.task import Split, TaskData, num_trained_on, overlap_warning
+from electra_fast.finetuning.task import TaskData, num_trained_on, overlap_warning
 from electra_fast.finetuning.tasks import TASK_TYPES
 
 SQUAD: dict[str, Callable[[Path], TaskData]] = {
@@ -46,7 +46,11 @@ def read_tasks(
     chosen = list(dict.fromkeys(_known(name.strip()) for name in asked if name.strip()))
     if not chosen:
         raise InputError(f"--task names no task; there are {', '.join(_ALL_NAMES)}")
-    given = _given(columns)
+    defaults = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
+    unknown = next((name for name in columns if name not in defaults), None)
+    if unknown is not None:
+        raise TypeError(f"finetune() got an unexpected keyword argument {unknown!r}")
+    given = {name: value for name, value in columns.items() if value != defaults[name]}
     if not set(chosen).isdisjoint(OWN_KINDS):
         return [_read_own(chosen, data, files, given)]
     refused = next(iter([*files, *given]), None)
@@ -77,13 +81,18 @@ def _read_own(
     if dialect != Dialect():
         options["quoting"] = dialect
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
+    dev, overlap = found.dev[0], list(filter(None, [overlap_warning(found.train, found.dev[0])]))
+    if not overlap and (num_known := num_trained_on(found.train, dev)):  # which inflates the scores
+        overlap = [
+            f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"
+        ]
     text, label = (
         [options[name] for name in (kind, f"dev_{kind}", f"test_{kind}") if name in options]
         for kind in ("text", "label")
     )
     return dataclasses.replace(
         found,
-        notes=(*found.notes, *_overlap(found.train, found.dev[0])),
+        notes=(*found.notes, *overlap),
         text_columns=tuple(dict.fromkeys((*found.text_columns, *text))),
         label_columns=tuple(dict.fromkeys((*found.label_columns, *label))),
     )
@@ -94,15 +103,6 @@ def with_tuples(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
     given = {name: options[name] for name in names if name in options}
     ones = {name: (value,) for name, value in given.items() if isinstance(value, str)}
     return dict(options) | ones | {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-
-
-def _overlap(train: Split, dev: Split) -> Iterator[str]:
-    """Notes validation examples that are also trained on, which inflates the scores."""
-    num_known = num_trained_on(train, dev)
-    if warning := overlap_warning(train, dev):
-        yield warning
-    elif num_known:
-        yield f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -124,28 +124,17 @@ def refuse(options: Iterable[str], known: Collection[str], why: str) -> None:
         raise InputError(f"--{flag} is {why}")
 
 
-def _given(columns: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
-    unknown = next((name for name in columns if name not in defaults), None)
-    if unknown is not None:
-        raise TypeError(f"finetune() got an unexpected keyword argument {unknown!r}")
-    return {name: value for name, value in columns.items() if value != defaults[name]}
-
-
 _ALL_NAMES = (*glue.TASKS, ALL, *SQUAD, *OWN_KINDS)
 
 
 def _known(name: str) -> str:
-    found = name if name in _ALL_NAMES else glue.task_name(name) or _squad_name(name)
-    if found is None:
+    if name in _ALL_NAMES:
+        return name
+    if squad := re.fullmatch(r"squad[ _-]?v?([12])(\.[01])?", name.lower()):
+        return f"squad{squad[1]}"
+    if (task := glue.task_name(name)) is None:
         raise InputError(f"unknown task {name!r}{did_you_mean(name, _ALL_NAMES)}")
-    return found
-
-
-def _squad_name(name: str) -> str | None:
-    """Returns `squad1` for `SQuAD-v1.1` and the like."""
-    found = re.fullmatch(r"squad[ _-]?v?([12])(\.[01])?", name.lower())
-    return found and f"squad{found[1]}"
+    return task
 
 
 def _with_all(chosen: list[str], data: Path) -> list[str]:

@@ -7,6 +7,7 @@ run for the words in common.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import string
@@ -24,6 +25,7 @@ from electra_fast.finetuning.task import Answer, Split
 
 ById = dict[str, float]
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = {*string.punctuation, "～"}
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 # Lengths of answers that are scored together, by the longest of them.
 _LENGTHS = {1: "1", 2: "2", 4: "3-4", 9: "5-9", math.inf: "10 or more"}
@@ -100,11 +102,8 @@ def score_unit(split: Split) -> str:
 
 def units_of(text: str) -> list[str]:
     """Returns the words of a text in lower case, without punctuation; a character of a script without spaces is one."""
-    return _UNIT.findall("".join(letter for letter in text.lower() if not _is_punctuation(letter)))
-
-
-def _is_punctuation(letter: str) -> bool:
-    return letter in string.punctuation or letter == "～" or unicodedata.category(letter)[0] == "P"
+    is_kept = (letter not in _PUNCTUATION and unicodedata.category(letter)[0] != "P" for letter in text.lower())
+    return _UNIT.findall("".join(itertools.compress(text.lower(), is_kept)))
 
 
 def normalize_answer(text: str) -> str:
@@ -168,7 +167,10 @@ def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
     first_words = [(question.lower().split() or [""])[0] for question, _ in split.texts]
     common = {word for word, count in Counter(filter(None, first_words)).most_common(_NUM_FIRST_WORDS) if count > 1}
     for id, own, (_, context), word in zip(split.ids, split.gold, split.texts, first_words, strict=True):
-        by_length.setdefault(_length_range(own[0].text, context) if own else "no answer", []).append(id)
+        text = own[0].text if own else ""
+        size = sum(not letter.isspace() for letter in text) if is_unspaced(context) else len(text.split())
+        length = next(name for longest, name in _LENGTHS.items() if size <= longest)
+        by_length.setdefault(length if own else "no answer", []).append(id)
         by_word.setdefault(word if word in common else "other", []).append(id)
 
     def scored(groups: Mapping[str, list[str]], order: Iterable[str]) -> dict[str, Any]:
@@ -185,11 +187,6 @@ def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
     yield Section("answer_lengths", lengths, "By length of the annotated answer", text, draw)
     words = sorted(by_word, key=lambda word: (word == "other", -len(by_word[word]), word))
     yield Section("first_words", scored(by_word, words), "By first word of the question")
-
-
-def _length_range(text: str, context: str) -> str:
-    length = sum(not letter.isspace() for letter in text) if is_unspaced(context) else len(text.split())
-    return next(name for end, name in _LENGTHS.items() if length <= end)
 
 
 def _best_threshold(

@@ -106,17 +106,12 @@ def question_features(
             ids += [head, context.ids[first : first + length], sep]
             chunks.append((number, first, len(head), length + 1))
     chunks_n4 = np.array(chunks, np.int64).reshape(-1, 4)
-    num_truncated = sum(len(question) > max_query_length for question in questions)
-    encoded = _encoded(np.concatenate(ids), chunks_n4[:, 2:], num_truncated, template.second_type)
     owners, firsts, context_starts, _ = chunks_n4.T
+    num_truncated = sum(len(question) > max_query_length for question in questions)
+    types = np.repeat(np.tile(np.array([0, template.second_type], np.int32), len(owners)), chunks_n4[:, 2:].flatten())
+    offsets = np.append(0, chunks_n4[:, 2:].sum(axis=1).cumsum())
+    encoded = EncodedExamples(np.concatenate(ids), types, offsets, num_truncated, (), context_starts)
     return QuestionFeatures(encoded, owners, firsts, context_starts, contexts, texts)
-
-
-def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int, second_type: int) -> EncodedExamples:
-    """Returns examples of two segments with these lengths, special tokens included."""
-    types = np.repeat(np.tile(np.array([0, second_type], np.int32), len(lengths_n2)), lengths_n2.flatten())
-    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths_n2.sum(axis=1))))
-    return EncodedExamples(ids, types, offsets, num_truncated, (), lengths_n2[:, 0])
 
 
 def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Context]:

@@ -98,13 +98,22 @@ def write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) 
             f"`transformers` has no class for the head: this folder holds the encoder as `{class_name}` and the head's "
             f"tensors beside it. {_PREDICT} reads both{hf.raw_usage}"
         )
+    metric = {"type": _HUB_METRICS.get(task.metric, task.metric)}
+    hub_results = [
+        {
+            "task": {"type": hf.pipeline},
+            "dataset": {"type": task.name, "name": task.name, "split": split.name},
+            "metrics": [metric | {"value": result["splits"][split.name]["scores"][task.metric]}],
+        }
+        for split in job.data.dev
+    ]
     sections = (
         front_matter(
             {
                 "library_name": "transformers",
                 "pipeline_tag": hf.pipeline,
                 "tags": [family],
-                "model-index": [{"name": task.name, "results": list(_hub_results(job, result))}],
+                "model-index": [{"name": task.name, "results": hub_results}],
             }
         ),
         f"# {task.name}\n\n{summary} Class in `transformers`: `{class_name}`.",
@@ -114,18 +123,6 @@ def write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) 
         hf.converted_head_note if job.config.head == "google" and not is_raw else "",
     )
     (folder / "README.md").write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
-
-
-def _hub_results(job: Job, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the task's score on each validation split, as the Hub reads it."""
-    task = job.task
-    for split in job.data.dev:
-        metric = {"type": _HUB_METRICS.get(task.metric, task.metric)}
-        yield {
-            "task": {"type": job.task_type.hf.pipeline},
-            "dataset": {"type": task.name, "name": task.name, "split": split.name},
-            "metrics": [metric | {"value": result["splits"][split.name]["scores"][task.metric]}],
-        }
 
 
 def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:

@@ -414,7 +414,11 @@ def rescore(
 
     warning = result.get("warning")
     if outdated:
-        changed = predict_splits(job, _finished_model(job, folder / "model"), folder, outdated, scored, check_stop)
+        finetuned = read_finetuned(folder / "model")
+        config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
+        model = job.task_type.model(finetuned.shape, config, len(finetuned.labels)).to(job.device)
+        model.load_state_dict(job.task_type.from_units(job.task, finetuned.state, finetuned.settings))
+        changed = predict_splits(job, model, folder, outdated, scored, check_stop)
         warning = changed if job.data.dev[0].name in names else warning
     ordered = {name: scored[name] for name in job.predicted}
     seconds = round(result["seconds"] + time.monotonic() - started, 3)
@@ -424,14 +428,6 @@ def rescore(
     replace_folder(folder / "model", lambda target: _copy_model(job, folder / "model", target, new))
     write_result(folder, new)
     return new
-
-
-def _finished_model(job: Job, folder: Path) -> TaskModel:
-    finetuned = read_finetuned(folder)
-    config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
-    model = job.task_type.model(finetuned.shape, config, len(finetuned.labels))
-    model.load_state_dict(job.task_type.from_units(job.task, finetuned.state, finetuned.settings))
-    return model.to(job.device)
 
 
 def _copy_model(job: Job, source: Path, target: Path, result: dict[str, Any]) -> None:
