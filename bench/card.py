@@ -12,43 +12,31 @@ import argparse
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from lib.results import Results, installed, parse_arguments
+from lib.timing import milliseconds
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "xformers")
 
 
-def seconds_per_call(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Mean over some calls, after three warm-up calls."""
+def seconds(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(3):
         work()
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return (time.perf_counter() - start) / calls
-    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start_event.record()
-    for _ in range(calls):
-        work()
-    end_event.record()
-    torch.cuda.synchronize()
-    return start_event.elapsed_time(end_event) / 1e3 / calls
+    return median(milliseconds(work, device, 20)) / 1e3
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:
     """Bandwidth of a copy on the device, counting bytes read and written."""
     source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     source.random_()
-    return 2 * num_bytes / seconds_per_call(lambda: target.copy_(source), device, 10)
+    return 2 * num_bytes / seconds(lambda: target.copy_(source), device)
 
 
 def main() -> int:
-    """Prints versions and device properties, then the two limits."""
     options = parse_arguments(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     device, results = options.device, Results(options.results, options.device)
     results.add(f"python {sys.version.split()[0]}, " + ", ".join(map(installed, PACKAGES)))
@@ -63,7 +51,7 @@ def main() -> int:
     rate = copy_rate(size, device)
     results.add(f"copy: {rate / 1e12:.2f} TB/s, bytes read and written", copy_bytes_per_second=rate)
     a, b = (torch.randn(width, width, device=device).bfloat16() for _ in range(2))
-    rate = 2 * width**3 / seconds_per_call(lambda: a @ b, device, 20)
+    rate = 2 * width**3 / seconds(lambda: a @ b, device)
     results.add(f"bf16 matmul {width}^3: {rate / 1e12:.1f} TFLOP/s", gemm_flops_per_second=rate)
     if shutil.which("nvidia-smi"):  # after the matmuls: clocks under load
         command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader"]

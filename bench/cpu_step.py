@@ -96,7 +96,6 @@ class Field:
                     self.contenders[name].take_turn()
 
     def found(self, name: str, baseline: str) -> dict[str, Any]:
-        """The numbers reported for a contender."""
         worker, speeds = self.contenders[name], self.contenders[name].speeds
         base = self.contenders[baseline].speeds if baseline in self.contenders else []
         ratios = [mine / its for mine, its in zip(speeds, base, strict=False)]
@@ -115,7 +114,6 @@ class Field:
 
 
 def columns(found: Mapping[str, Any]) -> list[str]:
-    """The printed columns of a contender."""
     return [
         f"{found['tokens_per_second']:,.0f}",
         f"{found['best']:,.0f}",
@@ -130,7 +128,6 @@ def columns(found: Mapping[str, Any]) -> list[str]:
 
 
 def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, results: Results) -> None:
-    """Measures and prints one shape in one recipe."""
     config = configuration(text, recipe, options.overrides)
     names = names_of(config, options.only, options.against is not None)
     baseline = BEFORE if options.against else EAGER
@@ -154,7 +151,6 @@ def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, r
 
 
 def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Config:
-    """The configuration of a preset, as all contenders get it."""
     changes = {"train.precision": "fp32", "model.dropout": "0", "model.attention_dropout": "0"}
     if text.partition(":")[0] in SMALL_VOCABULARY:
         changes["model.vocab_size"] = str(SMALL_VOCABULARY[text.partition(":")[0]])
@@ -162,7 +158,6 @@ def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Co
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shapes", nargs="+", help="preset, or preset:rows per step")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES)
@@ -179,7 +174,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures every contender on every shape."""
     options = parse()
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     card = f"{processor()}, {cores} cores, {threads} threads"

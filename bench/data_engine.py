@@ -43,7 +43,6 @@ Results = dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    """Makes text, vocabulary and rows, runs both benchmarks, prints and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, help="a file of UTF-8 text, documents separated by blank lines")
     parser.add_argument("--vocab", type=Path, help="an uncased vocab.txt (default: one trained on the text)")
@@ -83,7 +82,6 @@ def main() -> None:
 
 
 def tokenize(vocab: Path, parts: list[list[str]]) -> Results:
-    """Rates of all tokenizers on text that is new to them."""
     openers = {"electra-fast": ours_encode, "tokenizers encode_batch_fast": hf_encode, "nanotoken": nano_encode}
     ways, results = opened(openers, vocab)
     # Checked with instances that are not timed, because tokenizers cache words.
@@ -127,12 +125,10 @@ def compare_ids(ways: dict[str, Any], part: list[str], results: Results) -> int:
 
 
 def ours_encode(vocab: Path) -> Any:
-    """Ours; output: numpy arrays."""
     return Tokenizer(vocab, lowercase=True, strip_accents=True).encode_batch, lambda found: found
 
 
 def hf_tokenizer(vocab: Path) -> Any:
-    """Hugging Face's tokenizer, configured as BERT's."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     entries = {word: number for number, word in enumerate(vocab.read_text(encoding="utf-8").splitlines())}
@@ -150,7 +146,6 @@ def hf_encode(vocab: Path) -> Any:
 
 
 def nano_encode(vocab: Path) -> Any:
-    """Nanotoken; output: one numpy array and offsets."""
     import nanotoken
 
     tokenizer = nanotoken.Tokenizer.from_vocab(str(vocab), lowercase=True)
@@ -183,7 +178,6 @@ def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Re
 
 
 def measure_loader(name: str, vocab: Path, folder: Path, seconds: float) -> dict[str, float]:
-    """One run of a loader, in this process."""
     batches = loaders(vocab, folder)[name]()
     for _ in range(3):
         if next(batches).shape != (BATCH, LENGTH):
@@ -251,7 +245,6 @@ def hf_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.Tenso
 
 
 def mds_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.Tensor]:
-    """MDS shards, shuffled with the default algorithm."""
     from streaming import MDSWriter, StreamingDataset
 
     target = folder / "mds"
@@ -266,7 +259,6 @@ def mds_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.Tens
 
 
 def litdata_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.Tensor]:
-    """Litdata's binary chunks of tokens, shuffled."""
     from litdata import StreamingDataset, TokensLoader
     from litdata.streaming import Cache
 
@@ -287,20 +279,17 @@ def litdata_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Wall-clock seconds and this process's CPU seconds."""
     start, cpu_start = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 def record(result: dict[str, Any], tokens: int, seconds: tuple[float, float]) -> None:
-    """Appends a run's two rates."""
     for key, value in zip(("Mtok/s", "Mtok/cpu-s"), seconds, strict=True):
         result[key].append(tokens / value / 1e6)
 
 
 def print_table(title: str, results: Results) -> None:
-    """One line per contender; missing ones with the reason."""
     print(f"\n| {title} | Mtok/s | Mtok per CPU second | our speedup |\n| --- | --- | --- | --- |")
     ours = statistics.median(next(iter(results.values()))["Mtok/cpu-s"])
     for name, result in results.items():
@@ -315,12 +304,10 @@ def print_table(title: str, results: Results) -> None:
 
 
 def spread(values: list[float]) -> str:
-    """Median and range."""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def machine() -> str:
-    """CPU model, number of cores, and load."""
     return f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
 
 
@@ -347,7 +334,6 @@ def synthetic_text(path: Path, size: int) -> Path:
 
 
 def trained_vocab(text: Path, path: Path) -> Path:
-    """A vocabulary of 16,000 entries trained on the start of the text."""
     sample = path.with_suffix(".sample.txt")
     sample.write_text(text.read_text(encoding="utf-8")[:3_000_000], encoding="utf-8")
     electra_fast.train_vocab([sample], out=path, size=16_000, strip_accents=True, progress=False)

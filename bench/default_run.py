@@ -27,7 +27,6 @@ LOG_EVERY = 20
 
 
 def train(preset: str, corpus: Path, out: Path, steps: int, kernels: str) -> list[dict[str, Any]]:
-    """The log lines of a run, with its output on this script's."""
     keys = {"kernels": kernels, "steps": steps, "log_every": LOG_EVERY if steps > LOG_EVERY else 4}
     flags = [word for name, value in keys.items() for word in (f"--train.{name}", str(value))]
     command = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", preset, "--data", str(corpus)]
@@ -36,7 +35,6 @@ def train(preset: str, corpus: Path, out: Path, steps: int, kernels: str) -> lis
 
 
 def main() -> int:
-    """One line per run, and one for their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset")
     parser.add_argument("--steps", type=int)

@@ -84,7 +84,6 @@ def run(command: Sequence[str], pause: Path, stop: StopRequest, log: Path) -> in
 
 
 def finish(experiment: Experiment) -> None:
-    """Records that an experiment has finished."""
     line = {"name": experiment.name, "command": experiment.command}
     line |= {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "commit": commit(), "processor": processor()}
     with DONE.open("a") as file:
@@ -92,7 +91,6 @@ def finish(experiment: Experiment) -> None:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("texts", nargs="+", type=os.path.abspath)
     parser.add_argument("--glue", type=os.path.abspath, required=True)

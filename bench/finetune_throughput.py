@@ -49,7 +49,6 @@ TRAINERS = {
 
 
 def make_encoder(folder: Path, vocab: Path, recipe: str, preset: str) -> None:
-    """A random run at step 0."""
     tokenizer = ef.Tokenizer(vocab)
     config = ef.Config.preset(preset, recipe).replace({"model": {"vocab_size": tokenizer.vocab_size}})
     write_tokenizer(folder / "tokenizer", tokenizer, config.model.max_positions)
@@ -86,7 +85,6 @@ def make_inputs(options: argparse.Namespace) -> Path:
 
 
 def add_encoder_options(parser: argparse.ArgumentParser) -> None:
-    """Which encoder is compared."""
     parser.add_argument("--model", type=Path, help="run or Hugging Face folder (a random encoder)")
     parser.add_argument("--vocab", type=Path, help="of the random encoder (made-up words)")
     parser.add_argument("--preset", default="mini", help="of the random encoder (%(default)s)")
@@ -134,7 +132,6 @@ def timed_steps(ends: list[float], num_tokens: int) -> dict[str, float]:
 
 
 def train_ours(job: Job, steps: int) -> dict[str, float]:
-    """Our step, with its packing."""
     model = job.work.model().to(job.device)
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
@@ -203,7 +200,6 @@ def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str
 
 
 def rows_of(job: Job, examples: EncodedExamples) -> Iterator[dict[str, Any]]:
-    """Tokenized examples as the Trainer takes them."""
     has_types = job.work.shape.architecture == "bert"
     for i in range(len(examples)):
         place = slice(examples.offsets[i], examples.offsets[i + 1])
@@ -212,7 +208,6 @@ def rows_of(job: Job, examples: EncodedExamples) -> Iterator[dict[str, Any]]:
 
 
 def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
-    """From text to answers."""
     texts = [example if len(example) == 2 else example[0] for example in job.data.dev[0].texts]
     texts = (texts * (1 + 1500 // len(texts)))[:1500]
     if contender == "pipeline":
@@ -232,7 +227,6 @@ def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """One contender on one task, in this process."""
     task, contender = options.contender
     job, folder = make_tasks(options, task)
     if contender == "ours":
@@ -244,7 +238,6 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def child(options: argparse.Namespace, task: str, contender: str) -> dict[str, float]:
-    """`measure` in a process of its own."""
     arguments = ["--contender", task, contender, "--data", str(options.data)]
     arguments += ["--model", str(options.model), "--steps", str(options.steps), "--cache", str(options.cache)]
     arguments += [word for name, value in options.overrides.items() for word in (f"--{name}", value)]
@@ -267,7 +260,6 @@ def compare(options: argparse.Namespace, results: Results, task: str, contenders
 
 
 def main() -> None:
-    """All tasks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, help="folder of GLUE tasks (made-up sentences)")
     parser.add_argument("--tasks", nargs="+", default=["cola", "sst2"])

@@ -12,17 +12,16 @@ import sys
 from gpu_check import STEP
 from lib.groups import Group, main
 
-# Cases of `lib/kernel_cases.py` by a word in their names, the most expensive in a step first.
-KERNELS = ("attention", "+ gelu", "feed-forward", "generator head", "residual", "embedding", "discriminator", "corrupt")
+# Operations of `lib/kernel_cases.py` by words in their names, the most expensive in a step first.
+KERNELS = ("attention", "feed_forward", "generator_head", "layer_norm residual_norm", "embedding_norm", "gelu geglu")
+KERNELS += ("replaced_logits discriminator_loss", "linear rotary_qkv", "corrupt dropout sample_alias")
 
 
 def attention(shape: str, backend: str) -> Group:
-    """A whole step with this attention backend."""
     return Group(f"{shape}, {backend}", (*STEP, shape, "--model.attention", backend), 75)
 
 
 def doctor(preset: str, recipe: str) -> Group:
-    """Kernels, attention backends and executions, checked and timed."""
     command = ("-m", "electra_fast", "doctor", "--preset", preset, "--recipe", recipe)
     return Group(f"doctor, {preset} {recipe}", command, 90)
 
@@ -33,7 +32,7 @@ GROUPS = (
     Group("large:64:google:0", (*STEP, "large:64:google:0"), 75),
     doctor("small", "google"),
     Group("small:128:google:0", (*STEP, "small:128:google:0"), 30),
-    *(Group(f"kernels: {word}", ("kernels.py", "--only", word), 75) for word in KERNELS),
+    *(Group(f"kernels: {words}", ("kernels.py", "--only", *words.split()), 75) for words in KERNELS),
     *(attention("small:1024:google:0", backend) for backend in ("varlen", "sdpa", "flex", "xformers")),
     *(attention("base:128:google:0", backend) for backend in ("sdpa", "xformers")),
 )
@@ -41,7 +40,7 @@ GROUPS = (
 QUICK_GROUPS = (
     doctor("tiny", "google"),
     attention("tiny:8:google:0", "sdpa"),
-    *(Group(f"kernels: {word}", ("kernels.py", "--only", word), 90) for word in KERNELS),
+    *(Group(f"kernels: {words}", ("kernels.py", "--only", *words.split()), 90) for words in KERNELS),
 )
 
 if __name__ == "__main__":

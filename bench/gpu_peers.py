@@ -25,7 +25,6 @@ PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-k",
 
 
 def contender(shape: str, name: str, seconds: float, title: str = "") -> Group:
-    """One contender of `pretrain_throughput.py`."""
     command = ("pretrain_throughput.py", "--shapes", shape, "--only", name)
     return Group(title or f"{shape}, {name}", command, seconds)
 

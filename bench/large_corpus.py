@@ -25,7 +25,6 @@ OPTIONS = {"sequence_length": 128, "batch_size": 512, "prefetch": 8}
 
 
 def main() -> None:
-    """Writes the corpus, measures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=float, default=21e9)
     parser.add_argument("--windows", type=int, default=12, help="shuffle windows to read")
@@ -71,14 +70,12 @@ def build(example: str) -> str:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Removes a folder's files from the page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(corpus: Path, windows: int) -> dict[str, float]:
-    """One measurement, in its own process."""
     import pyarrow as pa
     import torch
 

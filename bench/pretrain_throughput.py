@@ -77,7 +77,6 @@ CONTENDERS: dict[str, Build] = {
 
 
 def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Builds, warms up and times one contender, which is freed afterwards."""
     device, batches = options.device, loader(corpus, config)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -106,7 +105,6 @@ def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Nam
 
 
 def columns(found: Mapping[str, Any]) -> list[str]:
-    """The printed columns of a contender."""
     captures = found.get("capture_seconds")
     return [
         f"{found['tokens_per_second']:,.0f}",
@@ -130,7 +128,6 @@ def chosen(words: list[str], config: ef.Config) -> list[str]:
 
 
 def main() -> int:
-    """Measures every contender on every shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shapes", nargs="+", help="preset:rows per step[:recipe[:dropout]]")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")

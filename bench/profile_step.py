@@ -51,7 +51,6 @@ def open_step(config: ef.Config, corpus: Path, device: torch.device) -> tuple[Tr
 
 
 def kernels_of_replays(step: TrainStep, batches: Iterator[Any], device: torch.device) -> list[Kernel]:
-    """All launches of a few steps."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with as_chosen(step), profile(activities=activities, acc_events=True) as profiler:
         for number in range(REPLAYS):
@@ -87,7 +86,6 @@ def kind(name: str) -> str:
 
 
 def main() -> int:
-    """Prints a step's totals by kind, then its kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shape", help="preset:rows per step[:recipe[:dropout]]")
     parser.add_argument("--top", type=int, default=40)

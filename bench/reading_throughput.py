@@ -42,7 +42,6 @@ BOUNDARY = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 
 
 def make_model(options: argparse.Namespace, kind: str) -> Path:
-    """The encoder with a random head."""
     encoder = load_encoder(options.model)
     folder = Path(options.cache) / "finetune" / f"{kind}-{encoder.content_hash[:12]}"
     length = min(LENGTH, encoder.shape.max_positions)
@@ -68,13 +67,11 @@ def questions(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def sentences(pairs: list[tuple[str, str]]) -> list[str]:
-    """The sentences of the contexts."""
     contexts = dict.fromkeys(context for _, context in pairs)
     return [sentence for context in contexts for sentence in BOUNDARY.split(context)]
 
 
 def runner(folder: Path, kind: str, contender: str) -> Callable[[list[Any]], Any]:
-    """A function that takes all examples."""
     if contender == "ours":
         return ef.load_finetuned(folder).predict
     if contender.startswith("model"):
@@ -112,7 +109,6 @@ def plain_reader(folder: Path) -> Callable[[list[Any]], Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """One contender, in this process: examples per second."""
     kind, contender = options.contender
     options.questions *= 1 if kind == "question-answering" else 5  # about five share a context
     pairs = questions(options)
@@ -128,7 +124,6 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def child(options: argparse.Namespace, kind: str, contender: str) -> dict[str, float]:
-    """`measure` in a process of its own."""
     arguments = ["--contender", kind, contender, "--model", str(options.model)]
     arguments += ["--questions", str(options.questions), "--cache", str(options.cache)]
     arguments += ["--vocab", str(options.vocab)]
@@ -137,7 +132,6 @@ def child(options: argparse.Namespace, kind: str, contender: str) -> dict[str, f
 
 
 def main() -> None:
-    """Both kinds of tasks."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_encoder_options(parser)
     parser.add_argument("--squad", type=Path, help="questions about contexts (made-up words)")

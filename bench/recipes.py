@@ -162,7 +162,6 @@ class Study:
 
     @cached_property
     def opened(self) -> ef.Corpus:
-        """The corpus."""
         return ef.Corpus(self.corpus)
 
     @cached_property
@@ -180,12 +179,10 @@ class Study:
 
     @cached_property
     def judged_on(self) -> dict[str, str]:
-        """Hashes of the corrupted validation text."""
         return {name: self._corruption(corruptor) for name, corruptor in self.corruptors.items()}
 
     @property
     def sequence_length(self) -> int:
-        """Length of the rows of validation text."""
         return ef.Config.preset(self.scale.preset, "google").data.sequence_length
 
     def _corruption(self, corruptor: str) -> str:
@@ -205,7 +202,6 @@ class Study:
 
     @cached_property
     def glue_hash(self) -> str | None:
-        """Hash of the tasks' files."""
         if self.glue is None:
             return None
         found = hashlib.sha256()
@@ -238,7 +234,6 @@ class Study:
         return self._if_whole(self.found.get(_name(self.identity(job)), {}).get("result"), job)
 
     def point(self, setting: Setting, budget: float, num_seeds: int) -> Point:
-        """The finished runs of a setting."""
         found = [self.result(Job(setting, budget, seed)) for seed in range(num_seeds)]
         return Point(setting.name, budget, [each for each in found if each is not None])
 
@@ -306,7 +301,6 @@ class Study:
         return result if result.get("tasks_of", "") == self.tasks_of(job) else None
 
     def tasks_of(self, job: Job) -> str:
-        """The key of a run's scores on the tasks."""
         return f"{self.glue_hash}" + (f"-{job.finetune}-seeds" if job.finetune > 1 else "")
 
 
@@ -348,7 +342,6 @@ def compare(study: Study, name: str, only: Sequence[str], budgets: Sequence[floa
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--out", type=Path, required=True)

@@ -97,12 +97,10 @@ def store(packing: str, nodes: int, lanes: int) -> list[str]:
 
 
 def table(header: str, rows: list[list[str]]) -> str:
-    """A Markdown table."""
     return "\n".join([header, "| --- " * (header.count("|") - 1) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def tables() -> list[str]:
-    """All tables in the order of the page."""
     gpus = (8, 64, 256, 1024)
     stored = [("best-fit", 8, 64), ("best-fit", 256, 256), ("best-fit", 256, 64), ("best-fit", 256, 1)]
     stored += [("google", 8, 64), ("google", 256, 256)]

@@ -64,7 +64,6 @@ class Point:
 
     @property
     def epochs(self) -> float:
-        """How often the text is read."""
         return self.tokens / self.text
 
 
@@ -76,7 +75,6 @@ def lines(path: Path = BENCH / "data/recipes.jsonl") -> list[dict[str, Any]]:
 
 
 def points(path: Path = BENCH / "data/recipes.jsonl") -> list[Point]:
-    """The runs of the fit."""
     found: dict[tuple[str, int, int, float], list[float]] = {}
     for line in lines(path):
         keys, result, setting = line["run"]["keys"], line["result"], SETTINGS.get(line["name"])
@@ -130,7 +128,6 @@ def intervals(known: Sequence[Point], draws: int, measure: Callable[[ScalingLaw]
 
 
 def report(known: Sequence[Point], draws: int) -> Iterator[str]:
-    """Yields the tables."""
     law = fit(known)
     low, high = intervals(known, draws, astuple)
     rows = [
@@ -238,7 +235,6 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=200, help="of the points, for the intervals")
     parser.add_argument("--picture", action="store_true", help="draw docs/scaling.png")

@@ -79,7 +79,6 @@ def losses(
     steps: int,
     compute: ComputeConfig | None = None,
 ) -> list[float]:
-    """Each step's loss, of a tiny model without dropout."""
     config = shape("tiny:64:google:0", {"data.sequence_length": "64", "train.steps": str(max(2, steps))})
     step, found = new_step(config, device, execution, compute, num_processes=1), []
     for number, rows in zip(range(steps), loader(corpus, config), strict=False):
@@ -90,7 +89,6 @@ def losses(
 
 
 def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> Iterator[tuple[str, Check]]:
-    """Every check of the parts asked for, by name."""
     dtype, corpus = choose_compute(shape("small:8"), device).dtype, make_corpus(cache, 300)
     if "samples" in parts:
         num_slots = 20_000 if quick else 200_000
@@ -103,7 +101,6 @@ def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> 
 
 
 def main() -> int:
-    """One line per check; a missing package is said and is no fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
     options = parse_arguments(parser)

@@ -95,7 +95,6 @@ def card_of_target(target: Target) -> Card:
 
 
 def compiled(request: Request, target: Target) -> MachineCode:
-    """The code of a recorded kernel."""
     return _compiler().submit(_compile, *request, target).result()
 
 
@@ -164,6 +163,5 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:
-    """Vector registers, and bytes of scratch memory."""
     found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", assembly))
     return int(found["vgpr_count"]), int(found["private_segment_fixed_size"])

@@ -98,7 +98,6 @@ def peer(
 
 
 def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
-    """Generator and discriminator of a configuration, with tied embeddings."""
     from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
     def hf_config(shape: Any) -> ElectraConfig:
@@ -124,7 +123,6 @@ def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
 def peer_loss(
     generator: Any, discriminator: Any, config: ef.Config, batch: Batch, masked: bool, dtype: torch.dtype
 ) -> Tensor:
-    """ELECTRA's loss, from the models' public modules."""
     ids, positions = batch["input_ids"].long(), batch["masked_positions"].long()
     original, weight = batch["masked_ids"].long(), batch["masked_weights"]
     segments = batch["segment_ids"]

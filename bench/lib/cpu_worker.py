@@ -107,7 +107,6 @@ class Worker:
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens per second of each turn."""
         return [turn["tokens"] / turn["seconds"] for turn in self.turns]
 
     def median_ms(self, name: str) -> float:
@@ -115,7 +114,6 @@ class Worker:
         return 1e3 * statistics.median(turn[name] for turn in self.turns) / self.steps_per_turn
 
     def take_turn(self) -> None:
-        """Takes the steps of a turn."""
         self.turns.append(self._ask(self.steps_per_turn))
 
     def facts(self) -> dict[str, float]:
@@ -123,7 +121,6 @@ class Worker:
         return self._ask(None)
 
     def close(self) -> None:
-        """Ends the process."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.kill()
         self.process.wait()
@@ -167,7 +164,6 @@ def warm_up(runner: Runner, batches: Iterator[Any]) -> float:
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answers requests until they end."""
 
     def answer(**found: Any) -> None:
         answers.write(json.dumps(found) + "\n")
@@ -201,7 +197,6 @@ def processes() -> list[str]:
 
 
 def cpu_seconds(process: str) -> float:
-    """CPU seconds of all threads of a process so far."""
     after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -213,7 +208,6 @@ def peak_gib(process: str) -> float:
 
 
 def main() -> int:
-    """A contender's process."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:

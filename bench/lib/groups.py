@@ -75,7 +75,6 @@ def _device() -> str:
 
 
 def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: float, shared: Sequence[str]) -> int:
-    """Runs the groups and writes the summary, even after a KeyboardInterrupt."""
     out.mkdir(parents=True, exist_ok=True)
     results, start = (out / "results.jsonl").resolve(), time.monotonic()
     results.write_text("")
@@ -147,7 +146,6 @@ def _run_group(
 
 
 def _environment(group: str, cache: Path) -> dict[str, str]:
-    """Shared compile caches, a traceback on a kill, unbuffered output."""
     own = {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),

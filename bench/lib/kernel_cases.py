@@ -1,268 +1,279 @@
-"""The cases of `bench/kernels.py`: operations with a kernel, and their shapes.
+"""The calls of operations that have kernels: the one table of `bench/kernels.py` and the tests.
 
-A new case is a function of a few lines with `@case`, such as the last ones.
+It has the arguments of each operation by sizes, small and odd ones to test, and large ones to time. The check of a run
+takes its calls from the run's own step instead; all are a `Call`, judged by `excess`.
+
+Shapes: B rows, L row length, T tokens, M masked slots, S slots per row, V vocabulary, E embedding, D hidden, N heads,
+H head dimension, F feed-forward.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.model import attention
+from electra_fast.hardware.kernel_check import Call
+from electra_fast.model import attention as attention_operations
+from electra_fast.model.attention import AttentionMask
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import use_impl
+from electra_fast.ops.fused import SublayerWeights
+from electra_fast.ops.operations import Dropout
+from electra_fast.ops.sampling import alias_table
 
-VOCAB_SIZE = 30_522
-Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first tensor is differentiated
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+VOCAB_SIZE, EPS = 30_522, 1e-12
+Sizes = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Device, dtype of activations, and whether shapes are tiny."""
+class Arguments:
+    """Random tensors for a call. Parameters are fp32, with values that the activations' dtype has too."""
 
-    device: torch.device
-    dtype: torch.dtype
-    quick: bool
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(0)
+        self.key = torch.tensor([2**40 + 7, 12, 77], device=device)
 
-    def shapes(self, real: list[tuple[int, ...]], tiny: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes to time, or the one for a rehearsal."""
-        return [tiny] if self.quick else real
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(shape, generator=self.generator) * scale
+        return x.to(self.device, self.dtype).requires_grad_()
 
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers, by default in the activations' dtype."""
-        return torch.randn(shape, device=self.device).to(dtype or self.dtype).requires_grad_()
-
-    def weight(self, *shape: int) -> Tensor:
-        """A parameter: fp32, scaled by 1 / sqrt(last dimension)."""
-        return (torch.randn(shape, device=self.device) * shape[-1] ** -0.5).requires_grad_()
+    def weight(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """A parameter; a matrix is divided by the root of its inputs."""
+        x = torch.randn(shape, generator=self.generator) * scale
+        x = x * shape[-1] ** -0.5 if len(shape) > 1 else x
+        return x.to(self.dtype).to(self.device, FP32).requires_grad_()
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        """int64 below `high`."""
-        return torch.randint(0, high, shape, device=self.device)
+        return torch.randint(0, high, shape, generator=self.generator).to(self.device)
+
+    def dropout(self, probability: float, call_index: int = 5) -> Dropout:
+        return Dropout(probability, self.key, call_index)
+
+    def segments(self, num_rows: int, length: int) -> Tensor:
+        """Ids of segments: one per row; in the second of each three three and padding; in the third one per token."""
+        ids_BL = torch.ones(num_rows, length, dtype=torch.int32)
+        ids_BL[1::3] = torch.arange(length, dtype=torch.int32) * 3 // length + 1
+        ids_BL[1::3, length - length // 5 :] = 0
+        ids_BL[2::3] = torch.arange(length, dtype=torch.int32) + 1
+        return ids_BL.to(self.device)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One operation on one shape; `num_flops` and `num_bytes` are the minimum that it needs."""
+class Entry:
+    """An operation in the table: its arguments by sizes, and the sizes, to test each with a dtype."""
 
-    shape: str
-    inputs: tuple[Any, ...]
-    reference: Function
-    kernel: Function
-    num_flops: float = 0.0
-    num_bytes: float = 0.0
+    arguments: Callable[..., tuple[Any, ...]]
+    tested: tuple[Sizes, ...]
+    timed: tuple[Sizes, ...]
 
+    def call(self, device: torch.device, dtype: torch.dtype, *sizes: Any) -> Call:
+        name = self.arguments.__name__
+        function = getattr(attention_operations if name.endswith("attention") else ops, name)
+        return Call(name, function, self.arguments(Arguments(device, dtype), *sizes), dtype=dtype)
 
-CASES: dict[str, Callable[[Setting], Iterator[Case]]] = {}
-
-
-def case(name: str) -> Callable[[Callable[[Setting], Iterator[Case]]], None]:
-    """Registers a function that yields an operation's cases, shape by shape."""
-    return partial(CASES.__setitem__, name)
+    def label(self, sizes: Sizes) -> str:
+        names = list(inspect.signature(self.arguments).parameters)[1:]
+        return ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=False))
 
 
-def kernel(name: str) -> Function:
-    """A kernel's launcher, imported when called: Triton's interpreter must be enabled before Triton is imported."""
-    return lambda *inputs: getattr(importlib.import_module("electra_fast.kernels.launchers"), name)(*inputs)
+CASES: dict[str, Entry] = {}
 
 
-@case("attention of short rows, with the bias of qkv")
-def _(setting: Setting) -> Iterator[Case]:
-    for num_rows, length, num_heads, head_dim in setting.shapes(
-        [(1024, 128, 4, 64), (1024, 128, 1, 64)], (2, 32, 2, 16)
-    ):
-        ids = torch.ones(num_rows, length, dtype=torch.int32, device=setting.device)
-        rest = (ids, None, None, num_heads, None)
+def case(tested: tuple[Sizes, ...], timed: tuple[Sizes, ...]) -> Callable[[Callable[..., tuple[Any, ...]]], None]:
+    """Enters the function that makes an operation's arguments, named as the operation, into the table."""
 
-        def reference(qkv: Tensor, bias: Tensor, *rest: Any) -> Tensor:
-            return attention.short_attention_reference(qkv, bias, *rest, ops.Dropout())
+    def enter(arguments: Callable[..., tuple[Any, ...]]) -> None:
+        CASES[arguments.__name__] = Entry(arguments, tested, timed)
 
-        def ours(*inputs: Any) -> Any:
-            return kernel("short_attention")(*inputs, 0.0, None, 0)
-
-        num_tokens, width = num_rows * length, num_heads * head_dim
-        inputs = (setting.normal(num_tokens, 3 * width), setting.weight(3 * width), *rest)
-        yield Case(
-            f"B={num_rows} L={length} N={num_heads} H={head_dim}",
-            inputs,
-            reference,
-            ours,
-            num_flops=3 * 4 * num_tokens * length * width,
-            num_bytes=11 * num_tokens * width * inputs[0].element_size(),
-        )
+    return enter
 
 
-@case("generator head")
-def _(setting: Setting) -> Iterator[Case]:
-    real = [(19_660, 128, VOCAB_SIZE), (9_830, 768, VOCAB_SIZE), (8_192, 1024, VOCAB_SIZE)]
-    for num_slots, width, vocab_size in setting.shapes(real, (5, 16, 300)):
-        inputs = (
-            setting.normal(num_slots, width),
-            setting.weight(vocab_size, width),
-            setting.weight(vocab_size),
-            setting.integers(vocab_size, num_slots),
-            torch.arange(num_slots, device=setting.device),
-            torch.tensor([1, 2], device=setting.device),
-            1.0,
-            False,
-        )
-        yield Case(
-            f"M={num_slots} E={width} V={vocab_size}",
-            inputs,
-            ops.generator_head_reference,
-            kernel("generator_head"),
-            num_flops=3 * 2 * num_slots * width * vocab_size,
-        )
+# Of the sizes to test the first are enough to see that a kernel works. There are tiles that are not full, more of them
+# than programs, and widths that no tile divides.
 
 
-@case("corrupt")
-def _(setting: Setting) -> Iterator[Case]:
-    for num_rows, length, slots in setting.shapes([(1024, 128, 20), (128, 512, 77)], (2, 32, 5)):
-        first = torch.arange(num_rows, device=setting.device)[:, None] * length
-        inputs = (
-            setting.integers(VOCAB_SIZE, num_rows, length).int(),
-            (setting.integers(length, num_rows, slots) + first).flatten(),
-            setting.integers(VOCAB_SIZE, num_rows * slots),
-            setting.integers(VOCAB_SIZE, num_rows * slots),
-        )
-        shape, num_bytes = f"B={num_rows} L={length} N={slots}", num_rows * length * 9 + num_rows * slots * 24
-        yield Case(shape, inputs, ops.corrupt_reference, kernel("corrupt"), num_bytes=num_bytes)
+@case(((FP32, 50, 96, 0.1), (FP32, 3, 66, 0.999)), ((131_072, 256, 0.1),))
+def dropout(make: Arguments, num_tokens: int, width: int, probability: float) -> tuple[Any, ...]:
+    return make.normal(num_tokens, width), make.dropout(probability)
 
 
-@case("discriminator head: bias, gelu, classifier")
-def _(setting: Setting) -> Iterator[Case]:
-    for num_tokens, width in setting.shapes([(131_072, 256), (65_536, 768)], (7, 64)):
-        inputs = (setting.normal(num_tokens, width), setting.weight(width), setting.weight(1, width), setting.weight(1))
-
-        def reference(h: Tensor, bias: Tensor, weight: Tensor, classifier_bias: Tensor) -> Tensor:
-            return F.linear(F.gelu(h + bias.to(h.dtype)).to(weight.dtype), weight, classifier_bias).squeeze(-1)
-
-        num_bytes = 3 * inputs[0].numel() * inputs[0].element_size()
-        yield Case(f"T={num_tokens} D={width}", inputs, reference, kernel("gelu_logit"), num_bytes=num_bytes)
+@case(
+    ((FP32, 33, 96, True), (BF16, 17, 1024, True), (FP32, 3, 1500, False)),
+    ((131_072, 256, True), (65_536, 768, False)),
+)
+def layer_norm(make: Arguments, num_tokens: int, width: int, has_bias: bool) -> tuple[Any, ...]:
+    return make.normal(num_tokens, width), make.weight(width), make.weight(width) if has_bias else None, 1e-5
 
 
-@case("discriminator loss")
-def _(setting: Setting) -> Iterator[Case]:
-    for (num_tokens,) in setting.shapes([(131_072,)], (50,)):
-        inputs = (
-            setting.normal(num_tokens, dtype=torch.float32),
-            setting.integers(2, num_tokens).bool(),
-            torch.ones(num_tokens, dtype=torch.bool, device=setting.device),
-        )
-        reference, launcher = ops.discriminator_loss_reference, kernel("discriminator_loss")
-        yield Case(f"T={num_tokens}", inputs, reference, launcher, num_bytes=16 * num_tokens)
+@case(
+    ((BF16, 100, 16, 96, 0.1), (FP32, 17, 8, 1024, 0.0), (FP32, 3, 8, 1500, 0.1)),
+    tuple((*sizes, p) for sizes in ((131_072, 1024, 256), (131_072, 256, 64), (65_536, 3072, 768)) for p in (0.0, 0.1)),
+)
+def residual_norm(make: Arguments, num_tokens: int, inner: int, width: int, probability: float) -> tuple[Any, ...]:
+    x_TF, residual_TD = make.normal(num_tokens, inner), make.normal(num_tokens, width)
+    weight_DF, bias_D, *norm = make.weight(width, inner), *(make.weight(width) for _ in range(3))
+    return x_TF, weight_DF, bias_D, residual_TD, *norm, EPS, make.dropout(probability)
 
 
-@case("bias + gelu")
-def _(setting: Setting) -> Iterator[Case]:
-    for num_tokens, width in setting.shapes([(131_072, 1024), (131_072, 256), (65_536, 3072)], (7, 64)):
-        inputs = (setting.normal(num_tokens, width), setting.weight(width))
-        num_bytes = 5 * inputs[0].numel() * inputs[0].element_size()
-
-        def reference(h: Tensor, bias: Tensor) -> Tensor:
-            return F.gelu(h + bias.to(h.dtype))
-
-        yield Case(f"T={num_tokens} F={width}", inputs, reference, kernel("bias_gelu"), num_bytes=num_bytes)
-
-
-def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), 1e-12)
+@case(
+    ((BF16, 100, 72, 300, 130, 0.1), (FP32, 17, 1024, 300, 20, 0.0)),
+    ((131_072, 128, VOCAB_SIZE, 128, 0.0), (65_536, 768, VOCAB_SIZE, 512, 0.0)),
+)
+def embedding_norm(
+    make: Arguments, num_tokens: int, width: int, vocab_size: int, length: int, probability: float
+) -> tuple[Any, ...]:
+    sizes = (vocab_size, length, 2)
+    ids, tables = tuple(make.integers(n, num_tokens).int() for n in sizes), tuple(make.weight(n, width) for n in sizes)
+    return ids, tables, make.weight(width), make.weight(width), EPS, make.dtype, make.dropout(probability)
 
 
-@case("bias + dropout + residual + norm")
-def _(setting: Setting) -> Iterator[Case]:
-    for num_tokens, width in setting.shapes([(131_072, 256), (131_072, 64), (65_536, 768)], (7, 64)):
-        for dropout in (0.0, 0.1):
-            h, residual = setting.normal(num_tokens, width), setting.normal(num_tokens, width)
-            # The linear layer's bias, the norm's weight and bias.
-            parameters = tuple(setting.weight(width) for _ in range(3))
-            key = torch.tensor([1, 2, 0], device=setting.device) if dropout else None
-
-            def reference(
-                h: Tensor, bias: Tensor, residual: Tensor, w: Tensor, b: Tensor, p: float = dropout
-            ) -> Tensor:
-                return _norm(residual + F.dropout(h + bias.to(h.dtype), p), w, b)
-
-            def ours(*inputs: Tensor, p: float = dropout, key: Tensor | None = key) -> Any:
-                return kernel("residual_norm")(*inputs, 1e-12, p, key, 0)
-
-            yield Case(
-                f"T={num_tokens} D={width} dropout={dropout}",
-                (h, parameters[0], residual, *parameters[1:]),
-                reference,
-                ours,
-                num_bytes=8 * h.numel() * h.element_size(),
-            )
+@case(
+    ((FP32, 33, 8, 600, True), (BF16, 100, 8, 96, False)),
+    ((131_072, 256, 1024, True), (131_072, 64, 256, True), (65_536, 768, 3072, True)),
+)
+def bias_gelu(make: Arguments, num_tokens: int, width: int, inner: int, has_bias: bool) -> tuple[Any, ...]:
+    bias_F = make.weight(inner) if has_bias else None
+    return make.normal(num_tokens, width, scale=3), make.weight(inner, width), bias_F
 
 
-@case("feed-forward sublayer")
-def _(setting: Setting) -> Iterator[Case]:
-    """The kernels that the step chooses for its widths, and those of single operations."""
-    real = [(131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)]
-    for num_tokens, width, inner in setting.shapes(real, (7, 16, 64)):
-        for p in (0.0, 0.1):
-            shapes = ((inner, width), (inner,), (width, inner), (width,), (width,), (width,))
-            x, weights = setting.normal(num_tokens, width), [setting.weight(*shape) for shape in shapes]
-            dropout = ops.Dropout(p, torch.tensor([1, 2, 0], device=setting.device))
-
-            def reference(x: Tensor, *weights: Tensor, p: float = p) -> Tensor:
-                w1, b1, w2, b2, w, b = (weight.to(x.dtype) for weight in weights)
-                return _norm(x + F.dropout(F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2), p), w, b)
-
-            def ours(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
-                with use_impl("kernel"):
-                    return ops.feed_forward(x, ops.SublayerWeights(*weights), 1e-12, dropout)
-
-            yield Case(
-                f"T={num_tokens} D={width} F={inner} dropout={p}",
-                (x, *weights),
-                reference,
-                ours,
-                num_flops=3 * 4 * num_tokens * width * inner,
-                num_bytes=5 * x.numel() * x.element_size(),
-            )
+@case(((FP32, 33, 8, 600), (BF16, 100, 8, 96)), ((65_536, 768, 1152),))
+def geglu(make: Arguments, num_tokens: int, width: int, inner: int) -> tuple[Any, ...]:
+    return make.normal(num_tokens, width, scale=3), make.weight(2 * inner, width)
 
 
-@case("qkv layer of attention, with rotary positions")
-def _(setting: Setting) -> Iterator[Case]:
-    for num_tokens, width, num_heads in setting.shapes([(65_536, 768, 12)], (7, 32, 2)):
-        x, weight = setting.normal(num_tokens, width), setting.weight(3 * width, width)
-        angles = ops.rotary_angles(torch.arange(num_tokens, device=setting.device) % 512, width // num_heads, 1e4)
-
-        def ours(*inputs: Any) -> Any:
-            with use_impl("kernel"):
-                return ops.rotary_qkv(*inputs)
-
-        yield Case(
-            f"T={num_tokens} D={width}",
-            (x, weight, *angles, num_heads),
-            ops.rotary_qkv_reference,
-            ours,
-            num_flops=3 * 2 * num_tokens * 3 * width * width,
-        )
+@case(((FP32, 50, 40, 3, 32), (FP16, 7, 24, 3, 12)), ((65_536, 768, 12, 64),))
+def rotary_qkv(make: Arguments, num_tokens: int, width: int, num_heads: int, head_dim: int) -> tuple[Any, ...]:
+    weight, positions = make.weight(3 * num_heads * head_dim, width), torch.arange(num_tokens, device=make.device)
+    return make.normal(num_tokens, width), weight, *ops.rotary_angles(positions * 7 % 512, head_dim, 1e4), num_heads
 
 
-@case("embedding sum + norm")
-def _(setting: Setting) -> Iterator[Case]:
-    for num_tokens, width, length in setting.shapes([(131_072, 128, 128), (65_536, 768, 512)], (7, 16, 8)):
-        vocab_size = 300 if setting.quick else VOCAB_SIZE
-        ids = tuple(setting.integers(high, num_tokens) for high in (vocab_size, length, 2))
-        tables = tuple(setting.weight(rows, width) for rows in (vocab_size, length, 2))
+@case(
+    ((FP32, 2, 150, 20), (FP32, 3, 12, 3), (FP32, 2, 70, 0), (FP32, 0, 12, 3)),
+    ((1024, 128, 20), (128, 512, 77)),
+)
+def corrupt(make: Arguments, num_rows: int, length: int, num_slots: int) -> tuple[Any, ...]:
+    """Unused slots, positions masked more than once, and samples equal to the original token."""
+    ids_BL, column_BS = make.integers(50, num_rows, length), make.integers(length, num_rows, num_slots)
+    original_M = ids_BL.gather(1, column_BS).flatten()
+    is_used_BS = make.integers(10, num_rows, num_slots) > 0
+    position_BS = column_BS + torch.arange(num_rows, device=make.device)[:, None] * length
+    position_M = torch.where(is_used_BS, position_BS, num_rows * length).flatten()
+    masked_BL = ids_BL.scatter(1, torch.where(is_used_BS, column_BS, column_BS[:, :1]), 4)
+    is_right_M = make.integers(5, num_rows * num_slots) < 2
+    sample_M = torch.where(is_right_M, original_M, make.integers(50, num_rows * num_slots))
+    return masked_BL.int(), position_M, original_M, sample_M
 
-        def reference(*inputs: Tensor) -> Tensor:
-            token, position, type_ = (F.embedding(i, table) for i, table in zip(inputs[:3], inputs[3:6], strict=True))
-            x = token + position + type_
-            return _norm(x if x.dtype == torch.float64 else x.to(setting.dtype), *inputs[6:])
 
-        def ours(*inputs: Tensor) -> Any:
-            return kernel("embedding_norm")(*inputs, 1e-12, setting.dtype, 0.0, None, 0)
+@case(((FP32, 37, 512), (BF16, 200, 64), (FP16, 70, 100)), ((131_072, 256), (65_536, 768)))
+def replaced_logits(make: Arguments, num_tokens: int, width: int) -> tuple[Any, ...]:
+    parameters = make.weight(width, width), make.weight(width), make.weight(1, width), make.weight(1)
+    return make.normal(num_tokens, width, scale=2), *parameters
 
-        norm = (setting.weight(width), setting.weight(width))
-        yield Case(f"T={num_tokens} E={width}", (*ids, *tables, *norm), reference, ours)
+
+@case(((FP32, 3000), (BF16, 507)), ((131_072,),))
+def discriminator_loss(make: Arguments, num_tokens: int) -> tuple[Any, ...]:
+    logits_T = make.normal(num_tokens, scale=4)
+    return logits_T, make.integers(5, num_tokens) == 0, make.integers(5, num_tokens) > 0
+
+
+@case(
+    (
+        (FP32, 37, 48, 300, 0.7, False),
+        (FP32, 5, 16, 5, 1.0, False),
+        (FP32, 40, 32, 257, 1.0, True),
+        (FP16, 40, 64, 300, 1.0, False),
+    ),
+    ((19_660, 128, VOCAB_SIZE), (9_830, 768, VOCAB_SIZE), (8_192, 1024, VOCAB_SIZE)),
+)
+def generator_head(
+    make: Arguments,
+    num_slots: int,
+    width: int,
+    vocab_size: int,
+    temperature: float = 1.0,
+    disallow_correct: bool = False,
+) -> tuple[Any, ...]:
+    """Half of the targets are the argmax; some slots are unused; indices of slots are beyond int32."""
+    x_ME, table_VE = make.normal(num_slots, width), make.weight(vocab_size, width, scale=2)
+    bias_V = make.weight(vocab_size, scale=0.5)
+    target_M, weight_M = make.integers(vocab_size, num_slots), make.weight(num_slots).detach()
+    target_M[::2] = (x_ME.float() @ table_VE.T + bias_V).argmax(-1)[::2]
+    weight_M[1::5] = 0.0
+    slot_M = torch.arange(num_slots, device=make.device) + 2**31
+    return x_ME, table_VE, bias_V, target_M, weight_M, slot_M, make.key[:2], temperature, disallow_correct
+
+
+@case(((FP32, 700, VOCAB_SIZE), (FP32, 0, 7)), ((131_072, VOCAB_SIZE),))
+def sample_alias(make: Arguments, num_slots: int, vocab_size: int) -> tuple[Any, ...]:
+    weights_V = 1 / (torch.arange(vocab_size, device=make.device).double() + 1)
+    weights_V[1 : vocab_size // 3] = 0
+    return alias_table(weights_V), make.integers(2**32, num_slots), make.key[:2]
+
+
+@case(((BF16, 300, 24, 40), (FP16, 7, 24, 40)), ((131_072, 256, 256),))
+def linear(make: Arguments, num_tokens: int, width: int, outputs: int) -> tuple[Any, ...]:
+    return make.normal(num_tokens, width), make.weight(outputs, width), make.weight(outputs)
+
+
+@case(
+    (
+        (FP32, 3, 17, 3, 16, True, False, 9, 0.1),
+        (FP16, 3, 70, 2, 24, True, True, 18, 0.1),
+        (FP32, 3, 128, 1, 64, True, False, 0, 0.1),
+        (FP16, 3, 128, 1, 64, False, True, 0, 0.0),
+        (FP32, 3, 1, 2, 16, True, False, 0, 0.0),
+    ),
+    ((1024, 128, 4, 64, True, False, 0, 0.0), (1024, 128, 1, 64, True, False, 0, 0.0)),
+)
+def self_attention(
+    make: Arguments,
+    num_rows: int,
+    length: int,
+    num_heads: int,
+    head_dim: int,
+    has_bias: bool,
+    is_rotary: bool,
+    local_attention: int,
+    probability: float,
+) -> tuple[Any, ...]:
+    """By `short`."""
+    mask = AttentionMask.packed(make.segments(num_rows, length), None, "short", local_attention)
+    width, positions = num_heads * head_dim, torch.arange(length, device=make.device).repeat(num_rows)
+    x_TD, weight_XD = make.normal(num_rows * length, width), make.weight(3 * width, width)
+    rotary = ops.rotary_angles(positions, head_dim, 1e4) if is_rotary else None
+    bias_X = make.weight(3 * width, scale=0.5) if has_bias else None
+    return x_TD, weight_XD, bias_X, mask.local or mask, num_heads, make.dropout(probability), rotary
+
+
+def _sublayer(make: Arguments, width: int, inner: int, outer: int) -> SublayerWeights:
+    vectors = [make.weight(width, scale=0.3) for _ in range(3)]
+    return SublayerWeights(make.weight(inner, width), make.weight(inner), make.weight(width, outer), *vectors)
+
+
+@case(((FP16, 3, 24, 2, 16, 0.2),), ((1024, 128, 4, 64, 0.1),))
+def attention(
+    make: Arguments, num_rows: int, length: int, num_heads: int, head_dim: int, probability: float
+) -> tuple[Any, ...]:
+    """By `short`."""
+    mask, width = AttentionMask.packed(make.segments(num_rows, length), None, "short"), num_heads * head_dim
+    weights, dropouts = _sublayer(make, width, 3 * width, width), (make.dropout(probability, 9), make.dropout(0.1))
+    return make.normal(num_rows * length, width), weights, EPS, mask, num_heads, *dropouts
+
+
+@case(
+    ((FP32, 31, 64, 256, 0.0), (FP16, 150, 16, 64, 0.1), (FP32, 70, 40, 72, 0.2), (FP16, 70, 96, 64, 0.0)),
+    tuple((*sizes, p) for sizes in ((131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)) for p in (0.0, 0.1)),
+)
+def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, probability: float) -> tuple[Any, ...]:
+    x_TD, weights = make.normal(num_tokens, width, scale=2), _sublayer(make, width, inner, inner)
+    return x_TD, weights, EPS, make.dropout(probability)
+
+
+@case(((FP32, 70, 40, 72), (FP16, 70, 96, 64)), ((131_072, 256, 704), (131_072, 128, 352)))
+def gated_feed_forward(make: Arguments, num_tokens: int, width: int, inner: int) -> tuple[Any, ...]:
+    return make.normal(num_tokens, width, scale=2), make.weight(2 * inner, width), make.weight(width, inner)

@@ -26,7 +26,6 @@ class Point:
     results: Sequence[Result]
 
     def mean(self, measure: Callable[[Result], float]) -> float:
-        """Mean over the seeds; NaN without any."""
         return statistics.mean(map(measure, self.results)) if self.results else math.nan
 
 
@@ -59,7 +58,6 @@ MEASURES: dict[str, Callable[[Result], float]] = {
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation; empty without values."""
     if not values or any(map(math.isnan, values)):
         return ""
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
@@ -157,7 +155,6 @@ def factor(ours: Sequence[Point], theirs: Point, measure: Callable[[Result], flo
 
 
 def report(curves: Mapping[str, Sequence[Point]]) -> str:
-    """Returns a table of curves, each with rising budgets, and the factors relative to the first."""
     points = {side: [point for point in curve if point.results] for side, curve in curves.items()}
     rows = [[side, _tflop(point), *columns(point.results)] for side in points for point in points[side]]
     text = markdown(["", "TFLOP", *HEADER], rows)
@@ -173,7 +170,6 @@ def report(curves: Mapping[str, Sequence[Point]]) -> str:
 
 
 def _measured(points: Mapping[str, Sequence[Point]], measure: Callable[[Result], float]) -> dict[str, list[Point]]:
-    """The points whose runs all have the measure."""
     return {side: [point for point in curve if not math.isnan(point.mean(measure))] for side, curve in points.items()}
 
 

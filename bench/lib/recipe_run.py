@@ -50,19 +50,16 @@ class Replacements:
     max_positions = None
 
     def sample(self, batch: Mapping[str, torch.Tensor], first_row: int) -> torch.Tensor:
-        """See `Corruptor.sample`."""
         return self.samples_RN[first_row : first_row + len(batch["masked_ids"])]
 
 
 def load_corruptor(source: str | Path, corpus: str | Path) -> Corruptor | Replacements:
-    """Loads a corruptor from a file of replacements, a run, or `unigram`."""
     if str(source).endswith(".npz"):
         return Replacements(torch.from_numpy(np.load(source)["samples"].astype(np.int64)))
     return evaluation._corruptor(source, Mixture(str(corpus)), torch.device("cpu"))
 
 
 def do(folder: Path) -> dict[str, Any]:
-    """Trains, evaluates and fine-tunes; returns the measurements."""
     job = json.loads((folder / RUN).read_text())
     config, num_steps, run = ef.Config.load(folder / CONFIG), job["num_steps"], folder / "run"
     loaded = {source: load_corruptor(source, job["validation"]) for source in job["corruptors"].values()}
@@ -111,7 +108,6 @@ def do(folder: Path) -> dict[str, Any]:
 
 
 def _write_untrained(config: ef.Config, corpus: str, run: Path) -> None:
-    """Writes a run of a random model, at step 0."""
     write_tokenizer(run / "tokenizer", ef.Tokenizer.of(ef.Corpus(corpus)), config.model.max_positions)
     replace_file(run / "config.toml", config.to_toml())
     checkpoint.save(run, ef.Electra(config), None, checkpoint_folder.TrainState(), keep=1)

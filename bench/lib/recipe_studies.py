@@ -61,7 +61,6 @@ class Setting:
     tokens_per_second: float = 0.0
 
     def changed(self, name: str, keys: Keys) -> Setting:
-        """A variant with other keys."""
         return replace(self, name=name, keys={**self.keys, **keys})
 
 

@@ -30,7 +30,6 @@ class Chunks(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def make_model(name: str, config: ef.Config, tokenizer: Any) -> Any:
-    """A new model of a class of `transformers` with a configuration's sizes and the defaults of the class."""
     import transformers
 
     transformers.set_seed(config.train.seed)

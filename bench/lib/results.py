@@ -82,7 +82,6 @@ class Results:
                 file.write(json.dumps(record) + "\n")
 
     def exit_code(self) -> int:
-        """1 if any result was wrong."""
         return int(self.num_wrong > 0)
 
 
@@ -103,7 +102,6 @@ def listed(found: Mapping[str, Any]) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -115,7 +113,6 @@ def reason(error: BaseException) -> str:
 
 
 def installed(package: str) -> str:
-    """`name version`, or `no name`."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -123,7 +120,6 @@ def installed(package: str) -> str:
 
 
 def processor() -> str:
-    """The processor's model name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

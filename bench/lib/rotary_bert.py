@@ -17,8 +17,6 @@ from electra_fast.ops.operations import Dropout
 
 
 class _RotaryBertLayer(model.BertLayer):
-    """A `BertLayer` with rotary positions."""
-
     def forward(
         self,
         x_TD: Tensor,

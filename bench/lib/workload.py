@@ -45,7 +45,6 @@ def _documents(words: list[str], num_documents: int) -> Iterator[str]:
 
 
 def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
-    """Endless batches of a configuration, the same for every contender."""
     return ef.BatchLoader.from_config(config, corpus=corpus)
 
 
@@ -82,7 +81,6 @@ def new_step(
 
 
 def as_chosen(step: TrainStep) -> AbstractContextManager[None]:
-    """A context in which operations run as they were chosen for a step."""
     return use_compute(step.backward.compute)
 
 

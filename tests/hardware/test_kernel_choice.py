@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_kernels import faulty
+from lib.kernel_cases import CASES
 
 import electra_fast as ef
 from electra_fast.card import Card
@@ -54,31 +55,32 @@ def small_config(corpus, **changes):
     return Config.preset("tiny", "google", "mlm").override(tiny | keys | run | changes)
 
 
+def request_of(corpus, what="operations", device="cpu", compute=None, num_rows=2, **given):
+    config = small_config(corpus)
+    compute = compute or ComputeConfig("sdpa", torch.float32)
+    return Request(what, config, type(objective_of(config)), device, compute, num_rows, **given)
+
+
 class TestJudgment:
     """One operation, in this process."""
 
     @staticmethod
-    def layer_norm_record(tiny_corpus, monkeypatch, fault):
-        monkeypatch.setattr(launchers, "layer_norm", faulty(launchers.layer_norm, fault))
-        config, told = small_config(tiny_corpus), []
-        compute = ComputeConfig("sdpa", torch.float32)
-        request = Request("operations", config, type(objective_of(config)), "cpu", compute, 2)
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        weights = torch.linspace(0.5, 1.5, 8).requires_grad_(), torch.linspace(-1, 1, 8).requires_grad_()
-        Checker(request, told.append)._observe("layer_norm", ops.layer_norm.__wrapped__, (x, *weights, 1e-6), {})
+    def layer_norm_record(tiny_corpus, monkeypatch, launcher, device=None):
+        monkeypatch.setattr(launchers, "layer_norm", launcher)
+        told, call = [], CASES["layer_norm"].call(CPU, torch.float32, 6, 8, True)
+        checker = Checker(request_of(tiny_corpus), told.append)
+        checker.device = device or checker.device
+        checker._observe("layer_norm", ops.layer_norm.__wrapped__, call.args, {})
         first, reference, attempt, found = told
         assert (first, attempt) == (("layer_norm:8", REFERENCE), ("layer_norm:8", "kernel"))
         assert (reference.implementation, found.operation) == (REFERENCE, "layer_norm:8")
         assert reference.is_right
         return found
 
-    def test_a_right_kernel_is_timed(self, tiny_corpus, monkeypatch):
-        found = self.layer_norm_record(tiny_corpus, monkeypatch, "none")
-        assert found.is_right and found.milliseconds > 0 and found.error < 1
-
     @pytest.mark.parametrize(
         ("fault", "problem"),
         [
+            ("none", ""),
             ("output", "its error is "),
             ("gradient", "its error is "),
             ("element", "its error is "),
@@ -87,11 +89,13 @@ class TestJudgment:
             ("compile", "AssertionError: CompilationError: at 12:4: cannot be compiled"),
         ],
     )
-    def test_a_wrong_kernel_is_recognized(self, tiny_corpus, tmp_path, monkeypatch, fault, problem):
-        found = self.layer_norm_record(tiny_corpus, monkeypatch, fault)
-        assert found.problem.startswith(problem) and found.milliseconds is None and not found.is_right
-        check = checked(found)
-        (tmp_path / FILE).write_text(check.text())
+    def test_a_wrong_kernel_is_recognized_and_a_right_one_timed(
+        self, tiny_corpus, tmp_path, monkeypatch, fault, problem
+    ):
+        found = self.layer_norm_record(tiny_corpus, monkeypatch, faulty(launchers.layer_norm, fault))
+        assert found.problem.startswith(problem) and found.is_right == (not problem) == (not found.problem)
+        assert found.milliseconds is None if problem else found.milliseconds > 0 and found.error < 1
+        (tmp_path / FILE).write_text(checked(found).text())
         assert KernelCheck(IDENTITY).read(tmp_path / FILE)
 
     def test_an_error_that_the_device_does_not_survive_ends_the_process(self, tiny_corpus, monkeypatch, capsys):
@@ -100,13 +104,11 @@ class TestJudgment:
         def dead(*_, **__):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        monkeypatch.setattr(launchers, "layer_norm", dead)
-        monkeypatch.setattr(Checker, "device", property(lambda _: torch.device("cuda"), lambda *_: None), raising=False)
         monkeypatch.setattr(Checker, "_milliseconds", lambda *_, **__: 1.0)
         monkeypatch.setattr(torch, "zeros", dead)
+        monkeypatch.setattr(kernel_check.os, "_exit", sys.exit)
         with pytest.raises(SystemExit):
-            monkeypatch.setattr(kernel_check.os, "_exit", sys.exit)
-            self.layer_norm_record(tiny_corpus, monkeypatch, "none")
+            self.layer_norm_record(tiny_corpus, monkeypatch, dead, CUDA)
         assert capsys.readouterr().err.endswith("RuntimeError: CUDA error: an illegal memory access was encountered\n")
 
     def test_a_reference_that_fails_costs_one_operation(self, tiny_corpus, monkeypatch):
@@ -114,28 +116,24 @@ class TestJudgment:
             raise RuntimeError("no algorithm for these sizes\nmore")
 
         monkeypatch.setattr(ops, "layer_norm_reference", fail)
-        config, told = small_config(tiny_corpus), []
-        arguments = (type(objective_of(config)), "cpu", ComputeConfig("sdpa", torch.float32), 2)
-        x = torch.ones(6, 8, requires_grad=True)
-        work = kernel_check._Work(ops.layer_norm, (x, x[0], x[0], 1e-6), {}, torch.float32)
-        for broken in ((), ("layer_norm:8",)):
-            checker = Checker(Request("operations", config, *arguments, broken=frozenset(broken)), told.append)
-            checker._compare("layer_norm:8", work, {"kernel": (work, {"*": "kernel"})})
-        problem = "RuntimeError: no algorithm for these sizes"
-        assert told == [("layer_norm:8", REFERENCE), Record("layer_norm:8", REFERENCE, problem=problem)]
+        told, call = [], CASES["layer_norm"].call(CPU, torch.float32, 6, 8, True)
+        found = Record("layer_norm:8", REFERENCE, problem="RuntimeError: no algorithm for these sizes")
+        for known in ({}, {("layer_norm:8", REFERENCE): found}):
+            Checker(request_of(tiny_corpus, known=known), told.append)._compare(call.key, call, {"kernel": call})
+        assert told == [("layer_norm:8", REFERENCE), found]
         assert checked(told[1]).kernels == {"layer_norm:8": REFERENCE}
-        assert list(checked(told[1]).lines(""))[1].endswith(f"{problem}; no kernel is used instead")
+        assert list(checked(told[1]).lines(""))[1].endswith(f"{found.problem}; no kernel is used instead")
 
     def test_the_gpu_is_the_current_one_of_the_process(self, tiny_corpus, monkeypatch):
         """For Triton, which launches there."""
-        config, done = small_config(tiny_corpus), []
+        done = []
         monkeypatch.setattr(torch.cuda, "set_device", done.append)
         monkeypatch.setattr(Checker, "_pass_rows", lambda checker: done.append("pass"))
-        Checker(Request("attention", config, type(objective_of(config)), "cuda:3", SHORT, 2), print).answer()
+        Checker(request_of(tiny_corpus, "attention", "cuda:3", SHORT), print).answer()
         assert done == [torch.device("cuda:3"), "pass"]
 
     def test_references_that_run_out_of_memory_get_fewer_rows(self, tiny_corpus, monkeypatch):
-        config, tried = small_config(tiny_corpus), []
+        tried, told = [], []
 
         def pass_rows(checker):
             tried.append(checker.request.num_rows)
@@ -144,8 +142,7 @@ class TestJudgment:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
         monkeypatch.setattr(Checker, "_pass_rows", pass_rows)
-        told = []
-        Checker(Request("operations", config, type(objective_of(config)), "cpu", SHORT, 5), told.append).answer()
+        Checker(request_of(tiny_corpus, compute=SHORT, num_rows=5), told.append).answer()
         assert tried == [5, 2, 1] and told == [Record("a:8", CALLS, calls=1)]
 
 
@@ -236,6 +233,7 @@ def faults(tmp_path, monkeypatch):
     return lambda **by_launcher: monkeypatch.setenv("FAULTS", json.dumps(by_launcher))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hostile_folder")
 def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_path, cache, faults, monkeypatch):
     """In processes of their own; what they found is kept, for other runs too."""
@@ -320,7 +318,7 @@ def test_what_is_known_is_kept_when_the_check_ends_early(lost, tiny_corpus, tmp_
         kill = send = lambda *_: None
 
         def __init__(self):
-            attempts = [["corrupt", "kernel"]] if lost == "out of time" else []
+            attempts = [("corrupt", "kernel")] if lost == "out of time" else []
             self.answers = [Record("self_attention:64", "sdpa", 1.0), None, known, *attempts, "lost"]
 
         def receive(self, _):
@@ -442,7 +440,8 @@ def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
     assert config.data.sequence_length == shape.max_positions and config.train.batch_size == 3
     told = []
     slow = [(each, name) for each in ("gated_feed_forward:64", "geglu:64") for name in (REFERENCE, "kernel")]
-    arguments = (type(objective_of(config)), "cpu", ComputeConfig("sdpa", torch.float32), 3, (), frozenset(slow))
+    known = {key: Record(*key, 1.0) for key in slow}
+    arguments = (type(objective_of(config)), "cpu", ComputeConfig("sdpa", torch.float32), 3, (), known)
     Checker(Request("operations", config, *arguments), told.append).answer()
     assert {"layer_norm:64", "rotary_qkv:64"} <= {each.operation for each in told if isinstance(each, Record)}
     assert not any(isinstance(each, Record) and each.problem for each in told)
@@ -458,17 +457,18 @@ def test_on_a_gpu_kernels_references_and_fp32_give_results_of_one_shape(what, re
     compute = ComputeConfig("sdpa" if what == "attention" else attention, torch.bfloat16)
     step, objective, compared = StepMemory(config, SHORT, CUDA), objective_of(config), []
 
-    def compare(checker, key, reference, works):
-        def results(work, choices=None, dtype=None):
-            with observe(None), use_impl(None if choices else "reference"), use_choices(choices or {}):
+    def compare(checker, key, reference, calls):
+        def results(call, kernel=None, dtype=None):
+            choices = {"*": "kernel", key: kernel} if kernel else {}
+            with observe(None), use_impl(None if kernel else "reference"), use_choices(choices):
                 return [
-                    (x.shape, None if dtype else x.dtype, x.requires_grad, x.device) for x in work.outputs(dtype)[0]
+                    (x.shape, None if dtype else x.dtype, x.requires_grad, x.device) for x in call.outputs(dtype)[0]
                 ]
 
         compared.append(key)
         assert [x[0] for x in results(reference, dtype=torch.float32)] == [x[0] for x in results(reference)]
-        for work, choices in works.values():
-            assert results(work, choices) == results(reference)
+        for kernel, call in calls.items():
+            assert results(call, kernel) == results(reference)
 
     monkeypatch.setattr(Checker, "_compare", compare)
     request = Request(what, config, type(objective), "cuda:0", compute, 2, ("short", "varlen", "sdpa"))

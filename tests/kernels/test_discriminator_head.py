@@ -1,12 +1,11 @@
-"""The discriminator's head and loss kernels: errors against fp64 no larger than torch's in the same precision."""
+"""The discriminator's head and loss kernels where the table of cases is too coarse: tails, single tokens, no tokens."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import DEVICE, assert_same_bits, assert_strides_do_not_matter
-from lib.ahead_of_time import compile_launches
+from comparison import DEVICE
 
 from electra_fast.kernels import discriminator_head as head
 from electra_fast.ops import operations as ops
@@ -18,42 +17,6 @@ def make_head(num_tokens, width, dtype=torch.float32):
     h_TD = (torch.randn(num_tokens, width, generator=random) * 2).to(dtype)
     bias_D, weight_1D = torch.randn(width, generator=random), torch.randn(1, width, generator=random) / width**0.5
     return [x.to(DEVICE).requires_grad_() for x in (h_TD, bias_D, weight_1D, torch.tensor([0.3]))]
-
-
-def eager_logits(h_TD, bias_D, weight_1D, bias_1):
-    """As the reference computes them, from where the dense layer's product is known."""
-    return ops.token_logits(F.gelu(h_TD + bias_D.to(h_TD.dtype)), weight_1D, bias_1)
-
-
-def results(compute, arguments, upstream_T):
-    """Logits and the four gradients, in fp64."""
-    leaves = [x.detach().clone().requires_grad_() for x in arguments]
-    logits_T = compute(*leaves)
-    logits_T.backward(upstream_T.to(logits_T.dtype))
-    for leaf in leaves:
-        assert leaf.grad.dtype == leaf.dtype and leaf.grad.shape == leaf.shape
-    return [x.double() for x in (logits_T.detach(), *(leaf.grad for leaf in leaves))]
-
-
-# Several programs; several blocks of columns; a width that no block divides.
-@pytest.mark.parametrize(
-    ("num_tokens", "width", "dtype"), [(200, 64, torch.bfloat16), (37, 512, torch.float32), (70, 100, torch.float16)]
-)
-def test_head_is_no_worse_than_eager(num_tokens, width, dtype):
-    arguments = make_head(num_tokens, width, dtype)
-    upstream_T = torch.randn(num_tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    exact = [x.detach().double() for x in arguments]
-    truth = results(lambda h, b, w, c: F.linear(F.gelu(h + b), w, c).squeeze(-1), exact, upstream_T)
-    eager = results(eager_logits, arguments, upstream_T)
-    kernel = results(head.gelu_logit, arguments, upstream_T)
-    for name, true, theirs, ours in zip(
-        ("logits", "h", "bias", "weight", "constant"), truth, eager, kernel, strict=True
-    ):
-        scale = true.abs().max().item()
-        # dh is rounded to the activations' dtype, all else is fp32 whatever that is.
-        rounding = torch.finfo(dtype if name == "h" else torch.float32).eps
-        error = (ours - true).abs().max().item()
-        assert error <= (theirs - true).abs().max().item() + 4 * rounding * scale, name
 
 
 def test_logits_of_bf16_activations_are_fp32(width=64):
@@ -87,13 +50,6 @@ def test_gelu_over_its_range():
         assert ((found - true).abs() / bound).max() <= 2e-7
         assert ((found - true).abs() / bound).max() <= ((eager - true).abs() / bound).max() + 1e-7
     assert ours[0][-4:].tolist() == [0, 0, 50, 1e4]
-
-
-def test_strides_do_not_matter_and_bits_repeat():
-    arguments = [x.detach() for x in make_head(200, 64, torch.bfloat16)]
-    assert_strides_do_not_matter(head.gelu_logit, torch.randn(200).to(DEVICE), arguments)
-    first, second = (loss_results(head.discriminator_loss, make_loss(3000), 0.1) for _ in range(2))
-    assert_same_bits(first, second)
 
 
 def make_loss(num_tokens, case="mixed", dtype=torch.float32):
@@ -165,31 +121,3 @@ def test_no_tokens_and_nan():
     logits_T, replaced_T, valid_T = make_loss(300)
     logits_T[7] = math.nan
     assert head.discriminator_loss(logits_T, replaced_T, valid_T)[0].isnan()
-
-
-def test_custom_ops():
-    arguments = make_head(9, 64)
-    torch.library.opcheck(head.gelu_logit, tuple(arguments))
-    torch.library.opcheck(head.gelu_logit_backward, (torch.randn(9).to(DEVICE), *(x.detach() for x in arguments[:3])))
-    logits_T, replaced_T, valid_T = make_loss(20)
-    torch.library.opcheck(head.discriminator_loss, (logits_T.requires_grad_(), replaced_T, valid_T))
-    one = torch.ones((), device=DEVICE)
-    torch.library.opcheck(head.discriminator_loss_backward, (one, logits_T.detach(), replaced_T, valid_T))
-
-
-# The backward pass is bounded by memory as long as five programs fit on a multiprocessor.
-def test_compiles_ahead_of_time():
-    h, bias, weight, constant = (x.detach() for x in make_head(64, 256, torch.bfloat16))
-    loss = make_loss(64)
-    one = torch.ones((), device=DEVICE)
-
-    def launch():
-        logits = head.gelu_logit(h, bias, weight, constant)
-        head.gelu_logit_backward(logits, h, bias, weight)
-        head.discriminator_loss(*loss)
-        head.discriminator_loss_backward(one, *loss)
-
-    codes = compile_launches(launch)
-    assert len(codes) == 5
-    for name, code in codes.items():
-        code.check(1 if name == "_loss_sums_kernel" else head.BACKWARD_PROGRAMS_PER_SM)

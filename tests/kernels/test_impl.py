@@ -3,43 +3,28 @@
 import pytest
 import torch
 from comparison import DEVICE, zeros
-from test_sublayers import LAUNCHERS_OF_SUBLAYERS
+from lib.kernel_cases import CASES
 
 from electra_fast.kernels import launchers
 from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import Dropout, use_impl, uses_kernels
+from electra_fast.ops.operations import Dropout, use_choices, use_impl, uses_kernels
 
-KEY = torch.tensor([5, 11, 0], device=DEVICE)
-
-
-def ids(*shape):
-    return zeros(*shape, dtype=torch.int64)
-
-
-def flags(*shape):
-    return zeros(*shape, dtype=torch.bool)
-
-
-TABLES = (zeros(9, 8), zeros(6, 8), zeros(2, 8))
-# Operation, its launcher, arguments.
-CALLS = [
-    ("dropout", "dropout", (zeros(4, 8), Dropout(0.5, KEY))),
-    ("layer_norm", "layer_norm", (zeros(4, 8), zeros(8), zeros(8), 1e-5)),
-    (
-        "residual_norm",
-        "residual_norm",
-        (zeros(4, 6), zeros(8, 6), zeros(8), zeros(4, 8), zeros(8), None, 1e-5, Dropout()),
-    ),
-    ("embedding_norm", "embedding_norm", ((ids(4),) * 3, TABLES, zeros(8), zeros(8), 1e-5, torch.float32, Dropout())),
-    ("bias_gelu", "bias_gelu", (zeros(4, 8), zeros(6, 8), zeros(6))),
-    ("geglu", "geglu", (zeros(4, 8), zeros(12, 8))),
-    ("rotary_qkv", "rotate_qkv_", (zeros(4, 8), zeros(24, 8), zeros(4, 1, 2), zeros(4, 1, 2), 2)),
-    ("corrupt", "corrupt", (ids(2, 3), ids(4), ids(4), ids(4))),
-    ("replaced_logits", "gelu_logit", (zeros(4, 8), zeros(8, 8), zeros(8), zeros(1, 8), zeros(1))),
-    ("discriminator_loss", "discriminator_loss", (zeros(4), flags(4), flags(4))),
-    ("generator_head", "generator_head", (zeros(4, 8), zeros(9, 8), zeros(9), ids(4), zeros(4), ids(4), KEY[:2])),
-    ("sample_alias", "sample_alias", (ids(9, 2), ids(4), KEY[:2])),
+# The first launcher that an operation calls, where it is not named as the operation, or the operation has several.
+LAUNCHERS = {
+    ("attention", "kernel"): "short_attention",
+    ("self_attention", "kernel"): "short_attention",
+    ("feed_forward", "narrow"): "narrow_feed_forward",
+    ("feed_forward", "fused"): "matmul_gelu",
+    ("feed_forward", "apart"): "bias_gelu",
+    ("gated_feed_forward", "kernel"): "matmul_geglu",
+    ("replaced_logits", "kernel"): "gelu_logit",
+    ("rotary_qkv", "kernel"): "rotate_qkv_",
+}
+FORWARD = [
+    name
+    for name, each in vars(launchers).items()
+    if callable(each) and not name.endswith(("_backward", "_gradients", "_is_profitable", "_supports", "_sums"))
 ]
 
 
@@ -54,25 +39,45 @@ def refuse(name):
     return raise_called
 
 
-@pytest.mark.parametrize(("name", "launcher", "arguments"), CALLS, ids=[name for name, *_ in CALLS])
-def test_selects_kernel_or_reference(monkeypatch, name, launcher, arguments):
-    monkeypatch.setattr(launchers, launcher, refuse("kernel"))
-    monkeypatch.setattr(ops, f"{name}_reference", refuse("reference"))
-    operation = getattr(ops, name)
-    has_cpu_form = hasattr(cpu_ops, name)
-    if has_cpu_form:
+@pytest.fixture
+def refused(monkeypatch):
+    """Launchers say which was called."""
+    for name in FORWARD:
+        monkeypatch.setattr(launchers, name, refuse(name))
+
+
+def first_call(name):
+    dtype, *sizes = CASES[name].tested[0]
+    call = CASES[name].call(torch.device(DEVICE), dtype, *sizes)
+    return call, lambda: call.function(*call.args, **call.kwargs)
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("name", [name for name in CASES if name != "linear"])
+def test_selects_kernel_or_reference(name, monkeypatch):
+    call, run = first_call(name)
+    for kernel in call.kernels:
+        launcher = LAUNCHERS.get((name, kernel), name)
+        with use_choices({"*": "kernel", call.key: kernel}), pytest.raises(Called, match=f"^{launcher}$"):
+            run()
+    with use_choices({"*": "reference"}):
+        run()
+    has_reference, has_cpu_form = hasattr(ops, f"{name}_reference"), hasattr(cpu_ops, name)
+    monkeypatch.setattr(ops, f"{name}_reference", refuse("reference"), raising=False)
+    if has_cpu_form and has_reference:
         monkeypatch.setattr(cpu_ops, name, refuse("cpu"))
-    for impl in ("kernel", "reference"):
-        with use_impl(impl), pytest.raises(Called, match=impl):
-            operation(*arguments)
-    with pytest.raises(Called, match="kernel" if DEVICE == "cuda" else "cpu" if has_cpu_form else "reference"):
-        operation(*arguments)
+    if has_reference:
+        with use_impl("reference"), pytest.raises(Called, match="^reference$"):
+            run()
+        if DEVICE == "cpu":
+            with pytest.raises(Called, match="cpu" if has_cpu_form else "reference"):
+                run()
 
 
-def test_covers_every_launcher():
-    others = ("_backward", "_gradients", "_is_profitable", "_supports", "_sums")
-    forward = {name for name, each in vars(launchers).items() if callable(each) and not name.endswith(others)}
-    assert {launcher for _, launcher, _ in CALLS} | {*LAUNCHERS_OF_SUBLAYERS.values()} == forward
+def test_every_launcher_has_an_operation_in_the_table():
+    kernels = [(name, kernel) for name in CASES if name != "linear" for kernel in first_call(name)[0].kernels]
+    assert {LAUNCHERS.get((name, kernel), name) for name, kernel in kernels} == {*FORWARD}
+    assert CASES.keys() == ops.OPERATIONS - {"vocabulary_nll"}  # whose kernels are those of generator_head
 
 
 def test_dropout_without_a_key_has_no_kernel(monkeypatch):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from comparison import DEVICE, assert_no_worse, output_and_gradients
+from comparison import DEVICE
 from torch import nn
 
+from electra_fast.hardware.kernel_check import Call, excess
 from electra_fast.ops.operations import WeightCasts, cast, linear, use_impl
 
 
@@ -15,17 +15,18 @@ def normal(*shape, seed):
 
 @pytest.mark.parametrize(("shape", "dtype"), [((300, 24), torch.bfloat16), ((7, 9, 24), torch.float16)])
 def test_gradients_of_weights_are_not_rounded(shape, dtype):
-    x, weight, bias = normal(*shape, seed=0).to(dtype), normal(40, 24, seed=1), normal(40, seed=2)
-    dy = normal(*shape[:-1], 40, seed=3).to(dtype)
-    rounded = [x.double(), weight.to(dtype).double(), bias.to(dtype).double()]
-    truth = output_and_gradients(F.linear, dy, rounded)
-    with use_impl("reference"):
-        eager = output_and_gradients(linear, dy, (x, weight, bias))
+    """Sums in fp32, of weights and biases as the activations' dtype rounds them."""
+    weight, bias = (normal(*sizes, seed=len(sizes)).to(dtype).float() for sizes in ((40, 24), (40,)))
+    call = Call("linear", linear, (normal(*shape, seed=0).to(dtype), weight, bias), dtype=dtype)
+    call.args = tuple(x.requires_grad_() for x in call.args)
     with use_impl("kernel"):
-        found = output_and_gradients(linear, dy, (x, weight, bias))
-        assert torch.equal(found[0], output_and_gradients(lambda x, w: linear(x, w, bias), dy, (x, weight))[0])
-    assert_no_worse(found, eager, truth, factor=1.0)
-    for ours, exact in zip(found[2:], truth[2:], strict=True):  # of weight and bias: sums in fp32
+        found = call.outcome()
+        assert torch.equal(found[0], linear(call.args[0], weight, bias.detach()))
+    call._upstream = [x.to(dtype) for x in call._upstream]
+    with use_impl("reference"):
+        eager, truth = call.outcome(), call.outcome(torch.float64)
+    assert excess(found, eager, truth, 1.0, 0.0) <= 1
+    for ours, exact in zip(found[2:], truth[2:], strict=True):
         assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 

@@ -19,7 +19,7 @@ from electra_fast.config.presets import RECIPES
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.hardware.kernel_check import REFERENCE, Checker, Record, Request, _matrices
+from electra_fast.hardware.kernel_check import REFERENCE, Checker, Record, Request, matrices
 from electra_fast.hardware.kernel_choice import KernelCheck, _of_encoder
 from electra_fast.hardware.memory import StepMemory
 from electra_fast.kernels import launch, launchers
@@ -141,7 +141,7 @@ class FinishedCheck(Checker):
 
 
 def key_of(name, args):
-    return choice_key(name, next(_matrices(args), None))
+    return choice_key(name, next(matrices(args), None))
 
 
 class Launches(TorchDispatchMode):

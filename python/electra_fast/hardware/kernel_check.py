@@ -5,22 +5,21 @@ width, its outputs and gradients are compared: those of each kernel and of the r
 fp32. So a kernel sees the run's own shapes and values, and its error is judged by the reference's own. `kernel_choice`
 starts the process, asks, and chooses; whatever a kernel does to its process, the run goes on.
 
-Requests are pickled on standard input. Answers are lines of JSON on what was standard output: what is about to be
-tried, a `Record`, and the end of an answer.
+Requests and answers are pickled on a connection. An answer is what is about to be tried and a `Record`, many times,
+and then None.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
-import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -69,8 +68,7 @@ class Request:
         compute: Dtype, and attention backend: that of the references, of operations, or of whole steps with `kernels`.
         num_rows: Rows to read.
         candidates: Attention backends or executions (also with `BY_KERNELS`); for operations, the attention backend.
-        known: What is recorded already: (operation, implementation).
-        broken: Operations whose references do not run, so that nothing can be judged by them.
+        known: What is recorded already, by operation and implementation.
         time_steps: Times whole steps, for "steps".
     """
 
@@ -81,8 +79,7 @@ class Request:
     compute: ComputeConfig
     num_rows: int
     candidates: tuple[str, ...] = ()
-    known: frozenset[tuple[str, str]] = frozenset()
-    broken: frozenset[str] = frozenset()
+    known: Mapping[tuple[str, str], Record] = field(default_factory=dict)
     time_steps: TimeSteps | None = None
 
 
@@ -121,7 +118,7 @@ class Checker:
     """Answers a request; `tell` receives each attempt before it is made, and each record."""
 
     def __init__(self, request: Request, tell: Tell) -> None:
-        self.request, self.known, self._send = request, set(request.known), tell
+        self.request, self.known, self._send = request, dict(request.known), tell
         self.device = torch.device(request.device)
         self.calls: dict[str, int] = {}
         self.batch: Mapping[str, Tensor] = {}
@@ -129,7 +126,7 @@ class Checker:
     def tell(self, what: Record | tuple[str, str]) -> None:
         """Sends an attempt or a record, which is then known."""
         if isinstance(what, Record):
-            self.known.add((what.operation, what.implementation))
+            self.known[what.operation, what.implementation] = what
         self._send(what)
 
     def answer(self) -> None:
@@ -179,31 +176,25 @@ class Checker:
 
     def _observe(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks an operation at its first call with this width, and runs its reference."""
-        key = choice_key(name, next(_matrices((args, kwargs)), None))
-        if (kernels := _kernels_of(name, args)) and self._is_first(key):
-            work = _Work(function, args, kwargs, self.request.compute.dtype)
-            self._compare(key, work, {kernel: (work, {"*": "kernel", key: kernel}) for kernel in kernels})
-        return self._reference(function, args, kwargs)
+        call = Call(name, function, args, kwargs, self.request.compute.dtype)
+        if name != "self_attention" and (kernels := call.kernels) and self._is_first(call.key):
+            self._compare(call.key, call, dict.fromkeys(kernels, call))
+        return self._reference(call)
 
     def _observe_attention(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        call = Call(name, function, args, kwargs, self.request.compute.dtype)
         if name == "self_attention":
-            x_TD, mask = args[0], args[3]
-            key = choice_key(name, x_TD) + (":local" if mask.window is not None else "")
+            mask: AttentionMask = args[3]
+            key = call.key + (":local" if mask.window is not None else "")
             if self._is_first(key):
                 # Without dropout, whose masks are drawn by each backend in its own way.
                 args = (*args[:5], Dropout(), *args[6:])
-                dtype, choices = self.request.compute.dtype, {"*": "kernel"}
-                works = {
-                    backend: (
-                        _Work(function, (*args[:3], self._mask(backend, mask), *args[4:]), kwargs, dtype),
-                        choices,
-                    )
-                    for backend in self.request.candidates
-                }
-                self._compare(key, _Work(function, args, kwargs, dtype), works)
-        return self._reference(function, args, kwargs)
+                masks = {backend: self._mask(backend, mask) for backend in self.request.candidates}
+                calls = {name: replace(call, args=(*args[:3], each, *args[4:])) for name, each in masks.items()}
+                self._compare(key, replace(call, args=args), calls)
+        return self._reference(call)
 
     def _mask(self, backend: str, like: AttentionMask) -> AttentionMask:
         local_attention = self.request.config.model.local_attention
@@ -216,49 +207,49 @@ class Checker:
         self.calls[key] = self.calls.get(key, 0) + 1
         return self.calls[key] == 1
 
-    def _reference(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation's result, without what its backward pass would need, but requiring a gradient where it would."""
-        has_gradient = any(x.requires_grad for x in _matrices((args, kwargs)))
+    def _reference(self, call: Call) -> Any:
+        """A call's result, without what its backward pass would need, but requiring a gradient where it would."""
+        has_gradient = any(x.requires_grad for x in matrices((call.args, call.kwargs)))
         with torch.no_grad():
-            found = function(*args, **kwargs)
+            found = call.function(*call.args, **call.kwargs)
         return _map(found, lambda x: x.detach().requires_grad_() if has_gradient and x.is_floating_point() else x)
 
-    def _compare(self, key: str, reference: _Work, works: Mapping[str, tuple[_Work, Mapping[str, str]]]) -> None:
+    def _compare(self, key: str, reference: Call, calls: Mapping[str, Call]) -> None:
         """Tells the records of an operation's implementations."""
-        left = {name: each for name, each in works.items() if (key, name) not in self.known}
-        if key in self.request.broken or (not left and (key, REFERENCE) in self.known):
+        left = {name: call for name, call in calls.items() if (key, name) not in self.known}
+        known = self.known.get((key, REFERENCE))
+        if known and (known.problem or not left):  # without what a kernel is judged by, nothing can be said of it
             return
         with observe(None):
-            is_timed = (key, REFERENCE) in self.known
-            if not is_timed:
+            if not known:
                 self.tell((key, REFERENCE))
             try:
                 with use_impl("reference"):
                     truth = [x.float() if x.is_floating_point() else x for x in reference.outcome(torch.float32)]
                     eager = reference.outcome()
-                    if not is_timed:
+                    if not known:
                         self.tell(Record(key, REFERENCE, self._milliseconds(reference, must_capture=False)))
-            except Exception as error:  # without what a kernel is judged by, this operation keeps to its reference
+            except Exception as error:  # this operation keeps to its reference
                 self.tell(Record(key, REFERENCE, problem=self._problem(error)))
                 return
-            for name, (work, choices) in left.items():
+            for name, call in left.items():
                 self.tell((key, name))
-                with use_impl(None), use_choices(choices):
-                    self.tell(self._judge(Record(key, name), work, truth, eager))
+                with use_impl(None), use_choices({"*": "kernel", key: name}):
+                    self.tell(self._judge(Record(key, name), call, truth, eager))
 
-    def _judge(self, record: Record, work: _Work, truth: list[Tensor], eager: list[Tensor]) -> Record:
+    def _judge(self, record: Record, call: Call, truth: list[Tensor], eager: list[Tensor]) -> Record:
         is_repeatable = not record.operation.startswith("self_attention")
         try:
-            found, again = work.outcome(), work.outcome() if is_repeatable else None
+            found, again = call.outcome(), call.outcome() if is_repeatable else None
             error = excess(found, eager, truth)
-            if not math.isfinite(error):  # which JSON cannot say
+            if not math.isfinite(error):
                 return replace(record, problem="it gives nan, infinity, or results of another shape")
             record = replace(record, error=round(error, 4))
             if record.error > 1:
                 return replace(record, problem=f"its error is {record.error:.3g} times the allowed one")
             if again is not None and not all(map(torch.equal, found, again)):
                 return replace(record, problem="two calls give different results")
-            return replace(record, milliseconds=self._milliseconds(work, must_capture=True))
+            return replace(record, milliseconds=self._milliseconds(call, must_capture=True))
         except Exception as error:  # of any kind: a kernel that fails must only not be used
             return replace(record, problem=self._problem(error))
 
@@ -278,18 +269,20 @@ class Checker:
                 print(_reason(error), file=sys.stderr, flush=True)
                 os._exit(3)
 
-    def _milliseconds(self, work: _Work, *, must_capture: bool) -> float:
+    def _milliseconds(self, call: Call, *, must_capture: bool) -> float:
         """Time of a forward and backward pass: on a GPU the device's, in a CUDA graph, since Python's is longer."""
         if self.device.type != "cuda":
-            return 1e3 * _seconds(work.run)
-        run, stream = work.run, torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's own
+            start = time.perf_counter()
+            call.run()
+            return 1e3 * (time.perf_counter() - start)
+        run, stream = call.run, torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's own
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
                 run()
             try:
                 with captured(stream) as graph:
-                    work.run()
+                    call.run()
                 run = graph.replay
                 run()
             except RuntimeError:
@@ -338,23 +331,50 @@ class Checker:
         return Record(STEP, execution, 1e3 * min(times[WARM_UP_STEPS:]), peak_bytes=peak), totals
 
 
-class _Work:
-    """A call of an operation, forward and backward, on copies of its arguments."""
+@dataclass
+class Call:
+    """A call of an operation, forward and backward, on copies of its arguments.
 
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-    ) -> None:
-        self._function, self._arguments, self._dtype = function, (args, kwargs), dtype
-        self._upstream: list[Tensor] = []
+    Args:
+        name: The operation's.
+        function: The operation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        dtype: That of the activations, which `outcome` may replace.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    _upstream: list[Tensor] = field(default_factory=list, init=False)
+
+    @property
+    def key(self) -> str:
+        """The `choice_key`."""
+        return choice_key(self.name, next(matrices((self.args, self.kwargs)), None))
+
+    @property
+    def kernels(self) -> list[str]:
+        """The kernels that the operation has for these arguments; none where it would run as its reference anyway."""
+        name, args = self.name, self.args
+        if any(isinstance(each, Dropout) and not each.has_kernel for each in args):
+            return []
+        if name in ("attention", "self_attention"):
+            return ["kernel"] if args[3].backend == "short" else []
+        if name == "dropout":
+            return ["kernel"] if args[1].probability else []
+        return feed_forward_kernels(args[0], args[1].in_weight.shape[0]) if name == "feed_forward" else ["kernel"]
 
     def outcome(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Outputs and gradients; of floating-point tensors in `dtype`, if given."""
-        outputs, gradients = self._call(dtype)
+        outputs, gradients = self._run(dtype)
         return [x.detach() for x in outputs] + [x for x in gradients if x is not None]
 
     def run(self) -> None:
         """Computes outputs and gradients."""
-        self._call(None)
+        self._run(None)
 
     def outputs(self, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the outputs, and the inputs that require a gradient."""
@@ -369,11 +389,11 @@ class _Work:
                 return leaves[-1]
             return copy
 
-        args, kwargs = _map(self._arguments, leaf, {self._dtype: dtype or self._dtype})
+        args, kwargs = _map((self.args, self.kwargs), leaf, {self.dtype: dtype or self.dtype})
         with torch.enable_grad():
-            return list(_tensors(self._function(*args, **kwargs))), leaves
+            return list(tensors(self.function(*args, **kwargs))), leaves
 
-    def _call(self, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _run(self, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
         outputs, leaves = self.outputs(dtype)
         sources = [x for x in outputs if x.requires_grad]
         if not sources or not leaves:
@@ -382,17 +402,6 @@ class _Work:
             self._upstream = [_ramp(x) for x in sources]
         upstream = [dy.to(x.dtype) for dy, x in zip(self._upstream, sources, strict=True)]
         return outputs, list(torch.autograd.grad(sources, leaves, upstream, allow_unused=True))
-
-
-def _kernels_of(name: str, args: tuple[Any, ...]) -> list[str]:
-    """The kernels of an operation with these arguments; none where it would run as its reference anyway."""
-    if name == "self_attention" or any(isinstance(each, Dropout) and not each.has_kernel for each in args):
-        return []
-    if name == "attention":
-        return ["kernel"] if args[3].backend == "short" else []
-    if name == "dropout":
-        return ["kernel"] if args[1].probability else []
-    return feed_forward_kernels(args[0], args[1].in_weight.shape[0]) if name == "feed_forward" else ["kernel"]
 
 
 @torch.no_grad()
@@ -430,7 +439,13 @@ def random_batch(config: Config, num_rows: int) -> dict[str, Tensor]:
     }
 
 
-def excess(found: list[Tensor], eager: list[Tensor], truth: list[Tensor]) -> float:
+def excess(
+    found: list[Tensor],
+    eager: list[Tensor],
+    truth: list[Tensor],
+    allowed: float = ALLOWED,
+    fp32_rounding: float = FP32_ROUNDING,
+) -> float:
     """Returns the largest error of `found` over that which is allowed, given the reference's results; inf for nan."""
     if len(found) != len(truth):
         return float("inf")
@@ -440,12 +455,12 @@ def excess(found: list[Tensor], eager: list[Tensor], truth: list[Tensor]) -> flo
             return float("inf")
         if not exact.is_floating_point():
             different, reference = ((x != exact).double().mean().item() for x in (ours, theirs))
-            ratios.append(different / (ALLOWED * reference + ALLOWED_DIFFERENT))
+            ratios.append(different / (allowed * reference + ALLOWED_DIFFERENT))
         elif exact.numel():
-            errors = [(x.float() - exact).abs().max().item() for x in (ours, theirs)]
-            rounding = max(FP32_ROUNDING, torch.finfo(ours.dtype).eps / 2) * exact.abs().max().item()
+            errors = [(x.to(exact.dtype) - exact).abs().max().item() for x in (ours, theirs)]
+            rounding = max(fp32_rounding, torch.finfo(ours.dtype).eps / 2) * exact.abs().max().item()
             is_finite = bool(ours.isfinite().all())
-            ratios.append(errors[0] / max(ALLOWED * errors[1] + rounding, 1e-30) if is_finite else float("inf"))
+            ratios.append(errors[0] / max(allowed * errors[1] + rounding, 1e-30) if is_finite else float("inf"))
     return max(ratios)
 
 
@@ -468,14 +483,16 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], dtypes: Mapping[torch.d
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in tuples and dictionaries."""
     found: list[Tensor] = []
     _map(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
     yield from found
 
 
-def _matrices(value: Any) -> Iterator[Tensor]:
-    return (x for x in _tensors(value) if x.is_floating_point() and x.dim() > 1)
+def matrices(value: Any) -> Iterator[Tensor]:
+    """The floating-point matrices among them, the first of which gives an operation's width."""
+    return (x for x in tensors(value) if x.is_floating_point() and x.dim() > 1)
 
 
 def _free_memory() -> None:
@@ -490,12 +507,6 @@ def _close(a: float, b: float) -> bool:
     return abs(a - b) <= ALLOWED_LOSS_DIFFERENCE * abs(a)
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def _reason(error: Exception) -> str:
     """An error's type and first line, which says if memory ran out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -503,21 +514,17 @@ def _reason(error: Exception) -> str:
     return f"{what}{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def main() -> None:
-    """Answers requests until standard input ends."""
+def main(descriptor: int) -> None:
+    """Answers the requests of a connection until it ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # they are the run's, which ends this process
     stop_with_parent(signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-
-    def tell(what: Record | tuple[str, str] | None) -> None:
-        print(json.dumps(asdict(what) if isinstance(what, Record) else what), file=answers, flush=True)
-
+    os.set_inheritable(descriptor, False)  # a compiler's worker would keep it open
+    connection = Connection(descriptor)
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            request = connection.recv()
         except EOFError:
             return
-        Checker(request, tell).answer()
-        tell(None)
+        Checker(request, connection.send).answer()
+        connection.send(None)

@@ -11,15 +11,13 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import pickle
-import queue
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import IO, Any
 
@@ -246,9 +244,7 @@ class Checking:
         left = tuple(name for name in candidates if f"{what}: {name}" not in self.check.answered)
         while left and not self.check.failure and time.monotonic() < self._end:
             subject = (what, self.config, type(objective_of(self.config)), self._device, compute, self._num_rows(what))
-            records = self.check.records
-            broken = frozenset(key for (key, name), each in records.items() if name == REFERENCE and each.problem)
-            if self._answer(Request(*subject, left, frozenset(records), broken, time_steps)):
+            if self._answer(Request(*subject, left, dict(self.check.records), time_steps)):
                 self.check.answered += [f"{what}: {name}" for name in left]
                 break
 
@@ -272,8 +268,8 @@ class Checking:
             if isinstance(answer, Record):
                 self.check.records[answer.operation, answer.implementation] = answer
                 attempt = None
-            elif isinstance(answer, list):
-                attempt = (str(answer[0]), str(answer[1]))
+            elif isinstance(answer, tuple):
+                attempt = answer
             else:
                 self.close()
                 if attempt is not None and time.monotonic() < self._end:
@@ -295,60 +291,49 @@ class _Process:
 
     def __init__(self) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            python_command("from electra_fast.hardware.kernel_check import main; main()"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._connection, theirs = Pipe()
+        program = "from electra_fast.hardware.kernel_check import main; main(int(sys.argv[1]))"
+        with theirs:
+            self._process = subprocess.Popen(
+                python_command(program, str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+            )
         self.has_answered = False
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as answers:
-            for line in answers:
-                self._lines.put(line.decode())
-        self._lines.put("")
-
     def send(self, request: Request) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `receive` tells
-            pickle.dump(request, self._process.stdin)
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # `receive` tells
+            self._connection.send(request)
 
-    def receive(self, seconds: float) -> Record | list[str] | str | None:
+    def receive(self, seconds: float) -> Record | tuple[str, str] | str | None:
         """Returns a record, an attempt, how the process was lost, or None at the end of an answer.
 
         Raises Interrupted if a stop is requested meanwhile.
         """
-        end, line = time.monotonic() + seconds, None
-        while line is None:
-            if number := requested_stop():
-                raise Interrupted(number, "interrupted while kernels were checked, before the first step")
-            with contextlib.suppress(queue.Empty):
-                line = self._lines.get(timeout=max(0.0, min(_POLL_SECONDS, end - time.monotonic())))
-            if line is None and time.monotonic() >= end:
-                return f"no result after {seconds:.0f} s"
-        assert line is not None
-        if not line:
+        end = time.monotonic() + seconds
+        try:
+            while True:
+                if number := requested_stop():
+                    raise Interrupted(number, "interrupted while kernels were checked, before the first step")
+                if self._connection.poll(max(0.0, min(_POLL_SECONDS, end - time.monotonic()))):
+                    break
+                if time.monotonic() >= end:
+                    return f"no result after {seconds:.0f} s"
+            answer: Record | tuple[str, str] | None = self._connection.recv()
+        except (EOFError, OSError):
             code = self._process.wait()
             self._errors.seek(0)
             return f"its process ended ({describe_end(code, self._errors.read().decode(errors='replace'))})"
         self.has_answered = True
-        found: Any = json.loads(line)
-        return Record(**found) if isinstance(found, dict) else found
+        return answer
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._reader.join()
         self._errors.close()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # of a request that it has not read
-            self._process.stdin.close()
+        self._connection.close()
 
 
 def parse_kernels(text: str) -> tuple[str, dict[str, str]]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from electra_fast.kernels import gather_rows as row_kernels
 from electra_fast.ops import cpu_ops, fused
 from electra_fast.ops.fused import SublayerWeights, cast, kernels
-from electra_fast.ops.sampling import modify_logits, philox, sample_alias_reference, sample_categorical
+from electra_fast.ops.sampling import modify_logits, philox, sample_alias_reference, sample_categorical, wide
 
 # What `discriminator_loss` counts over valid tokens, in this order.
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
@@ -443,7 +443,7 @@ def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
 
 def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
     """-log softmax(logits)[target] in fp32; [M, V], int [M] → [M]."""
-    return F.cross_entropy(logits_MV.float(), target_M.long(), reduction="none")
+    return F.cross_entropy(wide(logits_MV), target_M.long(), reduction="none")
 
 
 @operation
@@ -504,7 +504,7 @@ def replaced_logits_reference(
 
 def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
     """The discriminator's classifier; [T, D] → fp32 [T]. Most logits of early training would tie if rounded to bf16."""
-    return F.linear(x_TD.float(), weight_1D, bias_1).squeeze(-1)
+    return F.linear(wide(x_TD), weight_1D, bias_1).squeeze(-1)
 
 
 @operation
@@ -527,8 +527,8 @@ def discriminator_loss_reference(logits_T: Tensor, replaced_T: Tensor, valid_T: 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """max(z, 0) - z*y + log1p(exp(-|z|)) in fp32, elementwise."""
-    z = logits.float()
-    return z.clamp(min=0) - z * labels.float() + torch.log1p(torch.exp(-z.abs()))
+    z = wide(logits)
+    return z.clamp(min=0) - z * labels + torch.log1p(torch.exp(-z.abs()))
 
 
 @operation

@@ -57,6 +57,11 @@ def _exponential(uniform: Tensor) -> Tensor:
     return torch.where(uniform < 2**-10, series, -torch.log(1 - uniform))
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def modify_logits(logits_MV: Tensor, target_M: Tensor, temperature: float, disallow_correct: bool) -> Tensor:
     """The logits to sample from: divided by the temperature; if `disallow_correct`, without the target.
 

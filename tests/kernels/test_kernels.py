@@ -1,0 +1,243 @@
+"""Every kernel of the table of cases: against its reference, in any layout, registered, and compiled for GPUs."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from comparison import DEVICE, assert_same_bits, zeros
+from lib.ahead_of_time import card_of_target, compile_launches
+from lib.kernel_cases import BF16, CASES, FP16, FP32
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import electra_fast.kernels
+from electra_fast.hardware.kernel_check import excess
+from electra_fast.kernels import (
+    bias_gelu,
+    discriminator_head,
+    embedding_norm,
+    launchers,
+    matmul_gelu,
+    partial_sums,
+    residual_norm,
+)
+from electra_fast.ops.operations import use_choices, use_impl
+
+# The reference's error may be exceeded by so much, and by some last places of fp32 relative to the largest value.
+ALLOWED, FP32_ROUNDING = 1.5, 4e-7
+# Products by tensor cores, of which some kernels have none of fp32 factors on a GPU.
+WITH_PRODUCTS = {"self_attention", "attention", "feed_forward", "gated_feed_forward", "rotary_qkv"}
+
+
+def rows():
+    """The first sizes of each operation in the fast tier."""
+    for name, entry in CASES.items():
+        for number, row in enumerate(entry.tested):
+            marks = pytest.mark.slow if number else ()
+            yield pytest.param(name, *row[:1], row[1:], id=f"{name}-{number}", marks=marks)
+
+
+def call_of(name, dtype, sizes):
+    dtype = BF16 if DEVICE == "cuda" and dtype == FP32 and name in WITH_PRODUCTS else dtype
+    return CASES[name].call(torch.device(DEVICE), dtype, *sizes)
+
+
+def by_kernel(call, kernel="kernel"):
+    return use_choices({"*": "kernel", call.key: kernel})
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So that a program has several tiles."""
+    for module in pkgutil.iter_modules(electra_fast.kernels.__path__):
+        found = importlib.import_module(f"electra_fast.kernels.{module.name}")
+        if hasattr(found, "resident_programs") and module.name != "launch":
+            monkeypatch.setattr(found, "resident_programs", lambda *_: 3)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(("name", "dtype", "sizes"), [*rows()])
+def test_equals_its_reference(name, dtype, sizes):
+    """Outputs and every gradient, both against the reference in fp64."""
+    call = call_of(name, dtype, sizes)
+    with use_impl("reference"):
+        truth, eager = call.outcome(torch.float64), call.outcome()
+    assert call.kernels
+    for kernel in call.kernels:
+        with by_kernel(call, kernel):
+            assert excess(call.outcome(), eager, truth, ALLOWED, FP32_ROUNDING) <= 1, kernel
+
+
+def strided(x):
+    """Matrices in column order, and every other element of ids; other vectors are parameters."""
+    if not isinstance(x, torch.Tensor) or x.dim() not in (1, 2):
+        return x
+    if x.dim() == 2:
+        return x.T.contiguous().T
+    return x if x.is_floating_point() or x.numel() < 4 else torch.stack((x, x), 1)[:, 0]  # a key has three numbers
+
+
+# Products of torch, of which the sublayer of attention has several, sum in another order by layout.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("linear", "attention")])
+def test_strides_do_not_matter_and_bits_repeat(name, monkeypatch):
+    dtype, *sizes = CASES[name].tested[0]
+    call = call_of(name, dtype, sizes)
+    for kernel in call.kernels:
+        with by_kernel(call, kernel), monkeypatch.context() as patch:
+            expected = call.outcome()
+            assert_same_bits(call.outcome(), expected)
+            for launcher, launch in vars(launchers).items():
+                # These work in place, and on what kernels write.
+                if callable(launch) and launcher not in ("rotate_qkv_", "partial_sums"):
+                    end = 3 if launcher == "embedding_norm" else None  # then its tables, which are parameters
+
+                    def launch_strided(*args, launch=launch, end=end):
+                        return launch(*map(strided, args[:end]), *(args[end:] if end else ()))
+
+                    patch.setattr(launchers, launcher, launch_strided)
+            call._upstream = [strided(x) for x in call._upstream]
+            assert_same_bits(call.outcome(), expected)
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the calls of our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "electra_fast":
+            copies = tuple(x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args)
+            self.calls[function] = copies, kwargs or {}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name != "linear"])
+def test_is_registered(name):
+    """The schema of each operator, forward and backward, and the shapes that it promises to torch.compile."""
+    dtype, *sizes = CASES[name].tested[0]
+    call = call_of(name, dtype, sizes)
+    for kernel in call.kernels:
+        with by_kernel(call, kernel), Operators() as operators:
+            call.run()
+        assert operators.calls
+        for operator, (args, kwargs) in operators.calls.items():
+            torch.library.opcheck(operator, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+def programs_of_matmul_gelu(width, target, gated=False):
+    """As many as the launcher assumes to fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul_gelu, "card", lambda _: card_of_target(target))
+        return matmul_gelu.programs_per_sm(torch.device("cuda"), width, gated)
+
+
+NORM = {
+    "_residual_norm_forward_kernel": residual_norm.FORWARD_PROGRAMS_PER_SM,
+    "_residual_norm_backward_kernel": residual_norm.BACKWARD_PROGRAMS_PER_SM,
+}
+SHORT = {f"_short_attention_{which}_kernel": 2 for which in ("forward", "backward")}
+GELU = dict.fromkeys(("_matmul_gelu_forward_kernel", "_matmul_gelu_backward_kernel"), programs_of_matmul_gelu)
+# An operation (and its kernel) for a target by sizes: its kernels, and the programs of each that must fit into a
+# multiprocessor. With all that takes registers: every operand, dropout, the largest row and head.
+COMPILED = [
+    ("dropout", "kernel", 90, (32, 256, 0.1), {"_dropout_kernel": 8}),
+    ("residual_norm", "kernel", 90, (32, 16, 1024, 0.1), NORM),
+    (
+        *("embedding_norm", "kernel", 80, (32, 128, 300, 128, 0.1)),
+        {
+            "_embedding_norm_forward_kernel": embedding_norm.FORWARD_PROGRAMS_PER_SM,
+            "_embedding_norm_backward_kernel": embedding_norm.BACKWARD_PROGRAMS_PER_SM,
+            "_sum_by_position_kernel": 2,
+        },
+    ),
+    (
+        *("bias_gelu", "kernel", 90, (32, 16, 3072, True)),
+        {f"_bias_gelu_{which}_kernel": bias_gelu.PROGRAMS_PER_SM for which in ("forward", "backward")},
+    ),
+    (
+        *("geglu", "kernel", 90, (32, 16, 3072)),
+        {f"_geglu_{which}_kernel": bias_gelu.PROGRAMS_PER_SM for which in ("forward", "backward")},
+    ),
+    ("rotary_qkv", "kernel", 90, (32, 16, 3, 64), {"_rotary_kernel": 8}),
+    ("corrupt", "kernel", 90, (2, 128, 20), {"_corrupt_kernel": 8}),
+    (
+        *("replaced_logits", "kernel", 90, (64, 256)),
+        {f"_gelu_logit_{w}_kernel": discriminator_head.BACKWARD_PROGRAMS_PER_SM for w in ("forward", "backward")},
+    ),
+    (
+        *("discriminator_loss", "kernel", 90, (64,)),
+        {"_loss_forward_kernel": 5, "_loss_sums_kernel": 1, "_loss_backward_kernel": 5},
+    ),
+    ("sample_alias", "kernel", 90, (64, 96), {"_sample_alias_kernel": 8}),
+    ("self_attention", "kernel", 90, (3, 128, 4, 64, True, False, 0, 0.1), SHORT),
+    ("self_attention", "kernel", 90, (3, 128, 4, 64, False, True, 0, 0.1), SHORT),
+    (
+        *("feed_forward", "narrow", 90, (128, 64, 256, 0.1)),
+        {
+            "_narrow_feed_forward_forward_kernel": lambda code: 8 // code.num_warps,
+            "_input_gradient_kernel": lambda code: 8 // code.num_warps,
+            "_weight_gradient_kernel": lambda code: 8 // code.num_warps,
+            "_partial_sums_kernel": 3,
+        },
+    ),
+    *(("feed_forward", "fused", target, (128, *sizes, 0.0), GELU) for target, *sizes in
+      ((89, 256, 1024), (90, 256, 1024), (90, 64, 256), (89, 128, 512))),
+    ("gated_feed_forward", "kernel", 90, (128, 256, 704), GELU),
+    ("gated_feed_forward", "kernel", 80, (128, 128, 352), GELU),
+]  # fmt: skip
+WITHOUT_TENSOR_CORES = {"_partial_sums_kernel", *NORM}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel", "target", "sizes", "programs"), COMPILED, ids=[f"{each[:2]} {each[2]}" for each in COMPILED]
+)
+def test_compiles_ahead_of_time(name, kernel, target, sizes, programs):
+    """Without spills, and as many programs fit as the launcher assumes."""
+    call = CASES[name].call(torch.device(DEVICE), BF16, *sizes)
+    with by_kernel(call, kernel):
+        codes = compile_launches(call.run, target, tuple(programs))
+    assert codes.keys() == programs.keys()
+    for each, code in codes.items():
+        fitting = programs[each]
+        if fitting is programs_of_matmul_gelu:
+            fitting = fitting(sizes[1], target, name == "gated_feed_forward")
+        code.check(fitting(code) if callable(fitting) else fitting, 8 if name == "embedding_norm" else 0)
+        if name in WITH_PRODUCTS - {"rotary_qkv"} or each == "_sum_by_position_kernel":
+            assert code.tensor_core_instructions > 0 or each in WITHOUT_TENSOR_CORES
+
+
+def test_sums_of_rows():
+    """More rows than an iteration has, fewer, none; columns that end within a block, and wider blocks."""
+    random = torch.Generator().manual_seed(0)
+    for shapes in (((600, 70), (3, 96)), ((1, 5), (257, 64)), ((0, 32), (2, 1)), ((130, 9000), (2, 1))):
+        matrices = [torch.randn(shape, generator=random).to(DEVICE) for shape in shapes]
+        exact = torch.cat([x.double().sum(0) for x in matrices])
+        torch.testing.assert_close(partial_sums.partial_sums(*matrices).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "width", "expected"), [(75, 64, False), (80, 256, True), (80, 257, False), ("gfx942", 256, True)]
+)
+def test_a_gelu_in_a_product_is_profitable_where_there_are_tensor_cores(monkeypatch, target, width, expected):
+    monkeypatch.setattr(electra_fast.kernels.launch, "card", lambda _: card_of_target(target))
+    assert matmul_gelu.is_profitable(zeros(1, width)) == expected
+
+
+def test_a_gelu_in_a_product_takes_what_is_not_rounded():
+    """It takes the fp32 product and the bias gradient sums fp32 values: eager PyTorch's errors hide both."""
+    call = CASES["bias_gelu"].call(torch.device(DEVICE), FP16, 100, 64, 96, True)
+    x, weight, bias = (each.detach() for each in call.args)
+    weight, next_weight = weight.half(), weight.half().T.contiguous()
+    h, y = matmul_gelu.matmul_gelu(x, weight, bias)
+    exact_h = x.double() @ weight.double().T + bias.double()
+    exact = torch.nn.functional.gelu(exact_h)
+    assert ((y - exact).abs() <= 0.55 * torch.finfo(y.dtype).eps * exact.abs() + 1e-5).all()
+    leaf = h.double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.gelu(leaf) @ next_weight.double().T, leaf, x.double())
+    partial = matmul_gelu.matmul_gelu_backward(x, next_weight, h)[1]
+    torch.testing.assert_close(partial.sum(0).double(), expected.sum(0), rtol=0, atol=1e-4)
