@@ -14,7 +14,7 @@ from electra_fast.cli import commands
 from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config, ObjectiveConfig, by_section
 from electra_fast.config.presets import OBJECTIVE_SPECS, RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
-from electra_fast.config.section import REMOVED_KEYS, Configuration
+from electra_fast.config.section import Configuration
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.hardware.flops import flops_per_token
 
@@ -330,18 +330,21 @@ def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict
         Config().override(overrides)
 
 
-def test_files_with_a_removed_key_open_if_it_has_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REMOVED_KEYS, "train.gone", (False, "it is always so"))
-    plain = Config().to_toml()
-    path = write(tmp_path, plain.replace("[train]", "[train]\ngone = false"))
-    assert Config.load(path) == Config.of_table(tomllib.loads(path.read_text())) == Config()
-    assert Config().override({"train.gone": "false"}) == Config()
-    write(tmp_path, plain.replace("[train]", "[train]\ngone = true"))
-    message = "train.gone = {}: this key was removed; leave it out: it is always so"
-    with pytest.raises(ValueError, match=f"^{path}: {message.format(True)}$"):
-        Config.load(path)
-    with pytest.raises(ValueError, match=message.format("'true'")):
-        Config().override({"train.gone": "true"})
+@pytest.mark.parametrize(("name", "default"), [("train.capture_collectives", "false"), ("train.skip_spikes", "0")])
+def test_a_removed_key_is_read_if_it_has_its_default(tmp_path: Path, name: str, default: str) -> None:
+    section, _, key = name.partition(".")
+    for value, refused in ((default, False), ("true", True), ("3", True)):
+        path = write(tmp_path, Config().to_toml().replace(f"[{section}]", f"[{section}]\n{key} = {value}"))
+        if not refused:
+            assert Config.load(path) == Config.of_table(tomllib.loads(path.read_text())) == Config()
+            assert Config().override({name: value}) == Config()
+            continue
+        with pytest.raises(
+            ValueError, match=f"^{path}: {name} = {value.title()}: this key was removed; leave it out: "
+        ):
+            Config.load(path)
+        with pytest.raises(ValueError, match=f"^{name} = '{value}': this key was removed"):
+            Config().override({name: value})
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
