@@ -30,33 +30,24 @@ if TYPE_CHECKING:
 # (bench/LOG.md), and training hardly waits (`distributed.step_processes`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_MODULES = {
-    "BatchLoader": "data.loader",
-    "Config": "config.config",
-    "Corpus": "data.corpus",
-    "Electra": "model.model",
-    "ElectraFastError": "errors",
-    "InputError": "errors",
-    "Interrupted": "errors",
-    "StopTraining": "errors",
-    "Tokenizer": "data.corpus",
-    "TrainingFailed": "errors",
-    "evaluate": "finetuning.evaluate",
-    "export": "huggingface.export",
-    "finetune": "finetuning.finetune",
-    "import_folder": "huggingface.export",
-    "load": "huggingface.export",
-    "load_error_detector": "finetuning.error_detection",
-    "load_finetuned": "finetuning.predict",
-    "plan": "training.plan",
-    "prepare": "data.prepare",
-    "pretrain": "training.pretrain",
-    "report": "run_report.report",
-    "reproduce": "reproduction.reproduce",
-    "to_torch": "data.loader",
-    "train_vocab": "data.prepare",
-    "verify": "data.corpus",
+_NAMES = {
+    "config.config": "Config",
+    "data.corpus": "Corpus Tokenizer verify",
+    "data.loader": "BatchLoader to_torch",
+    "data.prepare": "prepare train_vocab",
+    "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
+    "finetuning.error_detection": "load_error_detector",
+    "finetuning.evaluate": "evaluate",
+    "finetuning.finetune": "finetune",
+    "finetuning.predict": "load_finetuned",
+    "huggingface.export": "export import_folder load",
+    "model.model": "Electra",
+    "reproduction.reproduce": "reproduce",
+    "run_report.report": "report",
+    "training.plan": "plan",
+    "training.pretrain": "pretrain",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BatchLoader",

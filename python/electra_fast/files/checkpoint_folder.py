@@ -42,13 +42,10 @@ class LogWindow:
 class LossHistory:
     """The losses of a stage, averaged over many steps and keyed by metric, for detecting divergence."""
 
-    lowest: dict[str, float] = field(default_factory=dict)
-    """The lowest averages so far."""
-    totals: dict[str, float] = field(default_factory=dict)
-    """Sums over the steps since the last average."""
+    lowest: dict[str, float] = field(default_factory=dict)  # averages so far
+    totals: dict[str, float] = field(default_factory=dict)  # sums over the steps since the last average
     steps: int = 0
-    num_lost: int = 0
-    """Consecutive averages far above the lowest."""
+    num_lost: int = 0  # consecutive averages far above the lowest
 
 
 @dataclass
@@ -56,26 +53,18 @@ class TrainState:
     """The state of a run besides its tensors, stored in state.json of a checkpoint."""
 
     step: int = 0
-    tokens: int = 0
-    """Tokens trained on up to the last line of metrics.jsonl."""
-    seconds: float = 0.0
-    """Time spent on steps."""
+    tokens: int = 0  # trained on up to the last line of metrics.jsonl
+    seconds: float = 0.0  # spent on steps
     log_window: LogWindow = field(default_factory=LogWindow)
-    corpus: str | None = None
-    """Content hash of the corpus; for several, HASH:WEIGHT of each."""
-    loader: dict[str, Any] | None = None
-    """`BatchLoader.state`; None for an imported model whose training has not started."""
-    imported: bool = False
-    """True if the run started from Hugging Face folders."""
-    token_type_1_trained: bool = False
-    """True if token type 1 has occurred in training, here or before an import."""
+    corpus: str | None = None  # content hash; of several corpora, HASH:WEIGHT of each
+    loader: dict[str, Any] | None = None  # `BatchLoader.state`; None for an import whose training has not started
+    imported: bool = False  # the run started from Hugging Face folders
+    token_type_1_trained: bool = False  # here or before an import
+    # The best checkpoint, which is kept, has the lowest loss of the current stage or, before any loss is measured, is
+    # the newest that has not diverged; its loss, and the data of that: "validation" or "training".
     best_step: int | None = None
-    """Step of the best checkpoint, which is kept: that with the lowest loss of the current stage or, before any loss is
-    measured, the newest that has not diverged."""
     best_loss: float | None = None
-    """Its loss; None before any is measured."""
     best_by: str = ""
-    """Data of that loss: "validation", or "training" in a run without evaluations."""
     history: LossHistory = field(default_factory=LossHistory)
 
 

@@ -48,11 +48,8 @@ class _Network:
 def read_with_generator(source: Path, generator: str) -> Electra:
     """Returns a model whose discriminator is the encoder of `source`; prints the settings that it chooses, and why.
 
-    Args:
-        source: A folder of any class, an export, a run or a checkpoint.
-        generator: "small", "same-layers:N", or the path of a masked language model.
-
-    Raises FileNotFoundError, or ValueError naming the file, value and remedy.
+    `generator` is "small", "same-layers:N", or the path of a masked language model. Raises FileNotFoundError, or
+    ValueError naming the file, value and remedy.
     """
     main = _read(source, PARTS)
     small, tying = _generator(main, generator)

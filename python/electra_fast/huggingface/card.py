@@ -26,19 +26,13 @@ ONNX_FILE = "model.onnx"
 class Origin:
     """A model's training, as far as its source records it."""
 
-    token_type_1_trained: bool
-    """True if token type 1 occurred in training, here or before an import."""
-    steps: int = 0
-    """Optimizer steps taken; 0 for a folder or an imported run, which record no training."""
-    num_steps: int = 0
-    """Optimizer steps of the whole run."""
-    imported: bool = False
-    """True if the run started from Hugging Face folders."""
+    token_type_1_trained: bool  # here or before an import
+    steps: int = 0  # taken; 0 for a folder or an imported run, which record no training
+    num_steps: int = 0  # of the whole run
+    imported: bool = False  # the run started from Hugging Face folders
     tokens: int | None = None
-    corpus: str | None = None
-    """Content hash of the corpus."""
-    comparable_auc: tuple[int, float] | None = None
-    """Step and `unigram_auc` of the last evaluation."""
+    corpus: str | None = None  # its content hash
+    comparable_auc: tuple[int, float] | None = None  # step and `unigram_auc` of the last evaluation
 
 
 def metadata(

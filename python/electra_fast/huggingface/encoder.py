@@ -18,12 +18,7 @@ from electra_fast import checkpoint
 from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.huggingface import weights
-from electra_fast.huggingface.config import (
-    check_role,
-    read_encoder_shape,
-    read_table,
-    role_shape,
-)
+from electra_fast.huggingface.config import check_role, read_encoder_shape, read_table, role_shape
 from electra_fast.huggingface.folder import read_weights
 from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
 from electra_fast.model.initialization import initialize
@@ -37,16 +32,11 @@ Sizes = Mapping[str, torch.Size]
 class PretrainedEncoder:
     """An encoder without its heads, from any source."""
 
-    shape: ModelConfig
-    """Sizes and settings; the attention backend is `auto`."""
-    state: dict[str, Tensor]
-    """fp32 parameters: those of `Embeddings(shape)` under `embeddings.`, those of `Encoder(shape)` under `encoder.`"""
+    shape: ModelConfig  # its attention backend is `auto`
+    state: dict[str, Tensor]  # fp32, of `Embeddings(shape)` under `embeddings.`, of `Encoder(shape)` under `encoder.`
     tokenizer: Path
-    """The path of its tokenizer, for `Tokenizer`."""
-    content_hash: str
-    """SHA-256 of the parameters' names and bytes."""
-    trained_length: int | None = None
-    """Tokens of the rows that it was trained on; None if its source does not record them."""
+    content_hash: str  # SHA-256 of the parameters' names and bytes
+    trained_length: int | None = None  # tokens of the rows that it was trained on, if its source records them
 
 
 def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncoder:
@@ -122,13 +112,8 @@ def read_state(
 ) -> weights.State:
     """Reads the fp32 parameters of a Hugging Face folder's encoder, named as in `PretrainedEncoder`, and of its head.
 
-    Args:
-        folder: The folder with the weights.
-        shape: The encoder's shape.
-        head_names: Maps our names of the head's parameters to those in the folder.
-        head_sizes: Sizes of the head's parameters by our names.
-
-    Raises FileNotFoundError, or ValueError for a tensor that is missing or has another size.
+    `head_names` maps our names of the head's parameters to those in the folder, `head_sizes` to their sizes. Raises
+    FileNotFoundError, or ValueError for a tensor that is missing or has another size.
     """
     tensors = read_weights(folder)
     with torch.device("meta"):

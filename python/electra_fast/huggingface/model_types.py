@@ -26,15 +26,11 @@ _TOKEN_TYPES = "electra.embeddings.token_type_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """Differences of a model type from Electra.
+    """Differences of a model type from Electra, whose keys map to the folder's where these differ.
 
-    Args:
-        names: Parts of tensors' names and Electra's for them. The first is the prefix of the encoder's tensors, which
-            classes without a head save without it. Replaced in this order in both directions.
-        keys: Electra's keys in config.json, and the folder's for them where they differ.
-        defaults: Values of `transformers` for keys that config.json lacks, by Electra's keys.
-        has_offset: Positions are counted from `pad_token_id` + 1.
-        has_token_types: There is a token type table.
+    `names` has parts of tensors' names and Electra's for them, replaced in this order in both directions. The first is
+    the prefix of the encoder's tensors, which classes without a head save without it. `defaults` are those of
+    `transformers`, by Electra's keys. With `has_offset`, positions are counted from `pad_token_id` + 1.
     """
 
     names: Mapping[str, str]

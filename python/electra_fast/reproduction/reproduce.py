@@ -110,7 +110,10 @@ def reproduce(
     # Scores are after the last step, as the paper's: the best of several would be flattered.
     finetuning = {"finetune.precision": common_precision(), "finetune.select": "last"}
     finetuning |= {name: value for name, value in keys.items() if name not in pretraining}
-    corpus, all_tasks = _corpus(Path(data)), read_tasks(task, Path(tasks), {}, {})
+    corpus = Corpus(data)
+    if corpus.holdout is None:
+        raise InputError(f"{data}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
+    all_tasks = read_tasks(task, Path(tasks), {}, {})
     made = make_experiment(experiment, base_config(Config.preset(preset, recipe), corpus, pretraining), pretraining)
     first = made.rows[0].config
     recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises if a key is wrong
@@ -179,13 +182,6 @@ def _corruptor(corrupted_by: str | Path, corpus: Corpus, sequence_length: int) -
         remedy = "lower data.sequence_length, or choose another corruptor"
         raise InputError(f"{corrupted_by}: reads {longest} tokens, and the rows have {sequence_length}; {remedy}")
     return os.path.abspath(corrupted_by)
-
-
-def _corpus(data: Path) -> Corpus:
-    corpus = Corpus(data)
-    if corpus.holdout is None:
-        raise InputError(f"{data}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
-    return corpus
 
 
 def _settle(out: Path, identity: Mapping[str, Any], first: Config) -> dict[str, Any]:
