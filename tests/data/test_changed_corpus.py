@@ -82,6 +82,7 @@ for _ in loader:
 """
 
 
+@pytest.mark.slow
 def test_a_file_cut_off_under_a_reader_is_explained_by_the_command_line_alone(tiny_corpus, tmp_path):
     """Not found by looking: the page is gone, and the system sends SIGBUS, which belongs to a user's own program."""
     corpora = [shutil.copytree(tiny_corpus, tmp_path / name) for name in "ab"]

@@ -164,7 +164,6 @@ FORMATS = {
     "-file.arrow": lambda: arrow_bytes(pa.ipc.new_file),
     "-large.parquet": lambda: arrow_bytes(pq.ParquetWriter, pa.large_string()),
     "-dict.parquet": lambda: arrow_bytes(pq.ParquetWriter, pa.dictionary(pa.int32(), pa.string())),
-    "-dict.arrow": lambda: arrow_bytes(pa.ipc.new_stream, pa.dictionary(pa.int32(), pa.string())),
 }
 
 
@@ -195,16 +194,16 @@ def prepared(tmp_path, vocab, text, **options):
 
 
 @pytest.mark.parametrize(
-    ("documents", "expected"),
+    ("text", "options", "expected"),
     [
-        ("blank-line", ["the token shard", "mask"]),
-        ("line", ["the token", "shard", "mask"]),
-        ("file", ["the token shard mask"]),
+        (b"\n\nthe token\nshard\n\n \t\nmask\n\n", {"documents": "blank-line"}, ["the token shard", "mask"]),
+        (b"\n\nthe token\nshard\n\n \t\nmask\n\n", {"documents": "line"}, ["the token", "shard", "mask"]),
+        (b"\n\nthe token\nshard\n\n \t\nmask\n\n", {"documents": "file"}, ["the token shard mask"]),
+        (b"mask\xff shard\n", {"invalid_utf8": "replace"}, ["mask shard"]),
     ],
 )
-def test_what_separates_documents(vocab, tmp_path, documents, expected):
-    found, _ = prepared(tmp_path, vocab, b"\n\nthe token\nshard\n\n \t\nmask\n\n", documents=documents)
-    assert found == expected
+def test_documents_of_a_text(vocab, tmp_path, text, options, expected):
+    assert prepared(tmp_path, vocab, text, **options)[0] == expected
 
 
 def test_files_do_not_run_into_each_other(vocab, tmp_path):
@@ -252,10 +251,9 @@ def test_a_corpus_is_a_sequence(vocab, tmp_path):
 def test_another_vocabulary_beside_the_shards(vocab, tmp_path):
     prepare(iter(["some text"]), vocab=vocab, out=tmp_path / "shards", progress=False)
     (tmp_path / "shards/vocab.txt").write_text("\n".join(VOCAB[:-1]))
-    with pytest.raises(InputError, match=r"vocab\.txt: not the one that the corpus.s manifest names"):
-        Tokenizer.of(Corpus(tmp_path / "shards"))
-    with pytest.raises(InputError, match=r"vocab\.txt: not the one that the corpus.s manifest names"):
-        Tokenizer(tmp_path / "shards")
+    for opened in (lambda: Tokenizer.of(Corpus(tmp_path / "shards")), lambda: Tokenizer(tmp_path / "shards")):
+        with pytest.raises(InputError, match=r"vocab\.txt: not the one that the corpus.s manifest names"):
+            opened()
 
 
 def test_token_counts_are_those_of_the_documents(tmp_path):
@@ -294,11 +292,6 @@ def test_bad_files_are_named(vocab, tmp_path, name):
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_invalid_utf8_can_be_replaced(vocab, tmp_path):
-    found, _ = prepared(tmp_path, vocab, b"mask\xff shard\n", invalid_utf8="replace")
-    assert found == ["mask shard"]
-
-
 @pytest.mark.parametrize(("name", "encoding"), [("a.txt", "utf-16"), ("a.jsonl.xz", "utf-16-be")])
 def test_utf_16_is_read_as_utf_8_is(vocab, tmp_path, name, encoding):
     texts = ["tokens 😀 un\nmask", "able shard"]
@@ -328,24 +321,22 @@ def test_a_table_without_text(vocab, tmp_path):
             prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
 
 
-def test_inputs_that_are_not_there(vocab, tmp_path):
+def test_inputs_and_corpora_that_are_not_there(vocab, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/picture.png").write_bytes(b"x")
-    out = tmp_path / "out"
-    with pytest.raises(FileNotFoundError, match="No files matched"):
-        prepare([tmp_path / "none.txt"], vocab=vocab, out=out)
-    with pytest.raises(ValueError, match=r"No files matched .*\*\.txt"):
-        prepare([tmp_path / "folder/*.txt"], vocab=vocab, out=out)
-    with pytest.raises(ValueError, match=r"No files matched .*1 of other kinds"):
-        prepare([tmp_path / "folder"], vocab=vocab, out=out)
-    assert not out.exists()
-
-
-def test_a_folder_that_is_no_corpus(tmp_path):
-    with pytest.raises(FileNotFoundError, match="electra-fast prepare"):
-        Corpus(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match=r"manifest\.json: not found; it is not a corpus"):
-        Corpus(tmp_path)
-    (tmp_path / "parts").mkdir()
-    with pytest.raises(FileNotFoundError, match="unfinished corpus"):
-        Corpus(tmp_path)
+    for name, error, message in (
+        ("none.txt", FileNotFoundError, "No files matched"),
+        ("folder/*.txt", ValueError, r"No files matched .*\*\.txt"),
+        ("folder", ValueError, r"No files matched .*1 of other kinds"),
+    ):
+        with pytest.raises(error, match=message):
+            prepare([tmp_path / name], vocab=vocab, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "begun/parts").mkdir(parents=True)
+    for name, message in {
+        "none": "electra-fast prepare",
+        "folder": r"manifest\.json: not found; it is not a corpus",
+        "begun": "unfinished corpus",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=message):
+            Corpus(tmp_path / name)

@@ -79,11 +79,8 @@ def test_files_all_over_the_input_are_sampled(vocab, tmp_path, capfd):
 
 def test_tokenizers_without_a_prefix_have_no_fertility(tmp_path):
     tokens = {token: number for number, token in enumerate([*SPECIAL, "cat"])}
-    description = {
-        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "[UNK]"},
-        "pre_tokenizer": {"type": "Whitespace"},
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    model = {"type": "WordLevel", "vocab": tokens, "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": {"type": "Whitespace"}}))
     report = prepare(iter(["cat dog"]), vocab=tmp_path / "tokenizer.json", out=tmp_path / "out", progress=False)
     assert report.unknown_share == 1 / 2 and report.tokens_per_word is None
 

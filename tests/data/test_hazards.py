@@ -71,6 +71,7 @@ assert prepare([text], vocab=vocab, out=corpus, progress=False).already_complete
 """
 
 
+@pytest.mark.process
 def test_a_read_only_folder(vocab, tmp_path):
     (tmp_path / "a.txt").write_text("w1")
     folder, corpus = tmp_path / "folder", tmp_path / "corpus"

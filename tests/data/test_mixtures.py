@@ -56,19 +56,17 @@ def whole(tmp_path_factory, mixed):
 class TestNames:
     def test_forms(self, folders):
         wiki, books = (str(folders / name) for name in ("wiki", "books"))
-        expected = [(wiki, 0.7), (books, 3.0)]
-        assert weighted_folders([f"{wiki}:0.7", f"{books}:3"]) == expected
-        assert weighted_folders({wiki: 0.7, folders / "books": 3}) == expected
-        assert weighted_folders([wiki, folders / "books"]) == [(wiki, None), (books, None)]
-        assert weighted_folders(folders / "wiki") == [(wiki, None)]
-        assert weighted_folders("wiki:0.7") == [("wiki:0.7", None)]
-
-    def test_urls_are_divided_at_a_number_only_and_never_made_absolute(self):
-        entries = ["s3://bucket/wiki:0.7", "gs://bucket:8080/books"]
-        assert weighted_folders(entries) == [("s3://bucket/wiki", 0.7), ("gs://bucket:8080/books", None)]
-        assert absolute(entries) == entries
-        assert absolute("s3://bucket/wiki") == "s3://bucket/wiki"
-        assert missing_folder(entries) is None
+        urls = ["s3://bucket/wiki:0.7", "gs://bucket:8080/books"]  # divided at a number only, and never made absolute
+        for value, expected in (
+            ([f"{wiki}:0.7", f"{books}:3"], [(wiki, 0.7), (books, 3.0)]),
+            ({wiki: 0.7, folders / "books": 3}, [(wiki, 0.7), (books, 3.0)]),
+            ([wiki, folders / "books"], [(wiki, None), (books, None)]),
+            (folders / "wiki", [(wiki, None)]),
+            ("wiki:0.7", [("wiki:0.7", None)]),
+            (urls, [("s3://bucket/wiki", 0.7), ("gs://bucket:8080/books", None)]),
+        ):
+            assert weighted_folders(value) == expected
+        assert absolute(urls) == urls and absolute(urls[0]) == urls[0] and missing_folder(urls) is None
 
     def test_an_existing_folder_of_the_whole_name_wins(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -78,17 +76,11 @@ class TestNames:
         assert absolute({"wiki": 1, "books": 0.25}) == {f"{tmp_path}/wiki": 1, f"{tmp_path}/books": 0.25}
         assert missing_folder(["run:2", "run:3"]) == "run"
 
-    @pytest.mark.parametrize(
-        ("value", "message"),
-        [
-            (["wiki", 3], "must be a string, a list of strings, or a table of numbers"),
-            ({"wiki": True}, "must be a string, a list of strings, or a table of numbers"),
-            ({}, "is empty; name at least one"),
-        ],
-    )
-    def test_other_values_are_refused(self, value, message):
-        with pytest.raises(ValueError, match=message):
-            Config().replace({"data": {"corpus": value}})
+    def test_other_values_are_refused(self):
+        kinds = "must be a string, a list of strings, or a table of numbers"
+        for value, message in ((["wiki", 3], kinds), ({"wiki": True}, kinds), ({}, "is empty; name at least one")):
+            with pytest.raises(ValueError, match=message):
+                Config().replace({"data": {"corpus": value}})
 
     def test_names_are_short_where_they_differ(self, folders, tmp_path):
         assert Mixture([folders / "wiki", folders / "books"]).names() == ["wiki", "books"]
@@ -171,6 +163,7 @@ class TestTraining:
         evaluation = lines(whole, "evaluations.jsonl")[-1]
         assert evaluation["rows"] == 2 * 8
 
+    @pytest.mark.slow
     def test_killed_and_resumed_by_its_folder_alone(self, server, whole, mixed, tmp_path, capfd):
         server.end(server.start(1, mixed, tmp_path / "run", {"ELECTRA_FAST_FAULT": "kill@8/0"}), -signal.SIGKILL)
         assert main(["pretrain", "--out", str(tmp_path / "run")]) == 0
@@ -181,9 +174,8 @@ class TestTraining:
         run = shutil.copytree(whole, tmp_path / "run")
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         data, longer = {str(folders / "wiki"): 1, str(folders / "books"): 1}, tiny_config(**{"train.steps": "28"})
-        with pytest.raises(
-            ValueError, match=r"trained on the corpus with content hash .*:7 .*:3, and .*:1 .*:1; leave"
-        ):
+        message = r"trained on the corpus with content hash .*:7 .*:3, and .*:1 .*:1; leave"
+        with pytest.raises(ValueError, match=message):
             pretrain(longer, data=data, out=run)
         pretrain(longer, data=data, out=run, allow_changes=True)
         assert "those that were there before go on where they were" in capsys.readouterr().err

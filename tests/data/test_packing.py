@@ -3,10 +3,8 @@
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -20,8 +18,6 @@ from electra_fast.data.prepare_report import contents
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP = 2, 3
 NUM_TOKENS = 60_000
-Document = list[list[int]]
-Open = Callable[..., BatchLoader]
 
 
 @dataclass
@@ -32,19 +28,19 @@ class Example:
     second: list[int]
 
     @property
-    def length(self) -> int:
+    def length(self):
         return len(self.first) + 2 + (len(self.second) + 1 if self.second else 0)
 
 
 class PublishedBuilder:
     """Builds examples from lines by the rules of the published code, for one file of documents."""
 
-    def __init__(self, max_length: int, rng: random.Random) -> None:
+    def __init__(self, max_length, rng):
         self.max_length, self.rng = max_length, rng
         self.target_length = max_length
-        self.lines: list[list[int]] = []
+        self.lines = []
 
-    def examples(self, documents: list[Document]) -> Iterator[Example]:
+    def examples(self, documents):
         """All examples of the documents; an empty line or the end of a document completes one."""
         for document in documents:
             for line in [*document, []]:
@@ -53,12 +49,12 @@ class PublishedBuilder:
                 if self.lines and (not line or sum(map(len, self.lines)) >= self.target_length):
                     yield self.example()
 
-    def example(self) -> Example:
+    def example(self):
         """Assigns the lines to two segments, truncates them, and draws the next target length."""
         one_segment = self.rng.random() < 0.1
         target_first = 100_000 if one_segment else (self.target_length - 3) // 2
-        first: list[int] = []
-        second: list[int] = []
+        first = []
+        second = []
         for line in self.lines:
             if not first or len(first) + len(line) < target_first:
                 first = first + line
@@ -75,7 +71,7 @@ class PublishedBuilder:
 
 
 @pytest.fixture(scope="module")
-def documents() -> list[Document]:
+def documents():
     """Documents with lines of 1 to 300 tokens, some blank; ids are unique, so a token identifies its position."""
     rng, ids, documents = random.Random(4), itertools.count(len(SPECIAL_TOKENS)), []
     while sum(map(len, itertools.chain(*documents))) < NUM_TOKENS:
@@ -86,7 +82,7 @@ def documents() -> list[Document]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) -> Path:
+def corpus(tmp_path_factory, documents):
     folder = tmp_path_factory.mktemp("lines")
     words = [f"w{i}" for i in range(documents[-1][-1][-1] + 1)]
     vocab = folder / "vocab.txt"
@@ -97,16 +93,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) 
 
 
 @pytest.fixture
-def open_loader(corpus: Path) -> Open:
-    def open_with(**changes: Any) -> BatchLoader:
-        options: dict[str, Any] = {"packing": "google", "masking": "google", "mask_prob": 0.15}
+def open_loader(corpus):
+    def open_with(**changes):
+        options = {"packing": "google", "masking": "google", "mask_prob": 0.15}
         options |= {"sequence_length": 64, "batch_size": 41, "seed": 5, "epochs": 1}
         return BatchLoader(corpus, **(options | changes))
 
     return open_with
 
 
-def read(loader: Iterable[Any]) -> list[Example]:
+def read(loader):
     """The examples of all batches, unmasked, with every column checked."""
     examples = []
     for batch in loader:
@@ -134,10 +130,10 @@ def read(loader: Iterable[Any]) -> list[Example]:
     return examples
 
 
-def test_statistics_are_those_of_the_rules(open_loader: Open, documents: list[Document]):
+def test_statistics_are_those_of_the_rules(open_loader, documents):
     length = 48
 
-    def statistics_of(examples: list[Example]) -> dict[str, float]:
+    def statistics_of(examples):
         lengths = [example.length for example in examples]
         return {
             "examples": len(examples),
@@ -163,7 +159,7 @@ def test_statistics_are_those_of_the_rules(open_loader: Open, documents: list[Do
         assert 0.5 < statistics.stdev(a) / statistics.stdev(b) < 2, name
 
 
-def test_contents_are_what_batches_hold(open_loader: Open, corpus: Path, documents: list[Document]):
+def test_contents_are_what_batches_hold(open_loader, corpus, documents):
     examples, kept = read(open_loader()), contents(corpus, "google", 64, seed=5)
     assert kept.rows == len(examples)
     assert kept.tokens == sum(len(example.first) + len(example.second) for example in examples)
@@ -173,7 +169,7 @@ def test_contents_are_what_batches_hold(open_loader: Open, corpus: Path, documen
     assert whole.fill > 0.99 and whole.rows == BatchLoader(corpus, sequence_length=64, batch_size=1).num_rows
 
 
-def test_a_resumed_loader_goes_on_exactly_and_every_epoch_has_other_examples(open_loader: Open):
+def test_a_resumed_loader_goes_on_exactly_and_every_epoch_has_other_examples(open_loader):
     size = open_loader().num_rows
     loader, resumed = open_loader(epochs=2, batch_size=size), open_loader(num_threads=2, epochs=2)
     first, state = next(loader), loader.state()
@@ -186,7 +182,7 @@ def test_a_resumed_loader_goes_on_exactly_and_every_epoch_has_other_examples(ope
         open_loader(packing="best-fit").restore(state)
 
 
-def test_the_bytes_of_batches_are_fixed(open_loader: Open):
+def test_the_bytes_of_batches_are_fixed(open_loader):
     # A different digest means that existing runs cannot resume exactly: say so in the changelog.
     golden = (Path(__file__).parents[1] / "golden" / "packing.txt").read_text()
     assert f"google {digest(list(open_loader(epochs=2)))}\n" == golden

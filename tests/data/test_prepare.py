@@ -144,6 +144,7 @@ prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=F
 """
 
 
+@pytest.mark.slow
 def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
     """Each input group has more tokens than those before, so a limit on file sizes kills the run in a certain one."""
     text, out = tmp_path / "text", tmp_path / "out"
@@ -166,6 +167,7 @@ def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
+@pytest.mark.process
 def test_ctrl_c_is_heard(text, vocab, tmp_path):
     command = [sys.executable, "-c", RUN, text, vocab, tmp_path / "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -189,30 +191,24 @@ def test_a_finished_corpus_is_left_alone(text, vocab, whole):
     assert contents(whole) == before
 
 
-def test_a_foreign_folder_is_left_alone(text, vocab, tmp_path):
-    (tmp_path / "vocab.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"already holds something else \(vocab\.txt\)"):
-        prepare([text], vocab=vocab, out=tmp_path, progress=False)
-    assert contents(tmp_path) == {"vocab.txt": b"mine"}
-    with pytest.raises(ValueError, match="not a folder"):
-        prepare([text], vocab=vocab, out=tmp_path / "vocab.txt", progress=False)
-
-
-def test_unfinished_work_of_others_is_left_alone(text, vocab, tmp_path):
+def test_what_others_have_left_in_a_folder_is_left_alone(text, vocab, tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/vocab.txt").write_text("mine")
     prepare([text], vocab=vocab, out=tmp_path / "out", partition="1/2", progress=False)
-    before = contents(tmp_path / "out")
-    with pytest.raises(ValueError, match="holds unfinished work of other inputs or options"):
-        prepare([text / "0.txt"], vocab=vocab, out=tmp_path / "out", progress=False)
-    after = contents(tmp_path / "out")
-    assert after == before
-
-
-def test_wrong_options_can_be_righted(vocab, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"body": "w1"}')
+    before = contents(tmp_path)
+    for out, message in (
+        ("foreign", r"already holds something else \(vocab\.txt\)"),
+        ("foreign/vocab.txt", "not a folder"),
+        ("out", "holds unfinished work of other inputs or options"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare([text / "0.txt"], vocab=vocab, out=tmp_path / out, progress=False)
+    assert contents(tmp_path) == before
+    (tmp_path / "a.jsonl").write_text('{"body": "w1"}')
+    arguments = {"vocab": vocab, "out": tmp_path / "new", "progress": False}
     with pytest.raises(ValueError, match="there are: body"):
-        prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
-    assert prepare([path], vocab=vocab, out=tmp_path / "out", text_field="body", progress=False).complete
+        prepare([tmp_path / "a.jsonl"], **arguments)
+    assert prepare([tmp_path / "a.jsonl"], text_field="body", **arguments).complete  # a wrong option leaves nothing
 
 
 WAITING = f"""{IMPORT}
@@ -225,6 +221,7 @@ prepare(documents(), vocab=sys.argv[1], out=sys.argv[2], progress=False)
 """
 
 
+@pytest.mark.process
 def test_a_run_that_is_alive_keeps_its_folder_and_a_killed_one_frees_it(vocab, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-c", WAITING, vocab, out]
@@ -252,9 +249,8 @@ def test_the_holdout_is_disjoint_and_complete(text, vocab, whole, tmp_path):
 
 
 def test_a_small_corpus_holds_out_its_last_document(vocab, tmp_path):
-    report = prepare(
-        iter(["w1", "w2 w2\nw3", "w4\n\nw5"]), vocab=vocab, out=tmp_path / "a", holdout=1e-9, progress=False
-    )
+    documents = iter(["w1", "w2 w2\nw3", "w4\n\nw5"])
+    report = prepare(documents, vocab=vocab, out=tmp_path / "a", holdout=1e-9, progress=False)
     assert (report.num_documents, report.holdout_documents) == (2, 1)
     assert [len(ids) for ids in Corpus(tmp_path / "a")] == [1, 3]
     assert ids_of(tmp_path / "a/holdout") == [(5 + 4, 5 + 5)]
@@ -283,7 +279,8 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("limit", [10, 40_000])
+@pytest.mark.process
+@pytest.mark.parametrize("limit", [40_000, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_nothing_that_looks_whole(text, vocab, tmp_path, limit):
     out = tmp_path / "out"
     command = [sys.executable, "-c", LIMITED, text, vocab, out]
@@ -353,9 +350,8 @@ def test_training_a_vocabulary_needs_words(tmp_path):
         text = joined.join(map(chr, range(first, first + 40)))
         with pytest.raises(ValueError, match=rf"size \(--size\) is {needed - 1}, .* need {needed} entries"):
             train_vocab(iter([text]), out=tmp_path / "vocab.txt", size=needed - 1, progress=False)
-        assert (
-            train_vocab(iter([text]), out=tmp_path / f"{first}{joined}/v.json", size=needed, progress=False) == needed
-        )
+        out = tmp_path / f"{first}{joined}/v.json"
+        assert train_vocab(iter([text]), out=out, size=needed, progress=False) == needed
     assert not (tmp_path / "vocab.txt").exists()
 
 

@@ -84,7 +84,7 @@ class Immediate(Executor):
         return future
 
 
-@pytest.mark.parametrize("make", [processes, Repeating, Immediate])
+@pytest.mark.parametrize("make", [pytest.param(processes, marks=pytest.mark.slow), Repeating, Immediate])
 def test_the_corpus_does_not_depend_on_the_executor(text, vocab, whole, tmp_path, make):
     out = tmp_path / "out"
     with make() as executor:
@@ -115,6 +115,7 @@ def test_a_failed_run_is_resumed(text, vocab, whole, tmp_path):
     assert executor.tasks == 1 and contents(tmp_path / "out") == contents(whole)
 
 
+@pytest.mark.process
 def test_a_bad_group_says_what_is_wrong_in_one_line(vocab, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n' + "\n" * (4 << 20))
     (tmp_path / "b.jsonl").write_text('\n\n{"text": 5}\n')
@@ -128,24 +129,21 @@ def test_a_bad_group_says_what_is_wrong_in_one_line(vocab, tmp_path):
     assert report.complete and report.skipped_records == 1
 
 
-def test_skipped_records_count_over_all_tasks(vocab, tmp_path):
+def test_skipped_records_count_over_all_tasks_and_what_cannot_be_divided_is_refused(vocab, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "w1"}\n{\n' + "\n" * (4 << 20))
     arguments = {"vocab": vocab, "executor": Immediate(), "progress": False}
     with pytest.raises(InputError, match="2 bad records were skipped so far, and --skip-bad-records allows 1"):
         prepare([tmp_path], out=tmp_path / "few", skip_bad_records=1, **arguments)
     assert prepare([tmp_path], out=tmp_path / "out", skip_bad_records=2, **arguments).skipped_records == 2
-
-
-def test_what_an_executor_cannot_do_is_refused(text, vocab, tmp_path):
-    arguments = {"vocab": vocab, "out": tmp_path / "out", "executor": Immediate(), "progress": False}
     with pytest.raises(InputError, match="executor needs files as inputs"):
-        prepare(iter(["w1"]), **arguments)
+        prepare(iter(["w1"]), out=tmp_path / "none", **arguments)
     with pytest.raises(InputError, match="give executor or partition, not both"):
-        prepare([text], partition="1/2", **arguments)
-    assert not (tmp_path / "out").exists()
+        prepare([tmp_path], out=tmp_path / "none", partition="1/2", **arguments)
+    assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.process
 def test_a_killed_pool_says_to_run_again(text, vocab, whole, tmp_path):
     class Killed(Executor):
         """A pool whose worker is killed at the third task."""
@@ -178,6 +176,7 @@ def main():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_script_works_by_every_way_to_start_processes_if_it_is_guarded(text, vocab, tmp_path, method):
     unguarded, guarded = tmp_path / "unguarded.py", tmp_path / "guarded.py"
@@ -260,6 +259,7 @@ def wait_for_workers(address, started):
     assert all(process.poll() is None for process in started)
 
 
+@pytest.mark.slow
 def test_dask_finishes_though_a_worker_is_killed(text, vocab, whole, tmp_path, cluster):
     """Then the command line works on the same scheduler."""
     address, (victim, _) = cluster
@@ -272,11 +272,8 @@ def test_dask_finishes_though_a_worker_is_killed(text, vocab, whole, tmp_path, c
 
         def submit(self, task, /, *arguments):
             self.submitted += 1
-            if self.submitted == 3:
-                future = self.executor.submit(kill_first, victim.pid, task, *arguments)
-            else:
-                future = self.executor.submit(task, *arguments)
-            return future
+            before = (kill_first, victim.pid) if self.submitted == 3 else ()
+            return self.executor.submit(*before, task, *arguments)
 
     with dask_executor(address) as executor:
         out = tmp_path / "out"
@@ -291,6 +288,7 @@ def test_dask_finishes_though_a_worker_is_killed(text, vocab, whole, tmp_path, c
     assert "Traceback" not in done.stderr and contents(tmp_path / "again") == contents(whole)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_not_there_is_one_line(text, vocab, tmp_path, monkeypatch):
     arguments = ("prepare", text, "--vocab", vocab, "--out", tmp_path / "out", "--scheduler")
     with monkeypatch.context() as patch:  # no client is made, which would try again and again

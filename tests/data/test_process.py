@@ -6,9 +6,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +14,10 @@ import pytest
 from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, train_vocab, verify
 
 # Python 3.12 and newer warn about forking a process with threads, which is what is tested here.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
+]
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 60.0
 
@@ -61,14 +61,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def loader(corpus: Path) -> BatchLoader:
+def loader(corpus):
     """A loader after its first batch, with running threads."""
     loader = BatchLoader(corpus, sequence_length=64, batch_size=23, seed=5, num_threads=2, epochs=2)
     next(loader)
     return loader
 
 
-def in_child(work: Callable[[], Any]) -> Any:
+def in_child(work):
     """The result of `work` in a forked child."""
     receiver, sender = FORK.Pipe()
     child = FORK.Process(target=lambda: sender.send(work()))
@@ -82,7 +82,7 @@ def in_child(work: Callable[[], Any]) -> Any:
         child.join()
 
 
-def hashes(loader: BatchLoader, count: int | None = None) -> list[str]:
+def hashes(loader, count=None):
     """Hashes of the next `count` batches, or of all."""
     batches = list(loader) if count is None else [next(loader) for _ in range(count)]
     columns = [pa.record_batch(batch).columns for batch in batches]
@@ -90,8 +90,8 @@ def hashes(loader: BatchLoader, count: int | None = None) -> list[str]:
     return [hashlib.sha256(b"".join(column.tobytes() for column in batch)).hexdigest() for batch in flat]
 
 
-def test_a_forked_child_continues_like_its_parent(loader: BatchLoader):
-    def work() -> Any:
+def test_a_forked_child_continues_like_its_parent(loader):
+    def work():
         return loader.state(), loader.num_rows, hashes(loader, 3), in_child(lambda: hashes(loader))
 
     state, num_rows, first, rest = in_child(work)
@@ -100,12 +100,12 @@ def test_a_forked_child_continues_like_its_parent(loader: BatchLoader):
     assert rest == hashes(loader)
 
 
-def test_a_child_restores_and_drops_what_it_inherits(loader: BatchLoader):
+def test_a_child_restores_and_drops_what_it_inherits(loader):
     start = loader.state()
     expected = hashes(loader, 2)
     inherited = [loader]
 
-    def work() -> list[str]:
+    def work():
         inherited[0].restore(start)
         found = hashes(inherited[0], 2)
         inherited.clear()
@@ -117,16 +117,16 @@ def test_a_child_restores_and_drops_what_it_inherits(loader: BatchLoader):
     assert in_child(unused.clear) is None
 
 
-def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus: Path):
+def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
     loader = BatchLoader(corpus, sequence_length=64, batch_size=23, num_threads=2)
     going = threading.Event()
     going.set()
 
-    def take() -> None:
+    def take():
         while going.is_set():
             next(loader)
 
-    def work() -> str:
+    def work():
         try:
             return f"{next(loader).num_rows} rows"
         except ValueError as error:
@@ -135,7 +135,7 @@ def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus: Path):
     thread = threading.Thread(target=take)
     thread.start()
     try:
-        outputs = [in_child(work) for _ in range(10)]
+        outputs = [in_child(work) for _ in range(5)]
     finally:
         going.clear()
         thread.join()
@@ -143,12 +143,12 @@ def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus: Path):
         assert line == "23 rows" or line.endswith("is unknown here; open a BatchLoader in this process"), line
 
 
-def test_corpus_and_tokenizer_work_in_a_forked_child(corpus: Path, tmp_path: Path):
+def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     opened = Corpus(corpus)
     tokenizer = Tokenizer.of(opened)
     texts, text = ["w7 w8", "w9"] * 50, tmp_path / "text.txt"
 
-    def work() -> Any:
+    def work():
         process = multiprocessing.current_process().name
         vocabulary = tmp_path / process / "words.txt"
         train_vocab([text], out=vocabulary, size=60, progress=False)
@@ -159,7 +159,7 @@ def test_corpus_and_tokenizer_work_in_a_forked_child(corpus: Path, tmp_path: Pat
     assert work() == in_child(work)
 
 
-def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus: Path, tmp_path: Path):
+def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus, tmp_path):
     opened, text = Corpus(corpus), tmp_path / "other.txt"
     loader = BatchLoader(corpus, sequence_length=64, batch_size=8)
     pickled = [pickle.dumps(value) for value in (opened, loader)]
@@ -168,7 +168,7 @@ def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus: Path, 
     corpus.rename(tmp_path / "old")
     prepare([text], vocab=tokenizer, out=corpus, progress=False)
 
-    def complaint(work: Callable[[], Any]) -> str:
+    def complaint(work):
         with pytest.raises(ValueError) as caught:
             work()
         return str(caught.value)
@@ -179,7 +179,7 @@ def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus: Path, 
     assert "saved with corpus" in complaint(lambda: pickle.loads(pickled[1]))
 
 
-def test_a_pickled_loader_continues_exactly(loader: BatchLoader, monkeypatch: pytest.MonkeyPatch, corpus: Path):
+def test_a_pickled_loader_continues_exactly(loader, monkeypatch, corpus):
     monkeypatch.chdir(corpus.parent)
     relative = BatchLoader("shards", sequence_length=64, batch_size=23, seed=5, epochs=2)
     relative.restore(loader.state())
@@ -191,7 +191,7 @@ def test_a_pickled_loader_continues_exactly(loader: BatchLoader, monkeypatch: py
     assert hashes(pickle.loads(pickle.dumps(loader))) == []  # at the end of the last epoch
 
 
-def test_corpus_and_tokenizer_are_pickled(corpus: Path, tmp_path: Path):
+def test_corpus_and_tokenizer_are_pickled(corpus, tmp_path):
     opened = pickle.loads(pickle.dumps(Corpus(corpus)))
     assert opened.content_hash == Corpus(corpus).content_hash and opened.path == corpus
     words = tmp_path / "vocab.txt"
@@ -202,11 +202,13 @@ def test_corpus_and_tokenizer_are_pickled(corpus: Path, tmp_path: Path):
     assert tokenizer.encode_batch(["w7 W8"])[0].tolist() == [7, 1]
 
 
-def test_a_forked_interpreter_exits(corpus: Path):
+@pytest.mark.slow
+def test_a_forked_interpreter_exits(corpus):
     subprocess.run([sys.executable, "-c", EXIT, corpus], check=True, timeout=TIMEOUT)
 
 
-def test_torch_data_loaders_take_a_loader_to_their_worker(corpus: Path, tmp_path: Path):
+@pytest.mark.slow
+def test_torch_data_loaders_take_a_loader_to_their_worker(corpus, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(DATA_LOADER)
     subprocess.run([sys.executable, script, corpus], check=True, timeout=2 * TIMEOUT)

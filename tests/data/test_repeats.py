@@ -60,9 +60,6 @@ def test_no_duplicate_is_in_both_parts(text, vocab, once, tmp_path):
 def test_documents_of_an_iterator_are_counted_too(vocab, tmp_path):
     report = prepare(iter(["w1\n", "w2\n\nw1", "w1 \n\n"]), vocab=vocab, out=tmp_path / "out", progress=False)
     assert (report.repeats.documents, report.repeats.lines) == (RepeatCount(3, 1, 1), RepeatCount(4, 2, 1))
-
-
-def test_an_estimate_is_called_one():
     assert str(RepeatCount(1000, 120, 16)) == "about 12.0% of 1,000 (estimated from 1 of 16)"
 
 
@@ -108,6 +105,7 @@ prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], **options)
 """
 
 
+@pytest.mark.process
 def test_killed_in_either_pass_it_goes_on(text, vocab, once, tmp_path):
     out = tmp_path / "out"
     for name in ("000001.hashes.json", "000002.drops", "000001.counts"):

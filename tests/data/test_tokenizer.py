@@ -1,11 +1,8 @@
 """Vocabularies on disk: reading, casing, comparison, and what is rejected."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,40 +27,31 @@ LOWER = {"lowercase": True, "strip_accents": False}
 JAPANESE = "がっこう で かがく を まなぶ か が か が"
 
 
-def write_vocab(path: Path, *words: str) -> Path:
+def write_vocab(path, *words):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*SPECIAL, *words]) + "\n", encoding="utf-8")
     return path
 
 
-def refused(*arguments: object) -> str:
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stdout == "", done.stderr
-    [line] = done.stderr.splitlines()
-    return line
-
-
 class TestReading:
-    def test_a_missing_special_token_is_named(self, tmp_path: Path) -> None:
-        vocab = tmp_path / "vocab.txt"
-        vocab.write_text("\n".join([*SPECIAL[:-1], "a"]), encoding="utf-8")
-        with pytest.raises(ValueError, match=rf"^{re.escape(str(vocab))}: no \[MASK\] in the vocabulary"):
-            Tokenizer(vocab)
-
-    def test_unreadable_files_are_named(self, tmp_path: Path) -> None:
+    def test_what_cannot_be_read_is_named(self, tmp_path):
         for name in ("none.txt", "none.json"):
             with pytest.raises(FileNotFoundError, match=f"{name}: not found"):
                 Tokenizer(tmp_path / name)
-        bad = {"latin.txt": b"caf\xe9", "half.json": b"{", "other.json": b'{"a": 1}'}
-        for name, content in bad.items():
+        with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt, nor either of them in"):
+            Tokenizer(tmp_path)
+        bad = {
+            "latin.txt": (b"caf\xe9", "invalid UTF-8 at byte 3"),
+            "half.json": (b"{", "not a usable tokenizer"),
+            "other.json": (b'{"a": 1}', "not a usable tokenizer"),
+            "vocab.txt": ("\n".join([*SPECIAL[:-1], "a"]).encode(), r"no \[MASK\] in the vocabulary"),
+        }
+        for name, (content, reason) in bad.items():
             (tmp_path / name).write_bytes(content)
-            reason = "invalid UTF-8 at byte 3" if name == "latin.txt" else "not a usable tokenizer"
             with pytest.raises(ValueError, match=f"{name}: {reason}"):
                 Tokenizer(tmp_path / name)
 
-    def test_a_folder_is_looked_through(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt, nor either of them in"):
-            Tokenizer(tmp_path)
+    def test_a_folder_is_looked_through(self, tmp_path):
         vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
         assert Tokenizer(tmp_path).path == vocab
         write_tokenizer(tmp_path / "run/tokenizer", Tokenizer(vocab, lowercase=True), 512)
@@ -72,24 +60,19 @@ class TestReading:
         assert [ids.tolist() for ids in run.encode_batch(["A"])] == [[5]]
         (tmp_path / "run/tokenizer/tokenizer.json").unlink()
         assert Tokenizer(tmp_path / "run").options == UNCASED  # as tokenizer_config.json says
-
-    def test_a_corpus_tells_the_case_of_its_own_vocabulary(self, tmp_path: Path) -> None:
-        vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
         prepare(iter(["A a"]), vocab=vocab, lowercase=True, out=tmp_path / "shards", progress=False)
-        assert Tokenizer(tmp_path / "shards").options == UNCASED
-        assert not Tokenizer(tmp_path / "shards").casing_inferred
+        corpus = Tokenizer(tmp_path / "shards")  # which tells the case of its own vocabulary
+        assert corpus.options == UNCASED and not corpus.casing_inferred
 
 
 class TestCase:
     @pytest.fixture
-    def text(self, tmp_path: Path) -> Path:
+    def text(self, tmp_path):
         (tmp_path / "text.txt").write_text(f"{JAPANESE}\n" * 50, encoding="utf-8")
         return tmp_path / "text.txt"
 
     @pytest.mark.parametrize(("flags", "options"), [(["--cased"], CASED), ([], LOWER), (["--strip-accents"], UNCASED)])
-    def test_vocab_keeps_it_and_prepare_follows(
-        self, text: Path, tmp_path: Path, flags: list[str], options: dict[str, bool]
-    ) -> None:
+    def test_vocab_keeps_it_and_prepare_follows(self, text, tmp_path, flags, options):
         vocab = tmp_path / "v/vocab.txt"
         assert run("vocab", text, "--out", vocab, "--size", 64, *flags).returncode == 0
         names = ["tokenizer.json", "tokenizer_config.json", "vocab.txt"]
@@ -104,7 +87,7 @@ class TestCase:
         assert ("が" in kept) == (flags != ["--strip-accents"])
         assert Tokenizer(vocab, lowercase=flags == ["--cased"]).options != options  # explicit flags take precedence
 
-    def test_a_tokenizer_json_alone(self, text: Path, tmp_path: Path) -> None:
+    def test_a_tokenizer_json_alone(self, text, tmp_path):
         size = train_vocab([text], out=tmp_path / "v/own.json", size=64, lowercase=False, progress=False)
         assert [path.name for path in (tmp_path / "v").iterdir()] == ["own.json"]
         train_vocab([text], out=tmp_path / "w/vocab.txt", size=64, lowercase=False, progress=False)
@@ -121,9 +104,7 @@ class TestCase:
             (["か"], "uncased (text is lowercased, accents are dropped)", UNCASED),
         ],
     )
-    def test_a_guess_is_said_with_the_flag_that_settles_it(
-        self, text: Path, tmp_path: Path, words: list[str], found: str, options: dict[str, bool]
-    ) -> None:
+    def test_a_guess_is_said_with_the_flag_that_settles_it(self, text, tmp_path, words, found, options):
         vocab = write_vocab(tmp_path / "vocab.txt", *words)
         done = run("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
         [line] = [line for line in done.stderr.splitlines() if "judging" in line]
@@ -136,7 +117,7 @@ class TestCase:
         assert done.returncode == 0 and "judging" not in done.stderr
 
     @pytest.mark.parametrize("flags", [[], ["--cased"]])
-    def test_transformers_opens_the_folder_of_a_new_vocabulary(self, tmp_path: Path, flags: list[str]) -> None:
+    def test_transformers_opens_the_folder_of_a_new_vocabulary(self, tmp_path, flags):
         text = "Ízes kór és kor. हिन्दी में किताब! ที่บ้าน มี แมว; Việt Nam Йод ещё, がか 日本語 한국어 İşık"
         (tmp_path / "text.txt").write_text(f"{text}\n" * 9, encoding="utf-8")
         assert run("vocab", tmp_path / "text.txt", "--out", tmp_path / "v/vocab.txt", *flags).returncode == 0
@@ -149,7 +130,7 @@ class TestCase:
         assert opened(text, add_special_tokens=False)["input_ids"] == expected
         assert Tokenizer(tmp_path / "v").encode_batch([text])[0].tolist() == expected
 
-    def test_other_rules_beside_it_are_an_error(self, tmp_path: Path) -> None:
+    def test_other_rules_beside_it_are_an_error(self, tmp_path):
         vocab = write_vocab(tmp_path / "vocab.txt", "a")
         rules = json.loads(Tokenizer(vocab).to_json())
         rules["pre_tokenizer"] = {"type": "Whitespace"}
@@ -174,7 +155,7 @@ ODD_TEXTS = [
 
 
 @pytest.fixture(params=["uncased", "cased", "uncased with accents", "byte-level", "byte-level, trimmed"])
-def odd_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def odd_tokenizer(request, tmp_path):
     """A tokenizer.json whose vocabulary has most characters of `ODD_TEXTS`, and some words."""
     if request.param.startswith("byte-level"):
         other = tokenizers.Tokenizer(models.BPE())
@@ -195,56 +176,58 @@ def odd_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return json_file
 
 
-class TestOffsets:
-    def test_they_equal_those_of_tokenizers(self, odd_tokenizer: Path) -> None:
-        expected = tokenizers.Tokenizer.from_file(str(odd_tokenizer))
-        expected.encode_special_tokens = True
-        tokenizer = Tokenizer(odd_tokenizer)
-        found = tokenizer.encode_with_offsets(ODD_TEXTS)
-        assert len(found) == len(ODD_TEXTS)
-        for text, pieces in zip(ODD_TEXTS, found, strict=True):
-            encoding = expected.encode(text, add_special_tokens=False)
-            assert pieces.ids.tolist() == encoding.ids, text
-            assert [tuple(place) for place in pieces.offsets.tolist()] == encoding.offsets, text
-            assert pieces.words.tolist() == encoding.word_ids, text
-            assert {array.dtype for array in pieces} == {np.dtype(np.int32)} and pieces.offsets.shape[1] == 2
-        ids = tokenizer.encode_batch(ODD_TEXTS)
-        assert all(np.array_equal(pieces.ids, others) for pieces, others in zip(found, ids, strict=True))
+def test_offsets_equal_those_of_tokenizers(odd_tokenizer):
+    expected = tokenizers.Tokenizer.from_file(str(odd_tokenizer))
+    expected.encode_special_tokens = True
+    tokenizer = Tokenizer(odd_tokenizer)
+    for text, pieces, ids in zip(
+        ODD_TEXTS, tokenizer.encode_with_offsets(ODD_TEXTS), tokenizer.encode_batch(ODD_TEXTS), strict=True
+    ):
+        encoding = expected.encode(text, add_special_tokens=False)
+        assert pieces.ids.tolist() == ids.tolist() == encoding.ids, text
+        assert [tuple(place) for place in pieces.offsets.tolist()] == encoding.offsets, text
+        assert pieces.words.tolist() == encoding.word_ids, text
+        assert {array.dtype for array in pieces} == {np.dtype(np.int32)} and pieces.offsets.shape[1] == 2
 
 
-class TestWhatIsNotOverwritten:
-    @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json"])
-    def test_a_file_that_exists(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / "text.txt").write_text("some words " * 50)
-        (tmp_path / name).write_text("mine")
-        message = refused("vocab", tmp_path / "text.txt", "--out", tmp_path / "vocab.txt", "--size", 50)
-        assert f"{tmp_path / name}: exists and would be overwritten; give --out another folder" in message
-        assert (tmp_path / name).read_text() == "mine"
-        assert len(list(tmp_path.iterdir())) == 2
+@pytest.mark.parametrize(
+    ("others", "command", "message"),
+    [
+        (["vocab.txt"], "vocab text.txt --out vocab.txt", "vocab.txt: exists and would be overwritten; give --out"),
+        (["tokenizer.json"], "vocab text.txt --out vocab.txt", "tokenizer.json: exists and would be overwritten"),
+        ([], "vocab text.txt --out text.txt", "text.txt: is one of the inputs and would be overwritten"),
+        ([], "vocab *.txt --out text.txt", "text.txt: is one of the inputs and would be overwritten"),
+        (
+            ["vocab.txt"],
+            "prepare vocab.txt --vocab vocab.txt --out shards",
+            "vocab.txt: the vocabulary itself is among",
+        ),
+        (
+            ["vocab.txt"],
+            "prepare . --vocab vocab.txt --out shards",
+            "vocab.txt: the vocabulary itself is among the inp",
+        ),
+    ],
+)
+def test_files_are_neither_overwritten_nor_their_own_input(tmp_path, monkeypatch, others, command, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some words " * 50)
+    for name in others:
+        write_vocab(tmp_path / name, "some")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    done = run(*command.split(), *(["--size", 50] if command.startswith("vocab") else []))
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert message in done.stderr.splitlines()[-1]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
-    @pytest.mark.parametrize("given", ["text.txt", "*.txt"])
-    def test_an_input(self, tmp_path: Path, given: str) -> None:
-        (tmp_path / "text.txt").write_text("some words " * 50)
-        message = refused("vocab", tmp_path / given, "--out", tmp_path / "text.txt", "--size", 50)
-        assert f"{tmp_path / 'text.txt'}: is one of the inputs and would be overwritten; give another --out" in message
-        assert (tmp_path / "text.txt").read_text() == "some words " * 50
 
-    @pytest.mark.parametrize("given", ["vocab.txt", ""])
-    def test_the_vocabulary_is_no_input_of_prepare(self, tmp_path: Path, given: str) -> None:
-        (tmp_path / "text.txt").write_text("some words " * 50)
-        assert run("vocab", tmp_path, "--out", tmp_path / "vocab.txt", "--size", 50).returncode == 0
-        message = refused("prepare", tmp_path / given, "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "shards")
-        assert f"{tmp_path / 'vocab.txt'}: the vocabulary itself is among the inputs; move it out of" in message
-        assert not (tmp_path / "shards").exists()
-
-
-def tiny_config() -> Config:
+def tiny_config():
     keys = {"train.steps": "1", "train.batch_size": "4", "data.sequence_length": "32"}
     return Config.preset("tiny", "google").override(keys)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_vocab: Path) -> Path:
+def folder(tmp_path_factory, tiny_corpus, tiny_vocab):
     """A run and its export, and corpora with the run's vocabulary and with others."""
     folder = tmp_path_factory.mktemp("told-apart")
     pretrain(tiny_config(), data=tiny_corpus, out=folder / "run")
@@ -264,7 +247,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_voc
 
 
 class TestVocabulariesToldApart:
-    def test_one_vocabulary_has_one_hash(self, folder: Path, tiny_corpus: Path, tiny_vocab: Path) -> None:
+    def test_one_vocabulary_has_one_hash(self, folder, tiny_corpus, tiny_vocab):
         places = [tiny_vocab, folder / "run", folder / "export", folder / "export/generator/vocab.txt"]
         hashes = {Tokenizer(place).content_hash for place in places}
         hashes |= {Tokenizer.of(Corpus(corpus)).content_hash for corpus in (tiny_corpus, folder / "same")}
@@ -276,7 +259,7 @@ class TestVocabulariesToldApart:
     @pytest.mark.parametrize(
         ("source", "other"), [("run", "shuffled"), ("export", "smaller"), ("run/checkpoints/step-1", "cased")]
     )
-    def test_evaluate_refuses_another(self, folder: Path, tiny_corpus: Path, source: str, other: str) -> None:
+    def test_evaluate_refuses_another(self, folder, tiny_corpus, source, other):
         run_tokenizer, other_tokenizer = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
         with pytest.raises(ValueError, match="tokenizer.json .* is not the vocabulary of the corpus, ") as caught:
             evaluate(folder / source, folder / other)
@@ -285,16 +268,14 @@ class TestVocabulariesToldApart:
             assert tokenizer.content_hash in str(caught.value)
         assert "prepare the text with --vocab" in str(caught.value)
 
-    def test_evaluate_takes_the_same(self, folder: Path) -> None:
+    def test_an_imported_run_refuses_another(self, folder, tmp_path):
         assert evaluate(folder / "run", folder / "same", max_batches=1)["rows"]
-
-    def test_an_imported_run_refuses_another(self, folder: Path, tmp_path: Path) -> None:
         import_folder(folder / "export", tmp_path / "imported")
         with pytest.raises(ValueError, match="is not the vocabulary of the corpus"):
             pretrain(tiny_config(), data=folder / "cased", out=tmp_path / "imported")
         assert pretrain(tiny_config(), data=folder / "same", out=tmp_path / "imported").step == 1
 
-    def test_two_models_have_one_vocabulary(self, folder: Path, tmp_path: Path) -> None:
+    def test_two_models_have_one_vocabulary(self, folder, tmp_path):
         mixed = shutil.copytree(folder / "export", tmp_path / "mixed")
         write_tokenizer(mixed / "generator", Tokenizer(folder / "shuffled.txt"), 512)
         with pytest.raises(ValueError, match="generator/tokenizer.json: another vocabulary than that of"):
@@ -305,17 +286,19 @@ class TestVocabulariesToldApart:
             import_folder(mixed, tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_a_run_without_its_tokenizer(self, folder: Path, tmp_path: Path) -> None:
+    def test_a_run_without_its_tokenizer(self, folder, tmp_path):
         run = shutil.copytree(folder / "run", tmp_path / "run")
         shutil.rmtree(run / "tokenizer")
-        with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
-            evaluate(run, folder / "same")
-        with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
-            pretrain(tiny_config(), data=folder / "same", out=run)
+        for use in (
+            lambda: evaluate(run, folder / "same"),
+            lambda: pretrain(tiny_config(), data=folder / "same", out=run),
+        ):
+            with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
+                use()
 
 
 @pytest.mark.parametrize(
-    "part, value, message",
+    ("part", "value", "message"),
     [
         ("model.vocab.##b", 2**32 - 1, '"##b" has the id 4294967295, and ids must be below 16777216'),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "not a usable tokenizer"),
@@ -327,9 +310,7 @@ class TestVocabulariesToldApart:
         ("model.max_input_chars_per_word", 2**63, None),
     ],
 )
-def test_a_file_at_which_the_library_panics_is_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], part: str, value: object, message: str | None
-) -> None:
+def test_a_file_at_which_the_library_panics_is_one_line(tmp_path, capfd, part, value, message):
     rules = json.loads(Tokenizer(write_vocab(tmp_path / "vocab.txt", "a", "##b")).to_json())
     *parents, name = part.split(".")
     table = rules
@@ -340,7 +321,7 @@ def test_a_file_at_which_the_library_panics_is_one_line(
     path.parent.mkdir()
     path.write_text(json.dumps(rules).replace('\\"', '"'))
 
-    def use() -> None:
+    def use():
         tokenizer = Tokenizer(path)
         tokenizer.encode_batch(["ab " + 4000 * "é" + 4000 * "b"])
         tokenizer.decode([5, 6])

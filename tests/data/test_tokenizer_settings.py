@@ -4,15 +4,10 @@ The exception is the rule for names in text, which is checked directly: the five
 never come from text, and every other added token stays whole.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import random
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -36,14 +31,14 @@ PLAIN = {role: role for role in BRACKETS}
 ANGLES = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
 
 
-def texts(names: dict[str, str], count: int = 120) -> list[str]:
+def texts(names, count=120):
     """Random texts of letters, words, markers and names, with few spaces between them."""
     rng = random.Random(7)
     kinds = [ALPHABET, ALPHABET, WORDS, MARKERS, [*names.values(), "[mask]", "MASK", *"[]<>"], [" ", " ", "\n"]]
     return ["".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 14))) for _ in range(count)]
 
 
-def check_ids(folder: Path) -> Tokenizer:
+def check_ids(folder):
     """Compares ids with those of `transformers`, except where a name in the text gives one of the five there."""
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
     special = ours.special_tokens
@@ -66,7 +61,7 @@ def check_ids(folder: Path) -> Tokenizer:
     return ours
 
 
-def added_tokens() -> list[AddedToken]:
+def added_tokens():
     """An added token of each flag."""
     return [
         AddedToken("[E1]", special=True),
@@ -79,12 +74,12 @@ def added_tokens() -> list[AddedToken]:
     ]
 
 
-def vocabulary(names: dict[str, str], mark: str = "", continues: str = "") -> dict[str, int]:
+def vocabulary(names, mark="", continues=""):
     entries = [*names.values(), *CHARACTERS, *(continues + c for c in CHARACTERS), *(mark + word for word in WORDS)]
     return {entry: number for number, entry in enumerate(dict.fromkeys(entries))}
 
 
-def bpe(**options: Any) -> tokenizers.Tokenizer:
+def bpe(**options):
     vocab = vocabulary(ANGLES)
     for merged in ("th", "the", "an", "ann", "<s", "<s>"):
         vocab.setdefault(merged, len(vocab))
@@ -92,7 +87,7 @@ def bpe(**options: Any) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", **options))
 
 
-def byte_level(prefix: bool) -> tokenizers.Tokenizer:
+def byte_level(prefix):
     alphabet = [*ANGLES.values(), *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he"]
     vocab = {entry: number for number, entry in enumerate(alphabet)}
     made = tokenizers.Tokenizer(models.BPE(vocab, [("Ġ", "t"), ("h", "e")]))
@@ -100,7 +95,7 @@ def byte_level(prefix: bool) -> tokenizers.Tokenizer:
     return made
 
 
-def unigram(byte_fallback: bool = False) -> tokenizers.Tokenizer:
+def unigram(byte_fallback=False):
     entries = list(vocabulary(ANGLES, mark="▁"))
     if byte_fallback:
         entries += [f"<0x{byte:02X}>" for byte in range(256)]
@@ -108,18 +103,18 @@ def unigram(byte_fallback: bool = False) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(models.Unigram(scores, unk_id=1, byte_fallback=byte_fallback))
 
 
-def word_level() -> tokenizers.Tokenizer:
+def word_level():
     return tokenizers.Tokenizer(models.WordLevel(vocabulary(BRACKETS), unk_token="[UNK]"))
 
 
-def word_piece(names: dict[str, str] = BRACKETS) -> tokenizers.Tokenizer:
+def word_piece(names=BRACKETS):
     return tokenizers.Tokenizer(models.WordPiece(vocabulary(names, continues="##"), unk_token=names["unk"]))
 
 
 SPLITTERS = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
 STEPS = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()])
 BERT = normalizers.BertNormalizer(lowercase=True)
-KINDS: dict[str, tuple[Callable[[], tokenizers.Tokenizer], Any, Any]] = {
+KINDS = {
     "byte-level BPE": (lambda: byte_level(False), None, None),
     "byte-level BPE with a first space": (lambda: byte_level(True), normalizers.NFC(), None),
     "BPE of marked words": (bpe, None, pre_tokenizers.Metaspace()),
@@ -136,11 +131,11 @@ KINDS: dict[str, tuple[Callable[[], tokenizers.Tokenizer], Any, Any]] = {
 }
 
 
-def names_of(made: tokenizers.Tokenizer) -> dict[str, str]:
+def names_of(made):
     return next(names for names in (BRACKETS, ANGLES, PLAIN) if made.token_to_id(names["pad"]) == 0)
 
 
-def saved(kind: str, folder: Path, added: bool) -> Path:
+def saved(kind, folder, added):
     make, normalizer, splitter = KINDS[kind]
     made = make()
     if normalizer is not None:
@@ -161,7 +156,7 @@ def saved(kind: str, folder: Path, added: bool) -> Path:
 @pytest.mark.parametrize(
     ("kind", "added"), [*((kind, True) for kind in KINDS), ("byte-level BPE", False), ("WordPiece", False)]
 )
-def test_every_kind(kind: str, added: bool, tmp_path: Path) -> None:
+def test_every_kind(kind, added, tmp_path):
     """With added tokens; without any, the fast path and the crate are chosen by other rules."""
     tokenizer = check_ids(saved(kind, tmp_path / "a", added))
     again = pickle.loads(pickle.dumps(tokenizer))
@@ -193,7 +188,7 @@ MARKS = dict.fromkeys(KINDS, "##") | {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_vocabulary_marks_words_in_its_way(kind: str, tmp_path: Path) -> None:
+def test_each_kind_of_vocabulary_marks_words_in_its_way(kind, tmp_path):
     tokenizer, mark = Tokenizer(saved(kind, tmp_path / "a", False)), MARKS[kind]
     starts = tokenizer.word_starts()
     if mark is None:
@@ -205,7 +200,7 @@ def test_each_kind_of_vocabulary_marks_words_in_its_way(kind: str, tmp_path: Pat
         assert begins == (special or entry.startswith(mark) == (mark != "##")), entry
 
 
-def marker(content: str, **flags: bool) -> dict[str, Any]:
+def marker(content, **flags):
     return {"content": content, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False} | flags
 
 
@@ -231,7 +226,7 @@ LOWER = {"do_lower_case": True}
     ],
     ids=str,
 )
-def test_every_setting_of_a_vocabulary(config: dict[str, Any], tmp_path: Path) -> None:
+def test_every_setting_of_a_vocabulary(config, tmp_path):
     tokenizer = check_ids(bert_folder(tmp_path / "a", config))
     write_tokenizer(tmp_path / "b", tokenizer, 512)
     assert check_ids(tmp_path / "b").content_hash == tokenizer.content_hash
@@ -242,7 +237,7 @@ def test_every_setting_of_a_vocabulary(config: dict[str, Any], tmp_path: Path) -
     assert Tokenizer(tmp_path / "a/vocab.txt").content_hash == tokenizer.content_hash
 
 
-def bert_folder(folder: Path, config: dict[str, Any], **others: Any) -> Path:
+def bert_folder(folder, config, **others):
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(ENTRIES) + "\n", encoding="utf-8")
     files = {"config": {"model_type": "electra"}, "tokenizer_config": config} | others
@@ -251,7 +246,7 @@ def bert_folder(folder: Path, config: dict[str, Any], **others: Any) -> Path:
     return folder
 
 
-def test_older_files_name_added_tokens_too(tmp_path: Path) -> None:
+def test_older_files_name_added_tokens_too(tmp_path):
     special = {"additional_special_tokens": ["[E1]", "<ent>"], "mask_token": "mask"}
     folder = bert_folder(
         tmp_path / "a", LOWER, added_tokens={"[E1]": NEXT, "new york": NEXT + 1}, special_tokens_map=special
@@ -261,7 +256,7 @@ def test_older_files_name_added_tokens_too(tmp_path: Path) -> None:
     assert ids.tolist() == [NEXT, NEXT + 1, NEXT + 2] and tokenizer.special_tokens["mask"] == ENTRIES.index("mask")
 
 
-def test_word_starts_and_offsets_of_added_tokens(tmp_path: Path) -> None:
+def test_word_starts_and_offsets_of_added_tokens(tmp_path):
     tokenizer = Tokenizer(bert_folder(tmp_path / "a", LOWER | {"additional_special_tokens": ["[E1]"]}))
     assert tokenizer.fast
     [pieces] = tokenizer.encode_with_offsets(["cat[E1]s  [MASK]"])
@@ -288,7 +283,7 @@ JAPANESE = {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "
         (LOWER | {"split_special_tokens": True, "additional_special_tokens": ["[E1]"]}, "split_special_tokens is true"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_its_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_honoured_is_refused_by_its_name(config, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         Tokenizer(bert_folder(tmp_path / "a", config))
     assert "\n" not in str(caught.value)
@@ -307,9 +302,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(config: dict[str, Any], 
         ("words", {"added_tokens_decoder": {"0": marker("[PAD]"), "3": marker("the")}}, '"the" has the id 3, but'),
     ],
 )
-def test_a_tokenizer_json_and_its_settings_that_disagree(
-    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_tokenizer_json_and_its_settings_that_disagree(kind, changes, message, tmp_path):
     folder = saved(kind, tmp_path / "a", False)
     path = folder / "tokenizer.json"
     if kind == "WordPiece":
@@ -322,7 +315,7 @@ def test_a_tokenizer_json_and_its_settings_that_disagree(
 
 
 @pytest.mark.parametrize("change", ["an id", "a missing entry"])
-def test_two_vocabularies_in_one_folder_that_disagree(change: str, tmp_path: Path) -> None:
+def test_two_vocabularies_in_one_folder_that_disagree(change, tmp_path):
     folder = bert_folder(tmp_path / "a", CASED)
     (folder / "tokenizer.json").write_text(Tokenizer(folder).to_json(), encoding="utf-8")
     assert Tokenizer(folder).path.name == "tokenizer.json"
@@ -337,7 +330,7 @@ def test_two_vocabularies_in_one_folder_that_disagree(change: str, tmp_path: Pat
             Tokenizer(path)
 
 
-def test_dropout_is_refused(tmp_path: Path) -> None:
+def test_dropout_is_refused(tmp_path):
     made = byte_level(False)
     made.model.dropout = 0.1
     made.save(str(tmp_path / "tokenizer.json"))

@@ -1,29 +1,27 @@
 """Objects written to, read from and removed from a real S3 server on the loopback."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import object_store
 import pytest
-from object_store import S3
 
 from electra_fast._data import delete_objects, download, list_objects, upload
 from electra_fast.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
-def credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def credentials(s3, monkeypatch):
     object_store.use(s3, monkeypatch)
 
 
 @pytest.mark.parametrize("size", [0, 1000, (16 << 20) + 1, 25_000_000])
-def test_a_file_comes_back_as_it_was(size: int, tmp_path: Path) -> None:
+def test_a_file_comes_back_as_it_was(size, tmp_path):
     data = os.urandom(size)
     (tmp_path / "a").write_bytes(data)
     assert upload(str(tmp_path / "a"), f"s3://bucket/{size}/deep/a%20%C3%BC.bin")
@@ -34,7 +32,7 @@ def test_a_file_comes_back_as_it_was(size: int, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_objects_are_replaced_created_and_deleted(tmp_path: Path) -> None:
+def test_objects_are_replaced_created_and_deleted(tmp_path):
     (tmp_path / "a").write_text("ours")
     (tmp_path / "b").write_text("another")
     assert upload(str(tmp_path / "a"), "s3://bucket/x/1", if_absent=True)
@@ -52,20 +50,19 @@ def test_objects_are_replaced_created_and_deleted(tmp_path: Path) -> None:
     [
         ("https://host/x", "https://host/x: a web server cannot be written; give an s3://"),
         ("s3://absent/x", "s3://absent/x: not found; check the URL, the bucket and the region"),
-        ("gs://bucket/x", "no credentials were found; set GOOGLE_APPLICATION_CREDENTIALS"),
         ("s3://key:secret@bucket/x", "leave it out"),
         ("/tmp/x", "/tmp/x: not a URL"),
     ],
 )
-@pytest.mark.parametrize("if_absent", [False, True])
-def test_a_place_that_cannot_be_written_is_one_line(url: str, message: str, if_absent: bool, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_one_line(url, message, tmp_path):
     (tmp_path / "a").write_text("x")
-    with pytest.raises((InputError, FileNotFoundError), match=message) as error:
-        upload(str(tmp_path / "a"), url, if_absent)
-    assert "\n" not in str(error.value)
+    for if_absent in (False, True):
+        with pytest.raises((InputError, FileNotFoundError), match=message) as error:
+            upload(str(tmp_path / "a"), url, if_absent)
+        assert "\n" not in str(error.value)
 
 
-def test_a_missing_object_leaves_no_file(tmp_path: Path) -> None:
+def test_a_missing_object_leaves_no_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="s3://bucket/absent: not found"):
         download("s3://bucket/absent", str(tmp_path / "a"))
     with pytest.raises(FileNotFoundError, match="absent"):
@@ -73,7 +70,7 @@ def test_a_missing_object_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_an_upload_and_no_parts_stay(s3: S3, tmp_path: Path) -> None:
+def test_ctrl_c_ends_an_upload_and_no_parts_stay(s3, tmp_path):
     with open(tmp_path / "large", "wb") as file:
         file.truncate(4 << 30)
     program = "import sys; from electra_fast._data import upload; print(flush=True); upload(*sys.argv[1:])"

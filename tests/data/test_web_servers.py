@@ -1,18 +1,14 @@
 """Corpora at a web server that redirects, wants a password or never answers, and URLs that hold a secret."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
+import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 from in_process import run
@@ -29,7 +25,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, corpus: Path) -> None:
+    def __init__(self, corpus):
         super().__init__(("127.0.0.1", 0), Handler)
         self.corpus, self.url = corpus, f"http://127.0.0.1:{self.server_port}"
         self.modified = "Tue, 01 Jan 2030 00:00:00 GMT"
@@ -39,14 +35,13 @@ class Server(ThreadingHTTPServer):
         self.is_sound = False
 
     @contextlib.contextmanager
-    def sound(self) -> Iterator[None]:
+    def sound(self):
         """A while without faults."""
         self.is_sound = True
         yield
         self.is_sound = False
 
-    def strike(self) -> None:
-        """Notes a faulty request."""
+    def strike(self):
         self.wanted -= 1
         while not self.interrupted:
             time.sleep(0.01)
@@ -54,20 +49,18 @@ class Server(ThreadingHTTPServer):
             self.struck = time.monotonic()
             os.kill(self.interrupted, signal.SIGINT)
 
-    def handle_error(self, *_: object) -> None:
+    def handle_error(self, *_):
         """A client that has gone is no error."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a request."""
-
     protocol_version = "HTTP/1.1"
     server: Server
 
-    def log_message(self, *_: object) -> None:
-        """Prints nothing."""
+    def log_message(self, *_):
+        pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         """The file, or what its path asks for."""
         mode, _, name = self.path[1:].partition("?")[0].partition("/")
         if self.path.partition("?")[2].startswith("uploads"):
@@ -93,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
-    def trickle(self) -> None:
+    def trickle(self):
         """A byte now and then, of the range that was asked for if any was."""
         if "Range" in self.headers:
             self.send_response(206)
@@ -105,12 +98,10 @@ class Handler(BaseHTTPRequestHandler):
         while not self.server.released.wait(0.1):
             self.wfile.write(b" ")
 
-    def refuse(self, status: int, location: str = "") -> None:
-        """An answer without a body."""
+    def refuse(self, status, location=""):
         self.answer(status, headers={"Location": location} if location else None)
 
-    def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
-        """An answer of this length."""
+    def answer(self, status, body=b"", headers=None):
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -119,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-FAULTS: dict[str, Callable[[Handler], object]] = {
+FAULTS = {
     "silent": lambda handler: handler.server.released.wait(),
     "trickling": Handler.trickle,
     "busy": lambda handler: handler.refuse(503),
@@ -127,7 +118,7 @@ FAULTS: dict[str, Callable[[Handler], object]] = {
 
 
 @pytest.fixture
-def web(tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+def web(tiny_corpus, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("NO_PROXY", "*")
@@ -157,9 +148,7 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("command", "url"), [*((command, SECRETS[0]) for command in COMMANDS), *(("inspect", url) for url in SECRETS[1:])]
 )
-def test_a_secret_in_a_url_is_neither_shown_nor_stored(
-    command: str, url: str, tiny_vocab: Path, tiny_corpus: Path, whole_run: Path, tmp_path: Path
-) -> None:
+def test_a_secret_in_a_url_is_neither_shown_nor_stored(command, url, tiny_vocab, tiny_corpus, whole_run, tmp_path):
     (tmp_path / "a.txt").write_text("the cat sees the dog\n")
     values = {"URL": url, "VOCAB": tiny_vocab, "CORPUS": tiny_corpus, "RUN": whole_run}
     values |= {"TEXT": tmp_path / "a.txt", "OUT": tmp_path / "out"}
@@ -170,9 +159,7 @@ def test_a_secret_in_a_url_is_neither_shown_nor_stored(
     assert not any(b"SEC" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_password_is_read_from_netrc_and_sent_to_no_other_host(
-    web: Server, tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_is_read_from_netrc_and_sent_to_no_other_host(web, tiny_corpus, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"check the credentials and what they may read; .*\.netrc"):
         ef.Corpus(f"{web.url}/locked")
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login bob password SECRET\n")
@@ -182,14 +169,11 @@ def test_a_password_is_read_from_netrc_and_sent_to_no_other_host(
         ef.Corpus(f"{web.url}/elsewhere")
 
 
-def test_redirects_stay_on_the_server(web: Server) -> None:
+def test_redirects_stay_on_the_server_or_go_to_hosts_that_are_trusted(web, monkeypatch):
     assert ef.verify(f"{web.url}/here")["files"] > 0
     for mode, complaint in (("elsewhere", "redirects to http://localhost:"), ("circle", "redirects again and again")):
         with pytest.raises(InputError, match=f"{web.url}/{mode}/manifest.json: the server {complaint}"):
             ef.Corpus(f"{web.url}/{mode}")
-
-
-def test_redirects_to_hosts_that_are_trusted(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELECTRA_FAST_REDIRECT_HOSTS", "example.org, localhost")
     assert ef.verify(f"{web.url}/elsewhere")["files"] > 0
 
@@ -197,7 +181,7 @@ def test_redirects_to_hosts_that_are_trusted(web: Server, monkeypatch: pytest.Mo
 class Case:
     """A store with a fault, and what calls need besides."""
 
-    def __init__(self, web: Server, fault: str, vocab: Path, tmp_path: Path) -> None:
+    def __init__(self, web, fault, vocab, tmp_path):
         self.web, self.vocab, self.tmp = web, vocab, tmp_path
         self.url, self.s3 = f"{web.url}/{fault}", f"s3://{fault}/x"
         self.late, self.late_lines, self.late_vocab = (f"{self.url}-{name}" for name in (".tokens", ".lines", ".txt"))
@@ -206,15 +190,15 @@ class Case:
         with self.large.open("wb") as file:
             file.truncate(17 << 20)  # in parts
 
-    def loader(self, url: str, **options: Any) -> ef.BatchLoader:
+    def loader(self, url, **options):
         return ef.BatchLoader(url, sequence_length=64, batch_size=8, **options)
 
-    def restored(self) -> None:
+    def restored(self):
         loader = self.loader(str(self.web.corpus))
         next(loader)
         self.loader(self.late).restore(loader.state())
 
-    def deleted(self) -> None:
+    def deleted(self):
         """Its threads wait for the store."""
         loader = self.loader(self.late)._loader
         with contextlib.suppress(KeyboardInterrupt):
@@ -223,7 +207,7 @@ class Case:
         del loader
         raise KeyboardInterrupt
 
-    def inherited(self) -> None:
+    def inherited(self):
         """A forked child, which is the one to interrupt, opens a corpus again."""
         with self.web.sound():
             corpus = ef.Corpus(self.url)
@@ -237,11 +221,11 @@ class Case:
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
             raise KeyboardInterrupt
 
-    def prepare(self, source: str | Path, out: str | Path) -> None:
+    def prepare(self, source, out):
         ef.prepare([source], vocab=self.vocab, out=out, progress=False)
 
 
-CALLS: dict[str, Callable[[Case], object]] = {
+CALLS = {
     "inspect": lambda case: run("inspect", case.url),
     "a corpus": lambda case: ef.Corpus(case.url),
     "a corpus in a child": Case.inherited,
@@ -273,12 +257,16 @@ CALLS: dict[str, Callable[[Case], object]] = {
 }
 
 
+# Each fault, and each kind of request, once; all calls with all faults are slow.
+QUICK = {("inspect", "silent"), ("a batch", "trickling"), ("prepare", "busy"), ("upload", "silent"), ("list", "silent")}
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("call", CALLS)
-def test_ctrl_c_ends_waiting_for_a_store(
-    call: str, fault: str, web: Server, tiny_vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in itertools.product(CALLS, FAULTS)],
+)
+def test_ctrl_c_ends_waiting_for_a_store(call, fault, web, tiny_vocab, tmp_path, monkeypatch):
     """The store is a thread of this process, so it interrupts the call only if that has released the GIL."""
     keys = {"AWS_ENDPOINT_URL": web.url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "c"}
     for name, value in keys.items():
@@ -298,7 +286,7 @@ def test_ctrl_c_ends_waiting_for_a_store(
     deadline.cancel()
 
 
-def test_an_input_without_an_etag_is_known_by_its_time(web: Server, tiny_vocab: Path, tmp_path: Path) -> None:
+def test_an_input_without_an_etag_is_known_by_its_time(web, tiny_vocab, tmp_path):
     web.corpus = tmp_path
     (tmp_path / "a.txt").write_text("the class function\n" * 100)
     words = ["prepare", f"{web.url}/plain/a.txt", "--vocab", tiny_vocab, "--out", tmp_path / "out"]

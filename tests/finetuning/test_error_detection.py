@@ -1,14 +1,10 @@
 """Words that do not belong: the discriminator's own answers, in whatever text, length and kind of source."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import signal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ LONG = " ".join(f"the class of number {i} returns objekt zzz, value and name;" f
 TEXTS = [SHORT, "", LONG, "name", " \n ", "x" * 120, SHORT.upper()]
 
 
-def save_run(folder: Path, vocab: Path, **changes: str) -> Path:
+def save_run(folder, vocab, **changes):
     """A run at step 0 whose parameters are large enough for probabilities from 0 to 1."""
     tokenizer = Tokenizer(vocab)
     recipe = changes.pop("recipe", "google")
@@ -45,6 +41,7 @@ def save_run(folder: Path, vocab: Path, **changes: str) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_a_fork_computes_after_its_parent_has(tmp_path, tiny_vocab, capfd):
     """Without OpenMP's threads, which a fork does not have: a child that waits for them is killed by its alarm."""
     save_run(tmp_path, tiny_vocab)
@@ -64,20 +61,20 @@ def test_a_fork_computes_after_its_parent_has(tmp_path, tiny_vocab, capfd):
     assert capfd.readouterr().err.count("was forked from one that had computed") == 2
 
 
-def probabilities(answer: dict[str, Any]) -> list[float]:
+def probabilities(answer):
     return [word["probability"] for word in answer["words"]]
 
 
 class Reference:
     """`transformers` on an exported discriminator, one text at a time, without padding."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         [name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
         self.model = getattr(transformers, name).from_pretrained(folder).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     @torch.no_grad()
-    def pieces(self, ids: list[int]) -> list[float]:
+    def pieces(self, ids):
         """The probability of each piece of a text that is read whole."""
         row = [self.tokenizer.cls_token_id, *ids, self.tokenizer.sep_token_id]
         logits = self.model(torch.tensor([row])).logits[0].double()
@@ -85,12 +82,12 @@ class Reference:
         replaced = logits.softmax(-1)[:, 1] if has_labels else torch.sigmoid(logits)
         return list(replaced[1:-1].tolist())
 
-    def words(self, text: str, length: int) -> list[float]:
+    def words(self, text, length):
         """That any of a word's pieces is replaced, each in the chunk with most context around it."""
         encoding, room = self.tokenizer(text, add_special_tokens=False).encodings[0], length - 2
         spans = chunk_spans(len(encoding.ids), room, room // 2)
         chunks = [self.pieces(encoding.ids[start : start + length]) for start, length in spans]
-        by_word: dict[int, float] = {}
+        by_word = {}
         for piece, word in enumerate(encoding.word_ids):
             chunk = chunk_of_most_context(spans, piece)
             by_word[word] = 1 - (1 - by_word.get(word, 0.0)) * (1 - chunks[chunk][piece - spans[chunk][0]])
@@ -98,25 +95,25 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, whole_run: Path) -> Path:
+def exported(tmp_path_factory, whole_run):
     folder = tmp_path_factory.mktemp("errors") / "export"
     export(whole_run, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_vocab: Path) -> Path:
+def run(tmp_path_factory, tiny_vocab):
     return save_run(tmp_path_factory.mktemp("large") / "run", tiny_vocab)
 
 
 @pytest.fixture(scope="module")
-def detector(run: Path) -> ErrorDetector:
+def detector(run):
     return load_error_detector(run)
 
 
 class TestProbabilities:
     @pytest.mark.parametrize("recipe", ["google", "modern"])
-    def test_they_are_those_of_transformers(self, tmp_path: Path, tiny_vocab: Path, recipe: str) -> None:
+    def test_they_are_those_of_transformers(self, tmp_path, tiny_vocab, recipe):
         run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
         export(run, tmp_path / "export", unfinished=True)
         reference, detector, everything = Reference(tmp_path / "export/discriminator"), load_error_detector(run), []
@@ -130,7 +127,7 @@ class TestProbabilities:
             assert probabilities(alone) == pytest.approx(probabilities(answer), abs=1e-5)
         assert len(everything) > 100 and max(everything) - min(everything) > 0.5
 
-    def test_every_source_of_a_model_gives_the_same(self, whole_run: Path, exported: Path, tmp_path: Path) -> None:
+    def test_every_source_of_a_model_gives_the_same(self, whole_run, exported, tmp_path):
         alone = shutil.copytree(exported / "discriminator", tmp_path / "alone")
         [last] = sorted((whole_run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))[-1:]
         expected = load_error_detector(whole_run)
@@ -142,7 +139,7 @@ class TestProbabilities:
     @pytest.mark.parametrize(
         "changes", [{"generator.kind": "uniform"}, {"model.heads": "plain"}, {"model.tying": "all"}], ids=str
     )
-    def test_of_other_models(self, tmp_path: Path, tiny_vocab: Path, changes: dict[str, str]) -> None:
+    def test_of_other_models(self, tmp_path, tiny_vocab, changes):
         changes |= {"generator.fraction": "1"} if "model.tying" in changes else {}
         run = save_run(tmp_path / "run", tiny_vocab, **changes)
         detector, tokenizer = load_error_detector(run), Tokenizer(run)
@@ -167,12 +164,12 @@ class TestWords:
             ("\x00 name\u200b \u0301", ["name"]),
         ],
     )
-    def test_spans_are_what_is_written(self, detector: ErrorDetector, text: str, words: list[str]) -> None:
+    def test_spans_are_what_is_written(self, detector, text, words):
         [answer] = detector.predict([text])
         assert [word["text"] for word in answer["words"]] == words
         assert [text[word["start"] : word["end"]] for word in answer["words"]] == words
 
-    def test_errors_are_those_that_reach_the_threshold(self, run: Path, detector: ErrorDetector) -> None:
+    def test_errors_are_those_that_reach_the_threshold(self, run, detector):
         [answer] = detector.predict([LONG])
         middle, counts = float(np.median(probabilities(answer))), []
         for threshold in (0.0, middle, 1.0):
@@ -184,7 +181,7 @@ class TestWords:
         assert counts[0] == len(answer["words"]) > counts[1] > counts[2] == 0
         assert json.loads(json.dumps(answer)) == answer
 
-    def test_of_a_byte_level_tokenizer_without_the_spaces(self, tmp_path: Path) -> None:
+    def test_of_a_byte_level_tokenizer_without_the_spaces(self, tmp_path):
         from tokenizers import Tokenizer as Other
         from tokenizers import models, pre_tokenizers, trainers
 
@@ -199,34 +196,39 @@ class TestWords:
         assert [word["text"] for word in answer["words"]] == ["the", "class", "😀", "name", ","]
 
 
-def parts(run: Path) -> tuple[Electra, Tokenizer]:
+def parts(run):
     checkpoints = sorted((run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))
     return checkpoint.load_model(checkpoints[-1]), Tokenizer(run)
 
 
 class TestInputs:
-    def test_empty_texts_score_nothing(self, detector: ErrorDetector) -> None:
+    def test_empty_texts_score_nothing(self, detector):
         none = {"score": 0.0, "errors": [], "words": []}
         assert detector.predict(["", " \t\n", "\x00\u200b"]) == [none] * 3
         assert detector.predict([]) == []
 
-    def test_what_is_no_list_of_texts(self, detector: ErrorDetector) -> None:
-        for texts in ("a text", b"bytes", {"text": "a"}):
-            with pytest.raises(ValueError, match="predict takes a list of texts; put a single one into a list"):
-                detector.predict(texts)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"example 1 is \('a', 'b'\); it must be a text"):
-            detector.predict(["a", ("a", "b")])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="example 1: half of a surrogate pair, which is not text"):
-            detector.predict(["a", "\udc00"])
+    @pytest.mark.parametrize(
+        ("texts", "message"),
+        [
+            ("a text", "predict takes a list of texts; put a single one into a list"),
+            (b"bytes", "predict takes a list of texts"),
+            ({"text": "a"}, "predict takes a list of texts"),
+            (["a", ("a", "b")], r"example 1 is \('a', 'b'\); it must be a text"),
+            (["a", "\udc00"], "example 1: half of a surrogate pair, which is not text"),
+        ],
+    )
+    def test_what_is_no_list_of_texts(self, detector, texts, message):
+        with pytest.raises(ValueError, match=message):
+            detector.predict(texts)
 
-    def test_a_threshold_that_is_no_probability(self, run: Path) -> None:
+    def test_a_threshold_that_is_no_probability(self, run):
         for threshold in (-0.1, 1.5, float("nan")):
             with pytest.raises(ValueError, match=f"threshold is {threshold}; it is a probability, from 0 to 1"):
                 load_error_detector(run, threshold)
 
 
 class TestSources:
-    def test_how_much_another_folder_reads_at_once(self, exported: Path, tmp_path: Path) -> None:
+    def test_how_much_another_folder_reads_at_once(self, exported, tmp_path):
         """As many tokens as it has positions, since it does not say what it was trained with."""
         other = shutil.copytree(exported / "discriminator", tmp_path / "other")
         table = json.loads((other / "config.json").read_text(encoding="utf-8"))
@@ -237,7 +239,7 @@ class TestSources:
         expected = Reference(other).words(LONG, detector.sequence_length)
         assert probabilities(detector.predict([LONG])[0]) == pytest.approx(expected, abs=1e-5)
 
-    def test_a_model_without_a_discriminator(self, exported: Path, encoder_folder: Path) -> None:
+    def test_a_model_without_a_discriminator(self, exported, encoder_folder):
         source = exported / "generator"
         with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
             load_error_detector(source)

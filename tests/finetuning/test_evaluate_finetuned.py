@@ -112,39 +112,31 @@ def test_the_command_prints_scores_and_the_model_decides_which_options_apply(tra
 def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(trained, tmp_path):
     folder, _, files = trained("classification")
     model, rows = folder / "seed-0" / "model", records(files["dev"])
-    other = write_rows(
-        tmp_path / "other.jsonl",
-        [row | {"topic": "Class 9"} for row in rows[:3]] + [rows[3] | {"topic": "x"}] + rows[4:],
-    )
+    wrong = [row | {"topic": topic} for row, topic in zip(rows, ["Class 9"] * 3 + ["x"], strict=False)]
+    other = write_rows(tmp_path / "other.jsonl", wrong + rows[4:])
     message = "4 bad rows: .*: labels that the model does not know: 'Class 9' 3, 'x' 1; it knows 'class 0', 'class 1'"
     with pytest.raises(InputError, match=message):
         ef.evaluate(model, other, skip_bad_rows=3)
     assert ef.evaluate(model, other, skip_bad_rows=4, text=["body"])["examples"] == 20
     assert ef.evaluate(model, other, skip_bad_rows=1, label_map="Class 9=class 1")["examples"] == 23
-    for task, row in (
-        ("tagging", {"tokens": ["a", "b"], "tags": ["B-ORG", "O"]}),
-        ("multi-label", {"topic": ["good", "new"]}),
-    ):
+    changes = {"tagging": {"tokens": ["a", "b"], "tags": ["B-ORG", "O"]}, "multi-label": {"topic": ["good", "new"]}}
+    for task, change in changes.items():
         folder, _, files = trained(task)
-        rows = records(files["dev"])
-        other = write_rows(tmp_path / f"{task}.jsonl", [rows[0] | row, *rows[1:]])
-        with pytest.raises(
-            InputError, match=r"that the model does not know: '(ORG|new)' 1; it knows '(LOC|good)', '(PER|long)'"
-        ):
+        first, *rows = records(files["dev"])
+        other = write_rows(tmp_path / f"{task}.jsonl", [first | change, *rows])
+        message = "that the model does not know: '(ORG|new)' 1; it knows '(LOC|good)', '(PER|long)'"
+        with pytest.raises(InputError, match=message):
             ef.evaluate(folder / "seed-0" / "model", other)
         assert ef.evaluate(folder / "seed-0" / "model", other, skip_bad_rows=1)["examples"] == 23
 
 
 def test_a_file_without_labels_is_refused(trained, tmp_path):
-    for task, message in (
-        ("classification", "no label column; there are: body"),
-        ("tagging", "no label column; there are: tokens"),
-        ("question-answering", "no column 'answers'"),
+    for task, column, message in (
+        ("classification", "topic", "no label column; there are: id, body"),
+        ("tagging", "tags", "no label column; there are: id, tokens"),
+        ("question-answering", "answers", "no column 'answers'"),
     ):
         folder, _, files = trained(task)
-        rows = [
-            {name: row[name] for name in row if name in ("body", "tokens", "question", "context")}
-            for row in records(files["dev"])
-        ]
+        rows = [{name: row[name] for name in row if name != column} for row in records(files["dev"])]
         with pytest.raises(InputError, match=message):
             ef.evaluate(folder / "seed-0" / "model", write_rows(tmp_path / f"{task}.jsonl", rows))

@@ -36,11 +36,6 @@ def test_other_settings_data_or_encoder_are_refused(finetuned, encoder_folder, g
         ef.finetune("sst2", model=encoder_folder, data=tmp_path / "data", out=out, overrides=QUICK)
 
 
-def test_a_folder_in_use_is_refused(encoder_folder, glue_folder, tmp_path):
-    with exclusive(tmp_path), pytest.raises(InputError, match="another process is training in this folder"):
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, overrides=QUICK)
-
-
 def test_a_collapse_is_named(encoder_folder, tmp_path):
     data = write_sst2(tmp_path / "data", train=16)
     lines = [f"{text}\t1" for text, _ in sentences(40)] + ["a false name\t0"]
@@ -55,23 +50,20 @@ def test_a_collapse_is_named(encoder_folder, tmp_path):
     assert "warning" in json.loads((tmp_path / "out" / "results.json").read_text())["sst2"]["runs"][0]
 
 
-def test_a_loss_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp_path):
-    overrides = QUICK | {"finetune.learning_rate": "1e30"}
+def test_a_loss_or_gradient_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp_path, monkeypatch):
+    """After the last step no loss would show what a gradient has made of the weights."""
+    options = {"model": encoder_folder, "data": glue_folder, "out": tmp_path}
     with pytest.raises(TrainingFailed, match=r"seed-0: the loss .* became nan .* lower finetune.learning_rate"):
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path / "out", overrides=overrides)
-
-
-def test_a_gradient_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp_path, monkeypatch):
-    """After the last step no loss would show what it has made of the weights."""
+        ef.finetune("sst2", **options, overrides=QUICK | {"finetune.learning_rate": "1e30"})
     take = FinetuneStep.__call__
     monkeypatch.setattr(FinetuneStep, "__call__", lambda *given: (take(*given)[0], torch.tensor(torch.inf)))
     with pytest.raises(TrainingFailed, match=r"seed-0: .* gradient became nan or infinite"):
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path / "out", overrides=QUICK)
+        ef.finetune("mrpc", **options, overrides=QUICK)
     assert not list(tmp_path.rglob("model"))
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["--task", "squad"], "unknown task 'squad'; did you mean squad"),
         (["--task", "squad1"], "train*.json"),
@@ -89,43 +81,33 @@ def test_a_gradient_that_is_no_number_stops_the_run(encoder_folder, glue_folder,
         (["--task", "sst2", "--train", "x.tsv"], "--train is for --task classification, regression, tagging"),
         (["--task", "sst2", "--scheme", "IO"], "--scheme is for --task tagging"),
         (["--task", "classification"], "--data is for GLUE and SQuAD"),
+        (["--task", "glue", "--data", "."], "holds no folder of a GLUE task"),
     ],
 )
-def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, arguments, message):
+def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     common = ["--model", encoder_folder, "--data", glue_folder, "--out", tmp_path / "out"]
     found = in_process.run("finetune", *common, *arguments)
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
     assert message in found.stderr
 
 
-@pytest.mark.parametrize(
-    ("task", "row"),
-    [
-        ("regression", {"text": "a", "score": 0.5}),
-        ("question-answering", {"question": "a", "context": "b", "answers": "b"}),
-    ],
-)
-@pytest.mark.parametrize(("key", "value"), [("class_weights", "balanced"), ("calibrate", True)])
-def test_what_needs_classes_is_refused_for_other_tasks(encoder_folder, tmp_path, task, row, key, value):
-    texts = {name: "b" for name in row if name in ("text", "question")}
-    rows = [row | {name: f"{text} {number}" for name, text in texts.items()} | {"score": number} for number in range(8)]
-    options = {"model": encoder_folder, "out": tmp_path / "out", "overrides": QUICK | {f"finetune.{key}": value}}
-    with pytest.raises(InputError, match=f"finetune.{key} = .* needs classes, which {task} does not predict"):
-        ef.finetune(task, train=rows[:4], dev=rows[4:], **options)
-
-
-def test_a_folder_without_tasks_is_no_success(encoder_folder, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no folder of a GLUE task"):
-        ef.finetune("glue", model=encoder_folder, data=tmp_path / "empty", out=tmp_path / "out")
-    with pytest.raises(InputError, match="needs --data DIR"):
-        ef.finetune("sst2", model=encoder_folder, out=tmp_path / "out")
+def test_what_needs_classes_is_refused_for_other_tasks(encoder_folder, tmp_path):
+    values = [{"text": f"b {number}", "score": number} for number in range(8)]
+    questions = [{"question": f"b {number}", "context": "b", "answers": "b"} for number in range(8)]
+    for task, rows in {"regression": values, "question-answering": questions}.items():
+        for key, value in {"class_weights": "balanced", "calibrate": True}.items():
+            overrides = QUICK | {f"finetune.{key}": value}
+            with pytest.raises(InputError, match=f"finetune.{key} = .* needs classes, which {task} does not predict"):
+                ef.finetune(task, train=rows[:4], dev=rows[4:], model=encoder_folder, out=tmp_path, overrides=overrides)
 
 
 def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glue_folder, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    with exclusive(tmp_path), pytest.raises(InputError, match="another process is training in this folder"):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, overrides=QUICK)
     with pytest.raises(InputError, match="which is not of a fine-tuning; choose another folder for --out"):
         ef.finetune("sst2", model=run, data=glue_folder, out=run, overrides=QUICK)
     (tmp_path / "mine" / "sst2").mkdir(parents=True)
@@ -136,10 +118,10 @@ def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glu
     assert before == {path: path.read_bytes() for path in before}
 
 
-@pytest.fixture(scope="module")
-def stopped(encoder_folder, glue_folder, tmp_path_factory):
+@pytest.fixture
+def stopped(encoder_folder, glue_folder, tmp_path):
     """A seed stopped after its third step, with the checkpoints of the last two."""
-    out, original = tmp_path_factory.mktemp("stopped") / "out", os.replace
+    out, original = tmp_path / "stopped", os.replace
 
     def replace(source, target):
         original(source, target)
@@ -164,36 +146,28 @@ def resumed(out, encoder_folder, glue_folder):
     return in_process.run(*arguments, *flags(QUICK))
 
 
-@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    stopped, finetuned, encoder_folder, glue_folder, tmp_path, damaged
-):
-    shutil.copytree(stopped, out := tmp_path / "out")
-    seed = out / "sst2" / "seed-0"
-    flip_a_bit(seed / "checkpoints" / "step-3" / damaged)
-    found = resumed(out, encoder_folder, glue_folder)
-    assert found.returncode == 0
-    (warning,) = [line for line in found.stderr.splitlines() if "warning" in line]
-    assert f"step-3/{damaged}: damaged " in warning and "resumes at step 2" in found.stderr
-    names = ("model/model.safetensors", "predictions.dev.tsv")
-    assert [(seed / each).read_bytes() for each in names] == [
-        (finetuned[0] / "sst2" / "seed-0" / each).read_bytes() for each in names
-    ]
-    assert not (seed / "checkpoints").exists()
-
-
-def test_without_an_intact_checkpoint_it_says_what_to_remove(stopped, encoder_folder, glue_folder, tmp_path):
-    shutil.copytree(stopped, out := tmp_path / "out")
-    for path in out.rglob("model.safetensors"):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(stopped, finetuned, encoder_folder, glue_folder, tmp_path):
+    for damaged in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        out = shutil.copytree(stopped, tmp_path / damaged)
+        seed, other = out / "sst2" / "seed-0", finetuned[0] / "sst2" / "seed-0"
+        flip_a_bit(seed / "checkpoints" / "step-3" / damaged)
+        found = resumed(out, encoder_folder, glue_folder)
+        assert found.returncode == 0
+        (warning,) = [line for line in found.stderr.splitlines() if "warning" in line]
+        assert f"step-3/{damaged}: damaged " in warning and "resumes at step 2" in found.stderr
+        for name in ("model/model.safetensors", "predictions.dev.tsv"):
+            assert (seed / name).read_bytes() == (other / name).read_bytes()
+        assert not (seed / "checkpoints").exists()
+    for path in stopped.rglob("model.safetensors"):
         flip_a_bit(path)
-    found = resumed(out, encoder_folder, glue_folder)
+    found = resumed(stopped, encoder_folder, glue_folder)
     assert found.returncode == 2
     assert re.search("no intact checkpoint: .* remove .*seed-0 to train this seed again", found.stderr.splitlines()[-1])
-    assert not list(out.rglob("damaged-*"))
+    assert not list(stopped.rglob("damaged-*"))
 
 
 @pytest.mark.parametrize(
-    "name, damage, message",
+    ("name", "damage", "message"),
     [
         ("results.json", lambda path: path.write_text("[]"), "results.json: not a JSON object; remove it"),
         ("sst2/seed-0/result.json", lambda path: path.write_text("{}"), "not whole"),

@@ -90,26 +90,20 @@ class TestFinetuning:
         assert finetune(tmp_path, **given) == {"device": "cpu", "precision": "bf16", "matmul": "default"}
         assert "auto" not in capsys.readouterr().err
 
-    def test_folders_of_before_keep_fp32_and_the_default(self, finetune, tmp_path, timed):
+    def test_what_a_folder_of_before_lacks_and_what_cannot_run_here(self, finetune, tmp_path, timed, monkeypatch):
+        """A folder without a record keeps fp32 and torch's default; bf16 of another machine is not kept."""
         timed(0.1, 0.2)
         chosen = {"device": "cpu", "precision": "fp32", "matmul": "default"}
-        assert finetune(tmp_path / "whole", seeds=2) == chosen
-        finetune(tmp_path / "run")
-        path = tmp_path / "run/sst2/task.json"
+        assert finetune(tmp_path) == chosen
+        path = tmp_path / "sst2/task.json"
         record = json.loads(path.read_text())
-        del record["hardware"]
         assert "matmul" not in record["finetune"]
-        path.write_text(json.dumps(record))
+        path.write_text(json.dumps({name: value for name, value in record.items() if name != "hardware"}))
         timed(0.2, 0.1, 2.0)
-        assert finetune(tmp_path / "run", seeds=2) == chosen
-        assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
-
-    def test_what_cannot_run_here_is_not_kept(self, finetune, tmp_path, timed, monkeypatch):
-        """A folder that another machine has begun."""
-        timed(0.2, 0.1, 2.0)
-        finetune(tmp_path)
+        assert finetune(tmp_path, seeds=2) == chosen
+        path.write_text(json.dumps(record | {"hardware": chosen | {"precision": "bf16", "matmul": ONEDNN}}))
         monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-        assert finetune(tmp_path, seeds=2) == {"device": "cpu", "precision": "fp32", "matmul": "default"}
+        assert finetune(tmp_path, seeds=3) == chosen
 
     @pytest.mark.parametrize(("task", "head"), [("stsb", "hf"), ("squad2", "google")])
     def test_the_real_measurement(self, job_of, bf16_cpu, task, head):
@@ -133,13 +127,9 @@ class TestFinetuning:
         for weight in expected:
             torch.testing.assert_close(found[weight], expected[weight], atol=5e-4, rtol=0)
 
-    def test_fp16_that_always_overflows_diverges(self, finetune, tmp_path, monkeypatch):
-        monkeypatch.setattr(loss_scaling, "INITIAL_SCALE", 1.0)
-        monkeypatch.setattr(step_module, "global_norm", lambda _: torch.tensor(torch.inf))
-        with pytest.raises(Diverged, match="the loss or its gradient became nan or infinite in steps 1-"):
-            finetune(tmp_path, **{"finetune.precision": "fp16"})
-
-    def test_a_checkpoint_has_the_loss_scale(self, job_of):
+    def test_fp16_that_always_overflows_diverges_and_a_checkpoint_has_the_scale(
+        self, finetune, job_of, tmp_path, monkeypatch
+    ):
         work = job_of("stsb", **{"finetune.precision": "fp16"}).work
         step, other = (FinetuneStep(work.model(), work) for _ in range(2))
         step.scaler.judge(torch.tensor(torch.inf))
@@ -147,6 +137,10 @@ class TestFinetuning:
         assert float(other.scaler.scale) == loss_scaling.INITIAL_SCALE / 2
         other.reset()
         assert float(other.scaler.scale) == loss_scaling.INITIAL_SCALE
+        monkeypatch.setattr(loss_scaling, "INITIAL_SCALE", 1.0)
+        monkeypatch.setattr(step_module, "global_norm", lambda _: torch.tensor(torch.inf))
+        with pytest.raises(Diverged, match="the loss or its gradient became nan or infinite in steps 1-"):
+            finetune(tmp_path / "out", **{"finetune.precision": "fp16"})
 
 
 class TestPrediction:
@@ -161,9 +155,8 @@ class TestPrediction:
         assert exact.note == ""
         timed(*times)
         model = ef.load_finetuned(folder)
-        assert (
-            model.note == f"precision = auto: {precision} (256 tokens take {times[0]} s in fp32, {times[1]} s in bf16)"
-        )
+        seconds = f"{times[0]} s in fp32, {times[1]} s in bf16"
+        assert model.note == f"precision = auto: {precision} (256 tokens take {seconds})"
         ours, expected = model.outputs(TEXTS), exact.outputs(TEXTS)
         np.testing.assert_allclose(ours, expected, atol=atol)
         assert np.array_equal(ours, expected) == (precision == "fp32")
@@ -177,15 +170,14 @@ class TestPrediction:
 
     def test_a_given_precision_is_not_measured(self, folder, tmp_path, timed):
         (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
-        found = {}
+        found = []
         for precision in ("fp32", "bf16"):
             run = in_process.run("predict", folder, tmp_path / "texts.txt", "--precision", precision)
             assert "= auto" not in run.stderr and run.returncode == 0
-            found[precision] = [json.loads(line)["scores"] for line in run.stdout.splitlines()]
-            assert found[precision] == [
-                each["scores"] for each in ef.load_finetuned(folder, precision=precision).predict(TEXTS)
-            ]
-        assert found["fp32"] != found["bf16"]
+            found.append([json.loads(line)["scores"] for line in run.stdout.splitlines()])
+            answers = ef.load_finetuned(folder, precision=precision).predict(TEXTS)
+            assert found[-1] == [answer["scores"] for answer in answers]
+        assert found[0] != found[1]
 
     def test_outputs_in_fp16_are_right_or_an_error(self, folder):
         model = ef.load_finetuned(folder, precision="fp16")

@@ -37,11 +37,8 @@ def test_google_rates_by_depth():
     assert factors["encoder.layers.0.qkv.weight"] == pytest.approx(0.055, abs=5e-4)
     assert factors["encoder.layers.11.feed_forward_norm.bias"] == pytest.approx(0.64)
     assert factors["head.classifier.weight"] == 1
-    large = lr_factors(
-        ["embeddings.token", "encoder.layers.23.qkv.weight"],
-        24,
-        FinetuneSection(layer_decay=0.9, layer_decay_form="google"),
-    )
+    names = ["embeddings.token", "encoder.layers.23.qkv.weight"]
+    large = lr_factors(names, 24, FinetuneSection(layer_decay=0.9, layer_decay_form="google"))
     assert list(large.values()) == pytest.approx([0.0646, 0.81], rel=1e-3)
 
 
@@ -103,7 +100,7 @@ def test_fast_has_the_encoders_dropout():
 
 
 @pytest.mark.parametrize(
-    "num_examples, num_classes, overrides, epochs, evals_per_epoch, width",
+    ("num_examples", "num_classes", "overrides", "epochs", "evals_per_epoch", "width"),
     [
         (0, 0, {}, 3, 1, 256),
         (60_000, 40, {}, 3, 1, 256),
@@ -164,16 +161,10 @@ def shown(value):
     return f"{float(value):g}" if value[0].isdigit() else value
 
 
-def test_only_fast_weights_rare_classes():
-    for recipe, task, expected in (
-        ("fast", "classification", "auto"),
-        ("fast", "sst2", "none"),
-        ("paper", "classification", "none"),
-    ):
+def test_only_fast_weights_rare_classes_and_every_key_can_be_overridden():
+    weights = {("fast", "classification"): "auto", ("fast", "sst2"): "none", ("paper", "classification"): "none"}
+    for (recipe, task), expected in weights.items():
         assert_settings(recipe, task, SMALL, {"class_weights": expected})
-
-
-def test_every_key_can_be_overridden():
     for name, value in {"epochs": "2.5", "head": "google", "both_orders": "true", "class_weights": "balanced"}.items():
         config = recipe_config("fast", "mrpc", SMALL, {f"finetune.{name}": value}).finetune
         assert str(getattr(config, name)).lower() == value

@@ -80,8 +80,13 @@ def pair_ids(tokenizer, pair, max_length=24):
 
 
 @pytest.mark.parametrize(
-    "task, recipe, epochs",
-    [("mrpc", "paper", "1"), ("mrpc", "google", "0.3"), ("stsb", "google", "1"), ("stsb", "fast", "1")],
+    ("task", "recipe", "epochs"),
+    [
+        ("mrpc", "google", "0.3"),
+        ("stsb", "fast", "1"),
+        pytest.param("mrpc", "paper", "1", marks=pytest.mark.slow),
+        pytest.param("stsb", "google", "1", marks=pytest.mark.slow),
+    ],
 )
 def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, encoder_folder, task, recipe, epochs):
     """Two steps (the first of `google` has rate 0), or an epoch: the trained models give equal outputs."""
@@ -137,7 +142,9 @@ def reading_losses(model, encoded, targets, head):
     return loss_of
 
 
-@pytest.mark.parametrize("recipe, version", [("paper", 1), ("google", 2), ("fast", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "version"), [("paper", 1), ("google", 2), pytest.param("fast", 2, marks=pytest.mark.slow)]
+)
 def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
     data, name = write_squad(tmp_path / "squad", version), f"squad{version}"
     ef.finetune(name, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
@@ -173,7 +180,7 @@ def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folde
             torch.testing.assert_close(stored[f"electra.{key}"], wanted, rtol=1e-5, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("recipe", ["google", "fast"])
+@pytest.mark.parametrize("recipe", ["google", pytest.param("fast", marks=pytest.mark.slow)])
 def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe):
     """Short sentences, so that a sentence is a chunk; labels at the first piece of each word."""
     data = write_conll(tmp_path / "data", words=(3, 8))

@@ -147,7 +147,7 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
 
 
 @pytest.mark.parametrize(
-    "more, message",
+    ("more", "message"),
     [
         ({"folds": 1}, "folds = 1: must be at least 2"),
         ({"folds": 7}, r"--folds 7 with 6 examples of the class 'rare'; lower --folds"),

@@ -70,12 +70,7 @@ KINDS = {
     "XLM-R": (unigram, joined("<s> $A </s> </s> $B </s>"), "XLMRobertaTokenizer", ROBERTA),
     "CamemBERT": (unigram, joined("<s> $A </s> </s> $B </s>"), "CamembertTokenizer", ROBERTA),
     "in steps": (byte_level, processors.Sequence([TRIMS, joined("<s> $A </s> $B </s>")]), ANY, PairTemplate(1, 0)),
-    "BERT's words": (
-        bert,
-        joined("<s> $A </s> </s> $B:1 </s>:1", BRACKETS),
-        ANY,
-        PairTemplate(2),
-    ),
+    "BERT's words": (bert, joined("<s> $A </s> </s> $B:1 </s>:1", BRACKETS), ANY, PairTemplate(2)),
     "no special tokens": (byte_level, TRIMS, ANY, None),
     "no end": (unigram, joined("<s> $A $B:1", single="{} $A"), ANY, None),
     "three": (unigram, joined("<s> $A </s> </s> </s> $B </s>"), ANY, None),
@@ -122,8 +117,5 @@ def test_ids_and_token_types_are_those_of_transformers(kind, tmp_path):
 
 
 def rows(encoded):
-    ends = encoded.offsets.tolist()
-    return [
-        (encoded.ids[start:end].tolist(), encoded.token_types[start:end].tolist())
-        for start, end in itertools.pairwise(ends)
-    ]
+    spans = [slice(*ends) for ends in itertools.pairwise(encoded.offsets.tolist())]
+    return [(encoded.ids[span].tolist(), encoded.token_types[span].tolist()) for span in spans]

@@ -69,7 +69,7 @@ def reference(encoder_folder, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "evals, examples, epochs, expected",
+    ("evals", "examples", "epochs", "expected"),
     [
         (1, 40, 3, [5, 10, 15]),
         (0, 40, 3, [15]),
@@ -163,10 +163,8 @@ def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):
     settings = SETTINGS | {"finetune.evals_per_epoch": "0", "finetune.select": "last"}
     ef.finetune("sst2", model=encoder_folder, data=data, out=tmp_path, overrides=settings)
     folder = tmp_path / "sst2/seed-0"
-    losses, expected = (
-        [each["loss"] for each in read_records(path / "metrics.jsonl") if "loss" in each]
-        for path in (folder, reference[0])
-    )
+    logs = (read_records(path / "metrics.jsonl") for path in (folder, reference[0]))
+    losses, expected = ([each["loss"] for each in log if "loss" in each] for log in logs)
     assert losses == expected and len(losses) == 15
     for name, tensor in ef.load_finetuned(folder / "model")._model.named_parameters():
         assert tensor.equal(reference[1][-1][name]), name
@@ -187,7 +185,7 @@ def killed_at_line(monkeypatch, number):
         yield
 
 
-@pytest.mark.parametrize("number, is_damaged", [(8, False), (9, True)])
+@pytest.mark.parametrize(("number", "is_damaged"), [(9, True), pytest.param(8, False, marks=pytest.mark.slow)])
 def test_killed_anywhere_it_ends_with_the_undisturbed_model(
     reference, train, tmp_path, monkeypatch, number, is_damaged
 ):
@@ -277,7 +275,7 @@ def test_curves_show_what_the_log_has(reference):
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
         ({"evals_per_epoch": -1.0}, "finetune.evals_per_epoch"),
         ({"patience": -1}, "finetune.patience"),

@@ -1,10 +1,7 @@
 """Labeled examples at URLs: read as those on disk, and named by their URL."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import object_store
 import pytest
@@ -15,9 +12,8 @@ import electra_fast as ef
 from electra_fast.errors import InputError
 
 
-def test_examples_in_a_bucket_are_those_on_disk(
-    tmp_path: Path, tiny_vocab: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_examples_in_a_bucket_are_those_on_disk(tmp_path, tiny_vocab, monkeypatch):
     for name in ("train", "dev", "test"):
         lines = (f"{text}\t{'good' if label else 'bad'}\n" for text, label in sentences(30, len(name)))
         (tmp_path / f"{name}.tsv").write_text("text\tlabel\n" + "".join(lines))

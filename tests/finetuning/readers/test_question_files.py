@@ -148,20 +148,6 @@ def test_forms_of_answers(write, answers, expected):
     assert data.task.has_unanswerable == (not expected)
 
 
-def test_every_format_has_the_same_questions(write):
-    lines = ("context", "id", "answer", "question"), (CONTEXT, "7", "blue", "7?"), (CONTEXT, "8", "", "8?")
-    cells = {"\t": "train.tsv", ",": "train.csv"}
-    paths = [write("\r\n".join(map(end.join, lines)).encode("utf-8-sig"), name) for end, name in cells.items()]
-    paths.append(write(json.dumps(squad(asked(7, BLUE), asked(8))).encode("utf-8-sig"), "train.json"))
-    rows = [row(annotated(["blue"], [11]), id=7, question="7?"), row(annotated([], []), id=8, question="8?")]
-    paths += [write(rows, name) for name in ("train.jsonl", "train.parquet")]
-    for path in paths:
-        data = read(path)
-        assert (data.train.texts, answers_of(data.train)) == ([("7?", CONTEXT), ("8?", CONTEXT)], [(BLUE,), ()])
-        assert (data.train.ids, data.task.name, data.notes) == (["7", "8"], "question-answering", ())
-        assert streamed(path) == [("7", "7?", CONTEXT), ("8", "8?", CONTEXT)]
-
-
 def test_ids_and_texts_are_left_as_they_are(write):
     context = "\u2028 Ä\u00a0b \r\n c "
     rows = [{"question": " ?\t", "context": context, "answers": ["b \r\n c "], "id": id} for id in (None, "x")]

@@ -121,6 +121,9 @@ def test_spans_that_say_little_of_their_convention(write):
         assert first_words(write(rows)) == [0] * 30 + [3, 3, 3]
     rows = [{"text": "Pestet 😀 láttam", "spans": [[0, 4, "X"]]}] * 9 + [{"text": "Pest", "spans": [[0, 4, "X"]]}]
     assert first_words(write(rows)) == [0] * 10
+    for count, is_converted in ((2, False), (3, True)):  # ends within words
+        path = write([{"text": "Anna met", "spans": [[0, 3, "X"]]}] * count)
+        assert any("the end inclusive, as" in note for note in read(path).notes) == is_converted
     rows = [{"text": "a 😀 Ann", "spans": [[4, 7, "X"]]}, {"text": "Ann", "spans": [[0, 9, "X"]]}]
     assert "line 2: the span 0 to 9 is empty or outside the text of 3 characters" in refusal(read, write(rows))
 
