@@ -86,7 +86,8 @@ def test_ill_formed_tags(scheme, tags, words, entities):
         (["I-PER O", "I-LOC B-LOC"], "IOB1"),
         (["PER PER B-PER O"], "IOB1"),
         (["B-NP I-NP B-VP"], "IOB2"),
-        (["O B-PER", "I-PER O O B-LOC"], "IOB2"),  # most, or half, begin with B
+        (["O B-PER", "I-PER O O B-LOC"], "IOB2"),  # most begin with B
+        (["O B-PER", "O I-LOC"], "IOB2"),  # half do
         (["I-PER O I-PER O B-LOC B-LOC"], "IOB1"),  # most begin with I
         (["O S-PER"], "IOBES"),
         (["B M E S", "S S"], "IOBES"),
