@@ -50,8 +50,8 @@ from electra_fast.data.mixture import Mixture
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.hardware.flops import flops_per_token
 from electra_fast.model.model import Electra
-from electra_fast.optimizers.muon import stacks
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.optimizers.rules import stacks
 from electra_fast.training.corruptor import corrupted_rows
 from electra_fast.training.evaluate import SEED, _common_config
 from electra_fast.training.run import exclusive

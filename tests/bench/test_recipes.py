@@ -21,7 +21,7 @@ from electra_fast.hardware.flops import flops_per_token
 from electra_fast.model import model
 from electra_fast.model.attention import AttentionMask, Queries
 from electra_fast.ops.operations import Dropout
-from electra_fast.optimizers.muon import orthogonalize
+from electra_fast.optimizers.rules import orthogonalize
 
 TINY = replace(
     studies.SCALES["mini"],

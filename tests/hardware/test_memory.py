@@ -13,7 +13,8 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops.operations import use_impl
-from electra_fast.optimizers.optimizer import RULES, Optimizer
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.optimizers.rules import RULES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 SHORT = ComputeConfig("short", torch.bfloat16)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from electra_fast.config.config import OptimizerConfig
-from electra_fast.optimizers.muon import orthogonalize
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
+from electra_fast.optimizers.rules import orthogonalize
 
 STEPS = 6
 

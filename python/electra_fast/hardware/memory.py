@@ -28,7 +28,7 @@ from electra_fast.model.model import BertLayer, Electra, ModernLayer
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
 from electra_fast.ops.operations import WeightCasts
-from electra_fast.optimizers.optimizer import RULES
+from electra_fast.optimizers.rules import RULES
 
 # Backends that run on fake tensors only after compiling, or not at all, and one that saves the same tensors.
 _ALIKE = {"flex": "varlen", "xformers": "varlen"}

@@ -1,1 +1,1 @@
-"""Optimizers: one file per update rule, their common interface, and the optimizer that applies a rule."""
+"""Update rules, the optimizer that applies one, and the shards of a sharded model."""

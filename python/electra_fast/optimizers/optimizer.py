@@ -6,7 +6,7 @@ Its state is a flat dictionary of tensors for checkpoints: fp32 moments by param
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -14,16 +14,11 @@ from torch import Tensor, nn
 
 from electra_fast.config.config import OptimizerConfig
 from electra_fast.errors import InputError
-from electra_fast.optimizers.adamw import AdamW
-from electra_fast.optimizers.lamb import Lamb
-from electra_fast.optimizers.muon import MatrixDivision, Muon
-from electra_fast.optimizers.rule import OptimizerState, UpdateRule
+from electra_fast.optimizers.rules import RULES, OptimizerState
 from electra_fast.optimizers.shards import Shards, assign_owners
 
 # A table is updated by its rows that have moments if it has this many times as many rows: copies of them cost, too.
 MIN_ROWS_BY_MOMENTS = 4
-
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
 
 
 class Schedule(Protocol):
@@ -33,26 +28,34 @@ class Schedule(Protocol):
     def schedule(self) -> str:
         """`linear` or `product`."""
 
-    def num_warmup_steps(self, num_steps: int) -> float:
-        """Returns the steps of warmup in a run of `num_steps`."""
+    def num_warmup_steps(self, num_steps: int) -> float: ...
 
 
-def lr_scale(config: Schedule, step: int, num_steps: int) -> float:
-    """Returns the learning rate at a step (0-based) of `num_steps` as a fraction of its peak.
+def schedule_of(config: Schedule, num_steps: int) -> Callable[[int], float]:
+    """The learning rate as a fraction of its peak, as a function of the step (0-based) of `num_steps`.
 
     With t the step, T the number of steps and W the warmup steps: `product`, of the published code, is
     (1 - t/T) * min(1, t/W). `linear` rises linearly over W steps and then falls to 0.
     """
     warmup = config.num_warmup_steps(num_steps)
-    if config.schedule == "product":
+
+    def product(step: int) -> float:
         return (1 - step / num_steps) * (min(1.0, step / warmup) if warmup else 1.0)
-    rising = (step + 1) / warmup if warmup else 1.0
-    falling = (num_steps - step) / max(1, num_steps - warmup)
-    return min(1.0, rising, falling)
+
+    def linear(step: int) -> float:
+        rising = (step + 1) / warmup if warmup else 1.0
+        return min(1.0, rising, (num_steps - step) / max(1, num_steps - warmup))
+
+    return product if config.schedule == "product" else linear
+
+
+def lr_scale(config: Schedule, step: int, num_steps: int) -> float:
+    """The learning rate at one step of `schedule_of`."""
+    return schedule_of(config, num_steps)(step)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the Euclidean norm of all tensors concatenated; fp32 scalar."""
+    """The Euclidean norm of all tensors concatenated; fp32 scalar."""
     norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
     return norm
 
@@ -69,7 +72,7 @@ class Optimizer:
         config: Update rule and its settings.
         lr_factors: Learning-rate factors other than 1, by parameter name.
         shards: The shards of a sharded model, whose rows on this rank are the parameters.
-        matrix_dtype: Dtype of Muon's iterations, usually that of the activations: bf16 suffices for both.
+        matrix_dtype: Dtype of products of matrices, usually that of the activations: bf16 suffices for both.
 
     Raises:
         ValueError: No parameter requires a gradient.
@@ -88,7 +91,7 @@ class Optimizer:
         self.exp_avg_sq = {
             name: torch.zeros_like(x) for name, x in self.exp_avg.items() if rule.has_second_moment(name, x)
         }
-        scalars = torch.zeros(5, device=next(iter(parameters.values())).device)
+        scalars = torch.zeros(3 + len(rule.learning_rates), device=next(iter(parameters.values())).device)
         self._state = OptimizerState(
             config, parameters, self.exp_avg, self.exp_avg_sq, scalars, dict(lr_factors or {}), shards, matrix_dtype
         )
@@ -118,11 +121,6 @@ class Optimizer:
         """Divides the update of parameters in shared memory among processes."""
         self._rank, self._num_processes = rank, num_processes
         self.choose_parameters()
-
-    def divide_matrices(self, division: MatrixDivision) -> None:
-        """Divides Muon's iterations among ranks."""
-        if isinstance(self.rule, Muon):
-            self.rule.divide_matrices(division)
 
     def reset(self) -> None:
         """Chooses the parameters that require a gradient now, and resets moments and the number of updates."""
@@ -156,7 +154,8 @@ class Optimizer:
         A CUDA graph cannot contain this part of an update. Raises ValueError if a learning rate is 0.
         """
         config = self.config
-        if config.learning_rate == 0 or (config.name == "muon" and config.muon_learning_rate == 0):
+        rates: list[float] = [getattr(config, name) for name in self.rule.learning_rates]
+        if 0 in rates:
             raise ValueError(
                 "a learning rate is 0, which stands for one derived from the number of steps: use Config.resolved"
             )
@@ -164,8 +163,7 @@ class Optimizer:
         # After infinitely many updates both bias corrections are exactly 1.
         num_updates = self._num_steps if config.bias_correction else math.inf
         corrections = (1 / (1 - config.beta1**num_updates), 1 / math.sqrt(1 - config.beta2**num_updates))
-        learning_rates = (-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate)
-        scalars = [*learning_rates, *corrections, num_updates]
+        scalars = [*corrections, num_updates, *(-lr_scale * rate for rate in rates)]
         host = torch.tensor(scalars, pin_memory=self._state.scalars.is_cuda)
         self._state.scalars.copy_(host, non_blocking=True)
 
@@ -176,7 +174,7 @@ class Optimizer:
         self.num_loads = num_loads
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns dense gradients by parameter name. Raises RuntimeError naming a parameter without one."""
+        """Dense gradients by parameter name. Raises RuntimeError naming a parameter without one."""
         found = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -187,7 +185,6 @@ class Optimizer:
         return found
 
     def add_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Adds values to rows of a gradient."""
         grad = self.parameters[name].grad
         assert grad is not None
         grad.index_add_(0, rows, values)
@@ -200,12 +197,12 @@ class Optimizer:
             del self.gradient_rows[name], self._tables[name]
 
     def nonzero(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns the rows of a gradient that are not zero, as far as that is known; a copy of them."""
+        """The rows of a gradient that are not zero, as far as that is known; a copy of them."""
         rows = self.gradient_rows.get(name)
         return gradient if rows is None else gradient.index_select(0, rows)
 
     def _rows_with_moments(self) -> dict[str, Tensor]:
-        """Returns the rows that an update changes otherwise than by decay, of tables with few of them."""
+        """The rows that an update changes otherwise than by decay, of tables with few of them."""
         found = {}
         for name in self._has_moments.keys() - self.gradient_rows.keys():
             del self._has_moments[name]  # any row may get moments now
@@ -218,7 +215,7 @@ class Optimizer:
         return found
 
     def _filled_table(self, name: str, sparse: Tensor) -> Tensor:
-        """Returns a sparse gradient as a dense one, in a table that is reused; `zero_grad` zeroes its rows."""
+        """A sparse gradient as a dense one, in a table that is reused; `zero_grad` zeroes its rows."""
         if name not in self._tables:
             self._tables[name] = torch.zeros_like(self.parameters[name])
         self.gradient_rows[name] = sparse.indices()[0]
@@ -249,7 +246,7 @@ class Optimizer:
         """
         gradients = self.gradients()
         if norm is None:
-            norm = global_norm(self.nonzero(name, gradient) for name, gradient in gradients.items())
+            norm = global_norm([self.nonzero(name, gradient) for name, gradient in gradients.items()])
         own = {name: gradients[name] for name in self.own_names}
         self._state.skipped = skipped
         if skipped is not None:
@@ -269,10 +266,10 @@ class Optimizer:
     def _leave_out_skipped(self, skipped: Tensor) -> None:
         """Corrects the scalars for earlier steps that were skipped: they are no updates, as in torch's GradScaler."""
         scalars, config = self._state.scalars, self.config
-        num_updates = (scalars[4] - self._num_skipped).double()
+        num_updates = (scalars[2] - self._num_skipped).double()
         corrections = (1 / (1 - config.beta1**num_updates), (1 - config.beta2**num_updates).rsqrt())
         has_skipped = self._num_skipped > 0
-        for place, value in zip((2, 3, 4), (*corrections, num_updates), strict=True):
+        for place, value in enumerate((*corrections, num_updates)):
             scalars[place].copy_(torch.where(has_skipped, value.float(), scalars[place]))
         self._num_skipped += skipped
 
@@ -282,7 +279,7 @@ class Optimizer:
         self.rule.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns `exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
+        """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
         moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         state = {
             f"{kind}.{name}": each[name] for kind, each in moments.items() for name in self.parameters if name in each

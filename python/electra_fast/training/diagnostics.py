@@ -23,6 +23,7 @@ from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LossHistory, TrainState
 from electra_fast.objectives.objective import Number, Objective
+from electra_fast.optimizers.rules import RULES
 from electra_fast.training.forecast import by_rule, has_rule
 
 # A run has exploded above this multiple of the loss of uniform predictions.
@@ -96,8 +97,7 @@ def recovery_advice(run: Path, state: TrainState, config: Config) -> str:
 
 def _lower(now: OptimizerConfig, *others: OptimizerConfig) -> str:
     """Returns options for lower rates: the lowest of `others` or, where none is lower than now, half of all rates."""
-    names = ["learning_rate"] + ["muon_learning_rate"] * (now.name == "muon")
-    rates = {name: getattr(now, name) for name in names}
+    rates = {name: getattr(now, name) for name in RULES[now.name].learning_rates}
     lowest = {name: min(getattr(each, name) or rate for each in others) for name, rate in rates.items()}
     lower = {name: rate for name, rate in lowest.items() if rate < rates[name]}
     halves = {name: rate / 2 for name, rate in rates.items()}

@@ -14,6 +14,7 @@ from electra_fast.data.coverage import MOST_UNKNOWN
 from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.hardware.flops import flops_per_token
 from electra_fast.optimizers.optimizer import lr_scale
+from electra_fast.optimizers.rules import RULES
 
 # Beyond these, a run is warned of. None is an optimum; all but the last are round numbers.
 MAX_EPOCHS = 40
@@ -32,9 +33,6 @@ def size(config: Config, mixture: Mixture | None, num_parameters: int) -> dict[s
     """Returns what follows from the configuration and the corpus: counts and rates. `config` is resolved."""
     tokens_per_step = config.train.batch_size * config.data.sequence_length
     tokens, per_token, optimizer = config.train.steps * tokens_per_step, flops_per_token(config).total, config.optimizer
-    rates = {"learning_rate": optimizer.learning_rate}
-    if optimizer.name == "muon":
-        rates["muon_learning_rate"] = optimizer.muon_learning_rate
     return {
         "parameters": num_parameters,
         "steps": config.train.steps,
@@ -44,7 +42,7 @@ def size(config: Config, mixture: Mixture | None, num_parameters: int) -> dict[s
         "epochs": None if mixture is None else tokens / max(1, mixture.num_tokens),
         "flops_per_token": per_token,
         "flops": per_token * tokens,
-        "learning_rates": rates,
+        "learning_rates": {name: getattr(optimizer, name) for name in RULES[optimizer.name].learning_rates},
         "warmup_steps": optimizer.warmup_steps,
     }
 

@@ -22,8 +22,8 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import Forward, Objective, Stage
-from electra_fast.optimizers.muon import MatrixDivision
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
+from electra_fast.optimizers.rules import MatrixDivision
 from electra_fast.optimizers.shards import Shards
 from electra_fast.training.loss_scaling import discard, loss_scaler
 from electra_fast.training.step import GRAD_NORM, SKIPPED, Backward, OneDeviceStep, TrainStep, add_totals
@@ -108,7 +108,7 @@ class DataParallelStep(_RanksStep):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._is_exact = self.config.train.reduce == "exact"
-        self.optimizer.divide_matrices(_matrix_division(self.world, self.backward.division, self._is_exact))
+        self.optimizer.rule.divide_matrices(_matrix_division(self.world, self.backward.division, self._is_exact))
         self._make_buffer()
         self._own_work: list[tuple[Any, Any]] = []
 
@@ -131,7 +131,7 @@ class DataParallelStep(_RanksStep):
         skipped = None if self.scaler is None else self.scaler.judge(norm)
         if skipped is not None:
             buffer.discard(skipped)
-        optimizer.update(norm, skipped)  # clips and updates, up to Muon's matrices of other ranks
+        optimizer.update(norm, skipped)  # clips and updates, up to matrices of other ranks
         if optimizer.rule.exchanges:
             self._communicate(optimizer.rule.exchange)
             optimizer.finish()
@@ -278,7 +278,7 @@ def time_steps(
 
 
 def _matrix_division(world: World, division: Division, is_exact: bool) -> MatrixDivision:
-    """Divides Muon's matrices among the ranks of a node, or by the groups of exact sums.
+    """Divides matrices among the ranks of a node, or by the groups of exact sums.
 
     Among more ranks, parts of a few matrices would take longer to send than to compute (docs/scale.md).
     """

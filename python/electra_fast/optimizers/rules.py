@@ -1,0 +1,452 @@
+"""The update rules of parameters in place, and the state that they read and change.
+
+A new rule is a subclass of `UpdateRule`, here or in a file of its own, an entry in `RULES`, and a name in
+`[optimizer]`.
+
+Shapes: K matrices in one batch or blocks of a parameter, m rows, n columns; G groups, N numbers of a group; X elements.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config.config import OptimizerConfig
+from electra_fast.optimizers.shards import Shards, assign_owners
+
+# 2-D parameters that AdamW updates for Muon: tables and the classifier.
+_NOT_MATRICES = (".token", ".position", ".token_type", "classifier.weight")
+
+
+@dataclass
+class OptimizerState:
+    """Parameters and moments by name, and the scalars of an update.
+
+    Args:
+        config: The rule and its settings.
+        parameters: The model's parameters, whole or sharded.
+        exp_avg: First moments, fp32.
+        exp_avg_sq: Second moments, fp32, of parameters that have one under the rule.
+        scalars: Set on the device before each update: Adam's two bias corrections, the number of updates that they
+            correct for, and minus each of the rule's learning rates; fp32.
+        lr_factors: Learning-rate factors other than 1, by parameter name.
+        shards: The shards of a sharded model, whose rows on this rank are the parameters.
+        matrix_dtype: Dtype of products of matrices.
+        skipped: 1 if the update must change neither parameters nor moments (gradients are then 0), else 0; an fp32
+            scalar. None if no step is ever skipped.
+        rows: Of some tables, the rows that have moments once they have this step's; all others have neither moments nor
+            gradients, so that a rule may leave them but for their decay.
+    """
+
+    config: OptimizerConfig
+    parameters: dict[str, nn.Parameter]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    scalars: Tensor
+    lr_factors: Mapping[str, float]
+    shards: Shards | None = None
+    matrix_dtype: torch.dtype = torch.float32
+    skipped: Tensor | None = None
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def lr_factor(self, name: str) -> float:
+        return self.lr_factors.get(name, 1.0)
+
+    def negative_lr(self, number: int = 0) -> Tensor:
+        """Minus one of `UpdateRule.learning_rates`, or 0 if the step is skipped; an fp32 scalar."""
+        rate = self.scalars[3 + number]
+        return rate if self.skipped is None else rate * (1 - self.skipped)
+
+    def update_exp_avg(self, gradients: Mapping[str, Tensor], beta: float) -> None:
+        """Moves first moments toward the gradients, unless the step is skipped."""
+        exp_avgs, used = [self.exp_avg[name] for name in gradients], list(gradients.values())
+        if self.skipped is not None:
+            used = list(torch._foreach_add(used, torch._foreach_mul(exp_avgs, self.skipped)))
+        torch._foreach_lerp_(exp_avgs, used, 1 - beta)
+
+
+class UpdateRule(ABC):
+    """Updates parameters in place. Never synchronizes with the host, so a CUDA graph can contain it."""
+
+    update_bytes: ClassVar[int]
+    """Temporary memory of an update, in bytes per parameter, which memory estimates count."""
+
+    learning_rates: ClassVar[tuple[str, ...]] = ("learning_rate",)
+    """The keys of the configuration with its peak learning rates."""
+    exchanges = False
+    """True if `exchange` communicates: a rule that divides work among ranks then finishes an update after it."""
+
+    def __init__(self, state: OptimizerState) -> None:
+        self.state = state
+
+    @staticmethod
+    def has_second_moment(name: str, parameter: Tensor) -> bool:
+        """True if the rule keeps an `exp_avg_sq` of a parameter."""
+        return True
+
+    def cost(self, name: str, shape: torch.Size) -> float:
+        """The estimated time of a parameter's update on a CPU, in units of AdamW's for one element."""
+        return float(shape.numel())
+
+    def choose(self, names: list[str]) -> None:  # noqa: B027  # most rules treat each parameter by itself
+        """Prepares to update these parameters from now on."""
+
+    @abstractmethod
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Updates parameters and moments from clipped gradients, by name."""
+
+    def divide_matrices(self, division: MatrixDivision) -> None:  # noqa: B027
+        """Divides work on matrices among ranks: `update` computes this rank's part, `exchange` gathers the others'."""
+
+    def exchange(self) -> None:  # noqa: B027
+        """Gathers the other ranks' part of the update, a collective that may stay outside a CUDA graph."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Applies the exchanged part of the update."""
+
+
+class AdamW(UpdateRule):
+    """AdamW by torch's fused operator, in one pass over memory instead of ten."""
+
+    update_bytes = 0
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Updates all parameters; norms and biases without weight decay."""
+        state, config = self.state, self.state.config
+        groups: dict[tuple[float, float], list[str]] = {}
+        for name in gradients:
+            is_decayed, lr_factor = state.parameters[name].dim() > 1, state.lr_factors.get(name, 1.0)
+            if name in state.rows and state.skipped is None:
+                self._update_rows(name, gradients[name])
+            else:
+                groups.setdefault((config.weight_decay if is_decayed else 0.0, lr_factor), []).append(name)
+        for (weight_decay, lr_factor), names in groups.items():
+            tensors = (state.parameters, gradients, state.exp_avg, state.exp_avg_sq)
+            self._fused([[each[name] for name in names] for each in tensors], weight_decay, lr_factor)
+
+    def _update_rows(self, name: str, gradient: Tensor) -> None:
+        """Updates the rows of a table that have moments; the others decay: the same bits in a third of the traffic."""
+        state, rows, lr_factor = self.state, self.state.rows[name], self.state.lr_factor(name)
+        tensors: list[Tensor] = [state.parameters[name], state.exp_avg[name], state.exp_avg_sq[name]]
+        if state.config.weight_decay:
+            tensors[0].mul_(1 - float(-state.scalars[3] * lr_factor) * state.config.weight_decay)
+        parameter, exp_avg, exp_avg_sq = parts = [tensor.index_select(0, rows) for tensor in tensors]
+        self._fused([[parameter], [gradient.index_select(0, rows)], [exp_avg], [exp_avg_sq]], 0.0, lr_factor)
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.index_copy_(0, rows, part)
+
+    def _fused(self, tensors: Sequence[list[Tensor]], weight_decay: float, lr_factor: float) -> None:
+        """Updates parameters, given with their gradients, first and second moments."""
+        state, config = self.state, self.state.config
+        parameters, gradients, exp_avgs, exp_avg_sqs = tensors
+        torch._fused_adamw_(
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [state.scalars[2]] * len(parameters),
+            lr=-state.scalars[3] * lr_factor,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            weight_decay=weight_decay,
+            eps=config.epsilon,
+            amsgrad=False,
+            maximize=False,
+            found_inf=state.skipped,
+        )
+
+
+def num_blocks(name: str) -> int:
+    """The matrices of the published layout that a parameter fuses: query, key and value, or GeGLU's halves."""
+    return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
+
+
+class Lamb(UpdateRule):
+    """LAMB (You et al., 2020): Adam's update, scaled to the norm of each matrix of the published layout."""
+
+    update_bytes = 8  # denominators and updates
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Updates all parameters; norms and biases without weight decay or trust ratio."""
+        state, config = self.state, self.state.config
+        names, grads = list(gradients), list(gradients.values())
+        parameters: list[Tensor] = [state.parameters[name] for name in names]
+        exp_avgs = [state.exp_avg[name] for name in names]
+        exp_avg_sqs = [state.exp_avg_sq[name] for name in names]
+        state.update_exp_avg(gradients, config.beta1)
+        beta2 = config.beta2 if state.skipped is None else torch.where(state.skipped > 0, 1.0, config.beta2)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - config.beta2)
+
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        if config.bias_correction:
+            torch._foreach_mul_(denominators, state.scalars[1])
+        torch._foreach_add_(denominators, config.epsilon)
+        updates = torch._foreach_div(exp_avgs, denominators)
+        if config.bias_correction:
+            torch._foreach_mul_(updates, state.scalars[0])
+        matrices = [i for i, parameter in enumerate(parameters) if parameter.dim() > 1]
+        if matrices:
+            weights = [parameters[i] for i in matrices]
+            torch._foreach_add_([updates[i] for i in matrices], weights, alpha=config.weight_decay)
+        self._apply_trust_ratios({names[i]: (parameters[i], updates[i]) for i in matrices})
+        torch._foreach_mul_(updates, state.negative_lr())
+        if state.lr_factors:
+            torch._foreach_mul_(updates, [state.lr_factor(name) for name in names])
+        torch._foreach_add_(parameters, updates)
+
+    def _apply_trust_ratios(self, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Multiplies each block's update by its trust ratio; parameter and update by name."""
+        shards = self.state.shards
+        if shards is None:
+            for name, (parameter, update) in matrices.items():
+                blocks_KX = update.view(num_blocks(name), -1)
+                sizes, lengths = (x.view(blocks_KX.shape).norm(dim=1, keepdim=True) for x in (parameter, update))
+                blocks_KX.mul_(_trust_ratios(sizes, lengths))
+            return
+        parameters, updates = (
+            [piece for name, pair in matrices.items() for piece in shards.blocks(name, pair[i], num_blocks(name))]
+            for i in range(2)
+        )
+        sizes, lengths = shards.norms([*parameters, *updates]).chunk(2)
+        torch._foreach_mul_(updates, list(_trust_ratios(sizes, lengths).unbind()))
+
+
+def _trust_ratios(sizes: Tensor, lengths: Tensor) -> Tensor:
+    """|parameter| / |update| from both norms; 1 where either is 0."""
+    return torch.where((sizes > 0) & (lengths > 0), sizes / lengths, torch.ones_like(sizes))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one shape: the parameters' names, how many matrices each fuses, and the matrices' shape."""
+
+    names: tuple[str, ...]
+    num_blocks: tuple[int, ...]
+    shape: tuple[int, int]
+
+    @property
+    def num_matrices(self) -> int:
+        return sum(self.num_blocks)
+
+    def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Stacks the matrices of its parameters; [K, m, n]."""
+        pairs = zip(self.num_blocks, self.names, strict=True)
+        return torch.cat([parameters[name].view(k, *self.shape) for k, name in pairs])
+
+    def split(self, matrices_Kmn: Tensor) -> dict[str, Tensor]:
+        """Inverts `join`: returns each parameter's matrices by name."""
+        return dict(zip(self.names, torch.split(matrices_Kmn, list(self.num_blocks)), strict=True))
+
+
+def stacks(parameters: Mapping[str, Tensor]) -> list[Stack]:
+    """Groups Muon's parameters by the shape of their matrices."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, parameter in parameters.items():
+        shape = (parameter.shape[0] // num_blocks(name), parameter.shape[1])
+        names.setdefault(shape, []).append(name)
+    return [Stack(tuple(each), tuple(map(num_blocks, each)), shape) for shape, each in names.items()]
+
+
+@dataclass(frozen=True)
+class MatrixDivision:
+    """The division of the matrices among ranks.
+
+    Args:
+        num_groups: Groups per stack. Each is one batched computation, so results for the same number of groups are
+            bitwise equal for any number of ranks.
+        own: This rank's groups.
+        gather: Concatenates the ranks' flat tensors, [n] each, into one; None if this rank has all groups.
+    """
+
+    num_groups: int = 1
+    own: range = range(1)
+    gather: Callable[[Tensor, Tensor], None] | None = None
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Approximately the nearest (semi-)orthogonal matrices; [K, m, n] → the same, in the same dtype.
+
+    Five Newton-Schulz iterations, computed in `dtype`; bf16 suffices (Jordan et al., 2024).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+    for _ in range(5):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    result: Tensor = (x.mT if tall else x).to(matrices.dtype)
+    return result
+
+
+class Orthogonalization:
+    """Orthogonalizes stacks of matrices, each matrix on one rank, and gathers the results on all ranks.
+
+    Args:
+        stacks: All stacks.
+        division: The division among the ranks.
+        device: The matrices' device.
+        dtype: Dtype of the iterations.
+    """
+
+    def __init__(
+        self, stacks: Sequence[Stack], division: MatrixDivision, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._dtype = dtype
+        num_groups, own = division.num_groups, division.own
+        self._num_groups, self._own, self._gather = num_groups, own, division.gather
+        self._whole: list[Tensor] = [torch.empty(0)] * len(stacks)
+        if num_groups == 1:
+            return
+        counts = [
+            [len(_part(stack.num_matrices, group, num_groups)) for stack in stacks] for group in range(num_groups)
+        ]
+        numels = [math.prod(stack.shape) for stack in stacks]
+        length = max(sum(count * numel for count, numel in zip(row, numels, strict=True)) for row in counts)
+        # All ranks send equally long rows; the gathered result needs a buffer of its own.
+        self._all_GN = torch.zeros(num_groups, length, dtype=self._dtype, device=device)
+        self._own_GN = torch.zeros_like(self._all_GN[: len(own)]) if self._gather else self._all_GN
+        self._views = [_views(row, counts[group], stacks) for group, row in enumerate(self._all_GN)]
+        self._own_views = [_views(row, counts[group], stacks) for group, row in zip(own, self._own_GN, strict=True)]
+
+    def compute(self, number: int, matrices_Kmn: Tensor) -> None:
+        """Computes this rank's part of a stack."""
+        if self._num_groups == 1:
+            self._whole[number] = orthogonalize(matrices_Kmn, self._dtype)
+            return
+        for group, views in zip(self._own, self._own_views, strict=True):
+            rows = _part(matrices_Kmn.shape[0], group, self._num_groups)
+            if rows:
+                views[number].copy_(orthogonalize(matrices_Kmn[rows.start : rows.stop], self._dtype))
+
+    def exchange(self) -> None:
+        """Gathers the other ranks' parts, a collective that may stay outside a CUDA graph."""
+        if self._gather is not None and self._num_groups > 1:
+            self._gather(self._own_GN.view(-1), self._all_GN.view(-1))
+
+    def result(self, number: int) -> Tensor:
+        """A whole stack after `exchange`; fp32 [K, m, n]."""
+        if self._num_groups == 1:
+            return self._whole[number]
+        return torch.cat([views[number] for views in self._views]).float()
+
+
+def _part(total: int, part: int, num_parts: int) -> range:
+    return range(part * total // num_parts, (part + 1) * total // num_parts)
+
+
+def _views(row_N: Tensor, counts: Sequence[int], stacks: Sequence[Stack]) -> list[Tensor]:
+    """Views of each stack's matrices in a flat buffer."""
+    sizes = [count * math.prod(stack.shape) for count, stack in zip(counts, stacks, strict=True)]
+    parts = torch.split(row_N[: sum(sizes)], sizes)
+    return [part.view(-1, *stack.shape) for part, stack in zip(parts, stacks, strict=True)]
+
+
+class Muon(UpdateRule):
+    """Muon (Jordan et al., 2024): orthogonalized momentum for the matrices of encoders and heads; AdamW for the rest.
+
+    Matrices of one shape are orthogonalized in a batch.
+    """
+
+    update_bytes = 8  # 7.1 at most with the presets, whose largest stack of matrices decides
+    learning_rates = ("learning_rate", "muon_learning_rate")
+
+    def __init__(self, state: OptimizerState) -> None:
+        super().__init__(state)
+        self._adamw = AdamW(state)
+        self._names = {name for name, p in state.parameters.items() if not self.has_second_moment(name, p)}
+        self._division = MatrixDivision()
+        self._chosen: list[str] = []
+
+    @staticmethod
+    def has_second_moment(name: str, parameter: Tensor) -> bool:
+        return parameter.dim() != 2 or name.endswith(_NOT_MATRICES)
+
+    def cost(self, name: str, shape: torch.Size) -> float:
+        """As in the base class; iterations multiply each element about 30 times by the length of the shorter side."""
+        return shape.numel() * (1 + min(shape) / 16 if name in self._names else 1)
+
+    def choose(self, names: list[str]) -> None:
+        """Groups the matrices among these parameters by shape."""
+        self._chosen, state = names, self.state
+        is_whole = state.shards is None
+        self._stacks = stacks({name: state.parameters[name] for name in names if is_whole and name in self._names})
+        self._orthogonalization = Orthogonalization(
+            self._stacks, self._division, state.scalars.device, state.matrix_dtype
+        )
+
+    def divide_matrices(self, division: MatrixDivision) -> None:
+        self._division = division
+        self.choose(self._chosen)
+
+    @property
+    def exchanges(self) -> bool:  # type: ignore[override]
+        return self._division.gather is not None and bool(self._stacks)
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Applies AdamW's updates, and computes the orthogonalized matrices of this rank's part."""
+        adamw = {name: grad for name, grad in gradients.items() if name not in self._names}
+        if adamw:
+            self._adamw.update(adamw)
+        if self.state.shards is not None and len(adamw) < len(gradients):
+            matrices = {name: gradients[name] for name in gradients if name in self._names}
+            self._update_sharded(self.state.shards, matrices)
+        for number, stack in enumerate(self._stacks):
+            self._orthogonalization.compute(number, stack.join(self._nesterov(stack.names, gradients)))
+        if not self.exchanges:
+            self.finish()
+
+    def exchange(self) -> None:
+        self._orthogonalization.exchange()
+
+    def finish(self) -> None:
+        for number, stack in enumerate(self._stacks):
+            updates = stack.split(self._orthogonalization.result(number) * self._scale(stack))
+            self._apply({name: updates[name].reshape(self.state.parameters[name].shape) for name in stack.names})
+
+    def _nesterov(self, names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Updates the momentum; returns the matrices to orthogonalize, by name."""
+        momentum = self.state.config.muon_momentum
+        self.state.update_exp_avg({name: gradients[name] for name in names}, momentum)
+        grads, exp_avgs = [gradients[name] for name in names], [self.state.exp_avg[name] for name in names]
+        return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
+
+    def _scale(self, stack: Stack) -> Tensor:
+        """Minus the learning rate, scaled so that updates of all shapes have equal size (Jordan et al.)."""
+        return self.state.negative_lr(1) * math.sqrt(max(1.0, stack.shape[0] / stack.shape[1]))
+
+    def _update_sharded(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:
+        """Updates the matrices of a sharded model, sending each whole matrix to one rank and back."""
+        costs = {name: self.cost(name, shards.shapes[name]) for name in gradients}
+        owners = assign_owners(costs, shards.num_processes)
+        wholes = shards.to_owners(self._nesterov(list(gradients), gradients), owners)
+        updates: dict[str, Tensor] = {}
+        for stack in stacks(wholes):
+            orthogonal = orthogonalize(stack.join(wholes), self.state.matrix_dtype)
+            updates |= stack.split(orthogonal * self._scale(stack))
+        updates = {name: update.reshape(shards.shapes[name]) for name, update in updates.items()}
+        self._apply(shards.from_owners(updates, owners))
+
+    def _apply(self, updates: Mapping[str, Tensor]) -> None:
+        state, directions = self.state, list(updates.values())
+        parameters: list[Tensor] = [state.parameters[name] for name in updates]
+        decay = state.negative_lr(1) * state.config.weight_decay
+        if state.lr_factors:
+            lr_factors = [state.lr_factor(name) for name in updates]
+            torch._foreach_mul_(directions, lr_factors)
+            torch._foreach_mul_(parameters, [1 + decay * factor for factor in lr_factors])
+        else:
+            torch._foreach_mul_(parameters, 1 + decay)
+        torch._foreach_add_(parameters, directions)
+
+
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
