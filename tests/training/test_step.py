@@ -1,7 +1,9 @@
 """A step over tensors that stay where they are: equal to one written out, and nothing in it asks the host."""
 
 import itertools
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,6 +71,33 @@ def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
     assert found == totals
     for name, tensor in model.state_dict().items():
         assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_an_ordinary_step_is_read_in_few_files(tiny_corpus, tmp_path, monkeypatch, recipe):
+    """The package's files whose functions a step of `pretrain` calls, and how often it goes from one to another.
+
+    From one batch to the next, on a CPU, in a step after which nothing is due.
+    """
+    files, batches, next_batch = [], itertools.count(1), BatchLoader.__next__
+
+    def record(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(str(Path(ef.__file__).parent)):
+            files.append(frame.f_code.co_filename)
+
+    def recorded_from_the_12th_to_the_next(loader):
+        sys.setprofile(None)
+        batch = next_batch(loader)
+        if next(batches) == 12:
+            sys.setprofile(record)
+        return batch
+
+    monkeypatch.setattr(BatchLoader, "__next__", recorded_from_the_12th_to_the_next)
+    train = {"steps": 20, "batch_size": 16, "log_every": 100, "precision": "fp32", "matmul": "default"}
+    config = ef.Config.preset("tiny", recipe).replace({"train": train, "data": {"sequence_length": 64}})
+    ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    num_changes = sum(before != after for before, after in itertools.pairwise(files))
+    assert 5 < len(set(files)) <= 12 and 100 < num_changes <= 150
 
 
 class NothingFromTheHost(TorchDispatchMode):
@@ -200,14 +229,15 @@ def test_a_way_that_cannot_be_had_is_refused():
 
 def test_the_timer_leaves_out_pauses(config):
     model = ef.Electra(config)
-    timer = StepTimer(create_step(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE))
+    step = create_step(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE)
+    timer = StepTimer(step)
     assert timer.take_step_times() is None
     seconds = 0.0
     for num_steps in (1, 2):
         timer.start()
         for _ in range(num_steps):
             time.sleep(0.01)
-            timer.tick()
+            step.marks.append(step.mark())
         seconds += timer.stop()
         time.sleep(0.2)  # an evaluation, say
     times = timer.take_step_times()

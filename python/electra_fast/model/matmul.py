@@ -39,8 +39,9 @@ _MKLDNN: Any = torch.backends.mkldnn
 _lock = threading.Lock()
 _num_users = 0
 _precision_before = "none"
-# The process that computed first, and its forks that have computed.
-_computing_processes: list[int] = []
+# The process that computed first (0: none did), and its forks that have computed.
+first_process = 0
+_forks: set[int] = set()
 
 
 def allow_forks() -> None:
@@ -48,13 +49,13 @@ def allow_forks() -> None:
 
     Such a fork has none of OpenMP's threads, and an operation that waits for them never ends.
     """
-    if not _computing_processes:
-        _computing_processes.append(os.getpid())
-    if os.getpid() == _computing_processes[0] or torch.get_num_threads() == 1:
+    global first_process
+    first_process = first_process or os.getpid()
+    if os.getpid() == first_process or torch.get_num_threads() == 1:
         return
     torch.set_num_threads(1)
-    if os.getpid() not in _computing_processes:
-        _computing_processes.append(os.getpid())
+    if os.getpid() not in _forks:
+        _forks.add(os.getpid())
         say("this process was forked from one that had computed, so it has one thread; to use more, fork earlier")
 
 

@@ -9,6 +9,7 @@ Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 from electra_fast.config.config import Config, ModelConfig
 from electra_fast.errors import InputError
+from electra_fast.model import matmul
 from electra_fast.model.attention import AttentionMask, Queries, attention, query_attention, self_attention
 from electra_fast.model.initialization import initialize
-from electra_fast.model.matmul import allow_forks
 from electra_fast.model.networks import networks_of
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout, SublayerWeights, linear
@@ -431,8 +432,8 @@ class Electra(nn.Module):
         Applies dropout if the network's encoder is in training mode.
         """
         self._require(role)
-        if not torch.compiler.is_compiling():
-            allow_forks()
+        if not torch.compiler.is_compiling() and os.getpid() != matmul.first_process:
+            matmul.allow_forks()
         encoder = self.get_submodule(role)
         embeddings = self.generator_embeddings if role == "generator" else self.embeddings
         dropout = Dropout(self.config.model.dropout if encoder.training else 0.0, dropout_key, FIRST_CALL[role])

@@ -145,19 +145,12 @@ class DataParallelStep(_RanksStep):
             self.graphs.outside(*functions)
 
     def _run_or_replay(self, step: int) -> None:
-        self._begin = self._mark()
+        self._begin = None if self.graphs.stream is None or self.world.size == 1 else self.mark()
         super()._run_or_replay(step)
 
     def _end_own_work(self) -> None:
         if self._begin is not None:
-            self._own_work.append((self._begin, self._mark()))
-
-    def _mark(self) -> Any:
-        if self.graphs.stream is None or self.world.size == 1:
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
-        event.record(self.graphs.stream)
-        return event
+            self._own_work.append((self._begin, self.mark()))
 
     def take_device_seconds(self) -> float:
         """As in the base class."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Forward, MicroBatch, Objective, RngKey, Stage, seed_generator
 from electra_fast.ops.operations import WeightCasts
-from electra_fast.optimizers.optimizer import Optimizer, lr_scale
+from electra_fast.optimizers.optimizer import Optimizer, schedule_of
 from electra_fast.training.loss_scaling import LossScaler
 
 # Steps that the host may run ahead of the device; more would only pile up pinned batches.
@@ -92,7 +92,7 @@ class Backward(GradientComputation):
 
     def set_stage(self, stage: Stage) -> None:
         """Switches to a stage: its loss, and its frozen submodules, which go into evaluation mode."""
-        self.stage = stage
+        self.stage, self.steps = stage, range(stage.first_step, stage.first_step + stage.num_steps)
         self.model.train().requires_grad_(True)
         for name in stage.frozen:
             self.model.get_submodule(name).eval().requires_grad_(False)
@@ -107,6 +107,8 @@ class Backward(GradientComputation):
 
     def enter(self, step: int) -> bool:
         """Switches to the stage of this step, if that is another."""
+        if step in self.steps:
+            return False
         stage = objective_of(self._config).stage(step)
         if stage == self.stage:
             return False
@@ -162,6 +164,8 @@ class Backward(GradientComputation):
 class TrainStep(ABC):
     """Trains on one batch per call, without waiting for the device; `parallel_step.create_step` makes one.
 
+    `marks` are the ends of the steps, seconds on a CPU and events on a GPU; `timing.StepTimer` reads and clears them.
+
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `graphs.captures` lists the captures of CUDA graphs: a second one means that a batch
     did not fit the first one's tensors, or that another stage of the objective began. `compilations` has one entry per
@@ -184,7 +188,8 @@ class TrainStep(ABC):
         self.graphs: GraphRunner[None] = GraphRunner(self.device, captures=execution != "eager")
         self.compilations: list[Preparation] = []
         self._batches_version, self._is_first_of_stage = 0, True
-        self._ends: deque[torch.cuda.Event] = deque()
+        self._schedule = schedule_of(config.optimizer, self.stage.num_steps)
+        self.marks: list[Any] = []
 
     @abstractmethod
     def run(self) -> None:
@@ -200,16 +205,33 @@ class TrainStep(ABC):
 
         Returns the maximum over the ranks of each of the `flags`.
         """
-        self._enter_stage(step)
+        if step not in self.backward.steps:
+            self._enter_stage(step)
         batch, lr_scale = HostBatch.of(rows), self.lr_scale(step)
         self._start_processes(batch, step, lr_scale)
         denominators, flags = self._gather_denominators(batch, flags)
-        with self.graphs.on_stream():
-            self.backward.load(batch, step, denominators)
-            self.optimizer.set_step_scalars(lr_scale)
-            self._run_or_replay(step)
+        if self.graphs.stream is None:
+            self._load_and_run(batch, step, denominators, lr_scale)
+            self.marks.append(time.perf_counter())
+        else:
+            with self.graphs.on_stream():
+                self._load_and_run(batch, step, denominators, lr_scale)
+                self.marks.append(self.mark())
             self._bound_the_lead()
         return list(flags)
+
+    def _load_and_run(self, batch: HostBatch, step: int, denominators: Tensor, lr_scale: float) -> None:
+        self.backward.load(batch, step, denominators)
+        self.optimizer.set_step_scalars(lr_scale)
+        self._run_or_replay(step)
+
+    def mark(self) -> Any:
+        """The present, in seconds on a CPU; on a GPU an event after what has been launched."""
+        if self.graphs.stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record(self.graphs.stream)
+        return event
 
     def _start_processes(self, batch: HostBatch, step: int, lr_scale: float) -> None:  # noqa: B027  # most have none
         """Lets the processes that share the step begin."""
@@ -229,22 +251,22 @@ class TrainStep(ABC):
             self.graphs.drop("a batch has more segments than any before it")
             self._batches_version = self.backward.micro_batches.version
         start = time.perf_counter()
-        self.graphs.run(self.run, step)
+        if self.graphs.captures_graphs:
+            self.graphs.run(self.run, step)
+        else:
+            self.run()
         if self.backward.is_compiled and self._is_first_of_stage:
             self.compilations.append(Preparation(step, time.perf_counter() - start))
         self._is_first_of_stage = False
 
     def _bound_the_lead(self) -> None:
-        if self.graphs.stream is not None:
-            self._ends.append(self.graphs.stream.record_event())
-            if len(self._ends) > MAX_LEAD:
-                with self.world.waiting("the device, which may wait for other ranks"):
-                    self._ends.popleft().synchronize()
+        if len(self.marks) > MAX_LEAD:
+            with self.world.waiting("the device, which may wait for other ranks"):
+                self.marks[-1 - MAX_LEAD].synchronize()
 
     def lr_scale(self, step: int) -> float:
-        """The learning rate of a step relative to its peak, by the schedule of the step's stage."""
-        stage = self.objective.stage(step)
-        return lr_scale(self.config.optimizer, step - stage.first_step, stage.num_steps)
+        """The learning rate of a step of the present stage relative to its peak."""
+        return self._schedule(step - self.stage.first_step)
 
     def resume(self, step: int) -> None:
         """Restores the stage that trained last before this step. Call it before the optimizer's state is loaded."""
@@ -262,6 +284,7 @@ class TrainStep(ABC):
 
     def _set_stage(self, stage: Stage) -> None:
         self.backward.set_stage(stage)
+        self._schedule = schedule_of(self.config.optimizer, stage.num_steps)
         self.optimizer.reset()
         self._is_first_of_stage = True
         self.graphs.drop("another stage of the objective began")

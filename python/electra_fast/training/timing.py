@@ -6,9 +6,6 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from electra_fast.training.step import TrainStep
 
@@ -25,46 +22,34 @@ class StepTimes:
 
 
 class StepTimer:
-    """Measures the time of training without pauses, and of single steps, on a GPU by its own clock.
+    """Measures the time of training without pauses, and of single steps by their marks: on a GPU by its own clock.
 
     Reads nothing from the device before `stop`, when the caller has already waited for it.
     """
 
     def __init__(self, step: TrainStep) -> None:
-        self._stream = step.graphs.stream
-        self._marks: list[Any] = []
+        self._step = step
         self._step_seconds: list[float] = []
         self._started = 0.0
 
     def start(self) -> None:
         """Starts, or resumes after a pause."""
         self._started = time.perf_counter()
-        self._marks = [self._mark()]
-
-    def tick(self) -> None:
-        """Marks the end of a step."""
-        self._marks.append(self._mark())
+        self._step.marks = [self._step.mark()]
 
     def stop(self) -> float:
-        """Returns the seconds since `start`."""
-        pairs = itertools.pairwise(self._marks)
-        if self._stream is None:
+        """The seconds since `start`."""
+        pairs = itertools.pairwise(self._step.marks)
+        if self._step.graphs.stream is None:
             self._step_seconds += [end - begin for begin, end in pairs]
         else:
             self._step_seconds += [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
         return time.perf_counter() - self._started
 
     def take_step_times(self) -> StepTimes | None:
-        """Returns the times of the steps since the last call; None if there were none."""
+        """The times of the steps since the last call; None if there were none."""
         seconds, self._step_seconds = sorted(self._step_seconds), []
         return StepTimes(seconds[len(seconds) // 2], seconds[-1]) if seconds else None
-
-    def _mark(self) -> Any:
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
-        event.record(self._stream)
-        return event
 
 
 class SlowSteps:
@@ -74,7 +59,7 @@ class SlowSteps:
         self._expected, self._windows = expected, 0
 
     def warning(self, times: StepTimes | None) -> str | None:
-        """Returns the warning about two log windows in a row, given the times of a further one."""
+        """The warning about two log windows in a row, given the times of a further one."""
         if self._expected is None or times is None:
             return None
         ratio = times.median / self._expected
@@ -108,7 +93,7 @@ class TimeLimit:
         self._longest_step = 0.0
 
     def is_up(self, saving_seconds: float) -> bool:
-        """Returns, before each step, whether the step after it and a checkpoint may exceed the limit.
+        """Says, before each step, whether the step after it and a checkpoint may exceed the limit.
 
         Allows a step four times the longest step time so far, and a checkpoint twice `saving_seconds`, the time of the
         last one (0 if none was written yet).

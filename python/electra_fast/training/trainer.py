@@ -114,7 +114,7 @@ class Trainer:
         is_alone = world.size == 1  # a check has no communication
         self.slow_steps = SlowSteps(expected_seconds(self.config, self.device, run.folder) if is_alone else None)
         self.state = TrainState()
-        self.num_captures, self.num_compilations = 0, 0
+        self.num_captures = self.num_compilations = 0
         self.warnings = LastingWarning(20 * self.config.train.log_every)
         self.is_sound = True
         self.training_loss: float | None = None
@@ -133,6 +133,7 @@ class Trainer:
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
         if train.eval_every and mixture.holdout is not None:
             self.every["evaluation"] = train.eval_every
+        self.shown_every = max(1, train.log_every // 10)
 
     def _check_exactness(self) -> None:
         """Raises ValueError if sums in a fixed order would not suffice for bitwise equal results."""
@@ -165,7 +166,8 @@ class Trainer:
         step. `start` is when the session began, by `time.monotonic`.
         """
         state, num_steps, first_step = self.state, self.config.train.steps, self.state.step
-        limit = TimeLimit(self.config.train.max_minutes, start, 12 * self._num_parameters())
+        minutes, step = self.config.train.max_minutes, self.train_step
+        limit = TimeLimit(minutes, start, 12 * self._num_parameters()) if minutes else None
         agreed, is_time_up = stop if self.world.size == 1 else StopRequest(), False
         with (
             use_compute(self.compute),
@@ -173,18 +175,29 @@ class Trainer:
             self.mirror or contextlib.nullcontext(),
             self.writer,
             RunLog(self.run.folder, self.config, state.step, self.callbacks, is_silent=not self.world.is_first) as log,
+            self._out_of_memory_named(),
         ):
             self._begin(log)
             if self.mirror is not None and self.run.checkpoint is not None:
                 self.mirror.add(state.step, state.best_step)
-            while state.step < num_steps and not agreed and not is_time_up:
-                is_time_up = limit.is_up(self.writer.last_write_seconds) or self.callbacks.stop is not None
-                with self._out_of_memory_named():
-                    flags = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
+            next_due = self._next_due()
+            while state.step < num_steps and not agreed.signal and not is_time_up:
+                is_time_up = self.callbacks.stop is not None
+                if limit is not None:
+                    is_time_up |= limit.is_up(self.writer.last_write_seconds)
+                flags = step(next(self.loader), state.step, (stop.signal, is_time_up))
                 if agreed is not stop:
                     agreed.signal, is_time_up = int(flags[0]), bool(flags[1])
-                self._count_step(log)
-                if due := self._due():
+                num_changes = len(step.compilations) + len(step.graphs.captures)
+                if step.backward.stage is not self.stage or num_changes > self.num_compilations + self.num_captures:
+                    self._say_changes(log)
+                state.step += 1
+                state.log_window.steps += 1
+                if not state.step % self.shown_every:
+                    log.advance(state.step)
+                if state.step == next_due:
+                    due = self._due()
+                    next_due = self._next_due()
                     self._stop_timer()
                     self._report_mirror(log)
                     if "log" in due:
@@ -195,7 +208,8 @@ class Trainer:
                         self._save()
                         log.draw_curves(min_seconds=_CURVES_SECONDS)
                     self._start_timer()
-                    limit.pause()
+                    if limit is not None:
+                        limit.pause()
             if self.saved_step != state.step:
                 self._stop_timer()
                 self._save()
@@ -246,17 +260,17 @@ class Trainer:
     def _num_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
-    def _count_step(self, log: RunLog) -> None:
-        self._say_changes(log)
-        self.timer.tick()
-        self.state.step += 1
-        self.state.log_window.steps += 1
-        log.advance(self.state.step)
-
     def _due(self) -> set[str]:
-        """Returns what is due after this step: at a stage's end everything, so that log windows do not span stages."""
+        """What is due after this step: at a stage's end everything, so that log windows do not span stages."""
         step, is_last = self.state.step, self.state.step == self.stage.first_step + self.stage.num_steps
         return {what for what, every in self.every.items() if step % every == 0 or is_last}
+
+    def _next_due(self) -> int:
+        """The next step after which something is due."""
+        step = self.state.step
+        stage = self.train_step.objective.stage(step)
+        regular = [step - step % every + every for every in self.every.values()]
+        return min(stage.first_step + stage.num_steps, *regular)
 
     def _finish(self, log: RunLog, first_step: int) -> None:
         memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -400,7 +414,7 @@ class Trainer:
         """Returns the metrics of an evaluation."""
         objective, wrapped = self.stage.objective, self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
-        with self.train_step.waits_for_ranks(), self._out_of_memory_named():
+        with self.train_step.waits_for_ranks():
             found = evaluate_model(*settings, objective, self.world, wrapped(objective))
             if "discriminator" in objective.networks():
                 found["unigram_auc"] = unigram_auc(*settings, self.world, wrapped)
