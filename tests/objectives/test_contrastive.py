@@ -6,7 +6,7 @@ from test_electra import COMPUTE, KEY, LENGTH, SLOTS, halves, make_batch, make_c
 from variants import VARIANTS
 
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.electra import keep_some_whole, sentence_loss
+from electra_fast.objectives.electra import keep_some_whole, sentence_totals
 from electra_fast.objectives.objective import MicroBatch, RngKey, corrupt, read_inputs
 
 ROWS = 2000
@@ -65,7 +65,7 @@ def test_the_head_counts_the_texts_that_it_recognizes():
     hidden_TD.view(64, LENGTH, 64)[:, [0, 5], 0] = torch.where(per_segment, 3.0, -3.0)
     with torch.no_grad():
         model.sentence_head.classifier.weight.copy_(torch.eye(64)[:1])
-    _, totals = sentence_loss(model, inputs, hidden_TD, replaced_T)
+    totals = sentence_totals(model, inputs, hidden_TD, replaced_T)
     assert totals["segments"] == totals["contrastive_correct"] == 128
     assert 0.1 < 1 - per_segment.float().mean() < 0.5
 

@@ -21,8 +21,7 @@ from electra_fast.files.checkpoint_folder import LossHistory, TrainState
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
-from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.training.diagnostics import has_exploded, lost_learning, recovery_advice, uniform_metrics
+from electra_fast.training.diagnostics import has_exploded, lost_learning, recovery_advice
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.pretrain import pretrain
 
@@ -41,7 +40,7 @@ def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validati
         model.proposal.set_counts(torch.ones(vocab_size))
     for objective in {stage.objective for stage in objective_of(config).stages()}:
         found = evaluate_model(model, validation_corpus, config, compute, 1, objective)
-        answers = uniform_metrics(objective)
+        answers = objective.uniform_metrics()
         uniform = objective.comparable_loss(answers)
         assert 0.8 * uniform < objective.comparable_loss(found) < 1.35 * uniform
         assert all(
@@ -52,17 +51,6 @@ def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validati
         assert has_exploded(objective, found | losses) and has_exploded(
             objective, found | dict.fromkeys(losses, math.nan)
         )
-
-
-def test_a_loss_without_a_value_for_uniform_answers_is_an_error():
-    objective = objective_of(Config.preset("tiny").replace({"model": {"vocab_size": 100}}))
-
-    class Matching(type(objective)):
-        name = "matching"
-        metric_totals = (*ElectraObjective.metric_totals, "matching_loss")
-
-    with pytest.raises(ValueError, match="objective matching: matching_loss has no value for uniform predictions"):
-        uniform_metrics(Matching(objective.config))
 
 
 def first_loss(losses, window=100, name="electra"):

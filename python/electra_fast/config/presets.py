@@ -136,28 +136,70 @@ _WHY_DISTINCT = "google draws some positions twice and averages their samples, w
 
 
 @dataclass(frozen=True)
-class ObjectiveSpec:
-    """An objective's contract with the configuration; its loss is in `objectives/`, its networks in `model.networks`.
+class Head:
+    """A head on an encoder.
 
     Args:
-        roles: Networks that it trains, in the order in which they are built; the last one is the result.
-        needs: Settings that it requires.
-        num_stages: Training stages, each at least one step long.
+        kind: A key of a table in `model.HEADS`.
+        is_of_masked: It computes for the masked tokens only, which sets its cost.
+        num_forward: Forward passes per step.
+        weight: The key of `[objective]` without whose weight there is no such head; "" for a head that is always there.
     """
 
-    roles: tuple[str, ...] = ("generator", "discriminator")
+    kind: str
+    is_of_masked: bool = False
+    num_forward: int = 1
+    weight: str = ""
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """What the configuration and the model know of an objective; its loss is in `objectives/`.
+
+    Args:
+        networks: The heads of each network that it trains, by the attribute of `Electra` that holds each. Networks are
+            built in this order; the last one is the result. A head named after its role is exported with it.
+        needs: Settings that it requires.
+        num_stages: Training stages, each at least one step long. In the second, a generator only runs forward.
+    """
+
+    networks: Mapping[str, Mapping[str, Head]]
     needs: Needs = field(default_factory=dict)
     num_stages: int = 1
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.networks)
+
+
+_MASKED_LM = Head("masked_lm", is_of_masked=True)
+_GENERATOR = {"generator": {"generator_head": _MASKED_LM}}
+_DISCRIMINATOR = {"discriminator_head": Head("replaced_token")}
+_OPTIONAL = {
+    "corrective_head": Head("masked_lm", is_of_masked=True, weight="corrective_weight"),
+    "sentence_head": Head("logit", weight="contrastive_weight"),
+}
+# Its head runs twice: to sample, and for the likelihood of the samples.
+_ADVERSARY = {
+    "generator_head": Head("masked_lm", is_of_masked=True, num_forward=2),
+    "baseline_head": Head("logit", is_of_masked=True),
+}
 
 OBJECTIVE_SPECS = {
-    "electra": ObjectiveSpec(),
-    "mlm": ObjectiveSpec(("generator",), {"generator.kind": ("model",)}),
-    "electra15": ObjectiveSpec(needs={"data.masking": DISTINCT}),
-    "replace-mlm": ObjectiveSpec(("generator", "encoder"), {"data.masking": DISTINCT}),
-    "all-tokens-mlm": ObjectiveSpec(("generator", "encoder"), {"data.masking": DISTINCT}),
+    "electra": ObjectiveSpec(_GENERATOR | {"discriminator": _DISCRIMINATOR | _OPTIONAL}),
+    "mlm": ObjectiveSpec(_GENERATOR, {"generator.kind": ("model",)}),
+    "electra15": ObjectiveSpec(_GENERATOR | {"discriminator": _DISCRIMINATOR}, {"data.masking": DISTINCT}),
+    "replace-mlm": ObjectiveSpec(
+        _GENERATOR | {"encoder": {"encoder_head": _MASKED_LM}},
+        {"data.masking": DISTINCT},
+    ),
+    "all-tokens-mlm": ObjectiveSpec(
+        _GENERATOR | {"encoder": {"encoder_head": Head("masked_lm"), "copy_head": Head("logit")}},
+        {"data.masking": DISTINCT},
+    ),
     "two-stage": ObjectiveSpec(
-        needs={
+        _GENERATOR | {"discriminator": _DISCRIMINATOR},
+        {
             "data.masking": DISTINCT,
             "generator.kind": ("model",),
             "generator.fraction": (1.0,),
@@ -168,12 +210,13 @@ OBJECTIVE_SPECS = {
         num_stages=2,
     ),
     "adversarial": ObjectiveSpec(
-        needs={
+        {"generator": _ADVERSARY, "discriminator": _DISCRIMINATOR},
+        {
             "data.masking": DISTINCT,
             "generator.kind": ("model",),
             "objective.temperature": (1.0,),
             "objective.disallow_correct": (False,),
-        }
+        },
     ),
 }
 

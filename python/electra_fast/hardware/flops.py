@@ -59,7 +59,7 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
             parts[role] += share * (1 + backward) * _encoder(network.shape, length)
             head_part = role if role == "discriminator" else f"{role}_head"
             for head in network.heads.values():
-                cost = head.token_fraction * _head(head.kind, network.shape)
+                cost = _head(head.kind, network.shape) * (config.data.mask_prob if head.is_of_masked else 1)
                 parts[head_part] += share * (head.num_forward + backward) * cost
     return Flops(**parts)
 
@@ -155,7 +155,7 @@ def published_training_flops(config: Config) -> float | None:
         )
         heads = 0.0
         for head in network.heads.values():
-            fraction = 1.0 if head.token_fraction == 1.0 else PUBLISHED_PREDICTED
+            fraction = PUBLISHED_PREDICTED if head.is_of_masked else 1.0
             heads += (head.num_forward + backward) * published.head(head.kind, fraction)
         return published.train(config.train.batch_size, num_steps, heads, 1 + backward)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from electra_fast.model.model import Electra
 from electra_fast.objectives.electra import detection_metrics
 from electra_fast.objectives.objective import (
+    Loss,
     MicroBatch,
     Number,
     Output,
@@ -19,7 +21,7 @@ from electra_fast.objectives.objective import (
     corrupt,
     generate,
     read_inputs,
-    rtd_loss,
+    rtd_totals,
 )
 from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
 from electra_fast.ops.vocabulary_nll import vocabulary_nll
@@ -38,17 +40,20 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         *ReplaceMLMObjective.metric_totals,
         *("discriminator_correct", "true_positives", "predicted_positives"),
     )
-    encoder_denominator = "tokens"
+
+    def losses(self) -> dict[str, Loss]:
+        # A mean over all tokens, of which only the masked ones need the vocabulary.
+        uniform = math.log(2) + self.config.data.mask_prob * math.log(self.config.model.vocab_size)
+        return super().losses() | {"encoder_loss": Loss(self.config.objective.encoder_weight, "tokens", uniform)}
 
     def describe(self, role: str) -> tuple[str, str]:
-        """Returns the text for a role."""
         title, summary = super().describe(role)
         copies = " Its logits are those of the softmax; the head that decides whether to copy a token is left out."
         return title, summary + (copies if role == "encoder" else "")
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → encoder → loss."""
-        inputs, weights = read_inputs(model, batch), self.config.objective
+        inputs = read_inputs(model, batch)
         generated = generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
         original_T, _ = corrupt(inputs, inputs.slots.target_M)
@@ -58,19 +63,15 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         nll_T, is_argmax_T = vocabulary_nll(x_TE, table_VE, head.output_bias, original_T.long())
         by_softmax_T = F.logsigmoid(-copy_T) - nll_T
         either_T = torch.logaddexp(F.logsigmoid(copy_T), by_softmax_T)
-        encoder_loss = -(torch.where(replaced_T, by_softmax_T, either_T) * inputs.valid_T).sum()
-
-        loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
-        loss = loss + batch.mean(weights.encoder_weight * encoder_loss, "tokens")
-        _, copy_totals = rtd_loss(-copy_T.detach(), replaced_T, inputs.valid_T)
+        copy_totals = rtd_totals(-copy_T.detach(), replaced_T, inputs.valid_T)
         del copy_totals["discriminator_loss"]  # D is only part of the predicted probability
         totals = generated.totals(inputs.slots, "generator") | copy_totals
         totals |= {
-            "encoder_loss": encoder_loss.detach(),
+            "encoder_loss": -(torch.where(replaced_T, by_softmax_T, either_T) * inputs.valid_T).sum(),
             "encoder_correct": (inputs.slots.of_tokens(is_argmax_T) * inputs.slots.weight_M).sum(),
         }
-        return Output(loss, totals, Predictions(corrupted_T, replaced_T, -copy_T.detach(), inputs.valid_T))
+        return self.output(batch, totals, Predictions(corrupted_T, replaced_T, -copy_T.detach(), inputs.valid_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Reports the encoder's loss in nats per token, and the softmax's accuracy at the masked positions."""
+        """The encoder's loss in nats per token, and the softmax's accuracy at the masked positions."""
         return super().metrics(totals) | detection_metrics(totals, "tokens")

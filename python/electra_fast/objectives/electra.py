@@ -5,6 +5,7 @@ Shapes: B rows, L row length, T = B*L flat tokens, M masked slots, D hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,10 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.model.model import Electra
-from electra_fast.model.networks import Network, corrective_weight
+from electra_fast.model.networks import Network
 from electra_fast.objectives.mlm import MaskedLMObjective
 from electra_fast.objectives.objective import (
+    Loss,
     MicroBatch,
     NetworkInputs,
     Number,
@@ -32,7 +35,7 @@ from electra_fast.objectives.objective import (
     ratio,
     read_inputs,
     report,
-    rtd_loss,
+    rtd_totals,
 )
 from electra_fast.ops import operations as ops
 
@@ -49,15 +52,15 @@ class GeneratorObjective(Objective):
         """Weight of the generator's loss."""
         return self.config.objective.gen_weight
 
+    def losses(self) -> dict[str, Loss]:
+        uniform = math.log(self.config.model.vocab_size) if self.config.generator.kind == "model" else 0.0
+        return {"generator_loss": Loss(self.gen_weight, "masked_weight", uniform)}
+
     def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Returns loss in nats per masked token, and accuracy; None for a fixed distribution."""
+        """Loss in nats per masked token, and accuracy; None for a fixed distribution."""
         is_network = self.config.generator.kind == "model"
         names = {"generator_loss": "generator_loss", "generator_accuracy": "generator_correct"}
         return {name: ratio(totals, total, "masked_weight") if is_network else None for name, total in names.items()}
-
-    def generator_loss(self, totals: Mapping[str, float]) -> float:
-        """Returns the generator's part of the loss."""
-        return self.gen_weight * ratio(totals, "generator_loss", "masked_weight")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,6 @@ class GeneratorAloneObjective(MaskedLMObjective):
     """Masked language modeling of the generator, before its discriminator trains with it."""
 
     def networks(self) -> dict[str, Network]:
-        """Returns the generator."""
         return {"generator": ElectraObjective(self.config).networks()["generator"]}
 
 
@@ -104,8 +106,18 @@ class ElectraObjective(GeneratorObjective):
     denominator: ClassVar[str] = "tokens"
     """The total that counts the tokens of the discriminator's loss."""
 
+    def losses(self) -> dict[str, Loss]:
+        weights, answer = self.config.objective, math.log(2)
+        found = super().losses() | {"discriminator_loss": Loss(weights.disc_weight, self.denominator, answer)}
+        if weights.corrective_weight and "corrective_head" in OBJECTIVE_SPECS[self.name].networks["discriminator"]:
+            vocabulary = math.log(self.config.model.vocab_size)
+            found["corrective_loss"] = Loss(weights.corrective_weight, "masked_weight", vocabulary)
+        if weights.contrastive_weight:
+            found["contrastive_loss"] = Loss(weights.contrastive_weight, "segments", answer)
+        return found
+
     def stages(self) -> tuple[Stage, ...]:
-        """Returns one stage, or two with `generator_first`."""
+        """One stage, or two with `generator_first`."""
         first, steps = self.config.objective.generator_first, self.config.train.steps
         if not first:
             return super().stages()
@@ -116,14 +128,14 @@ class ElectraObjective(GeneratorObjective):
         )
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Adds the number of segments if they have a loss."""
+        """As in the base class, and the number of segments if they have a loss."""
         found = super().loss_denominators(batch)
         if self.config.objective.contrastive_weight:
             found["segments"] = ((batch["position_ids"] == 0) & (batch["segment_ids"] > 0)).sum().double()
         return found
 
     def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
-        """Returns the mask of the discriminator's loss: all tokens except padding; bool [T]."""
+        """The mask of the discriminator's loss: all tokens except padding; bool [T]."""
         return inputs.valid_T
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
@@ -138,52 +150,34 @@ class ElectraObjective(GeneratorObjective):
         hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
         logits_T = model.discriminator_head(hidden_TD)
         counted_T = self.counted(inputs, batch.rng_key)
-        discriminator_loss, discriminator_totals = rtd_loss(logits_T, replaced_T, counted_T)
-
-        loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
-        loss = loss + batch.mean(weights.disc_weight * discriminator_loss, self.denominator)
-        totals = generated.totals(inputs.slots, "generator") | discriminator_totals
-        if "corrective_head" in model.networks["discriminator"].heads:
+        totals = generated.totals(inputs.slots, "generator") | rtd_totals(logits_T, replaced_T, counted_T)
+        if "corrective_loss" in self.losses():
             head, table_VE = model.corrective_head, model.embeddings.token
             hidden_MD = inputs.slots.of_states(hidden_TD)
             corrected = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
-            loss = loss + batch.mean(weights.corrective_weight * corrected.loss, "masked_weight")
             totals |= corrected.totals(inputs.slots, "corrective")
         if weights.contrastive_weight:
-            contrastive_loss, sentence_totals = sentence_loss(model, inputs, hidden_TD, replaced_T)
-            loss = loss + batch.mean(weights.contrastive_weight * contrastive_loss, "segments")
-            totals |= sentence_totals
+            totals |= sentence_totals(model, inputs, hidden_TD, replaced_T)
         if self.denominator != "tokens":
             totals["tokens"] = inputs.valid_T.sum()
-        return Output(loss, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), counted_T))
+        return self.output(batch, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), counted_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Returns losses in nats per masked token and per token, accuracies, precision and recall of "replaced".
+        """Losses in nats per masked token and per token, accuracies, precision and recall of "replaced".
 
         The discriminator's metrics cover the tokens of its loss.
         """
-        weights = self.config.objective
-        discriminator_loss = ratio(totals, "discriminator_loss", self.denominator)
-        loss = self.generator_loss(totals) + weights.disc_weight * discriminator_loss
-        found: dict[str, Number] = {
+        found = {
+            **self.loss_metrics(totals),
             **self.generator_metrics(totals),
-            "discriminator_loss": discriminator_loss,
             **detection_metrics(totals, self.denominator),
         }
-        if corrective_weight(self.config):
-            corrective_loss = ratio(totals, "corrective_loss", "masked_weight")
-            loss += corrective_weight(self.config) * corrective_loss
-            found["corrective_loss"] = corrective_loss
-            found["corrective_accuracy"] = ratio(totals, "corrective_correct", "masked_weight")
-        if weights.contrastive_weight:
-            contrastive_loss = ratio(totals, "contrastive_loss", "segments")
-            loss += weights.contrastive_weight * contrastive_loss
-            found["contrastive_loss"] = contrastive_loss
-            found["contrastive_accuracy"] = ratio(totals, "contrastive_correct", "segments")
-        return report(found | {"loss": loss})
+        for name, denominator in (("corrective", "masked_weight"), ("contrastive", "segments")):
+            if f"{name}_loss" in found:
+                found[f"{name}_accuracy"] = ratio(totals, f"{name}_correct", denominator)
+        return report(found)
 
     def describe(self, role: str) -> tuple[str, str]:
-        """Returns the text for a role."""
         if role == "discriminator":
             summary = "A text encoder pre-trained to tell which tokens of its input a generator replaced."
         else:
@@ -192,7 +186,7 @@ class ElectraObjective(GeneratorObjective):
 
 
 def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str, Number]:
-    """Returns accuracy, precision and recall of "replaced" over the tokens of `denominator`, and their fraction."""
+    """Accuracy, precision and recall of "replaced" over the tokens of `denominator`, and their fraction."""
     return {
         "discriminator_accuracy": ratio(totals, "discriminator_correct", denominator),
         "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
@@ -205,7 +199,7 @@ def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str
 
 
 def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
-    """Replaces the samples by the original tokens in a fifth of the attention segments; int64 [M].
+    """The samples, or the original tokens in a fifth of the attention segments; int64 [M].
 
     The choice depends on seed, step, row within the step and the column of the segment's first token.
     """
@@ -213,9 +207,7 @@ def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) ->
     return torch.where(inputs.slots.of_tokens(is_whole_T), inputs.slots.target_M, sample_M)
 
 
-def sentence_loss(
-    model: Electra, inputs: NetworkInputs, hidden_TD: Tensor, replaced_T: Tensor
-) -> tuple[Tensor, Totals]:
+def sentence_totals(model: Electra, inputs: NetworkInputs, hidden_TD: Tensor, replaced_T: Tensor) -> Totals:
     """Sums the binary cross-entropy of `sentence_head` over all [CLS]; positive: a token of the segment is replaced."""
     first_BL = _first_column(inputs)
     num_rows, length = first_BL.shape
@@ -223,15 +215,14 @@ def sentence_loss(
     has_replaced_T = torch.zeros_like(first_T).index_add(0, first_T, replaced_T.long()) > 0
     is_cls_T = (inputs.context[0] == 0) & inputs.valid_T
     logits_T = model.sentence_head(hidden_TD)
-    loss = (ops.binary_cross_entropy(logits_T, has_replaced_T) * is_cls_T).sum()
-    return loss, {
-        "contrastive_loss": loss.detach(),
+    return {
+        "contrastive_loss": (ops.binary_cross_entropy(logits_T, has_replaced_T) * is_cls_T).sum(),
         "segments": is_cls_T.sum(),
         "contrastive_correct": (((logits_T.detach() > 0) == has_replaced_T) & is_cls_T).sum(),
     }
 
 
 def _first_column(inputs: NetworkInputs) -> Tensor:
-    """Returns the column of each token's [CLS], from which its position counts; int64 [B, L]."""
+    """The column of each token's [CLS], from which its position counts; int64 [B, L]."""
     positions_BL = inputs.context[0].view(inputs.masked_ids_BL.shape).long()
     return torch.arange(positions_BL.shape[1], device=positions_BL.device) - positions_BL

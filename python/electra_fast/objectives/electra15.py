@@ -25,7 +25,7 @@ class Electra15Objective(ElectraObjective):
     denominator = "masked_weight"
 
     def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
-        """Returns the mask of the discriminator's loss; bool [T]."""
+        """The mask of the discriminator's loss; bool [T]."""
         ids_BL, slots = inputs.masked_ids_BL, inputs.slots
         masked_T = torch.zeros(ids_BL.numel() + 1, dtype=torch.bool, device=ids_BL.device)
         masked_T = masked_T.scatter(0, slots.position_M, slots.weight_M > 0)[:-1]

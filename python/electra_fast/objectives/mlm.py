@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import (
+    Loss,
     MicroBatch,
     Number,
     Objective,
@@ -25,24 +27,20 @@ class MaskedLMObjective(Objective):
     name = "mlm"
     metric_totals = ("generator_loss", "masked_weight", "generator_correct", "tokens")
 
+    def losses(self) -> dict[str, Loss]:
+        weight, uniform = self.config.objective.gen_weight, math.log(self.config.model.vocab_size)
+        return {"generator_loss": Loss(weight, "masked_weight", uniform)}
+
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Encoder → loss."""
         inputs = read_inputs(model, batch)
-        generated = generate(model, inputs, None)
-        loss = batch.mean(self.config.objective.gen_weight * generated.loss, "masked_weight")
-        return Output(loss, generated.totals(inputs.slots, "generator") | {"tokens": inputs.valid_T.sum()})
+        totals = generate(model, inputs, None).totals(inputs.slots, "generator")
+        return self.output(batch, totals | {"tokens": inputs.valid_T.sum()})
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Returns loss in nats per masked token, and accuracy."""
-        generator_loss = ratio(totals, "generator_loss", "masked_weight")
-        return report(
-            {
-                "loss": self.config.objective.gen_weight * generator_loss,
-                "generator_loss": generator_loss,
-                "generator_accuracy": ratio(totals, "generator_correct", "masked_weight"),
-            }
-        )
+        """Loss in nats per masked token, and accuracy."""
+        accuracy = ratio(totals, "generator_correct", "masked_weight")
+        return report({**self.loss_metrics(totals), "generator_accuracy": accuracy})
 
     def describe(self, role: str) -> tuple[str, str]:
-        """Returns the text for the encoder."""
         return "Masked language model", "A text encoder pre-trained by masked language modeling."

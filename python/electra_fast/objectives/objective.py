@@ -4,14 +4,16 @@ The parts make network inputs, samples, corrupted text and losses. All shapes ar
 spare position after the flat buffer), and nothing synchronizes with the host. Losses are sums; an objective divides
 them by the denominators of the whole step.
 
-A new objective is a subclass in a file of its own, an entry in `OBJECTIVES` and `config.presets`, and its networks
-in `model.networks`.
+A new objective is a subclass in a file of its own, an entry in `OBJECTIVES`, and its networks and needs in
+`config.presets`.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidden.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from electra_fast.config.config import Config
+from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.model.attention import AttentionMask, reads_offsets
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra, MaskedLMHead
@@ -141,6 +144,21 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A term of an objective's loss: weight * total / denominator.
+
+    Args:
+        weight: Its weight.
+        denominator: The name of a total, by the sum of which over a step the term is divided.
+        uniform: The quotient for uniform predictions over the vocabulary and over both labels.
+    """
+
+    weight: float
+    denominator: str
+    uniform: float
+
+
+@dataclass(frozen=True)
 class Objective(ABC):
     """An objective under a configuration."""
 
@@ -153,12 +171,40 @@ class Objective(ABC):
     lowered_losses: ClassVar[tuple[str, ...]] = ("generator_loss", "encoder_loss", "discriminator_loss")
     """Metrics that, while training goes well, do not all rise for long."""
 
+    @abstractmethod
+    def losses(self) -> dict[str, Loss]:
+        """The terms of the loss, in the order in which they are added, by the name of their total and metric."""
+
+    def output(self, batch: MicroBatch, totals: Totals, predictions: Predictions | None = None) -> Output:
+        """What `forward` returns, given the totals of a micro-batch, with a graph where they are losses."""
+        losses = self.losses()
+        terms = [batch.mean(each.weight * totals[name], each.denominator) for name, each in losses.items()]
+        totals = totals | {name: totals[name].detach() for name in losses}
+        return Output(functools.reduce(operator.add, terms), totals, predictions)
+
+    def loss_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """The loss, and each of `losses` in nats per token, from their totals."""
+        losses = self.losses()
+        means = {name: ratio(totals, name, each.denominator) for name, each in losses.items()}
+        loss = functools.reduce(operator.add, (each.weight * means[name] for name, each in losses.items()))
+        return {"loss": loss, **means}
+
+    def uniform_metrics(self) -> dict[str, Number]:
+        """The metrics of uniform predictions, as far as they are losses."""
+        totals = dict.fromkeys(self.metric_totals, 1.0) | {name: each.uniform for name, each in self.losses().items()}
+        return self.metrics(totals)
+
     def networks(self) -> dict[str, Network]:
-        """Returns the networks by role."""
+        """The networks by role."""
         return networks_of(self.config, self.name)
 
+    def could_have(self, head: str) -> bool:
+        """True if only the head's weight, which is 0, keeps it from being there."""
+        present = {name for network in self.networks().values() for name in network.heads}
+        return head not in present and any(head in heads for heads in OBJECTIVE_SPECS[self.name].networks.values())
+
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the divisors of a batch's losses, fp64 scalars to be summed over the micro-batches of a step.
+        """The divisors of a batch's losses, fp64 scalars to be summed over the micro-batches of a step.
 
         By default, the weight of the masked slots and the number of tokens.
         """
@@ -178,22 +224,22 @@ class Objective(ABC):
 
     @abstractmethod
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Returns the metrics of a log window or an evaluation from its metric totals."""
+        """The metrics of a log window or an evaluation from its metric totals."""
 
     def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
-        """Returns the loss by which checkpoints of a run are compared."""
+        """The loss by which checkpoints of a run are compared."""
         return float(metrics["loss"] or 0)
 
     @abstractmethod
     def describe(self, role: str) -> tuple[str, str]:
-        """Returns title and first sentence of an exported network's model card."""
+        """Title and first sentence of the model card of an exported network with this role."""
 
     def stages(self) -> tuple[Stage, ...]:
-        """Returns the consecutive stages that make up the run."""
+        """The consecutive stages that make up the run."""
         return (Stage("pre-training", self, first_step=0, num_steps=self.config.train.steps),)
 
     def stage(self, step: int) -> Stage:
-        """Returns the stage of a step (0-based). The optimizer starts afresh with each stage."""
+        """The stage of a step (0-based). The optimizer starts afresh with each stage."""
         return [stage for stage in self.stages() if stage.first_step <= step][-1]
 
     def begin_stage(self, model: Electra) -> None:  # noqa: B027  # most objectives have one stage
@@ -201,12 +247,12 @@ class Objective(ABC):
 
 
 def report(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """Adds None for absent `METRICS`."""
+    """The metrics, with None for absent `METRICS`."""
     return dict.fromkeys(METRICS) | dict(metrics)
 
 
 def ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float:
-    """Divides two totals; 0/0 is 0."""
+    """The quotient of two totals; 0/0 is 0."""
     return totals[numerator] / totals[denominator] if totals[denominator] else 0.0
 
 
@@ -249,7 +295,7 @@ class NetworkInputs:
 
 
 def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
-    """Returns the inputs of a packed micro-batch.
+    """The inputs of a packed micro-batch.
 
     Its entry `sampled_ids` (int64, shaped as `masked_ids`), if present, replaces the generator's samples.
     """
@@ -299,9 +345,9 @@ class Generated:
         return self.sample_M
 
     def totals(self, slots: Slots, role: str) -> Totals:
-        """Returns the loss, the slots' weight, and the weight of slots with a correct argmax."""
+        """The loss, the slots' weight, and the weight of slots with a correct argmax."""
         return {
-            f"{role}_loss": self.loss.detach(),
+            f"{role}_loss": self.loss,
             "masked_weight": slots.weight_M.sum(),
             f"{role}_correct": (self.correct_M * slots.weight_M).sum(),
         }
@@ -351,22 +397,19 @@ def predict(
 
 
 def corrupt(inputs: NetworkInputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the text with samples in place of masks, and which tokens differ from the original; [T] each."""
+    """The text with samples in place of masks, and which tokens differ from the original; [T] each."""
     slots = inputs.slots
     return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)
 
 
-def rtd_loss(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> tuple[Tensor, Totals]:
-    """Sums the discriminator's binary cross-entropy and its metric totals over the tokens that count."""
+def rtd_totals(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> Totals:
+    """The discriminator's binary cross-entropy and its metric totals, summed over the tokens that count."""
     loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, counted_T)
-    return loss, {
-        "discriminator_loss": loss.detach(),
-        **dict(zip(ops.DISCRIMINATOR_TOTALS, totals_5.unbind(), strict=True)),
-    }
+    return {"discriminator_loss": loss, **dict(zip(ops.DISCRIMINATOR_TOTALS, totals_5.unbind(), strict=True))}
 
 
 def random_words(rng_key: RngKey, column_BL: Tensor, stream: int) -> Tensor:
-    """Returns 32 random bits per element, a function of seed, step, row within the step and column; int64 [B, L].
+    """32 random bits per element, a function of seed, step, row within the step and column; int64 [B, L].
 
     Args:
         rng_key: The micro-batch's key.

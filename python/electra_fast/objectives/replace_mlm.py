@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,6 +10,7 @@ from typing import ClassVar
 from electra_fast.model.model import Electra
 from electra_fast.objectives.electra import GeneratorObjective
 from electra_fast.objectives.objective import (
+    Loss,
     MicroBatch,
     Number,
     Output,
@@ -34,38 +36,36 @@ class ReplaceMLMObjective(GeneratorObjective):
         *("generator_loss", "masked_weight", "generator_correct"),
         *("encoder_loss", "encoder_correct", "replaced", "tokens"),
     )
-    encoder_denominator: ClassVar[str] = "masked_weight"
-    """The total that counts the tokens of the encoder's loss."""
+
+    def losses(self) -> dict[str, Loss]:
+        vocabulary = math.log(self.config.model.vocab_size)
+        return super().losses() | {
+            "encoder_loss": Loss(self.config.objective.encoder_weight, "masked_weight", vocabulary)
+        }
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → encoder → loss."""
-        inputs, weights = read_inputs(model, batch), self.config.objective
+        inputs = read_inputs(model, batch)
         generated = generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
         hidden_MD = inputs.slots.of_states(model.hidden("encoder", corrupted_T, *inputs.context))
         head, table_VE = model.encoder_head, model.embeddings.token
         predicted = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
-
-        loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
-        loss = loss + batch.mean(weights.encoder_weight * predicted.loss, "masked_weight")
         totals = generated.totals(inputs.slots, "generator") | predicted.totals(inputs.slots, "encoder")
-        return Output(loss, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
+        return self.output(batch, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Returns losses in nats per token of the loss, and accuracies at the masked positions."""
-        encoder_loss = ratio(totals, "encoder_loss", self.encoder_denominator)
+        """Losses in nats per token of the loss, and accuracies at the masked positions."""
         return report(
             {
+                **self.loss_metrics(totals),
                 **self.generator_metrics(totals),
-                "loss": self.generator_loss(totals) + self.config.objective.encoder_weight * encoder_loss,
-                "encoder_loss": encoder_loss,
                 "encoder_accuracy": ratio(totals, "encoder_correct", "masked_weight"),
                 "replaced_fraction": ratio(totals, "replaced", "tokens"),
             }
         )
 
     def describe(self, role: str) -> tuple[str, str]:
-        """Returns the text for a role."""
         if role == "encoder":
             summary = "A text encoder pre-trained to predict the original tokens of text that a generator corrupted."
             return "Masked language model of corrupted text", summary

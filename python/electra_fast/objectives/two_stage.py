@@ -27,7 +27,7 @@ class TwoStageObjective(ElectraObjective):
         return 0.0
 
     def stages(self) -> tuple[Stage, ...]:
-        """Returns the generator's and the discriminator's stage, which gets the extra step of an odd number."""
+        """The generator's and the discriminator's stage, which gets the extra step of an odd number."""
         steps = self.config.train.steps
         first, name = steps // 2, "replaced-token detection against the frozen generator"
         return (

@@ -36,7 +36,7 @@ _STEPS, _LASTING = 100, 2
 
 def has_exploded(objective: Objective, metrics: Mapping[str, Number]) -> bool:
     """Returns whether the metrics of some steps or of an evaluation show that a run has exploded."""
-    limit = _EXPLODED * objective.comparable_loss(uniform_metrics(objective))
+    limit = _EXPLODED * objective.comparable_loss(objective.uniform_metrics())
     return not objective.comparable_loss(metrics) <= limit  # also true for nan
 
 
@@ -50,7 +50,7 @@ def lost_learning(history: LossHistory, objective: Objective, metrics: Mapping[s
     history.steps += steps
     if history.steps < _STEPS:
         return None
-    uniform, lowest = _losses(objective, uniform_metrics(objective)), history.lowest
+    uniform, lowest = _losses(objective, objective.uniform_metrics()), history.lowest
     means = {name: total / history.steps for name, total in history.totals.items()}
     is_lost = [means[name] > low + _LOST * (uniform[name] - low) for name, low in lowest.items()]
     history.num_lost = history.num_lost + 1 if is_lost and all(is_lost) else 0
@@ -59,25 +59,6 @@ def lost_learning(history: LossHistory, objective: Objective, metrics: Mapping[s
     if history.num_lost < _LASTING:
         return None
     return " and ".join(f"{name} rose from {low:.4g} to {means[name]:.4g}" for name, low in lowest.items())
-
-
-def uniform_metrics(objective: Objective) -> dict[str, Number]:
-    """Returns the metrics of uniform predictions over the vocabulary and over both labels.
-
-    Raises ValueError for a loss whose value is not known here.
-    """
-    vocabulary, answer = math.log(objective.config.model.vocab_size), math.log(2)
-    heads = {name for network in objective.networks().values() for name in network.heads}
-    losses = {"encoder_loss": vocabulary, "corrective_loss": vocabulary}
-    if "copy_head" in heads:  # a mean over all tokens, of which only the masked ones need the vocabulary
-        losses["encoder_loss"] = answer + objective.config.data.mask_prob * vocabulary
-    losses["generator_loss"] = vocabulary if "generator_head" in heads else 0.0
-    losses |= {"discriminator_loss": answer, "contrastive_loss": answer, "baseline_loss": answer}
-    losses["policy_loss"] = 0.0  # the baseline is exactly the reward, so there is no advantage
-    named = {name for name in (*objective.metric_totals, *objective.lowered_losses) if name.endswith("loss")}
-    if unknown := sorted(named - losses.keys()):
-        raise ValueError(f"objective {objective.name}: {unknown[0]} has no value for uniform predictions")
-    return objective.metrics(dict.fromkeys(objective.metric_totals, 1.0) | losses)
 
 
 def recovery_advice(run: Path, state: TrainState, config: Config) -> str:

@@ -429,7 +429,7 @@ class Trainer:
         if not is_sound and self._may_stop(self.state.step):
             self._end_diverged(f"the validation loss rose to {found['loss']:.4g} at step {self.state.step}")
         self.validation_loss = objective.comparable_loss(found) if is_sound else None
-        can_correct = self.config.objective.name == "electra" and not self.config.objective.corrective_weight
+        can_correct = objective.could_have("corrective_head")
         if message := stall_warning(log.evaluations, self._first_judged_step(), can_correct=can_correct):
             log.warn(self.state.step, message)
 
