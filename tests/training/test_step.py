@@ -13,12 +13,13 @@ from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, HostBatch, MicroBatches, to_torch
+from electra_fast.hardware.settings import choose_execution
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
 from electra_fast.training.parallel_step import create_step
-from electra_fast.training.step import GRAD_NORM, SKIPPED, choose_execution
+from electra_fast.training.step import GRAD_NORM, SKIPPED
 from electra_fast.training.timing import StepTimer
 
 COMPUTE = ComputeConfig("sdpa", torch.float32)
