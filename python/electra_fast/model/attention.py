@@ -27,8 +27,8 @@ from electra_fast.errors import InputError
 from electra_fast.ops import cpu_ops, fused
 from electra_fast.ops import operations as ops
 from electra_fast.ops.cpu_ops import SegmentLayout, masking_bias, segment_layout
-from electra_fast.ops.fused import SublayerWeights
-from electra_fast.ops.operations import Dropout, kernels, linear, operation, uses_cpu_ops, uses_kernels
+from electra_fast.ops.fused import SublayerWeights, kernels
+from electra_fast.ops.operations import Dropout, linear, operation, uses_cpu_ops, uses_kernels
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

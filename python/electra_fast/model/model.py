@@ -23,7 +23,8 @@ from electra_fast.model.attention import AttentionMask, Queries, attention, quer
 from electra_fast.model.initialization import initialize
 from electra_fast.model.networks import networks_of
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import Dropout, SublayerWeights, linear
+from electra_fast.ops.fused import SublayerWeights
+from electra_fast.ops.operations import Dropout, linear
 from electra_fast.ops.sampling import alias_table
 
 # Two networks may share modules, so the dropout call indices of the second start past the generator's.

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from electra_fast.ops.cpu_ops import define_operator
-from electra_fast.ops.operations import kernels, operation, uses_kernels
+from electra_fast.ops.fused import kernels
+from electra_fast.ops.operations import operation, uses_kernels
 from electra_fast.ops.sampling import take_along_rows
 
 # Tokens and vocabulary entries (whole tiles) of one block of logits. On a CPU, 8 MB in fp32, which stay in the caches
