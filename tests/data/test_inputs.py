@@ -229,6 +229,7 @@ def python_text(line, field, replaced):
     return replacement if replaced or replacement == text else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["text", "a.b"])
 @pytest.mark.parametrize("invalid_utf8", ["error", "replace"])
 def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
@@ -249,29 +250,6 @@ def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
     for name, inputs in {"list": tmp_path / "a.json", "memory": map(json.loads, good)}.items():
         report = prepare(inputs, out=tmp_path / name, **reading)
         assert report.content_hash == Corpus(tmp_path / "plain").content_hash
-
-
-KINDS = {
-    "string": pa.string(),
-    "large": pa.large_string(),
-    "view": pa.string_view(),
-    "dictionary": pa.dictionary(pa.int32(), pa.string()),
-    "small-keys": pa.dictionary(pa.uint8(), pa.large_string()),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "open_writer"), [*((kind, pa.ipc.new_stream) for kind in KINDS), ("dictionary", pa.ipc.new_file)]
-)
-def test_strings_of_every_kind(vocab, tmp_path, kind, open_writer):
-    texts = [None, "w1", *TEXTS, None, "w1"]
-    path = tmp_path / "a.arrow"
-    # One batch: unlike a stream, a file cannot replace its dictionary.
-    write_stream(path, pa.table({"text": pa.array(texts, KINDS[kind])}), rows=1000, open_writer=open_writer)
-    report = prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
-    assert (report.num_documents, report.empty_documents) == (len(TEXTS) + 2, 2)
-    prepare((text for text in texts if text), vocab=vocab, out=tmp_path / "plain", progress=False)
-    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
 
 
 def test_several_columns_are_joined_by_line_ends_and_nulls_counted_wherever_they_are(vocab, tmp_path):

@@ -88,33 +88,6 @@ def test_the_bytes_of_batches_are_fixed(open_loader, options):
     assert f"{name} {digest(list(open_loader(epochs=2, **options)))}" in golden
 
 
-@pytest.mark.parametrize("masking", ["paper", "google", "bert", "whole-word", "span"])
-def test_only_ordinary_tokens_are_masked_and_others_stay(open_loader, masking):
-    for batch in open_loader(masking=masking):
-        tensors = to_torch(batch)
-        ids, used = tensors["input_ids"], tensors["masked_weights"] > 0
-        row = torch.arange(len(ids))[:, None].expand_as(used)[used]
-        place, masked = tensors["masked_positions"][used].long(), tensors["masked_ids"][used]
-        assert (masked > 4).all() and (tensors["segment_ids"][row, place] > 0).all()
-        assert used.any(1).all() and not tensors["masked_positions"][~used].any()
-        if masking not in ("google", "bert"):
-            assert (ids[row, place] == 4).all()
-        ids[row, place] = masked
-        assert not (ids == 4).any()
-
-
-def test_masks_of_a_row_change_with_the_epoch(open_loader):
-    texts = {}
-    for tensors in map(to_torch, open_loader(epochs=20, masking="paper")):
-        # The originals; unused slots change [CLS] only.
-        rows = tensors["input_ids"].scatter_add(1, tensors["masked_positions"].long(), tensors["masked_ids"] - 4)
-        for original, positions in zip(rows.tolist(), tensors["masked_positions"].tolist(), strict=True):
-            texts.setdefault(tuple(original), []).append(tuple(sorted(positions)))
-    repeated = [masks for masks in texts.values() if len(masks) > 1]
-    assert len(repeated) > 10
-    assert sum(len(masks) - len(set(masks)) for masks in repeated) <= sum(map(len, repeated)) / 100
-
-
 def test_ranks_and_threads_share_the_global_batches(open_loader):
     whole = list(open_loader(epochs=2, cache_bytes=2**64 - 1))
     ranks = [open_loader(epochs=2, rank=rank, world_size=3, num_threads=1 + rank, prefetch=7) for rank in range(3)]

@@ -137,38 +137,32 @@ STRAY = ["shard-000900-000.tokens", "parts/input-group-000900.counts", "parts/to
 
 
 @pytest.mark.parametrize("holdout", [0.0, 0.02])
-@pytest.mark.parametrize("state", ["finished before", "refused", "finished now", "interrupted while cleaning up"])
-def test_only_what_prepare_writes_is_deleted_and_only_in_work_that_it_finishes(state, holdout, s3, vocab, text):
-    """The local folder has more names and states: see the tests of `clean_up` in Rust."""
-    place = f"{state.replace(' ', '-')}-{holdout}"
-    url, foreign, stray = f"s3://bucket/{place}", [*FOREIGN], [*STRAY]
+def test_only_what_prepare_writes_is_deleted_and_only_in_work_that_it_finishes(holdout, s3, vocab, text):
+    """Names and states are those of a local folder: see the tests of `clean_up` in Rust."""
+    url, foreign, stray = f"s3://bucket/strays-{holdout}", [*FOREIGN], [*STRAY]
     # A user's own validation corpus, or what a killed attempt has left of ours.
-    (stray if holdout else foreign).append("holdout/shard-000900-000.lines")
-    (stray if holdout else foreign).append("holdout/shard-000900-000.tokens")
+    (stray if holdout else foreign).extend(f"holdout/shard-000900-000.{kind}" for kind in ("lines", "tokens"))
 
     def prepare(url, **options):
         arguments = {"files": [str(text)], "holdout": holdout, "_part_bytes": 200_000, **options}
         return _data.prepare(_data.Tokenizer(str(vocab)), url, **arguments)
 
-    prepare(url, **({"partition": (1, 2)} if state == "finished now" else {}))
+    def names(url):
+        return {name for name, _ in list_objects(url)}
+
+    prepare(url, partition=(1, 2))
     for name in (*foreign, *stray):
-        s3.put(f"bucket/{place}/{name}", b"x")
-    if state == "interrupted while cleaning up":
-        _data.download(f"{url}/manifest.json", str(vocab.parent / "manifest"))
-        job = {"job": json.loads((vocab.parent / "manifest").read_text())["job"]}
-        s3.put(f"bucket/{place}/parts/job.json", json.dumps(job).encode())
-    before = {name for name, _ in list_objects(url)}
-    if state == "refused":
-        with pytest.raises(ValueError, match="of other inputs or options"):
-            prepare(url, holdout=0.5)
-    else:
-        assert prepare(url)["complete"]
-    after = {name for name, _ in list_objects(url)}
-    if state in ("finished before", "refused"):
-        assert after == before
-    else:
-        prepare(f"{url}-alone")
-        assert after == {*foreign, *(name for name, _ in list_objects(f"{url}-alone"))}
+        s3.put(f"bucket/strays-{holdout}/{name}", b"x")
+    before = names(url)
+    with pytest.raises(ValueError, match="of other inputs or options"):
+        prepare(url, holdout=0.5)
+    assert names(url) == before
+    assert prepare(url)["complete"]
+    prepare(f"{url}-alone")
+    assert names(url) == {*foreign, *names(f"{url}-alone")}
+    s3.put(f"bucket/strays-{holdout}/{stray[0]}", b"x")
+    before = names(url)
+    assert prepare(url)["already_complete"] and names(url) == before
 
 
 def test_partitions_need_no_shared_folder(vocab, text, local, tmp_path):

@@ -3,9 +3,7 @@
 What begins a word is read from `vocab.txt` here, by its `##`; where lines begin, from the text.
 """
 
-import itertools
 import json
-import random
 import shutil
 
 import pytest
@@ -98,32 +96,6 @@ def test_other_maskings_do_not_open_the_tokenizer(tiny_corpus, tmp_path):
     next(BatchLoader(copy, cut_at="line", **options))
     with pytest.raises(FileNotFoundError, match=r"vocab\.txt"):
         BatchLoader(copy, **options, cut_at="word")
-
-
-@pytest.mark.parametrize("cut_at", ["word", "line"])
-def test_rows_begin_at_words_or_lines(tmp_path, cut_at):
-    """Lines of 1 to 12 words of three tokens, in which every token has its own id."""
-    rng, tokens = random.Random(2), [f"x{n}y" for n in range(6_000)]
-    words = ["".join(tokens[n : n + 3]) for n in range(0, len(tokens), 3)]
-    entries = [token if n % 3 == 0 else f"##{token}" for n, token in enumerate(tokens)]
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, *entries]))
-    lines = []
-    while words:
-        lines.append([words.pop(0) for _ in range(min(len(words), rng.randint(1, 12)))])
-    documents = ["\n".join(map(" ".join, lines[n : n + 20])) for n in range(0, len(lines), 20)]
-    electra_fast.prepare(iter(documents), vocab=tmp_path / "vocab.txt", out=tmp_path / "shards", progress=False)
-    ends_of_lines = itertools.accumulate((3 * len(line) for line in lines), initial=5)
-    points = set(ends_of_lines if cut_at == "line" else range(5, 6_005, 3))
-    segments = []
-    loader = BatchLoader(tmp_path / "shards", sequence_length=LENGTH, batch_size=64, epochs=1, cut_at=cut_at)
-    for ids, _, _ in rows_of(loader):
-        for token in ids:
-            if token == CLS:
-                segments.append([])
-            elif token != SEP:
-                segments[-1].append(token)
-    assert sorted(itertools.chain(*segments)) == list(range(5, 6_005))
-    assert all(segment[0] in points for segment in segments if segment)
 
 
 def test_packing_google_has_cuts_of_its_own(open_loader):
