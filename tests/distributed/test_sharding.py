@@ -29,10 +29,10 @@ LOCAL_WINDOW = {"model.local_attention": "4", "model.global_attention_every": "2
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "world_size", "changes"),
     [
-        ("google", "lamb", 3, VARIANTS["all-tokens-mlm"] | APART),
+        pytest.param("google", "lamb", 3, VARIANTS["all-tokens-mlm"] | APART, marks=pytest.mark.slow),
         ("modern", "muon", 3, TOGETHER | LOCAL_WINDOW),
-        ("paper", "muon", 2, VARIANTS["two-stage"]),
-        ("paper", "adamw", 2, VARIANTS["adversarial"]),
+        pytest.param("paper", "muon", 2, VARIANTS["two-stage"], marks=pytest.mark.slow),
+        pytest.param("paper", "adamw", 2, VARIANTS["adversarial"], marks=pytest.mark.slow),
     ],
 )
 def test_a_sharded_model_trains_as_a_whole_one(
@@ -48,6 +48,7 @@ def test_a_sharded_model_trains_as_a_whole_one(
         assert {name: found[name] for name in losses} == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_resumes_a_whole_one_and_is_resumed_by_one(server, validation_corpus, tmp_path):
     """With longer texts from then on."""
     changes = NO_DROPOUT | {"train.steps": "12", "train.batch_size": "10", "train.keep_checkpoints": "9"}
@@ -64,6 +65,7 @@ def test_a_sharded_run_resumes_a_whole_one_and_is_resumed_by_one(server, validat
         assert_close_runs(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpus, tmp_path):
     out = tmp_path / "run"
     ranks = server.start(2, validation_corpus, out, **SHARDED, **{"train.steps": "100000"})

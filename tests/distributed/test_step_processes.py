@@ -217,12 +217,14 @@ def started(server, tiny_corpus, tmp_path):
     return ranks[0], worker_of(ranks[0].pid)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_run(started):
     run, worker = started
     run.kill()
     assert has_ended(worker) and run.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_ends_in_a_checkpoint(started):
     """As a terminal's Ctrl-C does, or a scheduler."""
     run, worker = started
@@ -231,6 +233,7 @@ def test_a_signal_to_all_processes_ends_in_a_checkpoint(started):
     assert "Traceback" not in run.said() and has_ended(worker)
 
 
+@pytest.mark.slow
 def test_a_suspended_worker_is_named_and_a_signal_ends_the_run(started):
     run, worker = started
     os.kill(worker, signal.SIGSTOP)

@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 import faults
+import pytest
 from ranks import TIMEOUT, wait_for
 from tiny_run import command
 
 from electra_fast.files import checkpoint_folder
+
+pytestmark = pytest.mark.slow
 
 
 def test_ranks_that_torchrun_restarts_resume_and_notice_when_it_is_gone(validation_corpus, tmp_path):

@@ -61,7 +61,13 @@ def interrupt_at(monkeypatch, point, number):
     return calls
 
 
-@pytest.mark.parametrize(("point", "number"), [(p, SIGNALS[i % 4]) for i, p in enumerate(POINTS)])
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [
+        pytest.param(point, SIGNALS[i % 4], marks=() if point == "a step" else pytest.mark.slow)
+        for i, point in enumerate(POINTS)
+    ],
+)
 def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path, monkeypatch, point, number):
     before = {number: signal.getsignal(number) for number in SIGNALS}
     rare = {"train.checkpoint_every": "1000"} if "checkpoint" not in point else {}
@@ -157,6 +163,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
     """SIGHUP comes with a standard error that can no longer be written to."""
     ours, theirs = pty.openpty()
@@ -193,6 +200,7 @@ def test_other_commands_say_what_is_kept(tmp_path):
     assert said == "electra-fast: interrupted; nothing was written\n"
 
 
+@pytest.mark.slow
 def test_how_long_a_launcher_has_been_running():
     child = "from electra_fast.interruption import launcher_seconds; print(launcher_seconds())"
     parent = (

@@ -105,6 +105,7 @@ def read_mlflow(run):
 READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow}
 
 
+@pytest.mark.slow
 def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, monkeypatch):
     """Killed by the kernel in the middle, resumed in another process, and read back."""
     run = tmp_path / "run"
@@ -131,6 +132,7 @@ def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, m
                 assert found[f"{kind}/{key}"] == expected, read.__name__
 
 
+@pytest.mark.slow
 def test_a_changed_run_replaces_its_later_lines(validation_corpus, tmp_path):
     given, run = {"train.loggers": "tensorboard"}, tmp_path / "run"
     ef.pretrain(tiny_config(**given), data=validation_corpus, out=run)

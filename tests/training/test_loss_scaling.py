@@ -74,6 +74,7 @@ def test_a_resumed_run_has_the_scale_that_it_had(fp16_run, validation_corpus, tm
     assert_same_run(run, fp16_run)
 
 
+@pytest.mark.slow
 def test_ranks_scale_alike(fp16_run, server, validation_corpus, tmp_path):
     server.run(2, validation_corpus, tmp_path / "run", **FP16)
     assert lines(tmp_path / "run") == lines(fp16_run)

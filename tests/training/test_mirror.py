@@ -21,6 +21,8 @@ from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.training import mirror
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def url(s3, monkeypatch, tmp_path):

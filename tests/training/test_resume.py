@@ -27,83 +27,63 @@ def said(capsys):
     return capsys.readouterr().err
 
 
-class TestExtension:
-    def test_a_finished_run_is_continued(self, run, validation_corpus, capsys):
-        longer = {"train.steps": str(2 * STEPS)}
-        assert pretrain(tiny_config(**longer), data=validation_corpus, out=run).step == 2 * STEPS
-        told = said(capsys)
-        optimizer = Config.load(run / "config.toml").optimizer
-        rate = lr_scale(optimizer, STEPS, 2 * STEPS) * optimizer.learning_rate
-        assert f"the learning rate of step {STEPS} is {rate:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
-        assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))
-        last = lr_scale(optimizer, 2 * STEPS - 1, 2 * STEPS) * optimizer.learning_rate
-        assert lines(run)[-1]["learning_rate"] == pytest.approx(last)
-        record = json.loads((run / "changes.jsonl").read_text())
-        assert (record["step"], record["changes"]) == (STEPS, {"train.steps": [STEPS, 2 * STEPS]})
+def records_of_changes(run):
+    records = map(json.loads, (run / "changes.jsonl").read_text().splitlines())
+    return [(record["step"], record["changes"]) for record in records]
 
-    def test_a_killed_extension_resumes_by_its_folder_alone(self, run, validation_corpus):
-        """The change is on record before the first checkpoint that has it."""
-        before, longer = shutil.copytree(run, run.with_name("before")), tiny_config(**{"train.steps": str(2 * STEPS)})
-        pretrain(longer, data=validation_corpus, out=run)
-        unkilled = shutil.copytree(run, run.with_name("unkilled"))
-        shutil.rmtree(run / "checkpoints")
-        shutil.copytree(before / "checkpoints", run / "checkpoints")
-        assert pretrain(Config.load(run / "config.toml")).step == 2 * STEPS
-        assert_same_run(run, unkilled)
 
-    def test_it_cannot_become_shorter_than_it_is(self, run, validation_corpus):
-        with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
-            pretrain(tiny_config(**{"train.steps": "20"}), data=validation_corpus, out=run)
+def test_a_finished_run_is_continued_and_a_killed_extension_resumes_by_its_folder_alone(run, validation_corpus, capsys):
+    """The change is on record before the first checkpoint that has it."""
+    before, longer = shutil.copytree(run, run.with_name("before")), tiny_config(**{"train.steps": str(2 * STEPS)})
+    with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
+        pretrain(tiny_config(**{"train.steps": "20"}), data=validation_corpus, out=run)
+    assert pretrain(longer, data=validation_corpus, out=run).step == 2 * STEPS
+    told, optimizer = said(capsys), Config.load(run / "config.toml").optimizer
+    first, last = (lr_scale(optimizer, step, 2 * STEPS) * optimizer.learning_rate for step in (STEPS, 2 * STEPS - 1))
+    assert f"the learning rate of step {STEPS} is {first:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
+    assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))
+    assert lines(run)[-1]["learning_rate"] == pytest.approx(last)
+    assert records_of_changes(run) == [(STEPS, {"train.steps": [STEPS, 2 * STEPS]})]
+    unkilled = shutil.copytree(run, run.with_name("unkilled"))
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(before / "checkpoints", run / "checkpoints")
+    assert pretrain(Config.load(run / "config.toml")).step == 2 * STEPS
+    assert_same_run(run, unkilled)
 
 
 class TestAllowedChanges:
-    def test_they_are_recorded_and_have_an_effect(self, run, validation_corpus, capsys):
+    def test_they_are_recorded_and_have_an_effect(self, run, validation_corpus, monkeypatch, capsys):
+        """Even if the run is killed before the first checkpoint after them, by one permission; also taken back."""
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
         with pytest.raises(ValueError, match=r"learning_rate = 0.001, now it is 0.002; .* pass --allow-changes"):
             pretrain(changed, data=validation_corpus, out=run)
         assert not (run / "changes.jsonl").exists()
-        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
-        assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in said(capsys)
-        changes = json.loads((run / "changes.jsonl").read_text())["changes"]
-        assert changes == {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
-        saved = Config.load(checkpoint_folder.latest(run) / "config.toml")
-        assert saved.optimizer.learning_rate == 2e-3
-        assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * lr_scale(saved.optimizer, 27, 36))
-        pretrain(changed, data=validation_corpus, out=run)  # it is what the run has now
-        with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
-            pretrain(tiny_config(**{"train.steps": "36"}), data=validation_corpus, out=run)
-
-    def test_a_recorded_change_needs_no_second_permission(self, run, validation_corpus, monkeypatch):
-        """Killed before the first checkpoint after a change: the run's own configuration is still good."""
-        changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
             pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
         assert pretrain(Config.load(run / "config.toml")).step == 36
-        assert len((run / "changes.jsonl").read_text().splitlines()) == 1
-
-    def test_a_change_taken_back_is_recorded_too(self, run, validation_corpus):
-        changed = tiny_config(**{"optimizer.learning_rate": "2e-3"})
-        for config in (changed, tiny_config()):
-            pretrain(config, data=validation_corpus, out=run, allow_changes=True)
-        records = [json.loads(line)["changes"] for line in (run / "changes.jsonl").read_text().splitlines()]
-        assert records == [{"optimizer.learning_rate": [1e-3, 2e-3]}, {"optimizer.learning_rate": [2e-3, 1e-3]}]
+        assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in said(capsys)
+        changes = {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
+        assert records_of_changes(run) == [(24, changes)]
+        saved = Config.load(checkpoint_folder.latest(run) / "config.toml")
+        assert saved.optimizer.learning_rate == 2e-3
+        assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * lr_scale(saved.optimizer, 27, 36))
+        back = tiny_config(**{"train.steps": "36"})
+        with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
+            pretrain(back, data=validation_corpus, out=run)
+        pretrain(back, data=validation_corpus, out=run, allow_changes=True)
+        assert records_of_changes(run)[1] == (36, {"optimizer.learning_rate": [2e-3, 1e-3]})
 
     @pytest.mark.parametrize(("key", "value"), [("data.sequence_length", "32"), ("train.seed", "5")])
     def test_other_rows_start_another_epoch(self, run, validation_corpus, capsys, key, value):
-        changed = tiny_config(**{"train.steps": "28", key: value})
+        """And an earlier packing is remembered: it has trained token type 1."""
+        changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit", key: value})
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         assert pretrain(changed, data=validation_corpus, out=run, allow_changes=True).step == 28
         assert "their order starts anew, with another epoch" in said(capsys)
-        after = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
-        assert after["epoch"] > before["epoch"]
-        assert (after["options"], after["seed"]) != (before["options"], before["seed"])
-
-    def test_an_earlier_packing_is_remembered(self, run, validation_corpus):
-        """Token type 1 has been trained, whatever the packing is now."""
-        changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit"})
-        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
-        assert checkpoint_folder.read_state(checkpoint_folder.latest(run)).token_type_1_trained
+        state = checkpoint_folder.read_state(checkpoint_folder.latest(run))
+        assert state.token_type_1_trained and state.loader["epoch"] > before["epoch"]
+        assert (state.loader["options"], state.loader["seed"]) != (before["options"], before["seed"])
 
     def test_another_corpus_of_the_same_vocabulary(self, run, validation_corpus, tiny_corpus):
         with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):
@@ -113,21 +93,19 @@ class TestAllowedChanges:
         with pytest.raises(ValueError, match="content hash"):
             pretrain(longer, data=validation_corpus, out=run)
 
-    def test_sizes_and_objective_never_change(self, run, validation_corpus):
-        for key, value in {
-            "model.hidden_size": "128",
-            "generator.num_layers": "1",
-            "objective.name": "mlm",
-            "optimizer.name": "lamb",
-            "objective.corrective_weight": "1",
-        }.items():
-            with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
-                pretrain(tiny_config(**{key: value}), data=validation_corpus, out=run, allow_changes=True)
-
-    def test_a_broken_record_of_changes_is_named(self, run, validation_corpus):
-        (run / "changes.jsonl").write_text('{"step": 3, "changes": {}}\n{"step": 24}\n')
-        with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
-            pretrain(tiny_config(), data=validation_corpus, out=run)
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("model.hidden_size", "128"),
+            ("generator.num_layers", "1"),
+            ("objective.name", "mlm"),
+            ("optimizer.name", "lamb"),
+            ("objective.corrective_weight", "1"),
+        ],
+    )
+    def test_sizes_and_objective_never_change(self, whole_run, validation_corpus, key, value):
+        with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
+            pretrain(tiny_config(**{key: value}), data=validation_corpus, out=whole_run, allow_changes=True)
 
     def test_threads_and_prefetching_may_change(self, whole_run, run, validation_corpus):
         shutil.rmtree(checkpoint_folder.latest(run))
@@ -164,6 +142,11 @@ class TestDamage:
         assert "resumes at step 21 of 24" in said(capsys)
         assert_same_run(run, whole_run)
         assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
+
+    def test_a_broken_record_of_changes_is_named(self, run, validation_corpus):
+        (run / "changes.jsonl").write_text('{"step": 3, "changes": {}}\n{"step": 24}\n')
+        with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
+            pretrain(tiny_config(), data=validation_corpus, out=run)
 
     def test_no_intact_checkpoint_is_no_new_run(self, run, validation_corpus):
         for step in checkpoint_folder.steps(run):

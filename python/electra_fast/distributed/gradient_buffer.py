@@ -51,7 +51,6 @@ class GradientBuffer:
         self.flat_N = self._buffer_GN[0]
 
     def collect(self, group: int) -> None:
-        """Copies in the gradients of a group, which may have no rows."""
         gradients = [parameter.grad for parameter in self._parameters]
         if all(gradient is None for gradient in gradients):
             self._buffer_GN[group].zero_()
@@ -62,7 +61,6 @@ class GradientBuffer:
         torch._foreach_copy_(self._views[group], [gradient for gradient in gradients if gradient is not None])
 
     def sum_groups(self) -> None:
-        """Sums the rank's own groups."""
         _tree_sum(self._buffer_GN.unbind())
 
     def reduce(self) -> None:
@@ -81,7 +79,6 @@ class GradientBuffer:
         self.flat_N.masked_fill_(skipped > 0, 0.0)
 
     def hand_over(self) -> None:
-        """Sets the parameters' gradients to the sum."""
         for parameter, view in zip(self._parameters, self._views[0], strict=True):
             parameter.grad = view
 

@@ -222,11 +222,9 @@ class StepProcesses:
 
     @property
     def pids(self) -> list[str]:
-        """The process ids of the workers."""
         return [str(process.pid) for process, _ in self._processes]
 
     def start(self, batch: Any, step: int, lr_scale: float) -> None:
-        """Starts a step on the workers, before the optimizer's scalars are set for it."""
         optimizer = self._worker.optimizer
         self._send((batch, step, lr_scale, optimizer.num_updates, optimizer.num_loads))
 
@@ -371,7 +369,6 @@ def _end(processes: list[tuple[subprocess.Popen[bytes], _Link]]) -> None:
 
 
 def serve_steps(descriptor: int) -> None:
-    """Runs a worker process: takes steps from a connection until it closes."""
     connection = Connection(descriptor)
     try:
         task: _Task = connection.recv()

@@ -54,7 +54,6 @@ class Watchdog:
             self._waits.pop()
 
     def close(self) -> None:
-        """Stops watching."""
         self._closed.set()
         for thread in self._threads:
             # A thread inside torch must not outlive the interpreter, but one with an unanswered request cannot end.

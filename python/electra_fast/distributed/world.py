@@ -174,7 +174,6 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes files and reports."""
         return self.rank == 0
 
     def all_gather(self, values: Tensor) -> Tensor:
@@ -210,7 +209,6 @@ class World:
         return found
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replaces a tensor by that of the first rank."""
         if self.size > 1:
             with self.waiting("the first rank's tensors"):
                 dist.broadcast(tensor.detach(), 0)
@@ -274,7 +272,6 @@ class World:
         return content
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Returns all ranks as a one-dimensional mesh, for FSDP."""
         from torch.distributed.device_mesh import init_device_mesh  # takes a second
 
         return init_device_mesh(device_type, (self.size,))
@@ -320,6 +317,5 @@ def _device_number(launch: Launch) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first sentence of a torch error without its source location."""
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).strip())
     return re.split(r"\.\s|\n", text)[0]

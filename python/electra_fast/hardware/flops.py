@@ -34,7 +34,6 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
         return self.discriminator + self.generator + self.generator_head + self.encoder + self.encoder_head
 
 

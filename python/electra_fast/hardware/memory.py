@@ -150,7 +150,6 @@ class StepMemory:
         return sum(self.parts(num_rows).values())
 
     def parts(self, num_rows: int) -> dict[str, int]:
-        """Returns the bytes of `step` by part."""
         saved, working = self.forward(num_rows)
         own, train = self._num_parameters(), self._config.train
         # Whole at once, beside those that this rank updates; or gradients that are there twice: in the buffer of ranks
@@ -191,7 +190,6 @@ class StepMemory:
         )
 
     def _num_parameters(self) -> float:
-        """Returns the number of parameters that this rank updates."""
         total = sum(each.numel() for each in self._model.parameters())
         return total / self._world_size if self._config.train.sharding == "full" else total
 

@@ -209,7 +209,6 @@ class Measurement:
 
     @property
     def fastest(self) -> str:
-        """The precision of the shortest time."""
         return faster_precision(self.seconds)
 
     def __str__(self) -> str:
@@ -217,7 +216,6 @@ class Measurement:
 
 
 def faster_precision(seconds: Mapping[str, float]) -> str:
-    """Returns the precision of the shortest time."""
     return min(seconds, key=lambda precision: seconds[precision])
 
 
@@ -242,7 +240,6 @@ def measure(config: Config) -> Measurement:
 
 
 def measure_products(config: Config) -> MatmulMeasurement:
-    """Times fp32 matmuls of the run's shapes, with as many threads as in training."""
     num_processes = choose_num_processes(config, CPU)
     num_rows = config.train.batch_size // config.train.num_micro_batches // num_processes
     with threads_of(num_processes):
@@ -272,14 +269,12 @@ def shortest_times(passes: Mapping[str, Callable[[], object]]) -> dict[str, floa
 
 
 def _num_rows(config: Config, num_processes: int) -> int:
-    """Returns a process's rows of a micro-batch, or as many as `MAX_FLOPS` allows."""
     length = config.data.sequence_length
     affordable = int(MAX_FLOPS / (flops_per_token(config).total * length))
     return max(1, min(config.train.batch_size // config.train.num_micro_batches // num_processes, affordable))
 
 
 def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
-    """Returns a function that computes the gradients of the run's first rows in a precision."""
     loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
     batch, stage = to_torch(next(loader)), max(objective_of(config).stages(), key=lambda each: each.num_steps)
     model = Electra(config).train()

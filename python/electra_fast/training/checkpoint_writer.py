@@ -77,7 +77,6 @@ class CheckpointWriter:
             self._finish()
 
     def take_written(self) -> list[int]:
-        """Returns the steps whose checkpoints are complete since the last call."""
         written, self._written = self._written, []
         return written
 

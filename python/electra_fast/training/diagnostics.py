@@ -35,7 +35,6 @@ _STEPS, _LASTING = 100, 2
 
 
 def has_exploded(objective: Objective, metrics: Mapping[str, Number]) -> bool:
-    """Returns whether the metrics of some steps or of an evaluation show that a run has exploded."""
     limit = _EXPLODED * objective.comparable_loss(objective.uniform_metrics())
     return not objective.comparable_loss(metrics) <= limit  # also true for nan
 
@@ -170,7 +169,6 @@ def verdict(
 
 
 def auc_text(auc: float) -> str:
-    """Describes a discriminator's AUC on replacements by frequency."""
     return f"AUC {auc:.3f} with random tokens, by their frequency, as replacements (0.5 is chance)"
 
 
@@ -273,6 +271,5 @@ def diverged_ranks(fingerprints: Sequence[int]) -> str:
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:
-    """Returns the rank with the most seconds, and these seconds."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     return rank, seconds[rank]

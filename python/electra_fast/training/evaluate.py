@@ -272,7 +272,6 @@ def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.d
 
 
 def _most_rows(config: Config, device: torch.device, world: World) -> int:
-    """Returns the rows that a rank evaluates at once."""
     return rows_per_micro_batch(config.train, world.size) if device.type == "cuda" else config.train.batch_size
 
 
@@ -306,7 +305,6 @@ def _judge(
     world: World,
     forward: Forward,
 ) -> dict[str, Number]:
-    """Returns the metrics of an objective over batches, and the discriminator's AUC."""
     device = next(model.parameters()).device
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in objective.metric_totals}
     logits, labels, num_rows = [np.empty(0, np.float32)], [np.empty(0, np.bool_)], 0

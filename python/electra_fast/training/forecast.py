@@ -114,7 +114,6 @@ def by_rule(config: Config) -> OptimizerConfig:
 
 
 def low_peak_warnings(config: Config) -> Iterator[str]:
-    """Warns if warmup leaves the learning rate far below its peak."""
     optimizer, steps = config.optimizer, config.schedule_steps
     # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
     at = (min(optimizer.warmup_steps, steps - 1), steps // 2)

@@ -35,7 +35,6 @@ def logger_names(value: str | list[str]) -> list[str]:
 
 
 def require_loggers(key: str, value: str | list[str]) -> None:
-    """Raises InputError if a logger's package is not installed."""
     for name in logger_names(value):
         if find_spec(name) is None:
             raise InputError(f"{key}: {name} is not installed; pip install {name}")
@@ -236,7 +235,6 @@ class Callbacks:
         self.stop: StopTraining | None = None
 
     def __call__(self, name: str, record: Record) -> None:
-        """Calls the callback `name`, if there is one."""
         if (callback := self._given.get(name)) is not None:
             try:
                 callback(dict(record))

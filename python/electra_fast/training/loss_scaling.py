@@ -29,13 +29,11 @@ class LossScaler:
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew."""
         self.scale.fill_(INITIAL_SCALE)
         self._num_good.zero_()
         self._num_failed.zero_()
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """Divides gradients by the scale, in place."""
         torch._foreach_mul_(gradients, 1 / self.scale)
 
     def judge(self, norm: Tensor) -> Tensor:
@@ -53,7 +51,6 @@ class LossScaler:
         return bool(self._num_failed)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the tensors for a checkpoint by name; not copied."""
         return {f"{PREFIX}scale": self.scale, f"{PREFIX}good": self._num_good}
 
 
@@ -63,5 +60,4 @@ def discard(gradients: list[Tensor], skipped: Tensor) -> None:
 
 
 def loss_scaler(compute: ComputeConfig, device: torch.device) -> LossScaler | None:
-    """Returns a scaler if the activations need one."""
     return LossScaler(device) if compute.dtype == torch.float16 else None

@@ -44,7 +44,6 @@ class PretrainingWork(Work):
     """Size of the vocabulary, which the model's tables may exceed."""
 
     def build_worker(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
-        """As in the base class."""
         OBJECTIVES[self.config.objective.name] = self.objective
         model = Electra(self.config)
         model.limit_vocabulary(self.num_entries)
@@ -67,13 +66,11 @@ class CpuProcessesStep(TrainStep):
         self.processes.start(batch, step, lr_scale)
 
     def run(self) -> None:
-        """Trains on what the processes have been given; `step_processes` has the same steps as `OneDeviceStep`."""
         totals, norm = self.processes.run()
         add_totals(totals, self._totals)
         self._totals[GRAD_NORM] += norm
 
     def close(self) -> None:
-        """Ends the processes that share the step."""
         self.processes.close()
 
 
@@ -88,7 +85,6 @@ class _RanksStep(TrainStep):
         self._step_totals = dict(zip(self._totals, self._step_vector.unbind(), strict=True))
 
     def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
-        """Adds the step's totals to those of the log window, unless it was skipped."""
         if self.world.is_first:  # each rank has the same ones, and the totals of all ranks are added up
             self._step_totals[GRAD_NORM] += norm
         if skipped is not None:
@@ -113,7 +109,6 @@ class DataParallelStep(_RanksStep):
         self._own_work: list[tuple[Any, Any]] = []
 
     def run(self) -> None:
-        """Trains on what has been copied to the device."""
         buffer, optimizer = self._buffer, self.optimizer
         self._step_vector.zero_()
         for group in range(len(self.backward.division.groups)):
@@ -153,7 +148,6 @@ class DataParallelStep(_RanksStep):
             self._own_work.append((self._begin, self.mark()))
 
     def take_device_seconds(self) -> float:
-        """As in the base class."""
         pairs, self._own_work = self._own_work, []
         return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
@@ -178,7 +172,6 @@ class ShardedStep(_RanksStep):
         super()._set_stage(stage)
 
     def run(self) -> None:
-        """Trains on what has been copied to the device."""
         shards, optimizer = self._shards, self.optimizer
         self._step_vector.zero_()
         shards.zero_grad()
@@ -197,7 +190,6 @@ class ShardedStep(_RanksStep):
         self._count(norm, skipped)
 
     def waits_for_ranks(self) -> AbstractContextManager[None]:
-        """As in the base class."""
         return self.world.watched("the other ranks' rows")
 
 

@@ -307,7 +307,6 @@ def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, i
 
 
 def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a plan as text."""
     parts = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in found["parameters_by_part"].items())
     yield f"parameters      {found['parameters'] / 1e6:.2f} M ({parts})"
     yield (
@@ -348,7 +347,6 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Formats a time in the unit that suits it."""
     for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.1f} {name}"
@@ -401,7 +399,6 @@ def measure(config: Config) -> Trial:
 
 
 def take_first_steps(name: str) -> None:
-    """Measures the configuration in a folder, and writes the result there."""
     folder = Path(name)
     try:
         found = _measured(folder, Config.load(folder / "plan.toml"))

@@ -30,7 +30,6 @@ Record = dict[str, Any]
 
 
 def draw_curves(run: Path) -> None:
-    """Draws curves.png of a pre-training run, if it has logged anything."""
     from matplotlib.figure import Figure
 
     if read_records(run / "metrics.jsonl"):

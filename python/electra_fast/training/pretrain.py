@@ -132,7 +132,6 @@ def _contents(mixture: Mixture) -> list[tuple[str, str | None]]:
 
 
 def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]], first: Sequence[object]) -> None:
-    """Raises ValueError if a rank would read other text than the first rank."""
     if len(own) != len(first):
         raise InputError(
             f"{mixture}: {len(own)} corpora on rank {rank}, {len(first)} on the first; name the same there"

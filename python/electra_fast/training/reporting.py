@@ -147,23 +147,19 @@ def settings(
 
 
 def stage_begins(step: int, stage: Stage) -> str:
-    """Reports a new stage of the objective."""
     return f"step {step}: {stage.name} begins: the optimizer's moments are reset, the learning-rate schedule restarts"
 
 
 def compiled(compilation: Preparation) -> str:
-    """Reports a compilation of the step."""
     return f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s"
 
 
 def captured(capture: Preparation) -> str:
-    """Reports a capture, which takes as long as many steps."""
     again = f" again: {capture.reason}" if capture.reason else ""
     return f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}"
 
 
 def validation(found: Mapping[str, Number]) -> str:
-    """Summarizes an evaluation."""
     named = {
         "discriminator_auc": "AUC",
         "unigram_auc": "unigram AUC",
@@ -175,7 +171,6 @@ def validation(found: Mapping[str, Number]) -> str:
 
 
 def out_of_time(run: Path, max_minutes: float, step: int, num_steps: int) -> str:
-    """Reports the end of a session by `train.max_minutes`."""
     return (
         f"{run}: reached train.max_minutes = {max_minutes:g}: checkpoint written at step {step} of {num_steps}; "
         "run again to resume"
@@ -192,7 +187,6 @@ def closing(run: Path, num_steps: int, memory: int, num_checkpoints: int, blocke
 
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
-    """Returns versions, device and backends by name."""
     gpu = str(card_of(device)) if device.type == "cuda" else None
     repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
     return {
@@ -220,7 +214,6 @@ def _kernels(device: torch.device, choices: dict[str, str]) -> str:
 
 
 def record_environment(folder: Path, facts: dict[str, str]) -> None:
-    """Appends the environment of this session to `environment.jsonl`, and prints it on standard error."""
     path = folder / "environment.jsonl"
     with errors_named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
@@ -271,11 +264,9 @@ class RunLog:
         self._open.close()
 
     def say(self, message: str) -> None:
-        """Prints a permanent line."""
         self._progress.say(message)
 
     def warn(self, step: int, message: str) -> None:
-        """Prints a warning about a step, and records it."""
         self.record_warning(step, message)
         self.say(f"step {step}: warning: {message}")
 
@@ -286,17 +277,14 @@ class RunLog:
             self._files[2].write(record)
 
     def draw_curves(self, min_seconds: float = 0.0) -> None:
-        """Draws curves.png, if the last picture is older than `min_seconds`."""
         if not self._is_silent and time.monotonic() - self._drawn >= min_seconds:
             draw_curves(self._run)
             self._drawn = time.monotonic()
 
     def advance(self, step: int) -> None:
-        """Moves the bar."""
         self._progress.advance(step)
 
     def write_metrics(self, record: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl, and shows it."""
         self._progress.report(record)
         if self._files is not None and self._loggers is not None:
             self._files[0].write(record)
@@ -304,7 +292,6 @@ class RunLog:
             self._callbacks("on_log", record)
 
     def write_evaluation(self, record: dict[str, Number]) -> None:
-        """Writes a line of evaluations.jsonl, and shows its AUC."""
         self._progress.report_evaluation(record)
         if self._files is not None and self._loggers is not None:
             self._files[1].write(record)

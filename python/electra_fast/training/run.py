@@ -223,7 +223,6 @@ def _with(config: Config, section: str, **values: Scalar) -> Config:
 
 
 def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, allow_changes: bool) -> None:
-    """Raises ValueError for the first change that is impossible or not allowed."""
     for name, (was, now) in changes.items():
         has_other_heads = name in HEAD_WEIGHTS and (not was) != (not now)
         if name in FIXED_KEYS or has_other_heads or (name.startswith(FIXED_SECTIONS) and name not in NOT_FIXED):
@@ -280,7 +279,6 @@ def _recorded(folder: Path, step: int) -> Changes:
 
 
 def _forget_changes(folder: Path, step: int) -> None:
-    """Removes records of changes made at this step or later."""
     path = folder / CHANGES_FILE
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -288,7 +286,6 @@ def _forget_changes(folder: Path, step: int) -> None:
 
 
 def _record(folder: Path, step: int, changes: Changes) -> None:
-    """Appends changes to RUN/changes.jsonl."""
     path = folder / CHANGES_FILE
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -73,7 +73,6 @@ class RunTensors:
                 self._world.broadcast(tensor)
 
     def _local(self) -> tuple[_Tensors, _Tensors]:
-        """Returns this rank's tensors, on its device."""
         model = checkpoint.stored(self._model)
         if self._shards is not None:
             model |= self._shards.parameters
