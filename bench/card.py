@@ -6,8 +6,6 @@ All other results are judged against these two: an H100 copies 3.0 TB/s, an H200
 throughput. Reads the card's clocks and changes no settings.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -20,8 +20,6 @@ has its own column and is not counted; it is shorter when the cache of compiled 
 are. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -7,10 +7,8 @@ Everything runs on one pinned core with a warm page cache. The contenders take t
 loader is a process of its own, and each run tokenizes text that none of the contenders has seen. Ids are compared with
 Hugging Face's before anything is timed. Rows are 128 tokens, batches 65,536 tokens, shuffled. Peers read pre-cut rows
 and apply Hugging Face's `DataCollatorForLanguageModeling` (*vectorized*: its masking applied to the whole batch, which
-is faster but unusual), while ours packs documents on the fly. There are no worker processes, because there is one core.
-For a peer that is not installed or fails, the table says why. Results are the median (and range) of million
-tokens per second of wall-clock time and of CPU time, which is fairer on a busy machine. Without --text
-the text is synthetic.
+is faster but unusual), while ours packs documents on the fly. For a peer that is not installed or fails, the table says
+why. CPU time is fairer on a busy machine. Without --text the text is synthetic.
 """
 
 import argparse
@@ -31,7 +29,7 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "HF_
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from lib.results import installed, measured_by_child, processor, reason  # noqa: E402
+from lib.results import installed, markdown, measured_by_child, processor, reason  # noqa: E402
 
 import electra_fast  # noqa: E402
 from electra_fast.data.corpus import Tokenizer  # noqa: E402
@@ -290,21 +288,18 @@ def record(result: dict[str, Any], tokens: int, seconds: tuple[float, float]) ->
 
 
 def print_table(title: str, results: Results) -> None:
-    print(f"\n| {title} | Mtok/s | Mtok per CPU second | our speedup |\n| --- | --- | --- | --- |")
-    ours = statistics.median(next(iter(results.values()))["Mtok/cpu-s"])
+    ours, rows = statistics.median(next(iter(results.values()))["Mtok/cpu-s"]), []
     for name, result in results.items():
         if "missing" in result:
-            print(f"| {name} | missing ({result['missing']}) | | |")
+            rows.append([name, f"missing ({result['missing']})", "", ""])
             continue
-        cells = [spread(result[key]) for key in ("Mtok/s", "Mtok/cpu-s")]
-        factor = ours / statistics.median(result["Mtok/cpu-s"])
+        cells = [
+            f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+            for values in (result["Mtok/s"], result["Mtok/cpu-s"])
+        ]
         note = f"; {result['note']}" if "note" in result else ""
-        print(f"| {name}{note} | {cells[0]} | {cells[1]} | {factor:.1f} |")
-    print(flush=True)
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+        rows.append([name + note, *cells, f"{ours / statistics.median(result['Mtok/cpu-s']):.1f}"])
+    print("\n" + markdown([title, "Mtok/s", "Mtok per CPU second", "our speedup"], rows) + "\n", flush=True)
 
 
 def machine() -> str:

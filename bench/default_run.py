@@ -7,8 +7,6 @@ chosen by the run's check on this GPU, and with all kernels unchecked (`--train.
 both must agree within 3 %: what the check chooses is never slower. Without a GPU, only shows that both runs work.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -8,8 +8,6 @@ during a benchmark. Prints a line per change: how many experiments are done and 
 fails, the next one runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -8,8 +8,6 @@ longest of its batch, or that with examples of similar lengths in a batch. Each 
 rounds alternate, and the ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -8,8 +8,6 @@ of kernel times. The limits of all groups add up to less than that. `bench/READM
 `lib/groups.py` runs groups. Shapes are `preset:rows[:recipe[:dropout]]`, by default as in `pretrain`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from lib.groups import Group, main

@@ -5,8 +5,6 @@
 In under nine minutes, most informative results first. See `bench/README.md`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from gpu_check import STEP

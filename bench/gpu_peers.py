@@ -6,8 +6,6 @@ In under nine minutes. Each contender has its own process, so that memory use an
 ours runs first and again near the end, because the machine may drift. See `bench/README.md`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from lib.groups import BENCH, Group, main

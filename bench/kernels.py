@@ -11,8 +11,6 @@ timed and not Python's. The L2 cache is flushed before each call. Without a GPU 
 the sizes of the tests, whose times mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -23,8 +23,6 @@ The losses show that all contenders learn; they fall at different rates because 
 rate. Compilation and graph capture happen during warm-up and are reported, but not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

@@ -7,8 +7,6 @@ milliseconds and launches per step, the total over kernels (the rest of the step
 Without a GPU, reports the operators' CPU times as a dry run.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

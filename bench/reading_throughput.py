@@ -4,13 +4,9 @@
 
 From text to answers: questions about contexts, and entities in their sentences. The model has a random head; without
 `--model` its encoder is a random one of the preset `mini`, without `--squad` the text is of made-up words. Pipelines
-take batches of 1 and of 32. `transformers` 5 has no pipeline for question answering: there the contender is its model
-on batches of 32 padded chunks, from which only the best start and end are taken; with `pip install "transformers<5"`
-it is the pipeline, too. Each contender has a process of its own; rounds alternate, and the ratios of a round are
-compared, since a shared machine drifts.
+take batches of 1 and of 32; that for question answering needs `pip install "transformers<5"`. Each contender has a
+process of its own; rounds alternate, and the ratios of a round are compared, since a shared machine drifts.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -22,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from finetune_throughput import add_encoder_options, make_inputs, write_model
 from lib.results import Results, measured_by_child, parse_arguments, processor
 
@@ -34,10 +29,7 @@ from electra_fast.huggingface.encoder import load_encoder
 
 LENGTH, STRIDE = 384, 128  # what the pipeline takes by default, and the longest that it takes of a model of 512
 LABELS = {"question-answering": ("start", "end"), "tagging": ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")}
-CONTENDERS = {
-    "question-answering": ("ours", "pipeline, batches of 1", "pipeline, batches of 32", "model, batches of 32"),
-    "tagging": ("ours", "pipeline, batches of 1", "pipeline, batches of 32"),
-}
+CONTENDERS = ("ours", "pipeline, batches of 1", "pipeline, batches of 32")
 BOUNDARY = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 
 
@@ -74,8 +66,6 @@ def sentences(pairs: list[tuple[str, str]]) -> list[str]:
 def runner(folder: Path, kind: str, contender: str) -> Callable[[list[Any]], Any]:
     if contender == "ours":
         return ef.load_finetuned(folder).predict
-    if contender.startswith("model"):
-        return plain_reader(folder)
     from transformers import pipeline
 
     batch_size = int(contender.split()[-1])
@@ -84,28 +74,6 @@ def runner(folder: Path, kind: str, contender: str) -> Callable[[list[Any]], Any
         return lambda texts: tag(texts)
     read: Any = pipeline("question-answering", str(folder))  # type: ignore[call-overload]  # gone from version 5
     return lambda pairs: read([{"question": q, "context": c} for q, c in pairs], batch_size=batch_size)
-
-
-def plain_reader(folder: Path) -> Callable[[list[Any]], Any]:
-    """The model of `transformers` on padded batches of chunks."""
-    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    length = tokenizer.model_max_length
-    cut = {"truncation": "only_second", "max_length": length, "stride": min(STRIDE, length // 2)}
-
-    @torch.no_grad()
-    def read(pairs: list[tuple[str, str]]) -> list[Any]:
-        found = []
-        chunks = tokenizer(*map(list, zip(*pairs, strict=True)), return_overflowing_tokens=True, **cut)
-        rows = [{name: chunks[name][i] for name in tokenizer.model_input_names} for i in range(len(chunks.encodings))]
-        for start in range(0, len(rows), 32):
-            outputs = model(**tokenizer.pad(rows[start : start + 32], return_tensors="pt"))
-            found += zip(outputs.start_logits.argmax(1).tolist(), outputs.end_logits.argmax(1).tolist(), strict=True)
-        return found
-
-    return read
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -146,9 +114,9 @@ def main() -> None:
         options.preset, options.questions, options.rounds = "tiny", 10, 1
     make_inputs(options)
     results = Results(options.results, options.device, processor())
-    for kind, contenders in CONTENDERS.items():
-        rounds = [{name: child(options, kind, name) for name in contenders} for _ in range(options.rounds)]
-        for name in contenders:
+    for kind in LABELS:
+        rounds = [{name: child(options, kind, name) for name in CONTENDERS} for _ in range(options.rounds)]
+        for name in CONTENDERS:
             if "missing" in rounds[0][name]:
                 results.add(f"{kind:18} {name:24} not in this version of transformers", kind=kind, contender=name)
                 continue

@@ -18,8 +18,6 @@ rule found with as many trials as the baselines had (LOG.md). `--hour` trains fo
 `transformers`. Downloads nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

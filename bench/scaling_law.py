@@ -8,8 +8,6 @@ token frequencies only. Prints the constants of `electra_fast.training.forecast`
 points, each point beside its prediction by a fit without it, and what to expect of shapes by FLOPs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -6,8 +6,6 @@ Kernels by themselves are `electra-fast doctor`'s; attention backends and the ot
 GPU too (`gpu_peers.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Contenders of the scripts that time a pre-training step: ours, and Electra of `transformers` on the same batches."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

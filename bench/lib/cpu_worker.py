@@ -9,8 +9,6 @@ of the input.
 Other versions of the package run this script too, so it uses only what they have in common.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ Writes three files to `--out`: `results.jsonl` (every result and every group's o
 standard library, so that this process holds no GPU memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ Shapes: B rows, L row length, T tokens, M masked slots, S slots per row, V vocab
 H head dimension, F feed-forward.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +25,8 @@ from electra_fast.ops.sampling import alias_table
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 VOCAB_SIZE, EPS = 30_522, 1e-12
+# Of a call, and of the table.
+Args = tuple[Any, ...]
 Sizes = tuple[Any, ...]
 
 
@@ -67,7 +67,7 @@ class Arguments:
 class Entry:
     """An operation in the table: its arguments by sizes, and the sizes, to test each with a dtype."""
 
-    arguments: Callable[..., tuple[Any, ...]]
+    arguments: Callable[..., Args]
     tested: tuple[Sizes, ...]
     timed: tuple[Sizes, ...]
 
@@ -84,10 +84,10 @@ class Entry:
 CASES: dict[str, Entry] = {}
 
 
-def case(tested: tuple[Sizes, ...], timed: tuple[Sizes, ...]) -> Callable[[Callable[..., tuple[Any, ...]]], None]:
+def case(tested: tuple[Sizes, ...], timed: tuple[Sizes, ...]) -> Callable[[Callable[..., Args]], None]:
     """Enters the function that makes an operation's arguments, named as the operation, into the table."""
 
-    def enter(arguments: Callable[..., tuple[Any, ...]]) -> None:
+    def enter(arguments: Callable[..., Args]) -> None:
         CASES[arguments.__name__] = Entry(arguments, tested, timed)
 
     return enter
@@ -98,7 +98,7 @@ def case(tested: tuple[Sizes, ...], timed: tuple[Sizes, ...]) -> Callable[[Calla
 
 
 @case(((FP32, 50, 96, 0.1), (FP32, 3, 66, 0.999)), ((131_072, 256, 0.1),))
-def dropout(make: Arguments, num_tokens: int, width: int, probability: float) -> tuple[Any, ...]:
+def dropout(make: Arguments, num_tokens: int, width: int, probability: float) -> Args:
     return make.normal(num_tokens, width), make.dropout(probability)
 
 
@@ -106,7 +106,7 @@ def dropout(make: Arguments, num_tokens: int, width: int, probability: float) ->
     ((FP32, 33, 96, True), (BF16, 17, 1024, True), (FP32, 3, 1500, False)),
     ((131_072, 256, True), (65_536, 768, False)),
 )
-def layer_norm(make: Arguments, num_tokens: int, width: int, has_bias: bool) -> tuple[Any, ...]:
+def layer_norm(make: Arguments, num_tokens: int, width: int, has_bias: bool) -> Args:
     return make.normal(num_tokens, width), make.weight(width), make.weight(width) if has_bias else None, 1e-5
 
 
@@ -114,7 +114,7 @@ def layer_norm(make: Arguments, num_tokens: int, width: int, has_bias: bool) -> 
     ((BF16, 100, 16, 96, 0.1), (FP32, 17, 8, 1024, 0.0), (FP32, 3, 8, 1500, 0.1)),
     tuple((*sizes, p) for sizes in ((131_072, 1024, 256), (131_072, 256, 64), (65_536, 3072, 768)) for p in (0.0, 0.1)),
 )
-def residual_norm(make: Arguments, num_tokens: int, inner: int, width: int, probability: float) -> tuple[Any, ...]:
+def residual_norm(make: Arguments, num_tokens: int, inner: int, width: int, probability: float) -> Args:
     x_TF, residual_TD = make.normal(num_tokens, inner), make.normal(num_tokens, width)
     weight_DF, bias_D, *norm = make.weight(width, inner), *(make.weight(width) for _ in range(3))
     return x_TF, weight_DF, bias_D, residual_TD, *norm, EPS, make.dropout(probability)
@@ -126,7 +126,7 @@ def residual_norm(make: Arguments, num_tokens: int, inner: int, width: int, prob
 )
 def embedding_norm(
     make: Arguments, num_tokens: int, width: int, vocab_size: int, length: int, probability: float
-) -> tuple[Any, ...]:
+) -> Args:
     sizes = (vocab_size, length, 2)
     ids, tables = tuple(make.integers(n, num_tokens).int() for n in sizes), tuple(make.weight(n, width) for n in sizes)
     return ids, tables, make.weight(width), make.weight(width), EPS, make.dtype, make.dropout(probability)
@@ -136,18 +136,18 @@ def embedding_norm(
     ((FP32, 33, 8, 600, True), (BF16, 100, 8, 96, False)),
     ((131_072, 256, 1024, True), (131_072, 64, 256, True), (65_536, 768, 3072, True)),
 )
-def bias_gelu(make: Arguments, num_tokens: int, width: int, inner: int, has_bias: bool) -> tuple[Any, ...]:
+def bias_gelu(make: Arguments, num_tokens: int, width: int, inner: int, has_bias: bool) -> Args:
     bias_F = make.weight(inner) if has_bias else None
     return make.normal(num_tokens, width, scale=3), make.weight(inner, width), bias_F
 
 
 @case(((FP32, 33, 8, 600), (BF16, 100, 8, 96)), ((65_536, 768, 1152),))
-def geglu(make: Arguments, num_tokens: int, width: int, inner: int) -> tuple[Any, ...]:
+def geglu(make: Arguments, num_tokens: int, width: int, inner: int) -> Args:
     return make.normal(num_tokens, width, scale=3), make.weight(2 * inner, width)
 
 
 @case(((FP32, 50, 40, 3, 32), (FP16, 7, 24, 3, 12)), ((65_536, 768, 12, 64),))
-def rotary_qkv(make: Arguments, num_tokens: int, width: int, num_heads: int, head_dim: int) -> tuple[Any, ...]:
+def rotary_qkv(make: Arguments, num_tokens: int, width: int, num_heads: int, head_dim: int) -> Args:
     weight, positions = make.weight(3 * num_heads * head_dim, width), torch.arange(num_tokens, device=make.device)
     return make.normal(num_tokens, width), weight, *ops.rotary_angles(positions * 7 % 512, head_dim, 1e4), num_heads
 
@@ -156,7 +156,7 @@ def rotary_qkv(make: Arguments, num_tokens: int, width: int, num_heads: int, hea
     ((FP32, 2, 150, 20), (FP32, 3, 12, 3), (FP32, 2, 70, 0), (FP32, 0, 12, 3)),
     ((1024, 128, 20), (128, 512, 77)),
 )
-def corrupt(make: Arguments, num_rows: int, length: int, num_slots: int) -> tuple[Any, ...]:
+def corrupt(make: Arguments, num_rows: int, length: int, num_slots: int) -> Args:
     """Unused slots, positions masked more than once, and samples equal to the original token."""
     ids_BL, column_BS = make.integers(50, num_rows, length), make.integers(length, num_rows, num_slots)
     original_M = ids_BL.gather(1, column_BS).flatten()
@@ -170,13 +170,13 @@ def corrupt(make: Arguments, num_rows: int, length: int, num_slots: int) -> tupl
 
 
 @case(((FP32, 37, 512), (BF16, 200, 64), (FP16, 70, 100)), ((131_072, 256), (65_536, 768)))
-def replaced_logits(make: Arguments, num_tokens: int, width: int) -> tuple[Any, ...]:
+def replaced_logits(make: Arguments, num_tokens: int, width: int) -> Args:
     parameters = make.weight(width, width), make.weight(width), make.weight(1, width), make.weight(1)
     return make.normal(num_tokens, width, scale=2), *parameters
 
 
 @case(((FP32, 3000), (BF16, 507)), ((131_072,),))
-def discriminator_loss(make: Arguments, num_tokens: int) -> tuple[Any, ...]:
+def discriminator_loss(make: Arguments, num_tokens: int) -> Args:
     logits_T = make.normal(num_tokens, scale=4)
     return logits_T, make.integers(5, num_tokens) == 0, make.integers(5, num_tokens) > 0
 
@@ -197,7 +197,7 @@ def generator_head(
     vocab_size: int,
     temperature: float = 1.0,
     disallow_correct: bool = False,
-) -> tuple[Any, ...]:
+) -> Args:
     """Half of the targets are the argmax; some slots are unused; indices of slots are beyond int32."""
     x_ME, table_VE = make.normal(num_slots, width), make.weight(vocab_size, width, scale=2)
     bias_V = make.weight(vocab_size, scale=0.5)
@@ -209,14 +209,14 @@ def generator_head(
 
 
 @case(((FP32, 700, VOCAB_SIZE), (FP32, 0, 7)), ((131_072, VOCAB_SIZE),))
-def sample_alias(make: Arguments, num_slots: int, vocab_size: int) -> tuple[Any, ...]:
+def sample_alias(make: Arguments, num_slots: int, vocab_size: int) -> Args:
     weights_V = 1 / (torch.arange(vocab_size, device=make.device).double() + 1)
     weights_V[1 : vocab_size // 3] = 0
     return alias_table(weights_V), make.integers(2**32, num_slots), make.key[:2]
 
 
 @case(((BF16, 300, 24, 40), (FP16, 7, 24, 40)), ((131_072, 256, 256),))
-def linear(make: Arguments, num_tokens: int, width: int, outputs: int) -> tuple[Any, ...]:
+def linear(make: Arguments, num_tokens: int, width: int, outputs: int) -> Args:
     return make.normal(num_tokens, width), make.weight(outputs, width), make.weight(outputs)
 
 
@@ -240,7 +240,7 @@ def self_attention(
     is_rotary: bool,
     local_attention: int,
     probability: float,
-) -> tuple[Any, ...]:
+) -> Args:
     """By `short`."""
     mask = AttentionMask.packed(make.segments(num_rows, length), None, "short", local_attention)
     width, positions = num_heads * head_dim, torch.arange(length, device=make.device).repeat(num_rows)
@@ -256,9 +256,7 @@ def _sublayer(make: Arguments, width: int, inner: int, outer: int) -> SublayerWe
 
 
 @case(((FP16, 3, 24, 2, 16, 0.2),), ((1024, 128, 4, 64, 0.1),))
-def attention(
-    make: Arguments, num_rows: int, length: int, num_heads: int, head_dim: int, probability: float
-) -> tuple[Any, ...]:
+def attention(make: Arguments, num_rows: int, length: int, num_heads: int, head_dim: int, probability: float) -> Args:
     """By `short`."""
     mask, width = AttentionMask.packed(make.segments(num_rows, length), None, "short"), num_heads * head_dim
     weights, dropouts = _sublayer(make, width, 3 * width, width), (make.dropout(probability, 9), make.dropout(0.1))
@@ -269,11 +267,11 @@ def attention(
     ((FP32, 31, 64, 256, 0.0), (FP16, 150, 16, 64, 0.1), (FP32, 70, 40, 72, 0.2), (FP16, 70, 96, 64, 0.0)),
     tuple((*sizes, p) for sizes in ((131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)) for p in (0.0, 0.1)),
 )
-def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, probability: float) -> tuple[Any, ...]:
+def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, probability: float) -> Args:
     x_TD, weights = make.normal(num_tokens, width, scale=2), _sublayer(make, width, inner, inner)
     return x_TD, weights, EPS, make.dropout(probability)
 
 
 @case(((FP32, 70, 40, 72), (FP16, 70, 96, 64)), ((131_072, 256, 704), (131_072, 128, 352)))
-def gated_feed_forward(make: Arguments, num_tokens: int, width: int, inner: int) -> tuple[Any, ...]:
+def gated_feed_forward(make: Arguments, num_tokens: int, width: int, inner: int) -> Args:
     return make.normal(num_tokens, width, scale=2), make.weight(2 * inner, width), make.weight(width, inner)

@@ -1,7 +1,5 @@
 """Tables of the finished runs of `recipes.py`."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -4,8 +4,6 @@
 FOLDER/result.json.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -15,16 +15,8 @@ LEVELS = tuple(each * TFLOP for each in (10, 22, 30, 45, 90, 270, 800))
 class Scale:
     """Sizes of model, text and budgets.
 
-    Args:
-        name: Name on the command line.
-        preset: Preset with the sizes of the model.
-        keys: Configuration that all runs share.
-        modern_keys: Additional configuration for the modern encoder: the width that gives it equal FLOPs.
-        vocab_size: Entries of the vocabulary.
-        finetuned_from: Smallest budget whose runs are fine-tuned.
-        corruptor: Configuration of the masked language model that corrupts validation text.
-        corruptor_budget: FLOPs of its training.
-        eval_batches: Batches of `recipe_run.EVAL_ROWS` validation rows.
+    `preset` has the model's sizes, `modern_keys` the width that gives the modern encoder equal FLOPs, `corruptor` the
+    masked language model that corrupts validation text. Runs with `finetuned_from` FLOPs and more are fine-tuned.
     """
 
     name: str

@@ -1,7 +1,5 @@
 """The masked language models of `transformers` that `recipes.py` compares with, trained by its Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

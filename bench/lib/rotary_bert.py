@@ -5,8 +5,6 @@ It replaces classes rather than operations, so that a model loaded before, such 
 Shapes: T packed tokens, E embedding, D hidden, N heads.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Times of work on the device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

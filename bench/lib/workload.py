@@ -1,7 +1,5 @@
 """The workload of the scripts that train: a synthetic corpus, cached between scripts, configurations, and steps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

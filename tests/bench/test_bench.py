@@ -44,6 +44,7 @@ def write_groups(folder, bodies):
     return [groups.Group(name, (str(folder / f"{name}.py"),), 20 if name != "hangs" else 3) for name in bodies]
 
 
+@pytest.mark.slow
 def test_what_breaks_costs_its_own_results_only(tmp_path, capsys):
     bodies = {"before": GOOD.replace("NUMBER", "2"), **FAULTS, "after": GOOD.replace("NUMBER", "2")}
     out = tmp_path / "out"
@@ -68,6 +69,7 @@ def test_what_breaks_costs_its_own_results_only(tmp_path, capsys):
     assert text.count("result 0") == text.count("result 1") == 2
 
 
+@pytest.mark.slow
 def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(tmp_path):
     """SIGTERM, as `timeout` sends it, to a script in the background of a shell, where SIGINT is ignored."""
     (tmp_path / "hangs.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
@@ -90,6 +92,7 @@ def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(tmp_path)
         os.kill(int(first.split()[-1]), 0)
 
 
+@pytest.mark.slow
 def test_a_script_alone(tmp_path):
     """`card.py` as a person runs it; every saved result names the card."""
     command = [sys.executable, str(BENCH / "card.py"), "--device", "cpu", "--results", str(tmp_path / "results.jsonl")]
@@ -100,6 +103,7 @@ def test_a_script_alone(tmp_path):
     assert all(record["card"].startswith("cpu") and record["torch"] == torch.__version__ for record in records)
 
 
+@pytest.mark.slow
 def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
     """Whole processes of two contenders; the shape is run to its table, and every line is saved."""
     results, package = tmp_path / "results.jsonl", Path(electra_fast.__file__).parent.parent

@@ -69,6 +69,7 @@ def text(path):
     return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.slow
 def test_the_queue_pauses_stops_and_resumes(queue):
     start, folder = queue
     waits, last, pause = (folder / "out" / name for name in ("waits.txt", "last.txt", "pause"))

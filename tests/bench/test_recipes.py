@@ -44,6 +44,7 @@ def study(validation_corpus, tmp_path):
     return study
 
 
+@pytest.mark.slow
 def test_budgets_count_the_update_as_torch_counts_it(study):
     config, steps = study.config(recipes.Job(studies.MODERN, 3e11, 0))
     optimizer = recipes.Optimizer(recipes.Electra(config).named_parameters(), config.optimizer)
@@ -116,6 +117,7 @@ def test_where_a_curve_reaches_a_value(value, cost, bound):
     assert report.crossing(curve, value) == (pytest.approx(cost), bound)
 
 
+@pytest.mark.slow
 def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monkeypatch):
     texts = [str(study.out / "text.txt")]
     words = [f"{first}{second}" for first in ("ab", "cd", "ef", "gh") for second in ("i", "k", "mn", "op")]
@@ -141,6 +143,7 @@ def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monk
     assert (changed / "corruptor").exists() and other.corruptors["network"] == str(changed / "ruler.npz")
 
 
+@pytest.mark.slow
 def test_a_run_is_never_done_twice(study, monkeypatch):
     corruptor = ef.Config.preset("tiny", "google").override({"train.steps": "2", "objective.name": "mlm"})
     ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 import triton.language as tl
+from ahead_of_time import compile_launches
 from comparison import DEVICE, assert_no_worse, assert_same_bits
-from lib.ahead_of_time import compile_launches
 from lib.kernel_cases import CASES
 
 from electra_fast.hardware.kernel_check import excess
@@ -186,6 +186,7 @@ def test_logits_that_differ_by_less_than_their_exponentials_resolve():
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.slow
 def test_registered_for_autograd_and_compilation(path):
     x, table, bias, target, weight, slots = make_inputs(3, 140, 16)
     leaves, end = [tensor.requires_grad_() for tensor in (x, table, bias)], (KEY, 1.0, False, True)

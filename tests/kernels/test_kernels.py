@@ -5,8 +5,8 @@ import pkgutil
 
 import pytest
 import torch
+from ahead_of_time import card_of_target, compile_launches
 from comparison import DEVICE, assert_same_bits, zeros
-from lib.ahead_of_time import card_of_target, compile_launches
 from lib.kernel_cases import BF16, CASES, FP16, FP32
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
+from ahead_of_time import card_of_target
 from comparison import DEVICE, DOT_DTYPES, KEY, assert_same_bits
-from lib.ahead_of_time import card_of_target
 from lib.kernel_cases import CASES, EPS, FP32
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -5,8 +5,6 @@ Another process compiles, because the tests' own may run Triton's interpreter, w
 requests of a test run: starting one takes longer than compiling most kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
