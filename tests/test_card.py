@@ -71,7 +71,7 @@ def test_a_card(
     assert [found.peak_flops(precision) for precision in ("bf16", "fp16", "fp32")] == expected
     monkeypatch.setattr(compute, "card_of", lambda _: found)
     precision = "fp16" if architecture in ("Volta", "Turing") else "fp32" if name.endswith(SLOW) else "bf16"
-    monkeypatch.setattr(compute, "missing_for_triton", lambda _: None)
+    monkeypatch.setattr("electra_fast.model.attention.missing_for_triton", lambda _: None)
     shape, has_flash = ModelConfig(), precision == "bf16" and not gfx
     for length, best in ((128, "short" if found.is_hopper else "varlen"), (512, "varlen")):
         attention = choose_attention("auto", shape, CUDA, DTYPES[precision], length)

@@ -38,7 +38,7 @@ EXTRAS = {
     "transformers": "import transformers",
     "onnxscript": "import onnxscript",
     "onnxruntime": "import onnxruntime",
-    "xformers": "import sys; from electra_fast.model import compute; sys.exit(compute.failure_of_xformers())",
+    "xformers": "import sys; from electra_fast.model import attention; sys.exit(attention.failure_of_xformers())",
     "distributed": "import distributed",
 }
 EXTRA_SECONDS = 180

@@ -32,6 +32,7 @@ from electra_fast.hardware.kernel_choice import (
 from electra_fast.hardware.memory import StepMemory
 from electra_fast.interruption import stop_requests
 from electra_fast.kernels import launch, launchers
+from electra_fast.model import attention
 from electra_fast.model import compute as compute_module
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
@@ -392,6 +393,7 @@ def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for module in (kernel_choice, compute_module):
         monkeypatch.setattr(module, "card_of", lambda _: Card("NVIDIA A10", (8, 6)))
+    for module in (kernel_choice, attention):
         monkeypatch.setattr(module, "missing_for_triton", lambda _: None)
     auto = dict.fromkeys(("model.attention", "train.execution"), "auto")
     config = small_config(tiny_corpus, **auto | {"train.precision": "bf16"})

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention import flex_attention as torch_flex
 
 from electra_fast.model.attention import (
-    ATTENTION_BACKENDS,
+    BACKENDS,
     AttentionMask,
     attend,
     attention_reference,
@@ -29,7 +29,7 @@ from electra_fast.ops.operations import Dropout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Those of queries, keys and values; `short` takes what they come from, and its kernel has tests of its own.
-SEPARATE = [name for name in ATTENTION_BACKENDS if name != "short"]
+SEPARATE = [name for name in BACKENDS if name != "short"]
 BACKENDS = [name for name in SEPARATE if name != "xformers"]
 eager_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of this backend run on CUDA only")
@@ -218,7 +218,7 @@ def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) ->
         assert torch.equal(listed, getattr(theirs, f"{name}_indices")), name
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> None:
     if backend == "xformers":
         pytest.importorskip("xformers")

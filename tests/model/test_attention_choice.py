@@ -11,8 +11,8 @@ import torch
 
 from electra_fast.card import Card
 from electra_fast.config.config import Config, ModelConfig
-from electra_fast.model import compute
-from electra_fast.model.attention import ATTENTION_BACKENDS
+from electra_fast.model import attention, compute
+from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import available_attention, choose_attention, choose_compute
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -22,7 +22,7 @@ HOPPER = Card("NVIDIA H100 80GB HBM3", (9, 0))
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "card_of", lambda _: HOPPER)
-    monkeypatch.setattr(compute, "missing_for_triton", lambda _: None)
+    monkeypatch.setattr(attention, "missing_for_triton", lambda _: None)
 
 
 def chosen(
@@ -74,7 +74,7 @@ def test_what_is_missing_on_the_machine_is_named(monkeypatch: pytest.MonkeyPatch
     config = Config.preset("small", "google")
     assert available_attention(config, CUDA) == ["short", "varlen", "sdpa"]
     assert available_attention(config.override({"model.attention_dropout": "0"}), CUDA)[2:] == ["sdpa", "flex"]
-    monkeypatch.setattr(compute, "missing_for_triton", lambda _: "no compiler")
+    monkeypatch.setattr(attention, "missing_for_triton", lambda _: "no compiler")
     with pytest.raises(ValueError, match=r"needs a working Triton \(no compiler\); or set"):
         chosen("flex")
     assert chosen("auto", row_length=128) == "varlen"
@@ -136,5 +136,5 @@ def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
 
 
 def test_the_configuration_knows_every_backend() -> None:
-    for name in ("auto", *ATTENTION_BACKENDS):
+    for name in ("auto", *BACKENDS):
         assert Config.preset("tiny").override({"model.attention": name}).model.attention == name

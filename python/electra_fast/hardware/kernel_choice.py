@@ -36,6 +36,7 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
 from electra_fast.hardware.kernel_check import BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request, TimeSteps
 from electra_fast.interruption import requested_stop
+from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
 from electra_fast.objectives import objective_of
 from electra_fast.ops.operations import FEED_FORWARD_KERNELS, OPERATIONS
@@ -482,7 +483,7 @@ def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: 
 
 
 def _without_kernels(backends: Sequence[str]) -> list[str]:
-    return [name for name in backends if name != "short"]
+    return [name for name in backends if not BACKENDS[name].is_ours]
 
 
 def version_or_none(package: str) -> str:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter
 from electra_fast.config.config import Config
 from electra_fast.distributed.division import num_groups, smaller_micro_batches
 from electra_fast.errors import InputError
+from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import ComputeConfig, use_compute
 from electra_fast.model.model import BertLayer, Electra, ModernLayer
 from electra_fast.objectives import objective_of
@@ -30,8 +31,6 @@ from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
 from electra_fast.ops.operations import WeightCasts
 from electra_fast.optimizers.rules import RULES
 
-# Backends that run on fake tensors only after compiling, or not at all, and one that saves the same tensors.
-_ALIKE = {"flex": "varlen", "xformers": "varlen"}
 # Bytes per parameter. Both moments of AdamW and LAMB; Muon keeps the matrices' updates in place of second moments.
 _OPTIMIZER_STATE = 8
 # Gradients in flight during the backward pass, relative to the activations of a forward pass that saves none: 1.4 at
@@ -84,7 +83,7 @@ class StepMemory:
 
     def __init__(self, config: Config, compute: ComputeConfig, device: torch.device, world_size: int = 1) -> None:
         self._config, self._device, self._world_size = config, device, world_size
-        self._compute = replace(compute, attention=_ALIKE.get(compute.attention, compute.attention))
+        self._compute = replace(compute, attention=BACKENDS[compute.attention].alike or compute.attention)
         with torch.device("meta"):
             self._model = Electra(config)
         self._mode = FakeTensorMode()

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from electra_fast.card import Card, missing_for_triton
+from electra_fast.config.config import ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.ops import cpu_ops, fused
 from electra_fast.ops import operations as ops
@@ -37,10 +41,10 @@ if TYPE_CHECKING:
 FLEX_BLOCK = 128
 # What scaled_dot_product_attention may choose from on CUDA.
 SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-WITH_DROPOUT = {"sdpa", "varlen", "xformers", "short"}
-FLASH = {"varlen", "xformers"}
 # Limits of `short`, whose programs hold all keys of a row.
 MAX_SHORT_ROW, MAX_SHORT_HEAD = 128, 64
+# Architectures on which the kernels of `short` compile without spilling a large part of their tiles.
+_WITH_SHORT = ("Hopper", "Blackwell", "gfx942")
 
 T = TypeVar("T")
 
@@ -75,7 +79,7 @@ class AttentionMask:
 
         `cu_seqlens` (int32 [S+1]) are the offsets of the same segments in the flat buffer, each padding
         tail being one segment. T may be repeated at its end to keep its shape constant. They may be None for a backend
-        that does not read them (`reads_offsets`). `local_attention` is the model's.
+        that does not read them (`Backend.reads_offsets`). `local_attention` is the model's.
         """
         mask = cls._packed(segment_ids_BL, cu_seqlens, backend, None)
         if not local_attention:
@@ -86,21 +90,8 @@ class AttentionMask:
     def _packed(
         cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, window: int | None
     ) -> AttentionMask:
-        num_rows, length = segment_ids_BL.shape
-        if backend == "short":
-            assert length <= MAX_SHORT_ROW
-            return cls(num_rows, length, backend, segment_ids_BL=segment_ids_BL, window=window)
-        if backend == "varlen":
-            return cls(num_rows, length, backend, cu_seqlens=cu_seqlens, window=window)
-        if backend == "xformers":
-            assert cu_seqlens is not None and window is None
-            return cls(num_rows, length, backend, block_diagonal=_block_diagonal(cu_seqlens, num_rows, length))
-        if backend == "flex":
-            return cls(num_rows, length, backend, block_mask=_block_mask(segment_ids_BL, window), window=window)
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-            return cls(num_rows, length, cu_seqlens=cu_seqlens, segment_ids_BL=segment_ids_BL, window=window)
-        dense_B1LL = _dense(segment_ids_BL, window)
-        return cls(num_rows, length, dense_B1LL=dense_B1LL, window=window)
+        fields = BACKENDS[backend].mask(segment_ids_BL, cu_seqlens, window)
+        return cls(*segment_ids_BL.shape, backend, window=window, **fields)
 
     @classmethod
     def padded(
@@ -225,12 +216,14 @@ def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dro
     `dropout` is the dropout probability of attention weights; raises ValueError if the backend has none. For all
     backends but `short`, which reads the qkv product itself.
     """
-    if dropout > 0 and mask.backend not in WITH_DROPOUT:
+    backend = BACKENDS[mask.backend]
+    if dropout > 0 and not backend.has_dropout:
         raise InputError(
             f'attention backend "{mask.backend}" has no dropout; set model.attention_dropout = 0.0, '
             'or model.attention = "sdpa"'
         )
-    return _BACKENDS[mask.backend](q_TNH, k_TNH, v_TNH, mask, dropout)
+    assert backend.run is not None
+    return backend.run(q_TNH, k_TNH, v_TNH, mask, dropout)
 
 
 @dataclass(frozen=True)
@@ -250,6 +243,11 @@ def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Querie
     weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
     weights_NnT = ops.dropout_reference(weights_NnT, Dropout(dropout)).to(v_TNH.dtype)
     return torch.einsum("ant,tah->nah", weights_NnT, v_TNH).flatten(1)
+
+
+def _short_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) -> dict[str, Any]:
+    assert ids_BL.shape[1] <= MAX_SHORT_ROW
+    return {"segment_ids_BL": ids_BL}
 
 
 def short_attention_reference(
@@ -309,19 +307,15 @@ def _within(window: int, length: int, device: torch.device) -> Tensor:
     return (position_L[:, None] - position_L[None, :]).abs() <= window
 
 
-def is_deterministic(backend: str) -> bool:
-    """Returns True if two runs of the same seed with this backend have bitwise equal gradients."""
-    return backend not in FLASH
-
-
-def reads_offsets(backend: str) -> bool:
-    """Returns True if a backend reads the segments' offsets, not their ids."""
-    return backend in FLASH
-
-
 def _rows(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
     """[T, N, H] → [B, N, L, H], a view."""
     return x_TNH.view(mask.num_rows, mask.length, *x_TNH.shape[1:]).transpose(1, 2)
+
+
+def _sdpa_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) -> dict[str, Any]:
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+        return {"cu_seqlens": cu_seqlens, "segment_ids_BL": ids_BL}
+    return {"dense_B1LL": _dense(ids_BL, window)}
 
 
 def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
@@ -330,6 +324,10 @@ def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, drop
     with sdpa_kernel(SDPA_KERNELS) if q_TNH.is_cuda else contextlib.nullcontext():
         out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(), dropout_p=dropout)
     return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
+
+
+def _varlen_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) -> dict[str, Any]:
+    return {"cu_seqlens": cu_seqlens}
 
 
 def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
@@ -343,6 +341,10 @@ def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dr
     )[0]
     assert isinstance(out, Tensor)
     return out
+
+
+def _flex_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) -> dict[str, Any]:
+    return {"block_mask": _block_mask(ids_BL, window)}
 
 
 def _flex(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
@@ -413,6 +415,11 @@ def _dense_to_ordered(blocks_BKK: Tensor) -> tuple[Tensor, Tensor]:
     return blocks_B1KK.sum(dim=-1, dtype=torch.int32), indices.int()
 
 
+def _xformers_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) -> dict[str, Any]:
+    assert cu_seqlens is not None and window is None
+    return {"block_diagonal": _block_diagonal(cu_seqlens, *ids_BL.shape)}
+
+
 def _xformers(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     from xformers.ops.fmha import memory_efficient_attention  # imported here: an optional extra
 
@@ -435,10 +442,115 @@ def _block_diagonal(cu_seqlens: Tensor, num_rows: int, length: int) -> Any:
     return BlockDiagonalMask(q_seqinfo=seqlens, k_seqinfo=seqlens)
 
 
-_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionMask, float], Tensor]] = {
-    "sdpa": _sdpa,
-    "varlen": _varlen,
-    "flex": _flex,
-    "xformers": _xformers,
+def _missing_for_short(card: Card, shape: ModelConfig, row_length: int | None) -> str | None:
+    if card.architecture not in _WITH_SHORT:
+        return f"a GPU into which its kernels fit ({', '.join(_WITH_SHORT)}), and this is {card.name}"
+    if row_length is None or row_length > MAX_SHORT_ROW:
+        found = "differ in length" if row_length is None else f"have {row_length}"
+        return f"rows of at most {MAX_SHORT_ROW} tokens, and these {found}"
+    if (head_dim := _head_dim(shape)) > MAX_SHORT_HEAD:
+        return f"heads of at most {MAX_SHORT_HEAD} dimensions, and these have {head_dim}"
+    return _missing_for_flex(card)
+
+
+def _missing_for_flex(card: Card, *_: object) -> str | None:
+    without_triton = missing_for_triton(card)
+    return without_triton and f"a working Triton ({without_triton})"
+
+
+def _head_dim(shape: ModelConfig) -> int:
+    return shape.hidden_size // shape.num_heads
+
+
+def _missing_for_flash(card: Card, shape: ModelConfig, row_length: int | None) -> str | None:
+    if not card.has_flash_attention:
+        return f"a GPU that runs torch's flash attention (NVIDIA's Ampere or later), and this is {card.name}"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"a torch built with flash attention, and {torch.__version__} is not"
+    if (head_dim := _head_dim(shape)) % 8:
+        return f"heads of a multiple of 8 dimensions, and these have {head_dim}"
+    return None
+
+
+def _missing_for_xformers(*_: object) -> str | None:
+    if importlib.util.find_spec("xformers") is None:
+        return "the package xformers (pip install xformers)"
+    failure = failure_of_xformers()
+    return failure and f"an xformers that works with torch {torch.__version__}; this one does not load: {failure}"
+
+
+def failure_of_xformers() -> str | None:
+    """Why the installed xformers cannot compute attention; None if it can.
+
+    Its attention is that of torch, or FlashAttention 3 where that is installed. But it refuses CUDA tensors unless its
+    own extension loads, which wheels link to the CUDA that they were built with (0.0.35: CUDA 12).
+    """
+    logger = logging.getLogger("xformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns in several lines, on every import, of what this returns in one
+    try:
+        import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
+        from xformers import _cpp_lib
+    except (ImportError, OSError, AttributeError) as error:
+        return _first_line(error)
+    finally:
+        logger.setLevel(level)
+    if (failure := getattr(_cpp_lib, "_cpp_library_load_exception", None)) is None:
+        return None
+    build = getattr(failure, "build_info", None)
+    return _first_line(failure) + (f" (it was built with torch {build.torch_version})" if build else "")
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of the message of an error's first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).split("\n")[0]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What is known of an attention backend.
+
+    Args:
+        mask: The fields of an `AttentionMask`, from the segments' ids [B, L], their offsets and the window.
+        run: Computes `attend`; None for the one that reads the qkv product itself.
+        missing: What it lacks on a card for a model and rows of a length, if anything; None if it runs on any device.
+        dtypes: The activations that it computes.
+        has_dropout: It has dropout of attention weights.
+        has_windows: It has local attention.
+        reads_offsets: It reads the segments' offsets, not their ids.
+        is_deterministic: Two runs of the same seed have bitwise equal gradients.
+        is_ours: Kernels of ours compute it.
+        is_proven_on_hopper_alone: `auto` chooses it on those cards only.
+        alike: The backend that saves the same tensors, if it runs on fake ones only after compiling, or not at all.
+    """
+
+    mask: Callable[[Tensor, Tensor | None, int | None], dict[str, Any]]
+    run: Callable[[Tensor, Tensor, Tensor, AttentionMask, float], Tensor] | None
+    missing: Callable[[Card, ModelConfig, int | None], str | None] | None
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    has_dropout: bool = True
+    has_windows: bool = True
+    reads_offsets: bool = False
+    is_deterministic: bool = True
+    is_ours: bool = False
+    is_proven_on_hopper_alone: bool = False
+    alike: str = ""
+
+
+_FLASH: dict[str, Any] = {"reads_offsets": True, "is_deterministic": False}
+_ALL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BACKENDS = {
+    # Our kernel for rows of up to 128 tokens, on cards into which it fits.
+    "short": Backend(_short_mask, None, _missing_for_short, is_ours=True, is_proven_on_hopper_alone=True),
+    # torch's flash attention over segments of different lengths.
+    "varlen": Backend(_varlen_mask, _varlen, _missing_for_flash, **_FLASH),
+    # scaled_dot_product_attention with a dense mask.
+    "sdpa": Backend(_sdpa_mask, _sdpa, None, _ALL_DTYPES),
+    # Compiled flex attention.
+    "flex": Backend(_flex_mask, _flex, _missing_for_flex, _ALL_DTYPES, has_dropout=False, alike="varlen"),
+    # Flash attention of another package.
+    "xformers": Backend(_xformers_mask, _xformers, _missing_for_xformers, has_windows=False, alike="varlen", **_FLASH),
 }
-ATTENTION_BACKENDS = (*_BACKENDS, "short")
+"""The backends by name, the preferred one first."""

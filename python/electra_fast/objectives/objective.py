@@ -24,7 +24,7 @@ from torch import Tensor
 
 from electra_fast.config.config import Config
 from electra_fast.config.presets import OBJECTIVE_SPECS
-from electra_fast.model.attention import AttentionMask, reads_offsets
+from electra_fast.model.attention import BACKENDS, AttentionMask
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra, MaskedLMHead
 from electra_fast.model.networks import Network, networks_of
@@ -301,7 +301,7 @@ def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
     """
     tensors = batch.tensors
     # Compiled code must not depend on the varying number of offsets if nothing reads them.
-    cu_seqlens = tensors["cu_seqlens"] if reads_offsets(batch.compute.attention) else None
+    cu_seqlens = tensors["cu_seqlens"] if BACKENDS[batch.compute.attention].reads_offsets else None
     shape = model.config.model
     mask = AttentionMask.packed(tensors["segment_ids"], cu_seqlens, batch.compute.attention, shape.local_attention)
     has_dropout = model.training and (shape.dropout or shape.attention_dropout)

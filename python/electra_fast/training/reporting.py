@@ -28,7 +28,7 @@ from electra_fast.hardware.flops import flops_per_token
 from electra_fast.hardware.graphs import Preparation
 from electra_fast.hardware.kernel_choice import version_or_none
 from electra_fast.messages import say
-from electra_fast.model.attention import is_deterministic
+from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives.objective import Number, Stage
 from electra_fast.optimizers.optimizer import lr_scale
@@ -188,7 +188,8 @@ def closing(run: Path, num_steps: int, memory: int, num_checkpoints: int, blocke
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
     gpu = str(card_of(device)) if device.type == "cuda" else None
-    repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
+    is_repeatable = BACKENDS[compute.attention].is_deterministic
+    repeatable = "to the bit" if is_repeatable else f"but for {compute.attention}'s gradient"
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),

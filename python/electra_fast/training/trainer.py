@@ -36,7 +36,7 @@ from electra_fast.hardware.flops import flops_per_token
 from electra_fast.hardware.kernel_choice import agree_on_kernels, expected_seconds
 from electra_fast.hardware.settings import settle_hardware
 from electra_fast.interruption import StopRequest
-from electra_fast.model.attention import is_deterministic
+from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import choose_compute, choose_device, use_compute
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
@@ -137,9 +137,9 @@ class Trainer:
 
     def _check_exactness(self) -> None:
         """Raises ValueError if sums in a fixed order would not suffice for bitwise equal results."""
-        backend = self.compute.attention
+        backend = BACKENDS[self.compute.attention]
         # With dropout on attention weights, only the masks of `short` do not depend on the division of rows.
-        is_repeatable = is_deterministic(backend) and (backend == "short" or not self.config.model.attention_dropout)
+        is_repeatable = backend.is_deterministic and (backend.is_ours or not self.config.model.attention_dropout)
         if self.config.train.reduce == "exact" and self.device.type == "cuda" and not is_repeatable:
             raise InputError(
                 'train.reduce = "exact" on a GPU needs model.attention = "short", or model.attention_dropout = 0 and '
