@@ -57,9 +57,9 @@ def timed(monkeypatch, bf16_cpu):
 
 
 @pytest.fixture
-def products(monkeypatch):
+def products(monkeypatch, timed):
     """A function that sets how many times as fast oneDNN is found to be; without it there must be no measurement."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
 
     def set_speedup(speedup):
         seconds = {DEFAULT: dict.fromkeys(KINDS, speedup), ONEDNN: dict.fromkeys(KINDS, 1.0)}
@@ -88,27 +88,44 @@ def recorded_as(run, step=21, **values):
 
 
 class TestMeasurement:
-    def test_the_faster_precision_is_chosen_and_kept(self, validation_corpus, tmp_path, timed, capsys):
+    def test_the_faster_precision_and_library_are_chosen_and_kept(
+        self, validation_corpus, tmp_path, timed, products, capsys, products_by
+    ):
+        used = products_by(DiscriminatorHead)
         timed(0.4, 0.25)
+        products(2.5)
         out, other = tmp_path / "run", tmp_path / "other"
         pretrain(auto_config(), data=validation_corpus, out=out)
+        told = said(capsys)
         line = "forward and backward of 4 rows of 16 tokens take 0.4 s in fp32, 0.25 s in bf16"
-        assert f"train.precision = auto: bf16 ({line})" in said(capsys)
-        expected = CHOSEN | {"train.precision": "bf16"}
+        assert f"train.precision = auto: bf16 ({line})" in told
+        line = "time of fp32 products by torch's default, relative to oneDNN: " + ", ".join(f"{k} 2.50" for k in KINDS)
+        assert f"train.matmul = auto: onednn ({line})" in told and used == {"onednn"}
+        expected = CHOSEN | {"train.precision": "bf16", "train.matmul": "onednn"}
         assert hardware_values(out) == hardware_values(checkpoint_folder.latest(out)) == expected
-        assert json.loads((out / "environment.jsonl").read_text())["activations"] == "bfloat16"
+        facts = json.loads((out / "environment.jsonl").read_text())
+        assert (facts["activations"], facts["matmul"]) == ("bfloat16", "onednn")
         shutil.copytree(out, other)
         shutil.rmtree(checkpoint_folder.latest(other))
         timed(0.1, 0.2)  # whatever a measurement would find now
+        products(0.4)
         pretrain(auto_config(), data=validation_corpus, out=other)
         assert_same_run(other, out)
-        assert hardware_values(other) == expected
+        assert hardware_values(other) == expected and not (other / "changes.jsonl").exists()
+        assert "auto" not in said(capsys)
 
-    def test_a_measured_run_equals_one_whose_precision_is_given(self, validation_corpus, tmp_path, bf16_cpu, capsys):
-        few = {"train.steps": "8"}
+    def test_a_measured_run_equals_one_whose_values_are_given(self, validation_corpus, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
+        few, found = {"train.steps": "8"}, []
+        for name, result in (("measure_products", measure_products), ("measure", measure)):
+            noted = lambda config, name=name, result=result: found.append((name, config)) or result(config)  # noqa: E731
+            monkeypatch.setattr(hardware, name, noted)
         pretrain(auto_config(**few), data=validation_corpus, out=tmp_path / "auto")
         assert "forward and backward of 4 rows of 16 tokens take" in said(capsys)
-        chosen = {"train.precision": hardware_values(tmp_path / "auto")["train.precision"]}
+        values = hardware_values(tmp_path / "auto")
+        assert [name for name, _ in found] == ["measure_products", "measure"]
+        assert found[1][1].train.matmul == values["train.matmul"] != AUTO
+        chosen = {name: values[name] for name in ("train.precision", "train.matmul")}
         pretrain(auto_config(**few, **chosen), data=validation_corpus, out=tmp_path / "given")
         assert_same_run(tmp_path / "auto", tmp_path / "given")
         assert "forward and backward" not in said(capsys)
@@ -139,37 +156,6 @@ class TestMeasurement:
         assert 1 <= hardware._num_rows(large, 1) < 8
         tiny = tiny_config(**{"model.vocab_size": "800", "train.accumulate": "1"})
         assert hardware._num_rows(tiny, 1) == 8 and hardware._num_rows(tiny, 2) == 4
-
-
-class TestProducts:
-    def test_the_faster_library_is_chosen_and_kept(self, validation_corpus, tmp_path, products, capsys, products_by):
-        used = products_by(DiscriminatorHead)
-        products(2.5)
-        out, other = tmp_path / "run", tmp_path / "other"
-        pretrain(auto_config(), data=validation_corpus, out=out)
-        line = "time of fp32 products by torch's default, relative to oneDNN: " + ", ".join(f"{k} 2.50" for k in KINDS)
-        assert f"train.matmul = auto: onednn ({line})" in said(capsys)
-        expected = CHOSEN | {"train.matmul": "onednn"}
-        assert hardware_values(out) == hardware_values(checkpoint_folder.latest(out)) == expected
-        assert json.loads((out / "environment.jsonl").read_text())["matmul"] == "onednn"
-        shutil.copytree(out, other)
-        shutil.rmtree(checkpoint_folder.latest(other))
-        products(0.4)  # whatever a measurement would find now
-        pretrain(auto_config(), data=validation_corpus, out=other)
-        assert_same_run(other, out)
-        assert hardware_values(other) == expected and not (other / "changes.jsonl").exists()
-        assert "train.matmul" not in said(capsys)
-        assert used == {"onednn"}
-
-    def test_the_real_measurement_comes_before_that_of_the_precision(self, validation_corpus, tmp_path, monkeypatch):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
-        found = []
-        for name, result in (("measure_products", measure_products), ("measure", measure)):
-            noted = lambda config, name=name, result=result: found.append((name, config)) or result(config)  # noqa: E731
-            monkeypatch.setattr(hardware, name, noted)
-        pretrain(auto_config(**{"train.steps": "4"}), data=validation_corpus, out=tmp_path / "run")
-        assert [name for name, _ in found] == ["measure_products", "measure"]
-        assert found[1][1].train.matmul == hardware_values(tmp_path / "run")["train.matmul"] != AUTO
 
 
 class TestRules:
