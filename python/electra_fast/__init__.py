@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from electra_fast.data.prepare import prepare, train_vocab
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
     from electra_fast.finetuning.error_detection import load_error_detector
-    from electra_fast.finetuning.evaluate import evaluate
     from electra_fast.finetuning.finetune import finetune
-    from electra_fast.finetuning.predict import load_finetuned
+    from electra_fast.finetuning.predict import evaluate, load_finetuned
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.reproduce import reproduce
@@ -37,9 +36,8 @@ _NAMES = {
     "data.prepare": "prepare train_vocab",
     "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
     "finetuning.error_detection": "load_error_detector",
-    "finetuning.evaluate": "evaluate",
     "finetuning.finetune": "finetune",
-    "finetuning.predict": "load_finetuned",
+    "finetuning.predict": "evaluate load_finetuned",
     "huggingface.export": "export import_folder load",
     "model.model": "Electra",
     "reproduction.reproduce": "reproduce",

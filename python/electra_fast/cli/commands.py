@@ -280,7 +280,7 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.evaluate import evaluate
+    from electra_fast.finetuning.predict import evaluate
 
     names = (
         *("sequence_length", "batch_size", "max_batches", "corrupted_by", "mlm_examples"),

@@ -75,7 +75,7 @@ def _read_own(
     refuse(given, _options(kind), f"not for --task {kind}")
     if "group" in given and "dev" in files:
         raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
-    options = with_tuples(given, _TUPLES)
+    options = with_tuples(given)
     dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
     dialect = with_fields(dialect, (options.get(name, ()) for name in _COLUMNS))
     if dialect != Dialect():
@@ -98,9 +98,9 @@ def _read_own(
     )
 
 
-def with_tuples(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns options in which these are tuples, whether one name was given or a list of them."""
-    given = {name: options[name] for name in names if name in options}
+def with_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options in which those of several names are tuples, whether one name was given or a list of them."""
+    given = {name: options[name] for name in _TUPLES if name in options}
     ones = {name: (value,) for name, value in given.items() if isinstance(value, str)}
     return dict(options) | ones | {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
 
