@@ -97,7 +97,9 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
     is_text = (format, delimiter) == (".tsv", "\t") if dialect.quoting == "auto" else dialect.quoting == "none"
     numbered: Iterator[tuple[int, str]] = itertools.chain([(line, first)], lines)
     if dialect.quoting == "backslash":
-        numbered = ((number, _doubled(text)) for number, text in numbered)
+        # Two quotes take the place of each one after a backslash; a second backslash escapes that one.
+        double = lambda found: "\\" * (len(found[1]) // 2) + '"' * (1 + len(found[1]) % 2)  # noqa: E731
+        numbered = ((number, re.sub(r'(\\+)"', double, text)) for number, text in numbered)
     records: Iterator[tuple[int, _Cells]]
     records = plain_cells(numbered, delimiter) if is_text else _quoted_cells(file.path, numbered, delimiter)
     number, header = next(records)
@@ -115,11 +117,6 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
     if is_text and dialect.quoting == "auto":
         records = _noting_quotes(file.path, records, notes)
     return Loaded(names, lambda _: _delimited_rows(file.path, names, records, not is_text, hint))
-
-
-def _doubled(line: str) -> str:
-    """Returns a line with two quotes in place of each one after a backslash; a second backslash escapes that one."""
-    return re.sub(r'(\\+)"', lambda found: "\\" * (len(found[1]) // 2) + '"' * (1 + len(found[1]) % 2), line)
 
 
 def _noting_quotes(path: Path, records: Iterator[tuple[int, _Cells]], notes: list[str]) -> Iterator[tuple[int, _Cells]]:
@@ -158,17 +155,14 @@ def _delimited_rows(
         if isinstance(cells, InputError):
             yield line, cells
         elif len(cells) < len(names) or any(cells[len(names) :]):
-            remedy = f"; {hint}" if hint else _quoting_remedy(cells, is_quoted)
+            has_quotes = any('"' in cell for cell in cells)
+            remedy = f"; {hint}" if hint else "; if quotes enclose cells, add --quoting csv" if has_quotes else ""
+            if is_quoted and not hint:
+                remedy = "; enclose cells that contain the delimiter in quotes"
             message = f"found {len(cells)} fields, expected {len(names)} as in the header{remedy}"
             yield line, InputError(f"{path}: line {line}: {message}")
         else:
             yield line, dict(zip(names, cells, strict=False))
-
-
-def _quoting_remedy(cells: list[str], is_quoted: bool) -> str:
-    if is_quoted:
-        return "; enclose cells that contain the delimiter in quotes"
-    return "; if quotes enclose cells, add --quoting csv" if any('"' in cell for cell in cells) else ""
 
 
 def without_blank_end(records: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:

@@ -1,19 +1,26 @@
-"""Reads the files of a task in one pass each: `read_examples` is the frame, a `Parser` per kind of task the rest."""
+"""Reads the files of a task in one pass each: `read_examples` is the frame, a `Parser` per kind of task the rest.
+
+Where a user gives no validation file, a part of the training examples is set aside. The choosers return rows of the
+training split; each is a function of the examples, the fraction and the seed.
+"""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.rows import BadRows, Row
+from electra_fast.finetuning.readers.rows import BadRows, Row, check_columns
 from electra_fast.finetuning.readers.tables import Quoting
-from electra_fast.finetuning.readers.validation_split import Fold, group_values, grouped_rows
+from electra_fast.finetuning.report.train_overlap import text_key
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
 F = TypeVar("F")
@@ -21,21 +28,31 @@ F = TypeVar("F")
 Columns = tuple[str, ...]
 Trained = tuple[Sequence[Columns], Sequence[Columns]]
 """The text and label columns of a model's training, if known."""
+Fold = tuple[int, int]
+"""A fold's number, from 0, and the number of folds."""
+_ROWS = -2
+"""Key of the number of rows among the counts of labels."""
 
 
+@dataclass
 class Parser(ABC, Generic[F]):
     """The examples of one kind of task in rows or lines.
 
     A row that cannot be used raises InputError within `bad.collect()`; labels that no file explains do so in `split`.
     """
 
-    what = "examples"
+    what: ClassVar = "examples"
 
-    def __init__(self, quoting: Quoting = "auto", skip_bad_rows: int = 0, group: str = "") -> None:
-        self.quoting, self.group, self.bad = quoting, group, BadRows(skip_bad_rows)
-        self.notes: list[str] = []
-        self.hint = ""
-        """Ends the list of bad rows."""
+    quoting: Quoting
+    skip_bad_rows: int
+    group: str
+    """A column: examples with the same value are not separated."""
+    notes: list[str] = field(default_factory=list, init=False)
+    hint: str = field(default="", init=False)
+    """Ends the list of bad rows."""
+
+    def __post_init__(self) -> None:
+        self.bad = BadRows(self.skip_bad_rows)
 
     @abstractmethod
     def read(self, paths: Mapping[str, Path]) -> dict[str, F]:
@@ -68,8 +85,10 @@ class Parser(ABC, Generic[F]):
     def validation_rows(
         self, whole: Split, share: float | Fold, choose: Callable[[Split, float], NDArray[np.intp]], seed: int
     ) -> NDArray[np.intp]:
-        values = group_values(whole.path, self.group, self.group_rows(whole))
-        return grouped_rows(whole, share, choose, seed, values)
+        rows = self.group_rows(whole) if self.group else []
+        if self.group:
+            check_columns(whole.path, dict.fromkeys(name for row in rows for name in row), (self.group,), "--group")
+        return grouped_rows(whole, share, choose, seed, [row.get(self.group) for row in rows])
 
     def part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
         """Says what is set aside; raises InputError if it is nothing."""
@@ -135,3 +154,175 @@ def check_labeled(name: str, path: Path, num_examples: int) -> None:
     if not num_examples:
         flag = "--label" if name in ("train", "data") else f"--{name}-label"
         raise InputError(f"{path}: no example has a label that can be used; choose the column with {flag}")
+
+
+def validation_rows(
+    whole: Split, share: float | Fold, choose: Callable[[Split, float], NDArray[np.intp]]
+) -> NDArray[np.intp]:
+    """Returns the rows to validate on: a fraction of all, or those of a fold; each row is in one fold.
+
+    `choose` returns the positions of a fraction of the examples. Raises InputError for a fold without examples.
+    """
+    if isinstance(share, float):
+        return choose(whole, share)
+    number, num_folds = share
+    rest = np.arange(len(whole.texts))
+    for each in range(num_folds - 1):
+        chosen = choose(select(whole, whole.name, rest), 1 / (num_folds - each))
+        if not 0 < len(chosen) < len(rest):
+            raise InputError(f"{whole.path}: too few examples or contexts for {num_folds} folds")
+        if each == number:
+            return rest[chosen]
+        rest = np.delete(rest, chosen)
+    return rest
+
+
+def grouped_rows(
+    whole: Split,
+    share: float | Fold,
+    choose: Callable[[Split, float], NDArray[np.intp]],
+    seed: int,
+    values: Sequence[Any] = (),
+) -> NDArray[np.intp]:
+    """Returns the rows to validate on, like `validation_rows`, without separating rows that belong together.
+
+    Rows of equal texts do (without case, spaces and punctuation), and those of an equal value, if `values` has one per
+    row. Groups are assigned to the parts as scikit-learn's StratifiedGroupKFold does: the largest first, each where
+    the parts' labels stay nearest to their shares. Where a few texts make up the whole split, equal ones are separated
+    after all. Raises InputError if the values make fewer groups than parts.
+    """
+    groups = _groups(whole, values)
+    number, shares = (0, [share, 1 - share]) if isinstance(share, float) else (share[0], [1 / share[1]] * share[1])
+    num_groups = int(groups.max()) + 1
+    if values and num_groups < len(shares):
+        raise InputError(f"{whole.path}: --group makes {num_groups} groups of rows, too few for {len(shares)} parts")
+    if not len(shares) <= num_groups < len(groups):
+        return validation_rows(whole, share, choose)
+    counts = [Counter[int]() for _ in range(num_groups)]
+    for group, labels in zip(groups.tolist(), _labels(whole), strict=True):
+        counts[group].update(labels)
+        counts[group][_ROWS] += 1
+    parts = _parts(counts, shares, seed)
+    if isinstance(share, float):
+        _cover(counts, parts)
+    sizes = np.bincount(parts[groups], minlength=len(shares))
+    if not values and (sizes < len(groups) * np.array(shares) / 2).any():  # a few texts, many times each
+        return validation_rows(whole, share, choose)
+    return np.flatnonzero(parts[groups] == number)
+
+
+def _groups(whole: Split, values: Sequence[Any]) -> NDArray[np.int64]:
+    """Numbers the groups of rows with equal texts or values, from 0; rows without words or value are in none."""
+    known: dict[str, list[str]] = {}
+    first, parent = dict[tuple[str, Any], int](), list(range(len(whole.texts)))
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = row = parent[parent[row]]
+        return row
+
+    for row, texts in enumerate(whole.texts):
+        key, value = text_key(texts, known), values[row] if values else None
+        for kind, name in (("text", key.strip()), ("value", "" if value is None else str(value))):
+            if name:
+                parent[root(row)] = root(first.setdefault((kind, key if kind == "text" else name), row))
+    return np.unique([root(row) for row in range(len(parent))], return_inverse=True)[1]
+
+
+def _labels(whole: Split) -> Iterator[list[int]]:
+    assert whole.targets is not None
+    for target in whole.targets:
+        if np.ndim(target) and whole.targets.dtype != object:
+            yield np.flatnonzero(target > 0).tolist()
+        else:
+            yield [] if np.asarray(target).dtype.kind == "f" else np.atleast_1d(target).tolist()
+
+
+def _parts(counts: Sequence[Counter[int]], shares: Sequence[float], seed: int) -> NDArray[np.int64]:
+    """Returns the part of each group, given the counts of its labels."""
+    totals = Counter[int]()
+    for own in counts:
+        totals.update(own)
+    filled = [Counter[int]() for _ in shares]
+    parts, order = np.zeros(len(counts), np.int64), np.random.default_rng(seed).permutation(len(counts)).tolist()
+    for group in sorted(order, key=lambda group: -counts[group][_ROWS]):
+        costs = [
+            sum(((have[label] + n) ** 2 - have[label] ** 2) / totals[label] ** 2 for label, n in counts[group].items())
+            / share
+            for have, share in zip(filled, shares, strict=True)
+        ]
+        parts[group] = int(np.argmin(costs))
+        filled[parts[group]].update(counts[group])
+    return parts
+
+
+def _cover(counts: Sequence[Counter[int]], parts: NDArray[np.int64]) -> None:
+    """Moves the smallest group of each label that the first part lacks there, if the second keeps the label."""
+    left = Counter(label for own, part in zip(counts, parts, strict=True) if part for label in own)
+    have = {label for own, part in zip(counts, parts, strict=True) if not part for label in own}
+    for group in sorted(np.flatnonzero(parts).tolist(), key=lambda group: counts[group][_ROWS]):
+        if not have.issuperset(counts[group]) and all(left[label] > 1 for label in counts[group]):
+            parts[group] = 0
+            have.update(counts[group])
+            left.subtract(counts[group].keys())
+
+
+def stratified(groups: NDArray[np.int64], num_wanted: int, seed: int) -> NDArray[np.intp]:
+    """Chooses rows from every group of two or more in proportion to its size, one at least and never all of it."""
+    order = np.random.default_rng(seed).permutation(len(groups))
+    shuffled = groups[order]
+    sizes = np.bincount(groups)
+    rank = np.empty(len(groups), dtype=np.int64)  # within the group, in shuffled order
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank[np.argsort(shuffled, kind="stable")] = np.arange(len(groups)) - starts
+    share = (rank + 0.5) / sizes[shuffled]
+    share[rank == 0] = 0
+    share[rank == sizes[shuffled] - 1] = np.inf
+    num_chosen = min(max(num_wanted, int((sizes > 1).sum())), int(np.isfinite(share).sum()))
+    return order[np.argsort(share, kind="stable")[:num_chosen]]
+
+
+def covering(has_label: NDArray[np.bool_], num_wanted: int, seed: int) -> NDArray[np.intp]:
+    """Chooses rows such that every label of two or more is among them and among the others, where that is possible."""
+    order = np.random.default_rng(seed).permutation(len(has_label))
+    left, chosen = has_label.sum(0), dict[int, None]()
+
+    def choose(rows: NDArray[np.intp], number: int) -> None:
+        for row in rows:
+            if len(chosen) >= number or len(chosen) == len(order) - 1:
+                return
+            if int(row) not in chosen and (left[has_label[row]] > 1).all():
+                chosen[int(row)] = None
+                left[has_label[row]] -= 1
+
+    for label in np.argsort(left, kind="stable"):
+        if not has_label[list(chosen), label].any():
+            choose(order[has_label[order, label]], len(chosen) + 1)
+    choose(order, num_wanted)
+    return np.array(list(chosen), dtype=np.intp)
+
+
+def with_all_tags(train: Split, task: Task, num_wanted: int, seed: int) -> NDArray[np.intp]:
+    """Chooses sentences such that every tag keeps one for training, and where it has another, one for validation."""
+    assert train.targets is not None  # only a test file may lack tags
+    num_rows = len(train.texts)
+    tags = [set(target.tolist()) for target in train.targets]
+    left = Counter(itertools.chain.from_iterable(tags))
+    chosen: dict[int, None] = {}
+    order = np.random.default_rng(seed).permutation(num_rows).tolist()
+    lacking = {number for number, label in enumerate(task.labels) if task.scheme == "none" or label[:1] == "B"}
+    for is_any_wanted in (False, True):  # first what the validation split lacks
+        for row in order:
+            is_wanted = len(chosen) < num_wanted if is_any_wanted else not lacking.isdisjoint(tags[row])
+            if is_wanted and row not in chosen and all(left[tag] > 1 for tag in tags[row]):
+                left.subtract(tags[row])
+                lacking -= tags[row]
+                chosen[row] = None
+    return np.array(list(chosen), dtype=np.intp)
+
+
+def whole_contexts(contexts: Sequence[str], fraction: float, seed: int) -> NDArray[np.intp]:
+    distinct = list(dict.fromkeys(contexts))
+    num_dev = min(max(1, round(len(distinct) * fraction)), len(distinct) - 1)
+    chosen = {distinct[number] for number in np.random.default_rng(seed).permutation(len(distinct))[:num_dev]}
+    return np.flatnonzero([context in chosen for context in contexts])

@@ -375,11 +375,7 @@ def submission_name(task: Task, split: Split) -> str:
 def write_submission(path: Path, task: Task, split: Split, outputs: NDArray[np.float64]) -> None:
     """Writes predictions for the GLUE server: a header, then index and label, or the similarity from 0 to 5.
 
-    Args:
-        path: Output file, replaced atomically.
-        task: A task of GLUE.
-        split: The test split.
-        outputs: Logits [n, classes], or for STS-B values [n].
+    `outputs` are logits [n, classes], or for STS-B values [n]. The file is replaced atomically.
     """
     if outputs.ndim == 1:
         predictions = [f"{value:.3f}" for value in outputs.clip(0, MAX_SIMILARITY) + 0.0]  # + 0.0 turns -0.0 into 0.0

@@ -49,13 +49,9 @@ class LabelReader:
 
     Cells of another form are bad rows.
 
-    Args:
-        values: The cells of the training file's first label column.
-        place: Returns the place of a row, for messages.
-        columns: The label columns.
-        given: The user's classes, if any; `-1`, `-` and the empty string can be among them.
-        separator: Separator of the labels in a cell; empty for one label per cell.
-        mapping: Labels of the files and their new names; empty names leave them out.
+    `values` are the cells of the training file's first label column, `place` returns the place of a row for messages.
+    `given` are the user's classes, if any; `-1`, `-` and the empty string can be among them. `mapping` has labels of
+    the files and their new names; empty names leave them out.
 
     Raises InputError if the labels are probabilities, or lists with two readings.
     """

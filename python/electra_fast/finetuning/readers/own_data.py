@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.examples import Columns, Parser, Trained, check_labeled, read_examples
+from electra_fast.finetuning.readers.examples import (
+    Columns,
+    Fold,
+    Parser,
+    Trained,
+    check_labeled,
+    covering,
+    read_examples,
+    stratified,
+)
 from electra_fast.finetuning.readers.labels import (
     INTEGER,
     LabelReader,
@@ -37,14 +46,12 @@ from electra_fast.finetuning.readers.rows import (
     columns_note,
     named_rows,
     others_of,
-    rejected_note,
     rejected_rows,
     text_of,
     there_are,
     verdict_columns,
 )
 from electra_fast.finetuning.readers.tables import OpenTable, Quoting, open_tables
-from electra_fast.finetuning.readers.validation_split import Fold, covering, stratified
 from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction
 
 TEXT_COLUMNS = (
@@ -161,7 +168,7 @@ def read(
     for name, path in (("dev", dev), ("test", test)):
         if path is None and any(given[name]):
             raise InputError(f"--{name}-text and --{name}-label need --{name} FILE")
-    parser = _TextParser(kind, given, labels, label_map, label_separator, quoting, skip_bad_rows, group)
+    parser = _TextParser(quoting, skip_bad_rows, group, kind, given, labels, label_map, label_separator)
     return read_examples(train, dev, test, parser, dev_fraction=dev_fraction, folds=folds, seed=seed)
 
 
@@ -183,31 +190,28 @@ def read_labeled(
     with a label that the task lacks are bad rows. Other arguments, and what it raises, are those of `read`.
     """
     kind = "regression" if task.kind == "regression" else "classification"
-    parser = _TextParser(kind, {"data": (text, label)}, (), label_map, label_separator, quoting, skip_bad_rows)
+    given = {"data": (text, label)}
+    parser = _TextParser(quoting, skip_bad_rows, "", kind, given, (), label_map, label_separator)
     return parser.read_labeled(task, path, trained)
 
 
+@dataclass
 class _TextParser(Parser[_File]):
-    """Texts and their classes or values; `given` are the chosen columns of each file, `classes` those of `--labels`."""
+    """Texts and their classes or values."""
 
-    def __init__(
-        self,
-        kind: str,
-        given: Mapping[str, tuple[Columns, Columns]],
-        classes: Columns,
-        label_map: Mapping[str, str] | Sequence[str],
-        separator: str,
-        quoting: Quoting,
-        skip_bad_rows: int,
-        group: str = "",
-    ) -> None:
-        super().__init__(quoting, skip_bad_rows, group)
-        self.kind, self.given, self.classes, self.separator = kind, given, classes, separator
-        self.mapping = parse_mapping(label_map)
+    kind: str
+    given: Mapping[str, tuple[Columns, Columns]]
+    """The chosen text and label columns of each file."""
+    labels: Columns
+    label_map: Mapping[str, str] | Sequence[str]
+    label_separator: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mapping = parse_mapping(self.label_map)
         self.reader: LabelReader | None = None
         self.ids: dict[str, int] = {}
         self.unknown: list[str] = []
-        self.train: _File
 
     def read(self, paths: Mapping[str, Path]) -> dict[str, _File]:
         with open_tables(paths, self.quoting) as tables:
@@ -220,7 +224,7 @@ class _TextParser(Parser[_File]):
                 files[name].name_classes(names if self.kind == "classification" else ())
         self.train = train = files["train"]
         self._check_options(train.label)
-        what = self._read_rows(files, self.classes)
+        what = self._read_rows(files, self.labels)
         texts, labels = (" and ".join(map(repr, names)) for names in (train.text, train.label))
         columns = columns_note(train.path, f"text in {texts}, label in {labels}: {what}", *self.given["train"])
         self.notes = [note for table in tables.values() for note in table.notes]
@@ -256,7 +260,7 @@ class _TextParser(Parser[_File]):
             rest = "".join([f" ({note})" for note in train.notes if "no label" in note][:1])
             what = f"{listed(found) or 'no label'} in every example; there is nothing to learn"
             raise InputError(f"{train.path}: {what}{rest}")
-        classes = self.reader.flags or self.classes or _classes(train, found, is_multi_label)
+        classes = self.reader.flags or self.labels or _classes(train, found, is_multi_label)
         self.reader.check_mapping(found)
         self.ids = {self.reader.canonical(name): number for number, name in enumerate(classes)}
         if len(self.ids) < len(classes):
@@ -264,7 +268,7 @@ class _TextParser(Parser[_File]):
         for file in files.values():
             file.keep(self.bad.passing(range(len(file.labels)), partial(self._check_known, file)))
         if self.unknown:
-            known = "--labels names" if self.classes else f"{train.path} has"
+            known = "--labels names" if self.labels else f"{train.path} has"
             self.hint = f"; {known}: {listed(classes)}{near_label(self.unknown[0], classes)}"
         counts = Counter(name for names in train.labels for name in set(names))
         self.notes += [f"{train.path}: {doubt}" for doubt in doubts(counts)]
@@ -323,11 +327,11 @@ class _TextParser(Parser[_File]):
         return _File(name=name, table=table, rows=rows, text=text, label=label, notes=notes, has_others=has_others)
 
     def _check_options(self, label: Columns) -> None:
-        if self.kind == "regression" and (self.classes or self.separator or self.mapping or len(label) > 1):
+        if self.kind == "regression" and (self.labels or self.label_separator or self.mapping or len(label) > 1):
             raise InputError(
                 "a regression has one label column of numbers, and no --labels, --label-map or --label-separator"
             )
-        if len(label) > 1 and (self.classes or self.separator):
+        if len(label) > 1 and (self.labels or self.label_separator):
             what = "their names are the labels: leave --labels and the separator out"
             raise InputError(f"with several label columns, {what}")
 
@@ -337,7 +341,7 @@ class _TextParser(Parser[_File]):
         read_cells: Callable[[Sequence[Any], str], Any]
         if self.kind == "classification":
             cells = [row[first.label[0]] for row in first.rows]
-            reader = LabelReader(cells, first.table.place, first.label, classes, self.separator, self.mapping)
+            reader = LabelReader(cells, first.table.place, first.label, classes, self.label_separator, self.mapping)
             if trained and reader.is_multi_label and trained.kind != "multi-label":
                 several = f"an example has several labels in {', '.join(first.label)}, and the model predicts one"
                 raise InputError(f"{first.path}: {several}")
@@ -353,8 +357,8 @@ class _TextParser(Parser[_File]):
 
     def _read_file(self, file: _File, read_cells: Callable[[Sequence[Any], str], Any]) -> None:
         """Reads the rows of a file; leaves those without a label out, except in a test file."""
-        table, signs, unlabeled = file.table, Counter[str](), list[int]()
-        rejected = rejected_rows(file.rows, file.text + file.label, is_test=file.name == "test")
+        table, is_test, signs, unlabeled = file.table, file.name == "test", Counter[str](), list[int]()
+        rejected = rejected_rows(file.path, file.rows, file.text + file.label, file.notes, is_test=is_test)
         for row, values in enumerate(file.rows):
             if row in rejected:
                 continue
@@ -366,14 +370,13 @@ class _TextParser(Parser[_File]):
                     except NoLabel as sign:
                         signs[str(sign)] += 1
                         unlabeled.append(row)
-                if label is None and file.name != "test":
+                if label is None and not is_test:
                     continue
                 file.texts.append(tuple(text_of(table.path, table.lines[row], values, name) for name in file.text))
                 file.usable.append(row)
                 file.labels.append(label)
-        if file.name == "test" and all(label in (None, -1) for label in file.labels):  # hidden
+        if is_test and all(label in (None, -1) for label in file.labels):  # hidden
             file.label, unlabeled = (), []
-        file.notes += rejected_note(file.path, len(rejected), len(file.rows))
         file.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
 
     def _check_known(self, file: _File, number: int) -> None:

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.rows import (
     BadRows,
-    Row,
     abbreviated,
     check_columns,
     checked_text,
     code_point,
     extension,
     first_of,
-    others_of,
     place,
     there_are,
 )
@@ -49,7 +47,7 @@ Entry = tuple[str, Any, Fields]
 JsonObject = tuple[str, str, Fields]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Columns:
     """The names that the parts of a question may have."""
 
@@ -60,13 +58,12 @@ class Columns:
     @classmethod
     def chosen(cls, text: tuple[str, ...], label: tuple[str, ...] = ()) -> Columns:
         if text and len(text) != 2:
-            given = f"{len(text)} columns ({', '.join(text)})"
-            raise InputError(f"--text names {given}; it must be two: question, context")
+            listed = ", ".join(text)
+            raise InputError(f"--text names {len(text)} columns ({listed}); it must be two: question, context")
         if len(label) > 1:
-            given = f"{len(label)} columns ({', '.join(label)})"
-            raise InputError(f"--label names {given}; choose the one with the answers")
-        names = {"question": text[:1], "context": text[1:], "answers": label}
-        return cls(**{part: own for part, own in names.items() if own})
+            listed = ", ".join(label)
+            raise InputError(f"--label names {len(label)} columns ({listed}); choose the one with the answers")
+        return cls(text[:1] or cls.question, text[1:] or cls.context, label or cls.answers)
 
     def all_names(self) -> tuple[str, ...]:
         others = (*ID_COLUMNS, *OFFSET_COLUMNS, DETECTED, "is_impossible")
@@ -121,29 +118,25 @@ def is_json(path: Path) -> bool:
 
 
 def json_objects(path: Path) -> list[JsonObject]:
+    """Returns the objects of a file: one, a list, or one per line."""
     with TextFile(path) as file:
         text = "".join(file.lines())
     try:
         content = parse_text(text)
     except (ValueError, RecursionError) as error:
-        if "Extra data" in str(error):
-            return list(_objects_in_lines(path, text))
-        raise InputError(f"{path}: not JSON: {error}; get the file again") from None
-    is_list = isinstance(content, list)
-    found = [
-        (str(path), f"[{number}]" if is_list else "", each)
-        for number, each in enumerate(content if is_list else [content])
-    ]
-    if not all(isinstance(each, dict) for _, _, each in found):
+        if "Extra data" not in str(error):
+            raise InputError(f"{path}: not JSON: {error}; get the file again") from None
+        rows = dict(json_rows(path, enumerate(text.split("\n"), 1)))
+        if bad := next((row for row in rows.values() if isinstance(row, InputError)), None):
+            raise bad from None
+        return [(f"{path}: line {line}", "", row) for line, row in rows.items()]  # type: ignore[misc]
+    if not isinstance(content, list):
+        found = [(str(path), "", content)]
+    else:
+        found = [(str(path), f"[{number}]", item) for number, item in enumerate(content)]
+    if not all(isinstance(item, dict) for _, _, item in found):
         raise InputError(f"{path}: neither a list of objects nor SQuAD's JSON, {EXPECTED}")
     return found
-
-
-def _objects_in_lines(path: Path, text: str) -> Iterator[JsonObject]:
-    for line, row in json_rows(path, enumerate(text.split("\n"), 1)):
-        if isinstance(row, InputError):
-            raise row
-        yield f"{path}: line {line}", "", row
 
 
 def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[Entry]:
@@ -210,14 +203,9 @@ def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ..
         items += [{"text": text} for text in fields.get("answers") or () if text not in known]
     found = tuple(annotation for item in items if (annotation := _annotation(where, item)).text.strip())
     if found and is_impossible(question):
-        raise InputError(
-            f"{where}: is_impossible is true, but there is the answer {abbreviated(found[0].text)}; correct one of them"
-        )
+        answer = abbreviated(found[0].text)
+        raise InputError(f"{where}: is_impossible is true, but there is the answer {answer}; correct one of them")
     return found
-
-
-def other_fields(question: Question, columns: Columns) -> Row:
-    return others_of(question.fields, columns.all_names())
 
 
 def is_impossible(question: Question) -> bool | None:
@@ -239,9 +227,8 @@ def _structure(where: str, value: Any) -> Any:
     except ValueError:
         return value
     items = found if isinstance(found, list) else [found]
-    return (
-        found if all(isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items) else value
-    )
+    are_answers = all(isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items)
+    return found if are_answers else value
 
 
 def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:
@@ -332,7 +319,8 @@ def place_answer(where: str, context: str, annotation: Annotation, unit: str) ->
     text = annotation.text
     for each in dict.fromkeys((unit, CHARACTERS)):
         if (start := _start(context, annotation, each)) is not None:
-            _check_end(where, context, annotation, start, each)
+            if annotation.end is not None:
+                _check_end(where, context, annotation, start, annotation.end, each)
             return Answer(text, start), False
     found = _occurrences(context, text)
     if annotation.start is None:
@@ -353,15 +341,13 @@ def _start(context: str, annotation: Annotation, unit: str) -> int | None:
     return start if start is not None and start >= 0 and context.startswith(annotation.text, start) else None
 
 
-def _check_end(where: str, context: str, annotation: Annotation, start: int, unit: str) -> None:
+def _check_end(where: str, context: str, annotation: Annotation, start: int, end: int, unit: str) -> None:
     """Checks the end, which may be inclusive or exclusive, and include whitespace that the text lacks."""
-    if annotation.end is None:
-        return
-    ends = (_UNITS[unit](context, end) for end in (annotation.end, annotation.end + 1))
+    ends = (_UNITS[unit](context, end) for end in (end, end + 1))
     if not any(end is not None and context[start:end].strip() == annotation.text.strip() for end in ends):
         raise InputError(
             f"{where}: the answer {annotation.text[:40]!r} at answer_start {annotation.start} does not end at "
-            f"{annotation.end}; correct its text or its end"
+            f"{end}; correct its text or its end"
         )
 
 

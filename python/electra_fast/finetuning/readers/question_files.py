@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.examples import Parser, Trained, read_examples
+from electra_fast.finetuning.readers.examples import (
+    Fold,
+    Parser,
+    Trained,
+    read_examples,
+    validation_rows,
+    whole_contexts,
+)
 from electra_fast.finetuning.readers.question_entries import (
     CHARACTERS,
     Annotation,
@@ -29,13 +37,11 @@ from electra_fast.finetuning.readers.question_entries import (
     json_entries,
     json_objects,
     offset_unit,
-    other_fields,
     place_answer,
     question_of,
 )
-from electra_fast.finetuning.readers.rows import abbreviated
+from electra_fast.finetuning.readers.rows import abbreviated, others_of
 from electra_fast.finetuning.readers.tables import Quoting
-from electra_fast.finetuning.readers.validation_split import Fold, validation_rows, whole_contexts
 from electra_fast.finetuning.readers.words import is_unspaced
 from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction, select
 
@@ -58,7 +64,7 @@ def read_squad(name: Literal["squad1", "squad2"], folder: Path) -> TaskData:
         FileNotFoundError: The folder, its training files or its dev files are missing.
         InputError: A file cannot be used, with the place and the remedy.
     """
-    parser, splits = _QuestionParser(Columns(), has_unanswerable=name == "squad2"), dict[str, Split]()
+    parser, splits = _QuestionParser("auto", 0, "", Columns(), name == "squad2"), dict[str, Split]()
     for split, parts in _squad_files(name, folder).items():
         found = json_entries((each for objects in parts.values() for each in objects), parser.names)
         splits[split] = parser.examples(split, next(iter(parts)), found, has_columns=split != "train")
@@ -90,22 +96,11 @@ def read_questions(
     `start`), its first character in the context; offsets in other units are recognized. Several answers are a list, or
     an object of lists as in the `datasets` of Hugging Face. A question without an answer is unanswerable.
 
-    Args:
-        train: The training questions.
-        dev: The validation questions; None to set some contexts of `train` aside, with all their questions.
-        test: Questions to answer, with or without answers.
-        text: The columns of the question and the context; empty for the usual ones of `question_entries`.
-        label: The column of the answers; empty for a usual one.
-        quoting: As in `tables.iterate_rows`.
-        dev_fraction: Fraction of the contexts to set aside, above 0 and below 1.
-        folds: Set this fold's contexts aside instead.
-        seed: Seeds the choice of the contexts to set aside.
-        skip_bad_rows: Number of unusable questions that may be left out.
-
-    Raises as `read_examples` does.
+    `text` are the columns of the question and the context, `label` is that of the answers; empty for the usual ones of
+    `question_entries`. Whole contexts are set aside. Other arguments, and what it raises, are those of `own_data.read`.
     """
     check_dev_fraction(dev_fraction)
-    parser = _QuestionParser(Columns.chosen(text, label), quoting, skip_bad_rows)
+    parser = _QuestionParser(quoting, skip_bad_rows, "", Columns.chosen(text, label))
     return read_examples(train, dev, test, parser, dev_fraction=dev_fraction, folds=folds, seed=seed)
 
 
@@ -125,7 +120,7 @@ def read_answered(
     `read_questions`.
     """
     text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
-    parser = _QuestionParser(Columns.chosen(text, label), quoting, skip_bad_rows)
+    parser = _QuestionParser(quoting, skip_bad_rows, "", Columns.chosen(text, label))
     split = parser.read({"data": path})["data"]
     return split, [*parser.notes, *parser.bad.finish(), *_scoring_notes(split)]
 
@@ -145,15 +140,13 @@ def iterate_questions(
         raise InputError(f"{path}: no questions")
 
 
+@dataclass
 class _QuestionParser(Parser[Split]):
     """Questions about contexts, of which `whole_contexts` are set aside."""
 
-    def __init__(
-        self, names: Columns, quoting: Quoting = "auto", skip_bad_rows: int = 0, *, has_unanswerable: bool | None = None
-    ) -> None:
-        """`has_unanswerable` is None where the questions show it."""
-        super().__init__(quoting, skip_bad_rows)
-        self.names, self.has_unanswerable = names, has_unanswerable
+    names: Columns
+    has_unanswerable: bool | None = None
+    """None where the questions show it."""
 
     def read(self, paths: Mapping[str, Path]) -> dict[str, Split]:
         splits = {}
@@ -189,7 +182,7 @@ class _QuestionParser(Parser[Split]):
             raise InputError(f"{path}: no question has an answer")
         texts: list[tuple[str, ...]] = [(questions[id][0].question, questions[id][0].context) for id in answers]
         targets = np.fromiter(answers.values(), dtype=object, count=len(answers)) if has_answers else None
-        others = [other_fields(questions[id][0], self.names) for id in answers] if has_columns else None
+        others = [others_of(questions[id][0].fields, self.names.all_names()) for id in answers] if has_columns else None
         return Split(name=name, path=path, texts=texts, targets=targets, ids=list(answers), columns=others)
 
     def _placed(self, path: Path, questions: Mapping[str, _Annotated]) -> dict[str, tuple[Answer, ...]]:
@@ -269,7 +262,8 @@ class _QuestionParser(Parser[Split]):
 def _squad_files(name: str, folder: Path) -> dict[str, dict[Path, list[JsonObject]]]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    subfolders = [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_folder_of(name, path)]
+    letters = {path: "".join(filter(str.isalnum, path.name.lower())) for path in folder.iterdir() if path.is_dir()}
+    subfolders = [path for path in sorted(letters) if re.fullmatch(f"squad(v?{name[-1]}[01]?)?", letters[path])]
     for candidate in (*subfolders, folder):
         files = {split: _parts(name, candidate, patterns) for split, patterns in PATTERNS.items()}
         if files["train"] and not files["dev"]:
@@ -277,11 +271,6 @@ def _squad_files(name: str, folder: Path) -> dict[str, dict[Path, list[JsonObjec
         if files["train"]:
             return {split: parts for split, parts in files.items() if parts}
     raise FileNotFoundError(f"{folder}: no train*.json of {name} there, nor in a folder squad or {name}")
-
-
-def _is_folder_of(name: str, folder: Path) -> bool:
-    letters = "".join(filter(str.isalnum, folder.name.lower()))
-    return re.fullmatch(f"squad(v?{name[-1]}[01]?)?", letters) is not None
 
 
 def _parts(name: str, folder: Path, patterns: Sequence[str]) -> dict[Path, list[JsonObject]]:

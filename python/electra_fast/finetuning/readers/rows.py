@@ -196,10 +196,12 @@ VERDICT_COLUMNS = ("answer", "was_cancelled")
 _ANSWERS = (None, "accept", "reject", "ignore")
 
 
-def rejected_rows(rows: Sequence[Row], chosen: Collection[str], *, is_test: bool = False) -> set[int]:
-    """Returns the rows that were rejected, ignored or skipped; none of a test file in which all were.
+def rejected_rows(
+    path: Path, rows: Sequence[Row], chosen: Collection[str], notes: list[str], *, is_test: bool
+) -> set[int]:
+    """Returns the rows that were rejected, ignored or skipped, and notes how many; none if a test file has no others.
 
-    Columns `chosen` as text or label are not verdicts.
+    Columns `chosen` as text or label are not verdicts. Raises InputError if no row is left.
     """
     answers = [None if "answer" in chosen else row.get("answer") for row in rows]
     if not all(answer in _ANSWERS for answer in answers):
@@ -207,7 +209,13 @@ def rejected_rows(rows: Sequence[Row], chosen: Collection[str], *, is_test: bool
     found = {number for number, answer in enumerate(answers) if answer in _ANSWERS[2:]}
     if "was_cancelled" not in chosen:
         found |= {number for number, row in enumerate(rows) if _is_true(row.get("was_cancelled"))}
-    return set() if is_test and len(found) == len(rows) else found
+    if not found or (is_test and len(found) == len(rows)):
+        return set()
+    if len(found) == len(rows):
+        raise InputError(f"{path}: an annotator rejected or skipped every row; accept some")
+    what = "rows are left out, which an annotator rejected or skipped"
+    notes.append(f"{path}: {len(found):,} of {len(rows):,} {what}")
+    return found
 
 
 def _is_true(value: Any) -> bool:
@@ -227,14 +235,6 @@ def code_point(text: str, encoding: str, offset: int) -> int | None:
         return len(encoded[:position].decode(encoding)) if 0 <= position <= len(encoded) else None
     except UnicodeError:  # in the middle of a character
         return None
-
-
-def rejected_note(path: Path, number: int, total: int) -> tuple[str, ...]:
-    """Returns a note on how many rows are left out, if any; raises InputError if none is left."""
-    if 0 < number == total:
-        raise InputError(f"{path}: an annotator rejected or skipped every row; accept some")
-    note = f"{path}: {number:,} of {total:,} rows are left out, which an annotator rejected or skipped"
-    return (note,) if number else ()
 
 
 def flat_row(where: str, row: Row) -> Row:

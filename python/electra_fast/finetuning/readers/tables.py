@@ -221,9 +221,14 @@ def _open_folder(folder: Path, dialect: Dialect) -> OpenTable:
     parts = _folder_parts(folder)
     first, given = parts[0], tuple(parts[0].columns)
     if first.is_text:
-        rows = ((number, _whole_text(part)) for number, part in enumerate(parts, 1))
+
+        def texts(_: Sequence[str]) -> Iterator[Record]:
+            for number, part in enumerate(parts, 1):
+                with TextFile(part.path) as file:
+                    yield number, {"text": "".join(file.lines()).strip()} | part.columns
+
         note = f"{folder}: {len(parts):,} files, each a text with the name of its folder as label"
-        return OpenTable(path=folder, format=".txt", columns=("text", *given), read=lambda _: rows, notes=[note])
+        return OpenTable(path=folder, format=".txt", columns=("text", *given), read=texts, notes=[note])
     with open_table(first.path, quoting=dialect) as table:
         names, notes, class_names = table.columns, table.notes, table.class_names
     if repeated := {*given} & {*(names or ())}:
@@ -243,11 +248,6 @@ def _open_folder(folder: Path, dialect: Dialect) -> OpenTable:
     columns = None if names is None else (*names, *given)
     format = extension(first.path)
     return OpenTable(path=folder, format=format, columns=columns, read=read, class_names=class_names, notes=notes)
-
-
-def _whole_text(part: _Part) -> Row:
-    with TextFile(part.path) as file:
-        return {"text": "".join(file.lines()).strip()} | part.columns
 
 
 def _folder_parts(folder: Path) -> list[_Part]:
@@ -275,9 +275,6 @@ def _folder_parts(folder: Path) -> list[_Part]:
             raise InputError(f"{folder}: a folder of other files than parts; {_EXPECTED}")
     if len({extension(path) for path in files}) > 1:
         raise InputError(f"{folder}: a folder of files of several formats; {_EXPECTED}")
-    return [_Part(path, dict(map(_partition, names))) for path, names in places.items()]
-
-
-def _partition(name: str) -> tuple[str, str | None]:
-    column, _, value = name.partition("=")
-    return column, None if value == _NULL else urllib.parse.unquote(value)
+    columns = {path: dict(name.split("=", 1) for name in names) for path, names in places.items()}
+    unquoted = lambda value: None if value == _NULL else urllib.parse.unquote(value)  # noqa: E731
+    return [_Part(path, {name: unquoted(value) for name, value in own.items()}) for path, own in columns.items()]

@@ -154,6 +154,7 @@ def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> b
 
 
 def _is_word_table(names: Sequence[str], text: Sequence[str]) -> bool:
+    """Returns whether the columns are those of a table with a word per row, rather than a text."""
     word = next((name for name in names if name in text or (not text and name.lower() in WORD_NAMES)), None)
     sentence = _sentence_column(names)
     return word is not None and (word.lower() in WORD_NAMES or sentence not in (None, names.index(word)))
@@ -220,12 +221,10 @@ def _layout(
     width = Counter(len(line.cells) for line in lines).most_common(1)[0][0]
     full = [line for line in lines if len(line.cells) == width]
     columns = [[line.cells[column] for line in full] for column in range(width)]
-    is_conllu = [*names[:2]] == ["ID", "FORM"]
-    has_ids = is_conllu or (not names and width > 2 and [*text] != ["0"] and _count_words(sample))
+    has_ids = _is_conllu(names) or (not names and width > 2 and [*text] != ["0"] and _count_words(sample))
     word = _column(path, text, names, WORD_NAMES, 1 if has_ids else 0, "--text")
-    tag = None if label is None else _tag_column(path, label, names, is_conllu=is_conllu, is_test=is_test)
-    if not names and not label and tag is not None:
-        tag = _usual_tag_column(columns, word if has_ids else None)
+    numbered = word if has_ids else None
+    tag = None if label is None else _tag_column(path, label, names, columns, numbered, is_test=is_test)
     if is_test and not _are_columns(width, word, tag):
         tag = None
     if not _are_columns(width, word, tag):
@@ -247,17 +246,6 @@ def _layout(
     return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, types=types)
 
 
-def _usual_tag_column(columns: Sequence[Sequence[str]], numbered_word: int | None) -> int:
-    """Returns the last column that is not empty; in files that number their words, the first one of entities.
-
-    A tab may end lines. GermEval has the outer entities first.
-    """
-    found = next((column for column in range(-1, -len(columns), -1) if any(columns[column])), -1)
-    if numbered_word is None:
-        return found
-    return next((column for column in range(numbered_word + 1, len(columns)) if "O" in columns[column]), found)
-
-
 def _count_words(sample: Sequence[_Block]) -> bool:
     """Returns whether the first cells of most blocks are 1, 2, 3 and so on."""
     firsts = [[line.cells[0] for line in block if not line.text.startswith("#")] for block in sample]
@@ -271,41 +259,59 @@ def _numbers(found: Sequence[str]) -> range:
 
 
 def _tag_column(
-    path: Path, chosen: Sequence[str], names: Sequence[str], *, is_conllu: bool, is_test: bool
+    path: Path,
+    chosen: Sequence[str],
+    names: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    numbered_word: int | None,
+    *,
+    is_test: bool,
 ) -> int | None:
-    """Returns the column of the tags: in .conllup files the one that CoNLL-U lacks, else that of parts of speech."""
+    """Returns the column of the tags.
+
+    Without names it is the last column that is not empty, as a tab may end lines; in files that number their words,
+    the first one of entities, as GermEval has the outer ones first. In .conllup files it is the one that CoNLL-U lacks,
+    else that of parts of speech.
+    """
     has_usual = not {*map(str.lower, names)}.isdisjoint(TAG_NAMES)
-    if is_test and names and not (chosen or has_usual or is_conllu):
+    if chosen or has_usual or (names and not _is_conllu(names) and not is_test):
+        return _column(path, chosen, names, TAG_NAMES, -1, "--label")
+    if not names:
+        last = next((column for column in range(-1, -len(columns), -1) if any(columns[column])), -1)
+        after = () if numbered_word is None else range(numbered_word + 1, len(columns))
+        return next((column for column in after if "O" in columns[column]), last)
+    if not _is_conllu(names):
         return None
-    usual = -1
-    if is_conllu and not (chosen or has_usual):
-        own = [name for name in names if name not in _CONLLU] or [name for name in names if name == "UPOS"]
-        if len(own) != 1:
-            raise InputError(f"{path}: no label column; {there_are(own or names)}; choose with --label")
-        usual = names.index(own[0])
-    return _column(path, chosen, names, TAG_NAMES, usual, "--label")
+    own = [name for name in names if name not in _CONLLU] or [name for name in names if name == "UPOS"]
+    if len(own) != 1:
+        raise InputError(f"{path}: no label column; {there_are(own or names)}; choose with --label")
+    return names.index(own[0])
 
 
 def _column(
     path: Path, chosen: Sequence[str], names: Sequence[str], usual: Sequence[str], number: int, flag: str
 ) -> int:
+    """Returns the number of a column chosen by name or number; else that of a usual name, or the given one."""
     check_single(chosen, flag)
     lower = [name.lower() for name in names]
     if not chosen:
         found = next((lower.index(name) for name in usual if name in lower), None)
-        if found is None and names and [*names[:2]] != ["ID", "FORM"]:
-            kind = flag.removeprefix("--")
-            raise InputError(f"{path}: no {kind} column; {there_are(names)}; choose with {flag}")
+        if found is None and names and not _is_conllu(names):
+            raise InputError(f"{path}: no {flag.removeprefix('--')} column; {there_are(names)}; choose with {flag}")
         return number if found is None else found
-    if chosen[0] in names or chosen[0].lower() in lower:
-        return names.index(chosen[0]) if chosen[0] in names else lower.index(chosen[0].lower())
-    if not _is_number(chosen[0]):
-        if names:
-            check_columns(path, names, chosen, flag)
-        raise InputError(
-            f"{flag} is {chosen[0]!r}; the columns of this format are numbered from 0, and from the end with -1"
-        )
-    return int(chosen[0])
+    name = chosen[0]
+    if name in names or name.lower() in lower:
+        return names.index(name) if name in names else lower.index(name.lower())
+    if names and not _is_number(name):
+        check_columns(path, names, chosen, flag)
+    if not _is_number(name):
+        numbered = "the columns of this format are numbered from 0, and from the end with -1"
+        raise InputError(f"{flag} is {name!r}; {numbered}")
+    return int(name)
+
+
+def _is_conllu(names: Sequence[str]) -> bool:
+    return [*names[:2]] == ["ID", "FORM"]
 
 
 def _is_number(name: str) -> bool:

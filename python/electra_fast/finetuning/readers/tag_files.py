@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.examples import Columns, Parser, Trained, read_examples
+from electra_fast.finetuning.readers.examples import Columns, Fold, Parser, Trained, read_examples, with_all_tags
 from electra_fast.finetuning.readers.labels import known_rows, listed, truncated
 from electra_fast.finetuning.readers.rows import flat_row, named_rows, place
 from electra_fast.finetuning.readers.tables import Quoting, iterate_rows, refuse_stream
@@ -42,7 +43,6 @@ from electra_fast.finetuning.readers.tag_sentences import (
     row_sentences,
     row_text,
 )
-from electra_fast.finetuning.readers.validation_split import Fold, with_all_tags
 from electra_fast.finetuning.readers.words import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction
 
@@ -77,30 +77,18 @@ def read_tagging(
     .jsonl, .json and .parquet files have a list of words and one of tags, or a text and a list of its spans, each
     `{"start": 0, "end": 5, "label": "PER"}` or `[0, 5, "PER"]`, as doccano, Label Studio and Prodigy export them.
 
-    Args:
-        train: The training sentences.
-        dev: The validation sentences; None to set a part of `train` aside.
-        test: Sentences to predict, with or without tags.
-        text: The column of the words or texts; by default one of `WORD_COLUMNS` or `TEXT_COLUMNS`. For a column file,
-            a name or a number as for `column_sentences`.
-        label: The column of the tags or spans; by default one of `TAG_COLUMNS` or `SPAN_COLUMNS`.
-        labels: The tags, in the order of their numbers if the files have numbers, or the types of entities; empty for
-            those of the training file.
-        scheme: One of `tag_schemes.SCHEMES` or `ALIASES`; `auto` detects it in the tags of the training file.
-        quoting: As in `tables.iterate_rows`.
-        dev_fraction: Fraction of the training sentences to set aside, above 0 and below 1.
-        folds: Set this fold's sentences aside instead.
-        group: A column of the training file, if it has rows of sentences: those with the same value are not separated.
-            Equal sentences never are.
-        seed: Seeds the choice of the sentences to set aside.
-        skip_bad_rows: Number of unusable sentences that may be left out.
+    `text` is the column of the words or texts, by default one of `WORD_COLUMNS` or `TEXT_COLUMNS`; `label` that of the
+    tags or spans, by default one of `TAG_COLUMNS` or `SPAN_COLUMNS`; for a column file they are as for
+    `column_sentences`. `labels` are the tags, in the order of their numbers if the files have numbers, or the types of
+    entities; empty for those of the training file. `scheme` is one of `tag_schemes.SCHEMES` or `ALIASES`, or `auto` to
+    detect it in the tags of the training file. `group` is a column of rows of sentences.
 
-    Raises as `read_examples` does.
+    Other arguments are those of `own_data.read`. Raises as `read_examples` does.
     """
     check_dev_fraction(dev_fraction)
     if len(set(labels)) < len(labels):
         raise InputError(f"--labels names a label twice: {', '.join(labels)}")
-    parser = _TagParser(text, label, labels, scheme, quoting, skip_bad_rows, group)
+    parser = _TagParser(quoting, skip_bad_rows, group, text, label, labels, scheme)
     return read_examples(train, dev, test, parser, dev_fraction=dev_fraction, folds=folds, seed=seed)
 
 
@@ -122,7 +110,7 @@ def read_tagged(
     `labels` are the names of tags that are numbers. Other arguments, and what it raises, are those of `read_tagging`.
     """
     text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
-    parser = _TagParser(text, label, labels, scheme, quoting, skip_bad_rows)
+    parser = _TagParser(quoting, skip_bad_rows, "", text, label, labels, scheme)
     sentences = parser.read({"data": path})["data"]
     what, name = "tags", lambda tag: tag
     if task.scheme != "none":
@@ -169,25 +157,17 @@ def _check_file(path: Path) -> None:
         raise FileNotFoundError(f"{path}: no such file")
 
 
+@dataclass
 class _TagParser(Parser[list[Sentence]]):
-    """Sentences whose words have tags; `chosen_scheme` and `labels` are the user's."""
+    """Sentences whose words have tags."""
 
     what = "sentences"
-
-    def __init__(
-        self,
-        text: Columns,
-        label: Columns,
-        labels: tuple[str, ...],
-        scheme: str,
-        quoting: Quoting,
-        skip_bad_rows: int,
-        group: str = "",
-    ) -> None:
-        super().__init__(quoting, skip_bad_rows, group)
-        self.text, self.label, self.labels, self.chosen_scheme = text, label, labels, scheme
-        self.known = ""
-        """Begins a list of the known tags."""
+    text: Columns
+    label: Columns
+    labels: tuple[str, ...]
+    chosen_scheme: str
+    known: str = field(default="", init=False)
+    """Begins a list of the known tags."""
 
     def read(self, paths: Mapping[str, Path]) -> dict[str, list[Sentence]]:
         return {name: self._sentences(path, is_test=name == "test") for name, path in paths.items()}
@@ -219,7 +199,12 @@ class _TagParser(Parser[list[Sentence]]):
         def check(sentence: Sentence) -> None:
             for word, tag in enumerate(sentence.tags or ()):
                 if tag not in ids:
-                    raise InputError(f"{sentence.place(word)}: {_unknown(tag, task, self.known)}")
+                    kind, names = "tag", task.labels
+                    if task.scheme != "none":
+                        kind, names = "entity type", tuple(split_tag(label)[1] for label in task.labels[1::2])
+                        tag = split_tag(tag)[1]
+                    what = f"unknown {kind} {tag!r}; {self.known}: {listed(names)}"
+                    raise InputError(f"{sentence.place(word)}: {what}; name all with --labels, or remove it")
 
         sentences = self._passing(file, check)
         targets = [np.array([ids[tag] for tag in sentence.tags or ()], dtype=np.int64) for sentence in sentences]
@@ -255,7 +240,12 @@ class _TagParser(Parser[list[Sentence]]):
         if not sentences:
             self.bad.finish()
             raise InputError(f"{path}: no words; choose the column with --text")
-        self.notes += _sentence_notes(sentences, len(found) - len(sentences))
+        if num_empty := len(found) - len(sentences):
+            self.notes.append(f"{path}: {num_empty:,} sentences without words are left out")
+        if cut := [sentence for sentence in sentences if sentence.num_cuts]:
+            what = f"the first of {sum(sentence.num_cuts for sentence in cut):,} ends of spans inside a word"
+            rule = "a word belongs to the first entity that has a part of it"
+            self.notes.append(f"{cut[0].place()}: {what}; {rule}")
         if is_test and all(set(sentence.tags or ()) <= HIDDEN_TAGS for sentence in sentences):
             return [dataclasses.replace(sentence, tags=None) for sentence in sentences]
         return self._passing(sentences, _check_tags)
@@ -358,14 +348,6 @@ def _long_sentences(sentences: Sequence[Sentence], is_test: bool) -> Iterator[st
         yield f"{long[0].place()}: {what}; if they are several, {remedy}"
 
 
-def _sentence_notes(sentences: Sequence[Sentence], num_empty: int) -> Iterator[str]:
-    if num_empty:
-        yield f"{sentences[0].path}: {num_empty:,} sentences without words are left out"
-    if cut := [sentence for sentence in sentences if sentence.num_cuts]:
-        what = f"the first of {sum(sentence.num_cuts for sentence in cut):,} ends of spans inside a word"
-        yield f"{cut[0].place()}: {what}; a word belongs to the first entity that has a part of it"
-
-
 def _described(scheme: str, notation: Notation, usual: Mapping[str, str]) -> str:
     """Describes how the tags are read, which are the keys of `usual`."""
     how = "labels, not entities" if scheme == "none" else scheme
@@ -391,14 +373,6 @@ def _check_iobes(path: Path, sentences: Sequence[Sequence[str]], scheme: str) ->
             f"{path}: {num_ill_formed:,} of {num_inside:,} tags of entities are ill-formed in IOBES, whose prefixes "
             "they have; rename them (B begins an entity, E ends it, S is a single word), or choose with --scheme"
         )
-
-
-def _unknown(tag: str, task: Task, known: str) -> str:
-    names: Sequence[str] = task.labels
-    kind = "tag"
-    if task.scheme != "none":
-        kind, tag, names = "entity type", split_tag(tag)[1], [split_tag(label)[1] for label in task.labels[1::2]]
-    return f"unknown {kind} {tag!r}; {known}: {listed(names)}; name all with --labels, or remove it"
 
 
 def _class_sizes(task: Task, train: Split, dev: Split) -> Iterator[str]:

@@ -116,10 +116,7 @@ def _delimit_entities(tags: Counter[str]) -> bool:
 
 
 def to_entities(tags: Sequence[str], scheme: str) -> tuple[list[Entity], list[int]]:
-    """Returns a sentence's entities in a scheme other than none, and the words whose tags are ill-formed in it.
-
-    `entities_of` reads well-formed tags of every scheme, and repairs others.
-    """
+    """Returns a sentence's entities in a scheme other than none, and the words whose tags are ill-formed in it."""
     return entities_of(tags), sorted(_ill_formed(tags, scheme))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -27,7 +27,6 @@ from electra_fast.finetuning.readers.rows import (
     flat_row,
     others_of,
     place,
-    rejected_note,
     rejected_rows,
     text_of,
     there_are,
@@ -100,30 +99,31 @@ def row_sentences(
     Arguments are those of `read_tagging`. `is_test` says that the file may lack the column of tags or spans, `notes`
     receives lines on what was left out or converted. Raises InputError naming the line that cannot be used.
     """
-    rows: list[tuple[int, Row]] = []
+    rows = dict[int, Row]()
     with open_table(path, quoting=quoting) as table:
         for line, row in table.rows(bad_rows=bad):
             with bad.collect():
-                rows.append((line, flat_row(place(path, line), row)))
+                rows[line] = flat_row(place(path, line), row)
     notes += table.notes
     if not rows:
         bad.finish()
-    chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
-    if not labels:
-        labels = table.class_names.get(chosen[1], ())
+    chosen = row_columns(path, [*rows.values()], text, label, is_test=is_test)
+    labels = labels or table.class_names.get(chosen[1], ())
     rows = _with_lists(path, rows, chosen, bad)
-    _check_numbers(path, rows, chosen, labels)
+    for line, row in () if labels else rows.items():
+        tag = next((tag for tag in _items(row.get(chosen[1])) if type(tag) is int and tag != -1), None)
+        if tag is not None and isinstance(row.get(chosen[0]), list):
+            what = f"the tag is the number {tag}; name the tags by number with --labels O,B-PER,..."
+            raise InputError(f"{place(path, line)}: {what}")
     has_spans = _have_spans(rows, chosen[1])
     target = f", {'spans' if has_spans else 'tags'} in {chosen[1]!r}" if chosen[1] else ""
     notes.append(columns_note(path, f"text or words in {chosen[0]!r}{target}", text, label))
-    rejected = rejected_rows([row for _, row in rows], chosen, is_test=is_test)
-    notes += rejected_note(path, len(rejected), len(rows))
+    rejected = rejected_rows(path, [*rows.values()], chosen, notes, is_test=is_test)
     found: list[Sentence] = []
-    for number, (line, row) in enumerate(rows):
-        if number in rejected:
-            continue
-        with bad.collect():
-            found.append(_read_row(path, number, line, row, chosen, labels, has_spans))
+    for number, (line, row) in enumerate(rows.items()):
+        if number not in rejected:
+            with bad.collect():
+                found.append(_read_row(path, number, line, row, chosen, labels, has_spans))
     return list(_with_tags(path, found, bad, notes))
 
 
@@ -157,52 +157,42 @@ def _read_row(
     return dataclasses.replace(sentence, spanned=SpannedText(content, words, read_spans(where, target), tokens))
 
 
-def _with_lists(
-    path: Path, rows: list[tuple[int, Row]], chosen: tuple[str, str], bad: BadRows
-) -> list[tuple[int, Row]]:
+def _with_lists(path: Path, rows: dict[int, Row], chosen: tuple[str, str], bad: BadRows) -> dict[int, Row]:
     """Returns the rows with lists in place of texts.
 
     What the texts of a column are is decided over all rows: lists as JSON, Python or NumPy writes them, or else words
     or tags between spaces. The text beside spans stays a text.
     """
     text, label = chosen
-    are_texts = any(isinstance(row.get(label), str) for _, row in rows)
+    are_texts = any(isinstance(row.get(label), str) for row in rows.values())
     for name in (label, text):
-        parse = _parse_list if are_lists([row.get(name) for _, row in rows]) else None
-        if parse is None and are_texts and not _have_spans(rows, label):
-            parse = _split_tags if name == label else _split
-        if parse is None:
+        are_written = are_lists([row.get(name) for row in rows.values()])
+        if not are_written and (not are_texts or _have_spans(rows, label)):
             continue
-        listed: list[tuple[int, Row]] = []
-        for line, row in rows:
+        parsed = dict[int, Row]()
+        for line, row in rows.items():
             with bad.collect():
                 cell = row.get(name)
-                parsed = parse(place(path, line), name, cell) if isinstance(cell, str) else cell
-                listed.append((line, row | {name: parsed}))
-        rows = listed
+                if isinstance(cell, str) and are_written:
+                    cell = _parsed(place(path, line), name, cell)
+                elif isinstance(cell, str):
+                    cell = cell.split()
+                    cell = [*map(int, cell)] if name == label and all(map(str.isdecimal, cell)) else cell
+                parsed[line] = row | {name: cell}
+        rows = parsed
     return rows
 
 
-def _have_spans(rows: Sequence[tuple[int, Row]], column: str) -> bool:
-    return any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(column)))
+def _have_spans(rows: Mapping[int, Row], column: str) -> bool:
+    return any(isinstance(item, (dict, list)) for row in rows.values() for item in _items(row.get(column)))
 
 
-def _split(where: str, name: str, text: str) -> list[Any]:
-    return text.split()
-
-
-def _split_tags(where: str, name: str, text: str) -> list[Any]:
-    parts = text.split()
-    return [*map(int, parts)] if all(map(str.isdecimal, parts)) else parts
-
-
-def _parse_list(where: str, name: str, text: str) -> list[Any] | None:
+def _parsed(where: str, name: str, text: str) -> list[Any] | None:
     try:
         return parse_list(text) if text.strip() else None
     except ValueError as error:
-        raise InputError(
-            f"{where}: {name!r} is {abbreviated(text)}, which cannot be read as a list ({error})"
-        ) from None
+        what = f"{name!r} is {abbreviated(text)}, which cannot be read as a list ({error})"
+        raise InputError(f"{where}: {what}") from None
 
 
 def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[str], str, Words]:
@@ -277,15 +267,6 @@ def _tags(where: str, num_words: int, tags: Any, labels: Sequence[str]) -> list[
     if len(tags) != num_words:
         raise InputError(f"{where}: {num_words} words, but {len(tags)} tags; there must be one per word")
     return [_tag(where, tag, labels) for tag in tags]
-
-
-def _check_numbers(path: Path, rows: Sequence[tuple[int, Row]], chosen: tuple[str, str], labels: Sequence[str]) -> None:
-    for line, row in () if labels else rows:
-        tag = next((tag for tag in _items(row.get(chosen[1])) if type(tag) is int and tag != -1), None)
-        if tag is not None and isinstance(row.get(chosen[0]), list):
-            raise InputError(
-                f"{place(path, line)}: the tag is the number {tag}; name the tags by number with --labels O,B-PER,..."
-            )
 
 
 def _tag(where: str, tag: Any, labels: Sequence[str]) -> str:
@@ -384,26 +365,25 @@ def find_convention(rows: Iterable[SpannedText]) -> Convention:
     misfits = sum(not _fits(row, span, usual) for row, span in pairs)
     if not misfits:
         has_texts = False  # if some have, they are where all conventions find them
-        misfits = sum(not _fits_words(row, span, usual) for row, span in pairs)
+        misfits = sum(not _fits(row, span, usual, at_words=True) for row, span in pairs)
         if misfits < _MIN_MISFITS:
             return usual
-    for convention in _CONVENTIONS if misfits else ():
-        found = sum(not _fits_words(row, span, convention) for row, span in pairs)
+    for convention in _CONVENTIONS:
+        found = sum(not _fits(row, span, convention, at_words=True) for row, span in pairs)
         if found < misfits and (has_texts or not found):
             best, misfits = convention, found
     return best
 
 
-def _fits(row: SpannedText, span: Span, convention: Convention) -> bool:
+def _fits(row: SpannedText, span: Span, convention: Convention, *, at_words: bool = False) -> bool:
+    """Returns whether a span is in its text, as its own text; a span without one may have to begin and end words."""
     place = convention.place(row.text, span)
-    return place is not None and (span.text is None or _is_same(row.part(*place), span.text))
-
-
-def _fits_words(row: SpannedText, span: Span, convention: Convention) -> bool:
-    """Like `_fits`; a span without a text of its own must also begin and end with words."""
-    place = convention.place(row.text, span)
-    if place is None or span.text is not None or not isinstance(row.text, str):
-        return _fits(row, span, convention)
+    if place is None:
+        return False
+    if span.text is not None:
+        return _is_same(row.part(*place), span.text)
+    if not at_words or not isinstance(row.text, str):
+        return True
     return place[0] in row.words[:, 0] and place[1] in row.words[:, 1]
 
 
@@ -412,7 +392,7 @@ def _is_same(found: str, expected: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    # Label Studio writes newlines as two characters.
+    """Returns a text without case, white space and Unicode composition. Label Studio writes newlines in two letters."""
     return "".join(unicodedata.normalize("NFC", text.replace("\\n", " ")).casefold().split())
 
 

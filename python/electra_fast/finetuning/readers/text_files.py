@@ -9,7 +9,7 @@ import itertools
 import lzma
 import select
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,11 @@ _MARKS = {  # of UTF-32 before those of UTF-16, with which they begin
     codecs.BOM_UTF32_BE: "UTF-32-BE",
     codecs.BOM_UTF16_LE: "UTF-16-LE",
     codecs.BOM_UTF16_BE: "UTF-16-BE",
+}
+_DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
+    "gzip": lambda raw: gzip.GzipFile(fileobj=raw),
+    "xz": lzma.LZMAFile,
+    "zstd": lambda raw: io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")),
 }
 _NOT_TEXT = {
     b"PK\x03\x04": "a spreadsheet or another zip archive; save it as CSV",
@@ -55,7 +60,7 @@ class TextFile:
         first = self._raw.peek(8)[:8]
         self._compression = next((name for magic, name in _COMPRESSIONS.items() if first.startswith(magic)), None)
         if self._compression:
-            self._stream = _decompressor(self._raw, self._compression)
+            self._stream = _DECOMPRESSORS[self._compression](self._raw)
         self.head = self._read()
         """The first bytes, at least one where there are any."""
         self._mark = next((mark for mark in _MARKS if self.head.startswith(mark)), b"")
@@ -141,11 +146,3 @@ class TextFile:
         if self.encoding != "UTF-8":
             return f"{place}; get the file again"
         return f"{place}; convert the file to UTF-8, from Windows-1252 with `iconv -f CP1252 -t UTF-8`"
-
-
-def _decompressor(raw: Any, compression: str) -> Any:
-    if compression == "gzip":
-        return gzip.GzipFile(fileobj=raw)
-    if compression == "xz":
-        return lzma.LZMAFile(raw)
-    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), compression))
