@@ -27,7 +27,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.model.model import DiscriminatorHead
 from electra_fast.objectives import objective_of
-from electra_fast.optimizers import muon
+from electra_fast.optimizers import rules
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.parallel_step import PretrainingWork, create_step
 from electra_fast.training.step import Backward
@@ -128,13 +128,13 @@ def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num
 
 
 def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkeypatch):
-    original, dtypes = muon.orthogonalize, set()
+    original, dtypes = rules.orthogonalize, set()
 
     def orthogonalize(matrices, dtype):
         dtypes.add(dtype)
         return original(matrices, dtype)
 
-    monkeypatch.setattr(muon, "orthogonalize", orthogonalize)
+    monkeypatch.setattr(rules, "orthogonalize", orthogonalize)
     config = configured(tiny_corpus, "modern", precision="bf16", steps=1, execution="eager")
     ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
     assert dtypes == {torch.bfloat16}
