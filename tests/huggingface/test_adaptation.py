@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import transformers
 from in_process import run
 from test_encoder import IDS, MASK, SIZES, hf_folder, hf_hidden
 from test_export import WORDS, make_run
-from tokenizers import models, normalizers, pre_tokenizers, trainers
+from test_pair_templates import save_tokenizer
 from torch import Tensor
 
 from electra_fast.config.config import Config
@@ -22,8 +21,6 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.model.model import Electra
-
-SPECIAL = WORDS[:5]
 
 
 @torch.no_grad()
@@ -188,42 +185,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
         hf_folder(tmp_path / folder, name, **settings)
         vocab = tmp_path / folder / "vocab.txt"
         if folder == "words":
-            vocab.write_text("\n".join([*SPECIAL, *reversed(WORDS[5:])]) + "\n", encoding="utf-8")
+            vocab.write_text("\n".join([*WORDS[:5], *reversed(WORDS[5:])]) + "\n", encoding="utf-8")
         if folder == "none":
             vocab.unlink()
         refused(tmp_path / folder, message)
 
 
-def own_tokenizer(kind: str, texts: list[str]) -> tokenizers.Tokenizer:
-    if kind == "byte-level":
-        made = tokenizers.Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer: Any = trainers.BpeTrainer(
-            vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-        )
-    elif kind == "unigram":
-        made = tokenizers.Tokenizer(models.Unigram())
-        made.normalizer, made.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=SPECIAL, unk_token="[UNK]")
-    else:
-        made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-        trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL)
-    made.train_from_iterator(texts, trainer)
-    return made
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "byte-level", "unigram"])
-def test_an_encoder_is_adapted_from_the_command_line(tmp_path: Path, tiny_text: list[str], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("BERT", "ElectraModel"), ("RoBERTa", "ModernBertModel"), ("XLM-R", "ElectraModel")]
+)
+def test_an_encoder_is_adapted_from_the_command_line(
+    tmp_path: Path, tiny_text: list[str], kind: str, name: str
+) -> None:
     """Its tokenizer comes along: the text is prepared with the run's, and the export has it."""
-    name, model = ("ModernBertModel" if kind == "byte-level" else "ElectraModel"), tmp_path / "model"
-    tokenizer = own_tokenizer(kind, tiny_text)
-    hf_folder(model, name, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=2)
+    model = tmp_path / "model"
+    hf_folder(model, name, vocab_size=320, num_hidden_layers=2)
     (model / "vocab.txt").unlink()
-    tokenizer.save(str(model / "tokenizer.json"))
-    roles = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    save_tokenizer(model, kind)
     (tmp_path / "text.txt").write_text("\n\n".join(tiny_text), encoding="utf-8")
     fast = "--train.steps 2 --train.batch_size 4 --train.eval_batches 1 --data.sequence_length 32".split()
     for command in (
@@ -234,8 +212,9 @@ def test_an_encoder_is_adapted_from_the_command_line(tmp_path: Path, tiny_text: 
     ):
         done = run(*command)
         assert done.returncode == 0, done.stderr
-    text = "The value of the expression is a naïve name."
+    text = "The cats sat in a naïve café."
     found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out" / "discriminator"))
-    assert found.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False).ids
+    own = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert found.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
     adapted = load(tmp_path / "out")
     assert not torch.equal(adapted.embeddings.token, load(tmp_path / "run/checkpoints/step-0").embeddings.token)

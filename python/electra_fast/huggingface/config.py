@@ -27,6 +27,7 @@ TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
 """Our key in config.json: true if token type 1 occurred in training; if not, `export` copied the row of type 0."""
 
 MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modern"}
+_TYPE_OF: dict[str, str] = {architecture: name for name, architecture in MODEL_TYPES.items()}
 CLASSES = {
     ("bert", "discriminator"): "ElectraForPreTraining",
     ("bert", "generator"): "ElectraForMaskedLM",
@@ -92,8 +93,7 @@ _FIXED_HEAD: dict[str, dict[str, Any]] = {
 
 def class_of(architecture: str, role: str, headless: bool = False) -> str:
     """Returns the class of `transformers` for a role, or for its encoder alone."""
-    (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
-    return HEADLESS[model_type] if headless else CLASSES[architecture, role]
+    return HEADLESS[_TYPE_OF[architecture]] if headless else CLASSES[architecture, role]
 
 
 def describe(config: Config, role: str, special_ids: Mapping[str, int], headless: bool = False) -> dict[str, Any]:
@@ -116,8 +116,7 @@ def describe(config: Config, role: str, special_ids: Mapping[str, int], headless
 
 def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
     architecture = shape.architecture
-    (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
-    table: dict[str, Any] = {"model_type": model_type}
+    table: dict[str, Any] = {"model_type": _TYPE_OF[architecture]}
     table |= {hf_key: getattr(shape, key) for hf_key, (key, _) in SIZE_KEYS[architecture].items()}
     table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
     table |= {_EPS_KEY[architecture]: shape.eps, "pad_token_id": special_ids["pad"]}
