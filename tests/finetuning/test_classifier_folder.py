@@ -277,6 +277,11 @@ def test_predict_names_a_mistake_in_one_line(classifier, tmp_path, name, content
     assert not list(tmp_path.glob("*answers*"))
 
 
+def test_a_fine_tuned_model_can_be_fine_tuned_again(sst2, glue_folder, tmp_path):
+    found = ef.finetune("mrpc", model=sst2, data=glue_folder, out=tmp_path / "again", overrides=QUICK)
+    assert found["mrpc"]["runs"][0]["seed"] == 0
+
+
 def test_training_remembers_its_columns_for_predict(encoder_folder, tmp_path):
     texts = [text for text, _ in sentences(40)]
     rows = "".join(f"{text};title {i};{'ab'[i % 2]}\n" for i, text in enumerate(texts))

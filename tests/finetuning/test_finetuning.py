@@ -1,6 +1,5 @@
 """`finetune` as a user runs it: what it leaves, resumes, refuses and says."""
 
-import contextlib
 import errno
 import json
 import os
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from killed_call import killed_at_call
 from tiny_reading import flags as settings
 from tiny_task import QUICK, sentences, write_mrpc
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -119,30 +119,12 @@ def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glu
     assert (score.metric_type, score.metric_value) == ("accuracy", accuracy) and str(tmp_path) not in card
 
 
-@contextlib.contextmanager
-def killed_at_file(monkeypatch, number):
-    """Ends what is within where it would put the file with this number, from 1, in its place."""
-    targets, original = [], os.replace
-
-    def replace(source, target):
-        targets.append(target)
-        if len(targets) == number:
-            raise KeyboardInterrupt
-        original(source, target)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", replace)
-        yield
-
-
 @pytest.mark.parametrize("call", [4, pytest.param(6, marks=pytest.mark.slow)])
-def test_a_kill_while_scoring_again_leaves_no_stale_scores(
-    finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch, call
-):
+def test_a_kill_while_scoring_again_leaves_no_stale_scores(finetuned, encoder_folder, glue_folder, tmp_path, call):
     out = tmp_path / "copy"
     shutil.copytree(finetuned[0], out)
     common = {"model": encoder_folder, "out": out, "overrides": QUICK}
-    with killed_at_file(monkeypatch, call):
+    with killed_at_call(os, "replace", call):
         ef.finetune("sst2", data=with_other_labels(glue_folder, tmp_path / "other"), **common)
     found = ef.finetune("sst2", data=glue_folder, **common)["sst2"]["runs"]
     assert without_times(found) == without_times(finetuned[1]["sst2"]["runs"][:1])
@@ -172,12 +154,10 @@ def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, enc
 
 
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(
-    encoder_folder, glue_folder, tmp_path, monkeypatch, call
-):
+def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(encoder_folder, glue_folder, tmp_path, call):
     """At each of the first files, half-written ones included."""
     arguments = {"model": encoder_folder, "data": glue_folder, "out": tmp_path, "seeds": 1, "overrides": QUICK}
-    with killed_at_file(monkeypatch, call):
+    with killed_at_call(os, "replace", call):
         ef.finetune("sst2", **arguments)
     assert len(ef.finetune("sst2", **arguments)["sst2"]["runs"]) == 1
 
@@ -186,8 +166,7 @@ def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, t
     def finetune():
         return ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(seed_run, "write_result", Mock(side_effect=KeyboardInterrupt))
+    with killed_at_call(seed_run, "write_result", 1):
         finetune()
     half_written = tmp_path / "sst2/seed-0/.of-an-earlier-version.writing"
     half_written.touch()

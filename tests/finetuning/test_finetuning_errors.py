@@ -192,6 +192,8 @@ def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_
     (tmp_path / "config.json").write_text('{"model_type": "deberta"}')
     with pytest.raises(InputError, match="model_type = 'deberta' must be one of electra, modernbert, bert, roberta"):
         ef.finetune(model=tmp_path, **arguments)
+    with pytest.raises(InputError, match="needs --data DIR"):
+        ef.finetune("sst2", model=encoder_folder, out=tmp_path / "out")
     for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
         with pytest.raises(InputError, match=key):
             ef.finetune(model=encoder_folder, overrides={key: value}, **arguments)

@@ -4,12 +4,12 @@ import json
 import shutil
 import statistics
 from collections import Counter
-from unittest.mock import Mock
 
 import in_process
 import numpy as np
 import pytest
 import torch
+from killed_call import killed_at_call
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from tiny_reading import articles, flags, write_conll
 from tiny_task import QUICK, sentences
@@ -101,20 +101,11 @@ def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
             assert 0 not in TASK_TYPES[data.task.kind].class_sizes(data.task, data.dev[0]).values()
 
 
-def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp_path, monkeypatch):
+def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp_path):
     path, out = files("classification"), tmp_path / "out"
     command = ("finetune", "--task", "classification", "--model", encoder_folder, "--train", path, "--out", out)
     command += ("--folds", "3", "--json", *flags(QUICK))
-    take, taken = FinetuneStep.__call__, Mock()
-
-    def killed(*given):
-        taken()
-        if taken.call_count == 8:  # in the second fold
-            raise KeyboardInterrupt
-        return take(*given)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(FinetuneStep, "__call__", killed)
+    with killed_at_call(FinetuneStep, "__call__", 8):  # in the second fold
         ef.finetune("classification", model=encoder_folder, train=path, out=out, folds=3, overrides=QUICK)
     (partial,) = json.loads((out / "results.json").read_text())["classification"]["runs"]
     run = in_process.run(*command)

@@ -15,7 +15,6 @@ from sklearn.metrics import (
     f1_score,
     matthews_corrcoef,
     mean_absolute_error,
-    multilabel_confusion_matrix,
     r2_score,
     root_mean_squared_error,
 )
@@ -49,10 +48,10 @@ def answered(count=300, seed=0):
     return gold, probabilities.argmax(1), probabilities.max(1), answers
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_classes_and_confusions_are_those_of_scikit_learn(seed):
+@pytest.mark.parametrize(("seed", "count"), [(0, 300), (2, 3)])
+def test_classes_and_confusions_are_those_of_scikit_learn(seed, count):
     """Also on examples of few of the classes; an average over classes is the one of the scores."""
-    gold, predicted, _, answers = answered(count=(300, 4, 3, 6)[seed], seed=seed)
+    gold, predicted, _, answers = answered(count, seed)
     content = make_report(CLASSES, [(split_of(gold), answers)]).content
     options = {"output_dict": True, "zero_division": 0.0}
     theirs = classification_report(gold, predicted, labels=range(4), target_names=LABELS, **options)
@@ -116,12 +115,9 @@ def test_several_labels_are_counted_as_scikit_learn_does():
         for own, row in zip(chosen, scores, strict=True)
     ]
     content = make_report(task, [(split_of(gold.astype(np.float32)), answers)]).content
-    theirs = multilabel_confusion_matrix(gold, chosen)
-    for own, ((_, false_positives), (false_negatives, correct)) in zip(
-        content["classes"].values(), theirs, strict=True
-    ):
-        assert own["correct"] == correct and own["predicted"] == correct + false_positives
-        assert own["support"] == correct + false_negatives
+    for own, true, found in zip(content["classes"].values(), gold.T, chosen.T, strict=True):
+        counts = own["correct"], own["predicted"], own["support"]
+        assert counts == ((true & found).sum(), found.sum(), true.sum())
     assert content["scores"]["accuracy"]["model"] == pytest.approx((gold == chosen).all(1).mean())
     shown, occurs = content["scores"], (gold | chosen).any(0)
     assert not occurs.all() and shown["f1_macro"]["model"] == pytest.approx(content["averages"]["macro"]["f1"])

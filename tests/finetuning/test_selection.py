@@ -1,6 +1,5 @@
 """Evaluations through training: what they show, which step's model they keep, and that they disturb nothing."""
 
-import contextlib
 import itertools
 import os
 import random
@@ -9,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+from killed_call import killed_at_call
 from matplotlib.figure import Figure
 from tiny_task import QUICK, WORDS, write_sst2
 
@@ -170,30 +170,13 @@ def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):
         assert tensor.equal(reference[1][-1][name]), name
 
 
-@contextlib.contextmanager
-def killed_at_line(monkeypatch, number):
-    """Ends what is within where it has written so many lines of metrics.jsonl."""
-    write, calls = JsonLines.write, itertools.count(1)
-
-    def written(*given):
-        write(*given)
-        if next(calls) == number:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(JsonLines, "write", written)
-        yield
-
-
 @pytest.mark.parametrize(("number", "is_damaged"), [(9, True), pytest.param(8, False, marks=pytest.mark.slow)])
-def test_killed_anywhere_it_ends_with_the_undisturbed_model(
-    reference, train, tmp_path, monkeypatch, number, is_damaged
-):
+def test_killed_anywhere_it_ends_with_the_undisturbed_model(reference, train, tmp_path, number, is_damaged):
     folder = tmp_path / "sst2/seed-0"
     for _ in range(12):
         if (folder / "result.json").exists():
             break
-        with killed_at_line(monkeypatch, number):
+        with killed_at_call(JsonLines, "write", number, after=True):
             train(tmp_path)
         known = checkpoint_folder.steps(folder)
         if is_damaged and len(known) == 2:
@@ -214,7 +197,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_a_resume_repeats_it(reference, tr
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match="checkpoint at step 4, run again"):
         patch.setattr(Classification, "predict", signalled)
         train(tmp_path)
-    with killed_at_line(monkeypatch, 1):
+    with killed_at_call(JsonLines, "write", 1, after=True):
         train(tmp_path)
     assert train(tmp_path) == left(reference[0])
 

@@ -22,11 +22,7 @@ OFFICIAL = {
     "sst2": (["sentence", "label"], None, ["index", "sentence"]),
     "mrpc": (["Quality", *MRPC], None, ["index", *MRPC]),
     "stsb": ([*STSB, "score"], None, STSB),
-    "qqp": (
-        ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"],
-        None,
-        ["id", "question1", "question2"],
-    ),
+    "qqp": (["id", "qid1", "qid2", "question1", "question2", "is_duplicate"], None, ["id", "question1", "question2"]),
     "mnli": ([*MNLI, "label1", "gold_label"], [*MNLI, *(f"label{n}" for n in range(1, 6)), "gold_label"], MNLI),
     "qnli": (["index", "question", "sentence", "label"], None, ["index", "question", "sentence"]),
     "rte": ([*PAIR, "label"], None, PAIR),
@@ -34,13 +30,8 @@ OFFICIAL = {
 }
 # Columns of text in Hugging Face's exports, beside `label` and `idx`.
 SENTENCES = ["sentence1", "sentence2"]
-EXPORTED = dict.fromkeys(OFFICIAL, SENTENCES) | {
-    "cola": ["sentence"],
-    "sst2": ["sentence"],
-    "qqp": ["question1", "question2"],
-    "mnli": ["premise", "hypothesis"],
-    "qnli": ["question", "sentence"],
-}
+EXPORTED = dict.fromkeys(OFFICIAL, SENTENCES) | dict.fromkeys(("cola", "sst2"), ["sentence"])
+EXPORTED |= {"qqp": ["question1", "question2"], "mnli": ["premise", "hypothesis"], "qnli": ["question", "sentence"]}
 LABEL_COLUMNS = ("label", "Quality", "is_duplicate", "score", "gold_label")
 ID_COLUMNS = ("index", "id", "idx")
 FOLDERS = dict(zip(OFFICIAL, "CoLA SST-2 MRPC STS-B QQP MNLI QNLI RTE WNLI".split(), strict=True))
@@ -52,8 +43,7 @@ NAMES = {
     "stsb": [],
     "qqp": ["not_duplicate", "duplicate"],
     "mnli": ["entailment", "neutral", "contradiction"],
-    "qnli": ["entailment", "not_entailment"],
-    "rte": ["entailment", "not_entailment"],
+    **dict.fromkeys(("qnli", "rte"), ["entailment", "not_entailment"]),
     "wnli": ["not_entailment", "entailment"],
 }
 # Labels as the official files write them.
@@ -97,9 +87,8 @@ def test_every_task_in_every_layout(tmp_path, name, style):
 
     assert (data.task.name, data.task.metric, data.notes) == (name, METRICS.get(name, "accuracy"), ())
     assert (data.task.shift, data.task.scale) == (0, 5 if name == "stsb" else 1)
-    assert [split.name for split in (*data.dev, *data.test)] == [
-        f"{part}{v}" for part in ("dev", "test") for v in variants
-    ]
+    names = [f"{part}{variant}" for part in ("dev", "test") for variant in variants]
+    assert [split.name for split in (*data.dev, *data.test)] == names
     for split in (data.train, *data.dev):
         assert (split.texts, split.targets.tolist()) == (expected, targets)
         assert split.targets.dtype == (np.float64 if name == "stsb" else np.int64)
@@ -117,7 +106,7 @@ def write_shard(path, name, labels, names=(), first=0):
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
-@pytest.mark.parametrize("name", ["stsb", "mnli", "rte"])
+@pytest.mark.parametrize("name", NAMES)
 def test_numbers_in_the_hubs_parquet_and_words_mean_the_same(tmp_path, name):
     """Numbers are in the order of the names in the file, else in the official one."""
     names = NAMES[name][::-1]

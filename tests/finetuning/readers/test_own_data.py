@@ -231,6 +231,7 @@ def test_what_says_that_there_is_no_label_is_no_class(write, sign):
     assert first.startswith(f"{train}: 2 of 5 examples have no label (") and "): left out" in first
     assert second.startswith(f"{dev}: 1 of 2 examples have no label (")
     assert ("--labels=-1,0,1" in first) == ("-1" in str(sign))
+    assert ("--labels=-1,1" in refusal(read, write(labeled(1, sign, 1)))) == ("-1" in str(sign))
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])

@@ -143,6 +143,12 @@ def test_words_and_tags(write, name, content, options, expected):
     path = write(content, name)
     data = read(path, test=path, **options)
     assert tagged(data, data.train) == tagged(data, data.dev[0]) == tagged(data, data.test[0]) == expected
+    if path.suffix not in (".jsonl", ".parquet"):  # which are read as texts where they have both
+        options = {key: option for key, option in options.items() if key in ("text", "quoting")}
+        assert predicted(path, **options) == words_of(data.train)
+    if "example.org" in str(content):
+        said = "column 0 numbers the words; words are read from column 1, tags from column 2"
+        assert any(said in note for note in data.notes)
 
 
 MISFIT = "line 1: 2 columns separated by tabs or spaces, but words are expected in column"
@@ -355,8 +361,9 @@ def test_test_files_without_tags(write):
     train = write(lines_of(two))
     hidden = {"a\nb\n\nc d\n": "conll", "a _\nb _\n": "conll", "a\t\nb\t\n": "conll", "a\nb\n": "bio"}
     for content, suffix in hidden.items():
-        (test,) = read(train, test=write(content, f"test.{suffix}")).test
-        assert (test.targets, words_of(test)[0]) == (None, ["a", "b"])
+        for label in ((), ("1",), ("-1",)):
+            (test,) = read(train, test=write(content, f"test.{suffix}"), label=label).test
+            assert (test.targets, words_of(test)[0]) == (None, ["a", "b"])
     for rows in (
         [{"text": "Hi 👍🏽."}],
         [{"tokens": ["Hi", "👍🏽", "."]}],

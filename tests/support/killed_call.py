@@ -1,0 +1,26 @@
+"""A kill in the process of a test: a function that raises KeyboardInterrupt at one of its calls."""
+
+import contextlib
+import itertools
+
+import pytest
+
+
+@contextlib.contextmanager
+def killed_at_call(owner, name, number, *, after=False):
+    """Ends the block at this call of a function, from 1, or `after` it, if there are as many calls."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def counted(*given):
+        is_last = next(calls) == number
+        if is_last and not after:
+            raise KeyboardInterrupt
+        result = original(*given)
+        if is_last:
+            raise KeyboardInterrupt
+        return result
+
+    killed = contextlib.suppress(KeyboardInterrupt) if after else pytest.raises(KeyboardInterrupt)
+    with pytest.MonkeyPatch.context() as patch, killed:
+        patch.setattr(owner, name, counted)
+        yield
