@@ -97,7 +97,7 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
         logits = linear(x_TE, table_VE, bias_V)
         return torch.nn.functional.cross_entropy(logits, target_T, reduction="none"), logits.argmax(-1) == target_T
 
-    monkeypatch.setattr("electra_fast.objectives.all_tokens_mlm.vocabulary_nll", nll)
+    monkeypatch.setattr("electra_fast.objectives.mlm.vocabulary_nll", nll)
     sizes = {"model.vocab_size": "300", "data.mask_prob": "0.25", "data.sequence_length": "32"}
     sizes |= {"model.dropout": "0", "model.attention_dropout": "0"}
     config = Config.preset("tiny", "google").override(sizes | (VARIANTS | OTHER_SHAPES)[name])

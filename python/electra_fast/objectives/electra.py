@@ -1,4 +1,4 @@
-"""`electra`: replaced-token detection. A small generator fills the masks; the discriminator finds its changes.
+"""`electra` and its variants: replaced-token detection. A generator fills the masks; a discriminator finds its changes.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M masked slots, D hidden.
 """
@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.model.model import Electra
-from electra_fast.model.networks import Network
+from electra_fast.model.networks import PARTS, Network
 from electra_fast.objectives.mlm import MaskedLMObjective
 from electra_fast.objectives.objective import (
+    GeneratorObjective,
     Loss,
     MicroBatch,
     NetworkInputs,
     Number,
-    Objective,
     Output,
     Predictions,
     RngKey,
     Stage,
     Totals,
     corrupt,
+    detection_metrics,
     generate,
     predict,
     random_words,
@@ -40,27 +42,8 @@ from electra_fast.objectives.objective import (
 from electra_fast.ops import operations as ops
 
 _WHOLE = 0.2  # the probability that a segment is left unchanged under a contrastive weight
-_STREAM = 4
-
-
-@dataclass(frozen=True)
-class GeneratorObjective(Objective):
-    """An objective that has a generator, a smaller network or a fixed distribution, besides its result."""
-
-    @property
-    def gen_weight(self) -> float:
-        """Weight of the generator's loss."""
-        return self.config.objective.gen_weight
-
-    def losses(self) -> dict[str, Loss]:
-        uniform = math.log(self.config.model.vocab_size) if self.config.generator.kind == "model" else 0.0
-        return {"generator_loss": Loss(self.gen_weight, "masked_weight", uniform)}
-
-    def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Loss in nats per masked token, and accuracy; None for a fixed distribution."""
-        is_network = self.config.generator.kind == "model"
-        names = {"generator_loss": "generator_loss", "generator_accuracy": "generator_correct"}
-        return {name: ratio(totals, total, "masked_weight") if is_network else None for name, total in names.items()}
+# Streams of `random_words`.
+_SEGMENTS_STREAM, _TOKENS_STREAM = 4, 3
 
 
 @dataclass(frozen=True)
@@ -185,16 +168,6 @@ class ElectraObjective(GeneratorObjective):
         return f"ELECTRA {role}", summary
 
 
-def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str, Number]:
-    """Accuracy, precision and recall of "replaced" over the tokens of `denominator`, and their fraction."""
-    return {
-        "discriminator_accuracy": ratio(totals, "discriminator_correct", denominator),
-        "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
-        "discriminator_recall": ratio(totals, "true_positives", "replaced"),
-        "replaced_fraction": ratio(totals, "replaced", denominator),
-    }
-
-
 # The sentence-level contrastive loss of the paper's Appendix H, which detects changed segments.
 
 
@@ -203,7 +176,7 @@ def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) ->
 
     The choice depends on seed, step, row within the step and the column of the segment's first token.
     """
-    is_whole_T = (random_words(rng_key, _first_column(inputs), _STREAM) < round(_WHOLE * 2**32)).flatten()
+    is_whole_T = (random_words(rng_key, _first_column(inputs), _SEGMENTS_STREAM) < round(_WHOLE * 2**32)).flatten()
     return torch.where(inputs.slots.of_tokens(is_whole_T), inputs.slots.target_M, sample_M)
 
 
@@ -226,3 +199,120 @@ def _first_column(inputs: NetworkInputs) -> Tensor:
     """The column of each token's [CLS], from which its position counts; int64 [B, L]."""
     positions_BL = inputs.context[0].view(inputs.masked_ids_BL.shape).long()
     return torch.arange(positions_BL.shape[1], device=positions_BL.device) - positions_BL
+
+
+@dataclass(frozen=True)
+class Electra15Objective(ElectraObjective):
+    """`electra` with the discriminator's loss averaged over as many tokens of each row as are masked.
+
+    `objective.disc_positions` selects the masked tokens, or tokens drawn independently of them. (Tokens drawn only from
+    the unmasked ones would all be original.)
+    """
+
+    name = "electra15"
+    denominator = "masked_weight"
+
+    def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
+        """The mask of the discriminator's loss; bool [T]."""
+        ids_BL, slots = inputs.masked_ids_BL, inputs.slots
+        masked_T = torch.zeros(ids_BL.numel() + 1, dtype=torch.bool, device=ids_BL.device)
+        masked_T = masked_T.scatter(0, slots.position_M, slots.weight_M > 0)[:-1]
+        if self.config.objective.disc_positions == "masked":
+            return masked_T
+        column_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
+        words_BL = random_words(rng_key, column_BL, _TOKENS_STREAM)
+        words_BL = torch.where(inputs.valid_T.view(ids_BL.shape), words_BL, 2**32)  # sorts after every valid token
+        rank_BL = words_BL.argsort(dim=1, stable=True).argsort(dim=1)
+        return (rank_BL < masked_T.view(ids_BL.shape).sum(1, keepdim=True)).flatten()
+
+
+@dataclass(frozen=True)
+class TwoStageObjective(ElectraObjective):
+    """Masked language modeling for half of the steps, then replaced-token detection against the frozen generator.
+
+    The class itself is the objective of the second stage, whose loss is the discriminator's.
+    """
+
+    name = "two-stage"
+    lowered_losses = ("discriminator_loss",)  # the generator's stays constant
+
+    @property
+    def gen_weight(self) -> float:
+        """0: the generator does not train together with the discriminator."""
+        return 0.0
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The generator's and the discriminator's stage, which gets the extra step of an odd number."""
+        steps = self.config.train.steps
+        first, name = steps // 2, "replaced-token detection against the frozen generator"
+        return (
+            Stage("masked language modeling", MaskedLMObjective(self.config), 0, first, frozen=PARTS["discriminator"]),
+            Stage(name, self, first, steps - first, frozen=PARTS["generator"]),
+        )
+
+    def begin_stage(self, model: Electra) -> None:
+        """Copies embeddings and encoder; the heads differ."""
+        for ours, theirs in zip(PARTS["discriminator"][:2], PARTS["generator"][:2], strict=True):
+            model.get_submodule(ours).load_state_dict(model.get_submodule(theirs).state_dict())
+
+
+@dataclass(frozen=True)
+class AdversarialObjective(ElectraObjective):
+    """gen_weight * REINFORCE of the generator + its baseline's cross-entropy + disc_weight * replaced-token detection.
+
+    The reward of a sample is the discriminator's cross-entropy at its position, R = -log q, where q is the probability
+    that the discriminator gives to the true label. (The draft's formula lacks the minus sign, with which the generator
+    would help the discriminator.) The baseline -log sigmoid(w'h) predicts the reward: sigmoid(w'h) learns q by
+    cross-entropy and passes no gradient to h, so the generator's only gradient is the policy's.
+    """
+
+    name = "adversarial"
+    metric_totals: ClassVar[tuple[str, ...]] = (
+        *ElectraObjective.metric_totals,
+        "policy_loss",
+        "baseline_loss",
+        "reward",
+    )
+
+    lowered_losses: ClassVar[tuple[str, ...]] = ()
+
+    def losses(self) -> dict[str, Loss]:
+        weights, answer = self.config.objective, math.log(2)
+        return {
+            # For uniform predictions the baseline is exactly the reward, so there is no advantage.
+            "policy_loss": Loss(weights.gen_weight, "masked_weight", 0.0),
+            "baseline_loss": Loss(1.0, "masked_weight", answer),
+            "discriminator_loss": Loss(weights.disc_weight, "tokens", answer),
+        }
+
+    def forward(self, model: Electra, batch: MicroBatch) -> Output:
+        """Generator → sample → discriminator → reward → likelihood of the sample → loss."""
+        inputs = read_inputs(model, batch)
+        slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.token
+        hidden_MD = slots.of_states(model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context))
+        with torch.no_grad():
+            generated = predict(model.config, head, table_VE, hidden_MD, slots, batch.rng_key)
+        corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
+        logits_T = model.discriminator_head(model.hidden("discriminator", corrupted_T, *inputs.context))
+        reward_M = slots.of_tokens(ops.binary_cross_entropy(logits_T.detach(), replaced_T))
+        baseline_M = model.baseline_head(hidden_MD.detach())
+        advantage_M = reward_M - F.softplus(-baseline_M.detach())
+        # Descending the samples' negative log-likelihood times their advantage ascends the expected reward.
+        sampled = replace(slots, target_M=generated.drawn_M, weight_M=slots.weight_M * advantage_M)
+        policy = predict(model.config, head, table_VE, hidden_MD, sampled, None)
+        cross_entropy_M = F.binary_cross_entropy_with_logits(baseline_M, torch.exp(-reward_M), reduction="none")
+        totals = generated.totals(slots, "generator") | rtd_totals(logits_T, replaced_T, inputs.valid_T)
+        totals |= {
+            "policy_loss": policy.loss,
+            "baseline_loss": (cross_entropy_M * slots.weight_M).sum(),
+            "reward": (reward_M * slots.weight_M).sum(),
+        }
+        return self.output(batch, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), inputs.valid_T))
+
+    def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
+        """The discriminator's loss, since the policy's measures no progress."""
+        return self.config.objective.disc_weight * float(metrics["discriminator_loss"] or 0)
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """As of `electra`, and the mean reward; the generator's cross-entropy is measured but not trained."""
+        return super().metrics(totals) | {"reward": ratio(totals, "reward", "masked_weight")}

@@ -4,7 +4,7 @@ The parts make network inputs, samples, corrupted text and losses. All shapes ar
 spare position after the flat buffer), and nothing synchronizes with the host. Losses are sums; an objective divides
 them by the denominators of the whole step.
 
-A new objective is a subclass in a file of its own, an entry in `OBJECTIVES`, and its networks and needs in
+A new objective is a subclass, here or in a file of its own, an entry in `OBJECTIVES`, and its networks and needs in
 `config.presets`.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidden.
@@ -13,6 +13,7 @@ Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidde
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -246,6 +247,27 @@ class Objective(ABC):
         """Prepares the model, trained by the stage before, for the first step of this stage."""
 
 
+@dataclass(frozen=True)
+class GeneratorObjective(Objective):
+    """An objective that has a generator, a smaller network or a fixed distribution, besides its result."""
+
+    @property
+    def gen_weight(self) -> float:
+        """Weight of the generator's loss."""
+        return self.config.objective.gen_weight
+
+    def losses(self) -> dict[str, Loss]:
+        uniform = math.log(self.config.model.vocab_size) if self.config.generator.kind == "model" else 0.0
+        return {"generator_loss": Loss(self.gen_weight, "masked_weight", uniform)}
+
+    def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """Loss in nats per masked token, and accuracy; None for a fixed distribution."""
+        if self.config.generator.kind != "model":
+            return {"generator_loss": None, "generator_accuracy": None}
+        names = {"generator_loss": "generator_loss", "generator_accuracy": "generator_correct"}
+        return {name: ratio(totals, total, "masked_weight") for name, total in names.items()}
+
+
 def report(metrics: Mapping[str, Number]) -> dict[str, Number]:
     """The metrics, with None for absent `METRICS`."""
     return dict.fromkeys(METRICS) | dict(metrics)
@@ -254,6 +276,16 @@ def report(metrics: Mapping[str, Number]) -> dict[str, Number]:
 def ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float:
     """The quotient of two totals; 0/0 is 0."""
     return totals[numerator] / totals[denominator] if totals[denominator] else 0.0
+
+
+def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str, Number]:
+    """Accuracy, precision and recall of "replaced" over the tokens of `denominator`, and their fraction."""
+    return {
+        "discriminator_accuracy": ratio(totals, "discriminator_correct", denominator),
+        "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
+        "discriminator_recall": ratio(totals, "true_positives", "replaced"),
+        "replaced_fraction": ratio(totals, "replaced", denominator),
+    }
 
 
 @dataclass(frozen=True)
