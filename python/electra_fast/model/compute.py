@@ -67,12 +67,7 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
 
 
 def resolve_compute(
-    shape: ModelConfig,
-    device: torch.device,
-    precision: str,
-    matmul: str,
-    attention: str,
-    row_length: int | None = None,
+    shape: ModelConfig, device: torch.device, precision: str, matmul: str, attention: str, row_length: int | None = None
 ) -> ComputeConfig:
     """Resolves `auto` without measuring, as `choose_compute`; `row_length` is None where rows differ."""
     dtype = _dtype(precision, device)
