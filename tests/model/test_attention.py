@@ -30,7 +30,7 @@ from electra_fast.ops.operations import Dropout
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Those of queries, keys and values; `short` takes what they come from, and its kernel has tests of its own.
 SEPARATE = [name for name in BACKENDS if name != "short"]
-BACKENDS = [name for name in SEPARATE if name != "xformers"]
+WINDOWED = [name for name in SEPARATE if BACKENDS[name].has_windows]
 eager_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of this backend run on CUDA only")
 
@@ -250,7 +250,7 @@ def test_varlen_accepts_our_arguments_forward_and_backward(
 @needs_gpu
 @pytest.mark.filterwarnings("default")  # what compilers and extras say
 @pytest.mark.parametrize(
-    ("backend", "window"), [*((name, None) for name in SEPARATE), *((name, w) for name in BACKENDS for w in (1, 20))]
+    ("backend", "window"), [*((name, None) for name in SEPARATE), *((name, w) for name in WINDOWED for w in (1, 20))]
 )
 def test_backends_equal_the_reference_on_cuda(backend: str, window: int | None) -> None:
     """Each error is at most twice that of the reference in the same precision."""

@@ -21,8 +21,7 @@ from electra_fast.data.loader import to_device
 from electra_fast.finetuning.batches import PackedBatch
 from electra_fast.model.attention import AttentionMask, Queries
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.initialization import glorot_uniform_
-from electra_fast.model.model import Embeddings, Encoder, Linear, Norm
+from electra_fast.model.model import Embeddings, Encoder, Linear, Norm, glorot_uniform_
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 

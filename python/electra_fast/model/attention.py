@@ -502,7 +502,6 @@ def failure_of_xformers() -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of the message of an error's first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).split("\n")[0]

@@ -51,7 +51,6 @@ def use_compute(compute: ComputeConfig) -> Iterator[None]:
 
 
 def choose_device() -> torch.device:
-    """CUDA if available, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -177,7 +177,6 @@ def _products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Callable[[], Tenso
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Duration of a call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

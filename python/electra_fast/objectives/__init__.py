@@ -21,5 +21,4 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def objective_of(config: Config) -> Objective:
-    """The objective that `objective.name` names."""
     return OBJECTIVES[config.objective.name](config)

@@ -100,7 +100,6 @@ class ElectraObjective(GeneratorObjective):
         return found
 
     def stages(self) -> tuple[Stage, ...]:
-        """One stage, or two with `generator_first`."""
         first, steps = self.config.objective.generator_first, self.config.train.steps
         if not first:
             return super().stages()
@@ -213,7 +212,6 @@ class Electra15Objective(ElectraObjective):
     denominator = "masked_weight"
 
     def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
-        """The mask of the discriminator's loss; bool [T]."""
         ids_BL, slots = inputs.masked_ids_BL, inputs.slots
         masked_T = torch.zeros(ids_BL.numel() + 1, dtype=torch.bool, device=ids_BL.device)
         masked_T = masked_T.scatter(0, slots.position_M, slots.weight_M > 0)[:-1]
@@ -286,7 +284,6 @@ class AdversarialObjective(ElectraObjective):
         }
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
-        """Generator → sample → discriminator → reward → likelihood of the sample → loss."""
         inputs = read_inputs(model, batch)
         slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.token
         hidden_MD = slots.of_states(model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context))

@@ -43,13 +43,11 @@ class MaskedLMObjective(Objective):
         return {"generator_loss": Loss(weight, "masked_weight", uniform)}
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
-        """Encoder → loss."""
         inputs = read_inputs(model, batch)
         totals = generate(model, inputs, None).totals(inputs.slots, "generator")
         return self.output(batch, totals | {"tokens": inputs.valid_T.sum()})
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Loss in nats per masked token, and accuracy."""
         accuracy = ratio(totals, "generator_correct", "masked_weight")
         return report({**self.loss_metrics(totals), "generator_accuracy": accuracy})
 
@@ -78,7 +76,6 @@ class ReplaceMLMObjective(GeneratorObjective):
         }
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
-        """Generator → sample → encoder → loss."""
         inputs = read_inputs(model, batch)
         generated = generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
@@ -131,7 +128,6 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         return title, summary + (copies if role == "encoder" else "")
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
-        """Generator → sample → encoder → loss."""
         inputs = read_inputs(model, batch)
         generated = generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)

@@ -196,7 +196,6 @@ class Objective(ABC):
         return self.metrics(totals)
 
     def networks(self) -> dict[str, Network]:
-        """The networks by role."""
         return networks_of(self.config, self.name)
 
     def could_have(self, head: str) -> bool:
@@ -253,7 +252,6 @@ class GeneratorObjective(Objective):
 
     @property
     def gen_weight(self) -> float:
-        """Weight of the generator's loss."""
         return self.config.objective.gen_weight
 
     def losses(self) -> dict[str, Loss]:

@@ -290,7 +290,6 @@ class _Rearranged(torch.autograd.Function):
 
 
 def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
-    """`ops.geglu`."""
     out_TF: Tensor = _GeGLU.apply(F.linear(x_TD, weight.to(x_TD.dtype)))
     return out_TF
 
@@ -373,7 +372,6 @@ def _generator_head_impl(
 
 
 def _groups(num_rows: int, group_rows: int, chunk_rows: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Yields groups of rows, and the chunks of each."""
     for start in range(0, num_rows, group_rows):
         stop = min(start + group_rows, num_rows)
         chunks = [slice(each, min(each + chunk_rows, stop)) for each in range(start, stop, chunk_rows)]

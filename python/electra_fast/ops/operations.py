@@ -224,7 +224,6 @@ class Dropout:
 
     @property
     def arguments(self) -> tuple[float, Tensor | None, int]:
-        """Probability, key and call index, as arguments of the kernels."""
         return self.probability, self.key if self.probability else None, self.call_index
 
 

@@ -50,7 +50,6 @@ def schedule_of(config: Schedule, num_steps: int) -> Callable[[int], float]:
 
 
 def lr_scale(config: Schedule, step: int, num_steps: int) -> float:
-    """The learning rate at one step of `schedule_of`."""
     return schedule_of(config, num_steps)(step)
 
 
@@ -141,7 +140,6 @@ class Optimizer:
         self.rule.choose(self.own_names)
 
     def zero_grad(self) -> None:
-        """Sets all gradients to None."""
         for name, rows in self.gradient_rows.items():
             self._tables[name].index_fill_(0, rows, 0)
         self.gradient_rows.clear()
@@ -192,7 +190,6 @@ class Optimizer:
             self.gradient_rows[name] = torch.unique(torch.cat((self.gradient_rows[name], rows)))
 
     def forget_rows(self, name: str) -> None:
-        """Marks a parameter's gradient as dense."""
         if name in self.gradient_rows:
             del self.gradient_rows[name], self._tables[name]
 
@@ -275,7 +272,6 @@ class Optimizer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Updates the parameters that waited for `rule.exchange`."""
         self.rule.finish()
 
     def state_dict(self) -> dict[str, Tensor]:

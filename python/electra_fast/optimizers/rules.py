@@ -117,7 +117,6 @@ class AdamW(UpdateRule):
     update_bytes = 0
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Updates all parameters; norms and biases without weight decay."""
         state, config = self.state, self.state.config
         groups: dict[tuple[float, float], list[str]] = {}
         for name in gradients:
@@ -319,7 +318,6 @@ class Orthogonalization:
         self._own_views = [_views(row, counts[group], stacks) for group, row in zip(own, self._own_GN, strict=True)]
 
     def compute(self, number: int, matrices_Kmn: Tensor) -> None:
-        """Computes this rank's part of a stack."""
         if self._num_groups == 1:
             self._whole[number] = orthogonalize(matrices_Kmn, self._dtype)
             return
@@ -329,7 +327,6 @@ class Orthogonalization:
                 views[number].copy_(orthogonalize(matrices_Kmn[rows.start : rows.stop], self._dtype))
 
     def exchange(self) -> None:
-        """Gathers the other ranks' parts, a collective that may stay outside a CUDA graph."""
         if self._gather is not None and self._num_groups > 1:
             self._gather(self._own_GN.view(-1), self._all_GN.view(-1))
 
@@ -376,7 +373,6 @@ class Muon(UpdateRule):
         return shape.numel() * (1 + min(shape) / 16 if name in self._names else 1)
 
     def choose(self, names: list[str]) -> None:
-        """Groups the matrices among these parameters by shape."""
         self._chosen, state = names, self.state
         is_whole = state.shards is None
         self._stacks = stacks({name: state.parameters[name] for name in names if is_whole and name in self._names})

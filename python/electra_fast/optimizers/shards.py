@@ -20,7 +20,7 @@ _FIRST = 0  # the process that reads and writes files
 
 
 def local_rows(num_rows: int, rank: int, num_processes: int) -> slice:
-    """Returns the rows (dimension 0) of a parameter that a process holds, as divided by `torch.chunk`; maybe none."""
+    """The rows (dimension 0) of a parameter that a process holds, as divided by `torch.chunk`; maybe none."""
     size = -(-num_rows // num_processes)
     return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
 
@@ -60,7 +60,6 @@ class Shards:
             self.parameters[name].requires_grad_(sharded.requires_grad)
 
     def zero_grad(self) -> None:
-        """Sets all gradients to None."""
         for name, sharded in self._sharded.items():
             sharded.grad = self.parameters[name].grad = None
 
@@ -70,19 +69,19 @@ class Shards:
             self.parameters[name].grad = None if sharded.grad is None else sharded.grad.to_local()
 
     def rows(self, name: str, rank: int | None = None) -> slice:
-        """Returns the rows of a parameter that a process, by default this one, holds."""
+        """The rows of a parameter that a process, by default this one, holds."""
         return local_rows(self.shapes[name][0], self.rank if rank is None else rank, self.num_processes)
 
     # Norms.
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns Euclidean norms of tensors of which each process has a (maybe empty) piece; fp32 [len(tensors)]."""
+        """Euclidean norms of tensors of which each process has a (maybe empty) piece; fp32 [len(tensors)]."""
         squares = torch.stack(torch._foreach_norm(list(tensors))).square()
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
 
     def global_norm(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Returns the Euclidean norm of the local tensors of all processes concatenated; fp32 scalar."""
+        """The Euclidean norm of the local tensors of all processes concatenated; fp32 scalar."""
         square = torch.stack(torch._foreach_norm(list(tensors))).square().sum()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
@@ -99,7 +98,7 @@ class Shards:
     # Whole tensors, on one process.
 
     def gather(self, name: str, local: Tensor) -> Tensor | None:
-        """Returns the whole tensor on the first process's CPU, and None on the others."""
+        """The whole tensor on the first process's CPU, and None on the others."""
         chunk = self._chunk(name, local)
         chunks = [torch.empty_like(chunk) for _ in range(self.num_processes)] if self.rank == _FIRST else None
         dist.gather(chunk, chunks, group=self.group, group_dst=_FIRST)
@@ -130,7 +129,7 @@ class Shards:
     # Whole tensors, each on a process of its own.
 
     def to_owners(self, locals_: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
-        """Returns the whole tensors that this process owns, by name, with one `all_to_all`."""
+        """The whole tensors that this process owns, by name, with one `all_to_all`."""
         names = [[name for name in locals_ if owners[name] == rank] for rank in range(self.num_processes)]
         sizes = [[self._size(name, rank) for name in names[self.rank]] for rank in range(self.num_processes)]
         received = self._exchange([[locals_[name] for name in each] for each in names], sizes)
@@ -152,7 +151,6 @@ class Shards:
         }
 
     def _size(self, name: str, rank: int) -> int:
-        """Returns the number of a parameter's elements that a process holds."""
         rows = self.rows(name, rank)
         num_rows: int = rows.stop - rows.start
         return num_rows * int(math.prod(self.shapes[name][1:]))
