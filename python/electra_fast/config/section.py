@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import difflib
-import functools
 import itertools
 import json
 import math
@@ -212,8 +211,14 @@ class Configuration:
 
 
 _MAX_INT = 2**63 - 1
-# Evaluates source text, and every new configuration needs it.
-_type_hints = functools.cache(get_type_hints)
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _type_hints(owner: type) -> dict[str, Any]:
+    """Caches `get_type_hints`, which evaluates source text and is needed for every new configuration."""
+    if owner not in _HINTS:
+        _HINTS[owner] = get_type_hints(owner)
+    return _HINTS[owner]
 
 
 def _sections(configuration: type[Configuration]) -> dict[str, type[Section]]:
