@@ -36,9 +36,9 @@ _ROWS = -2
 
 @dataclass
 class Parser(ABC, Generic[F]):
-    """The examples of one kind of task in rows or lines.
+    """Turns the rows or lines of files into the examples of one kind of task.
 
-    A row that cannot be used raises InputError within `bad.collect()`; labels that no file explains do so in `split`.
+    Rows that cannot be used are collected in `bad`; `notes` receives lines for the user.
     """
 
     what: ClassVar = "examples"
@@ -67,10 +67,10 @@ class Parser(ABC, Generic[F]):
         """Returns the usable examples of a file."""
 
     @abstractmethod
-    def chosen(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
+    def choose(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
         """Chooses a fraction of the training examples to validate on."""
 
-    def finished(self, task: Task, splits: dict[str, Split]) -> Task:
+    def complete(self, task: Task, splits: dict[str, Split]) -> Task:
         """Returns the task as the training split completes it; adds notes on the splits."""
         return task
 
@@ -90,7 +90,7 @@ class Parser(ABC, Generic[F]):
             check_columns(whole.path, dict.fromkeys(name for row in rows for name in row), (self.group,), "--group")
         return grouped_rows(whole, share, choose, seed, [row.get(self.group) for row in rows])
 
-    def part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
+    def described_part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
         """Says what is set aside; raises InputError if it is nothing."""
         if not len(chosen):
             few = f"{len(whole.texts)} {self.what} are too few to set a dev split aside; give one with --dev"
@@ -110,9 +110,7 @@ def read_examples(
 ) -> TaskData:
     """Reads the files of a task; sets a fraction of `train` aside, or a fold, if there is no `dev`.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A file, a column or a value cannot be used, with the place and the remedy.
+    Raises FileNotFoundError, or InputError if a file, a column or a value cannot be used, with place and remedy.
     """
     check_dev_fraction(dev_fraction)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
@@ -128,15 +126,15 @@ def read_examples(
         check_labeled(split.name, split.path, len(split.texts))
     if dev is None:
         whole = splits["train"]
-        choose = lambda rest, fraction: parser.chosen(rest, task, fraction, seed)  # noqa: E731
+        choose = lambda rest, fraction: parser.choose(rest, task, fraction, seed)  # noqa: E731
         chosen = parser.validation_rows(whole, folds or dev_fraction, choose, seed)
-        part = parser.part(whole, chosen)
+        part = parser.described_part(whole, chosen)
         if folds is None:
             how = f"{part} are set aside as the dev split (seed {seed}); give your own with --dev"
             parser.notes.append(f"{train}: {how}")
         rest = np.delete(np.arange(len(whole.texts)), chosen)
         splits["train"], splits["dev"] = select(whole, "train", rest), select(whole, "dev", np.sort(chosen))
-    task = parser.finished(task, splits)
+    task = parser.complete(task, splits)
     text_columns, label_columns = parser.columns(files)
     return TaskData(
         task=task,
@@ -150,7 +148,6 @@ def read_examples(
 
 
 def check_labeled(name: str, path: Path, num_examples: int) -> None:
-    """Raises InputError if a file has no examples."""
     if not num_examples:
         flag = "--label" if name in ("train", "data") else f"--{name}-label"
         raise InputError(f"{path}: no example has a label that can be used; choose the column with {flag}")

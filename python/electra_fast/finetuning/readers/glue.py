@@ -142,9 +142,7 @@ TASKS: dict[str, GlueTask] = {
 def read(name: str, folder: Path) -> TaskData:
     """Reads a task from its own folder or from one that holds the folders of several.
 
-    Raises:
-        FileNotFoundError: The folder, the training file or a dev file is missing.
-        InputError: A file cannot be used, with the line and the remedy.
+    Raises FileNotFoundError, or InputError if a file cannot be used, with the line and the remedy.
     """
     glue, folder = TASKS[name], locate(name, folder)
     notes: list[str] = []

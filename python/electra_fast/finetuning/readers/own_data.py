@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
@@ -80,7 +81,6 @@ class _File:
     text: Columns
     label: Columns
     """Empty if a test file has no labels."""
-    notes: list[str]
     has_others: bool
     """The rows have the other columns too."""
     classes: Columns = ()
@@ -220,15 +220,13 @@ class _TextParser(Parser[_File]):
             for name, table in tables.items():
                 has_others = name != "train" or "dev" not in paths  # of the training file only to set some aside
                 files[name] = self._load(name, table, *chosen[name], has_others=has_others)
-                names = table.class_names.get(files[name].label[0], ()) if len(files[name].label) == 1 else ()
-                files[name].name_classes(names if self.kind == "classification" else ())
+                files[name].name_classes(self._class_names(files[name]))
         self.train = train = files["train"]
         self._check_options(train.label)
         what = self._read_rows(files, self.labels)
         texts, labels = (" and ".join(map(repr, names)) for names in (train.text, train.label))
         columns = columns_note(train.path, f"text in {texts}, label in {labels}: {what}", *self.given["train"])
-        self.notes = [note for table in tables.values() for note in table.notes]
-        self.notes += [columns, *(note for file in files.values() for note in file.notes)]
+        self.notes[:0] = [*(note for table in tables.values() for note in table.notes), columns]
         return files
 
     def read_labeled(self, task: Task, path: Path, trained: Trained) -> tuple[Split, list[str]]:
@@ -237,15 +235,15 @@ class _TextParser(Parser[_File]):
             text = _training_columns(table, self.given["data"][0], trained[0] or TEXT_COLUMNS, "text")
             label = _training_columns(table, self.given["data"][1], trained[1] or _LABEL_COLUMNS, "label")
             self._check_options(label)
-            file = self._load("data", table, text, label, [], has_others=True)
-        names = table.class_names.get(label[0], ()) if self.kind == "classification" and len(label) == 1 else ()
+            file = self._load("data", table, text, label, has_others=True)
+        names = self._class_names(file)
         if not {*names}.isdisjoint(task.labels):  # else the model was trained on the numbers
             file.name_classes(names)
         self._read_rows({"data": file}, task.labels, task)
         if self.reader:
             self.ids = {self.reader.canonical(name): number for number, name in enumerate(task.labels)}
             file.keep(known_rows(path, file.labels, self.ids, self.bad))
-        notes = [*table.notes, *file.notes, *self.bad.finish()]
+        notes = [*table.notes, *self.notes, *self.bad.finish()]
         check_labeled("data", path, len(file.usable))
         return file.split(self._targets(file, task)), notes
 
@@ -257,7 +255,8 @@ class _TextParser(Parser[_File]):
         train, is_multi_label = self.train, self.reader.is_multi_label
         found = {name for names in train.labels for name in names}
         if len(found) < (1 if is_multi_label else 2):
-            rest = "".join([f" ({note})" for note in train.notes if "no label" in note][:1])
+            unlabeled = (note for note in self.notes if note.startswith(f"{train.path}: ") and "no label" in note)
+            rest = "".join(f" ({note})" for note in itertools.islice(unlabeled, 1))
             what = f"{listed(found) or 'no label'} in every example; there is nothing to learn"
             raise InputError(f"{train.path}: {what}{rest}")
         classes = self.reader.flags or self.labels or _classes(train, found, is_multi_label)
@@ -281,7 +280,7 @@ class _TextParser(Parser[_File]):
     def group_rows(self, whole: Split) -> list[Row]:
         return [self.train.rows[row] for row in self.train.usable]
 
-    def chosen(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
+    def choose(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
         """Both parts have an example of every class that has two, if possible."""
         assert whole.targets is not None
         num_wanted = max(1, round(len(whole.texts) * fraction))
@@ -290,14 +289,14 @@ class _TextParser(Parser[_File]):
         classes = whole.targets if task.labels else np.zeros(len(whole.texts), dtype=np.int64)
         return stratified(classes, num_wanted, seed)
 
-    def finished(self, task: Task, splits: dict[str, Split]) -> Task:
+    def complete(self, task: Task, splits: dict[str, Split]) -> Task:
         return _standardized(task, splits["train"]) if self.kind == "regression" else task
 
     def columns(self, files: dict[str, _File]) -> Trained:
         return [file.text for file in files.values()], [file.label for file in files.values()]
 
-    def _columns(self, tables: Mapping[str, OpenTable]) -> dict[str, tuple[Columns, Columns, list[str]]]:
-        """Returns the text and label columns of each file, and notes on those of other names than in training."""
+    def _columns(self, tables: Mapping[str, OpenTable]) -> dict[str, tuple[Columns, Columns]]:
+        """Returns the text and label columns of each file; notes those of other names than in training."""
         for table in tables.values():
             table.names()
         text = _training_columns(tables["train"], self.given["train"][0], TEXT_COLUMNS, "text")
@@ -306,25 +305,52 @@ class _TextParser(Parser[_File]):
             raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); it can be one or two")
         # A `score` is rarely the class.
         usual = [names for names in _LABEL_COLUMNS if self.kind == "regression" or names != ("score",)]
-        columns: dict[str, tuple[Columns, Columns, list[str]]] = {"train": (text, label, [])}
+        columns = {"train": (text, label)}
         for name, table in [*tables.items()][1:]:
             own_text, own_label = self.given[name]
-            notes = list[str]()
-            texts = _other_columns(table, own_text, text, TEXT_COLUMNS, f"--{name}-text", notes)
+            texts = self._other_columns(table, own_text, text, TEXT_COLUMNS, f"--{name}-text")
             is_test = name == "test"
-            labels = _other_columns(table, own_label, label, usual, f"--{name}-label", notes, optional=is_test)
-            columns[name] = (texts, labels, notes)
+            labels = self._other_columns(table, own_label, label, usual, f"--{name}-label", optional=is_test)
+            columns[name] = texts, labels
         return columns
 
-    def _load(
-        self, name: str, table: OpenTable, text: Columns, label: Columns, notes: list[str], *, has_others: bool
-    ) -> _File:
+    def _other_columns(
+        self,
+        table: OpenTable,
+        given: Columns,
+        trained: Columns,
+        usual: Sequence[Columns],
+        flag: str,
+        *,
+        optional: bool = False,
+    ) -> Columns:
+        """Returns the named columns, else those of the training file, else the only usual ones (noted); () for none."""
+        if given and len(given) != len(trained):
+            there = f"the training file has {len(trained)}: {', '.join(trained)}"
+            raise InputError(f"{flag} names {', '.join(given)}; {there}")
+        path, available, names = table.path, table.names(), given or trained
+        if not given and not set(names) <= set(available):
+            found = [each for each in usual if len(each) == len(trained) and set(each) <= set(available)]
+            if len(found) == 1:
+                instead = f"{', '.join(found[0])} instead of {', '.join(trained)}"
+                self.notes.append(f"{path}: reads the columns {instead}; choose others with {flag}")
+                return found[0]
+            if optional and not found:
+                return ()
+        check_columns(path, available, names, flag)
+        return names
+
+    def _class_names(self, file: _File) -> Columns:
+        is_class = self.kind == "classification" and len(file.label) == 1
+        return file.table.class_names.get(file.label[0], ()) if is_class else ()
+
+    def _load(self, name: str, table: OpenTable, text: Columns, label: Columns, *, has_others: bool) -> _File:
         chosen = text + label
         if repeated := {each for each in chosen if chosen.count(each) > 1}:
             raise InputError(f"{table.path}: the column {min(repeated)!r} is chosen twice by --text and --label")
         wanted = chosen + verdict_columns(table.names(), chosen)
         rows = table.load(wanted, self.bad, has_others=has_others)
-        return _File(name=name, table=table, rows=rows, text=text, label=label, notes=notes, has_others=has_others)
+        return _File(name=name, table=table, rows=rows, text=text, label=label, has_others=has_others)
 
     def _check_options(self, label: Columns) -> None:
         if self.kind == "regression" and (self.labels or self.label_separator or self.mapping or len(label) > 1):
@@ -358,7 +384,7 @@ class _TextParser(Parser[_File]):
     def _read_file(self, file: _File, read_cells: Callable[[Sequence[Any], str], Any]) -> None:
         """Reads the rows of a file; leaves those without a label out, except in a test file."""
         table, is_test, signs, unlabeled = file.table, file.name == "test", Counter[str](), list[int]()
-        rejected = rejected_rows(file.path, file.rows, file.text + file.label, file.notes, is_test=is_test)
+        rejected = rejected_rows(file.path, file.rows, file.text + file.label, self.notes, is_test=is_test)
         for row, values in enumerate(file.rows):
             if row in rejected:
                 continue
@@ -377,7 +403,7 @@ class _TextParser(Parser[_File]):
                 file.labels.append(label)
         if is_test and all(label in (None, -1) for label in file.labels):  # hidden
             file.label, unlabeled = (), []
-        file.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
+        self.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
 
     def _check_known(self, file: _File, number: int) -> None:
         for name in file.labels[number] or ():
@@ -407,32 +433,6 @@ def _training_columns(table: OpenTable, given: Columns, usual: Sequence[Columns]
     if not names:
         raise InputError(f"{table.path}: no {kind} column; {there_are(available)}; choose with --{kind}")
     check_columns(table.path, available, names, f"--{kind}")
-    return names
-
-
-def _other_columns(
-    table: OpenTable,
-    given: Columns,
-    trained: Columns,
-    usual: Sequence[Columns],
-    flag: str,
-    notes: list[str],
-    *,
-    optional: bool = False,
-) -> Columns:
-    """Returns the named columns, else those of the training file, else the only usual ones (noted); () for none."""
-    if given and len(given) != len(trained):
-        raise InputError(f"{flag} names {', '.join(given)}; the training file has {len(trained)}: {', '.join(trained)}")
-    path, available, names = table.path, table.names(), given or trained
-    if not given and not set(names) <= set(available):
-        found = [each for each in usual if len(each) == len(trained) and set(each) <= set(available)]
-        if len(found) == 1:
-            instead = f"{', '.join(found[0])} instead of {', '.join(trained)}"
-            notes.append(f"{path}: reads the columns {instead}; choose others with {flag}")
-            return found[0]
-        if optional and not found:
-            return ()
-    check_columns(path, available, names, flag)
     return names
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.labels import Elided, parse_value
 from electra_fast.finetuning.readers.rows import (
     BadRows,
     abbreviated,
@@ -25,7 +26,6 @@ from electra_fast.finetuning.readers.rows import (
 from electra_fast.finetuning.readers.table_formats import json_rows, parse_text
 from electra_fast.finetuning.readers.tables import OpenTable, Quoting, open_table, refuse_stream
 from electra_fast.finetuning.readers.text_files import TextFile
-from electra_fast.finetuning.readers.written_lists import Elided, parse_value
 from electra_fast.finetuning.task import Answer
 
 # Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
@@ -311,10 +311,7 @@ def place_answer(where: str, context: str, annotation: Annotation, unit: str) ->
 
     Without an offset it is the first occurrence. If another text is at the offset, it is the only occurrence, or the
     nearest if that overlaps the annotation. Case, whitespace and forms of characters (NFKD) may differ. The start is -1
-    if there is none.
-
-    Raises:
-        InputError: The annotation's end is not that of its text; the message begins with `where`.
+    if there is none. Raises InputError if the annotation's end is not that of its text.
     """
     text = annotation.text
     for each in dict.fromkeys((unit, CHARACTERS)):

@@ -60,16 +60,14 @@ def read_squad(name: Literal["squad1", "squad2"], folder: Path) -> TaskData:
     Files of the other version may lie beside them: the version is in a file's field `version`, else in its name
     (`v1`, `v2`), else it is 2.0 if a question has the field `is_impossible`.
 
-    Raises:
-        FileNotFoundError: The folder, its training files or its dev files are missing.
-        InputError: A file cannot be used, with the place and the remedy.
+    Raises FileNotFoundError, or InputError if a file cannot be used, with the place and the remedy.
     """
     parser, splits = _QuestionParser("auto", 0, "", Columns(), name == "squad2"), dict[str, Split]()
     for split, parts in _squad_files(name, folder).items():
         found = json_entries((each for objects in parts.values() for each in objects), parser.names)
         splits[split] = parser.examples(split, next(iter(parts)), found, has_columns=split != "train")
     parser.notes += parser.bad.finish()
-    task = dataclasses.replace(parser.finished(parser.task(splits), splits), name=name)
+    task = dataclasses.replace(parser.complete(parser.task(splits), splits), name=name)
     test = (splits["test"],) if "test" in splits else ()
     return TaskData(task=task, train=splits["train"], dev=(splits["dev"],), test=test, notes=tuple(parser.notes))
 
@@ -243,16 +241,16 @@ class _QuestionParser(Parser[Split]):
     ) -> NDArray[np.intp]:
         return validation_rows(whole, share, choose)
 
-    def chosen(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
+    def choose(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
         return whole_contexts(_contexts(whole), fraction, seed)
 
-    def part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
+    def described_part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
         if not len(chosen):
             raise InputError(f"{whole.path}: all questions have the same context; give a dev split with --dev")
         num_dev, num_all = (len({*_contexts(each)}) for each in (select(whole, "dev", chosen), whole))
         return f"{num_dev:,} of {num_all:,} contexts, with {len(chosen):,} of {len(whole.texts):,} questions,"
 
-    def finished(self, task: Task, splits: dict[str, Split]) -> Task:
+    def complete(self, task: Task, splits: dict[str, Split]) -> Task:
         self.notes += [note for name in ("dev", "test") if name in splits for note in _scoring_notes(splits[name])]
         annotated = [splits[name].targets for name in ("train", "dev")]
         lack = not all(all(targets) for targets in annotated if targets is not None)

@@ -109,12 +109,8 @@ def _names(row: Row) -> Iterator[str]:
 def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> Iterator[OpenTable]:
     """Opens a table in memory or a file, which may be a pipe or `-` for standard input, and reads its header.
 
-    Args:
-        path: The file or the table.
-        quoting: As in `iterate_rows`.
-        format: Read the file as if it had this extension; empty for its own, or for a pipe, what its first line shows.
-
-    Raises as `iterate_rows` does.
+    With a `format`, reads the file as if it had this extension; without, as by its own, or for a pipe, what its first
+    line shows. Raises as `iterate_rows` does.
     """
     dialect = quoting if isinstance(quoting, Dialect) else Dialect(quoting)
     if isinstance(path, MemoryTable):
@@ -170,15 +166,10 @@ def iterate_rows(
     Values are str, or in .json, .jsonl and .parquet as stored; a .txt file has one column `text`, a row per line. A row
     may have more than the `columns`, and one of JSON fewer: `text_of` checks a value.
 
-    Args:
-        path: The file; its extension is its format.
-        columns: Names that the header must have, and the only ones read of a Parquet file; empty for all.
-        quoting: Whether quotes enclose cells of .tsv and .csv files, or a `Dialect`.
-        bad_rows: Collects bad rows; by default the first of them is raised.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: The file has no rows or cannot be read, with the line and the remedy.
+    `columns` are names that the header must have, and the only ones read of a Parquet file; empty for all. `quoting`
+    says whether quotes enclose cells of .tsv and .csv files, or is a `Dialect`. Without `bad_rows`, the first of them
+    is raised. Raises FileNotFoundError, or InputError if the file has no rows or cannot be read, with the line and the
+    remedy.
     """
     with open_table(path, quoting=quoting) as table:
         yield from table.rows(columns, bad_rows=bad_rows)
@@ -275,6 +266,9 @@ def _folder_parts(folder: Path) -> list[_Part]:
             raise InputError(f"{folder}: a folder of other files than parts; {_EXPECTED}")
     if len({extension(path) for path in files}) > 1:
         raise InputError(f"{folder}: a folder of files of several formats; {_EXPECTED}")
-    columns = {path: dict(name.split("=", 1) for name in names) for path, names in places.items()}
-    unquoted = lambda value: None if value == _NULL else urllib.parse.unquote(value)  # noqa: E731
-    return [_Part(path, {name: unquoted(value) for name, value in own.items()}) for path, own in columns.items()]
+    return [_Part(path, dict(map(_partition, names))) for path, names in places.items()]
+
+
+def _partition(name: str) -> tuple[str, str | None]:
+    column, _, value = name.partition("=")
+    return column, None if value == _NULL else urllib.parse.unquote(value)

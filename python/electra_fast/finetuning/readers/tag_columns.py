@@ -94,18 +94,10 @@ def column_sentences(
     Blank lines separate sentences, or the values of one of the columns `SENTENCE_NAMES`. Columns have names in
     .conllu files, and where a comment `# global.columns = ...` or the first line says so.
 
-    Args:
-        path: The file.
-        text: The column of the words: a name, or a number from 0, or from the end with -1. Empty for one of
-            `WORD_NAMES`, else 0, or 1 where column 0 numbers the words.
-        label: The column of the tags; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to stream words
-            without tags.
-        is_test: Whether the file may lack that column.
-        quoting: As in `tables.iterate_rows`.
-        bad: Collects bad sentences; by default the first one is raised.
-        notes: Receives lines on how the file is read.
-
-    Raises InputError naming the line that cannot be used.
+    `text` is the column of the words: a name, or a number from 0, or from the end with -1; empty for one of
+    `WORD_NAMES`, else 0, or 1 where column 0 numbers the words. `label` is that of the tags, which a test file may
+    lack; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to stream words without tags. Without `bad`,
+    the first bad sentence is raised.
     """
     notes = [] if notes is None else notes
     collect: Any = contextlib.nullcontext if bad is None else bad.collect
@@ -366,18 +358,13 @@ def _sentence(path: Path, number: int, lines: _Block, layout: _Layout) -> Senten
             )
     if not _are_columns(len(first.cells), layout.word, layout.tag):
         raise InputError(_misfit(path, first, layout.word, layout.tag))
-    if layout.has_ids:
-        _check_ids(path, lines)
-    numbers = [line.number for line in lines]
-    joined = joined_words(path, numbers, [line.cells[layout.word] for line in lines])
-    tags = None if layout.tag is None else [line.cells[layout.tag] for line in lines]
-    return Sentence(path=path, lines=numbers, row=number, text=joined[0], words=joined[1], tags=tags)
-
-
-def _check_ids(path: Path, lines: _Block) -> None:
     for expected, line in zip(_numbers([line.cells[0] for line in lines]), lines, strict=True):
-        if line.cells[0] != str(expected):
+        if layout.has_ids and line.cells[0] != str(expected):
             raise InputError(
                 f"{place(path, line.number)}: the word is numbered {line.cells[0]!r} and should be {expected}; a line "
                 "is missing, or a blank line between sentences"
             )
+    numbers = [line.number for line in lines]
+    joined = joined_words(path, numbers, [line.cells[layout.word] for line in lines])
+    tags = None if layout.tag is None else [line.cells[layout.tag] for line in lines]
+    return Sentence(path=path, lines=numbers, row=number, text=joined[0], words=joined[1], tags=tags)

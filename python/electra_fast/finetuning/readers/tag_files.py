@@ -220,10 +220,10 @@ class _TagParser(Parser[list[Sentence]]):
             columns=columns,
         )
 
-    def chosen(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
+    def choose(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
         return with_all_tags(whole, task, max(1, round(len(whole.texts) * fraction)), seed)
 
-    def finished(self, task: Task, splits: dict[str, Split]) -> Task:
+    def complete(self, task: Task, splits: dict[str, Split]) -> Task:
         self.notes += _class_sizes(task, splits["train"], splits["dev"])
         return task
 

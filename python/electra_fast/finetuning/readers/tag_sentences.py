@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.labels import are_lists, parse_list, spells_list
 from electra_fast.finetuning.readers.rows import (
     BadRows,
     Row,
@@ -34,7 +35,6 @@ from electra_fast.finetuning.readers.rows import (
 from electra_fast.finetuning.readers.tables import Quoting, open_table
 from electra_fast.finetuning.readers.tag_schemes import Entity, from_entities
 from electra_fast.finetuning.readers.words import Words, places_of, words_of_text
-from electra_fast.finetuning.readers.written_lists import are_lists, parse_list, spells_list
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
 TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label", "ents", "annotations")
@@ -140,21 +140,20 @@ def _read_row(
         target = []  # Prodigy leaves it out
     content, text, words = row_text(path, line, row, chosen[0])
     is_text = isinstance(content, str)
-    tags = None if is_text or has_spans else _tags(where, len(words), target, labels)
-    sentence = Sentence(
+    has_spans |= is_text
+    tokens = _token_texts(_items(row.get("tokens"))) if is_text else ()
+    spans = read_spans(where, target) if has_spans and target is not None else None
+    return Sentence(
         path=path,
         lines=[line],
         row=number,
         text=text,
         words=words,
-        tags=tags,
-        has_spans=is_text or has_spans,
+        tags=None if has_spans else _tags(where, len(words), target, labels),
+        has_spans=has_spans,
+        spanned=None if spans is None else SpannedText(content, words, spans, tokens),
         columns=others_of(row, chosen),
     )
-    if target is None or not sentence.has_spans:
-        return sentence
-    tokens = _token_texts(_items(row.get("tokens"))) if is_text else ()
-    return dataclasses.replace(sentence, spanned=SpannedText(content, words, read_spans(where, target), tokens))
 
 
 def _with_lists(path: Path, rows: dict[int, Row], chosen: tuple[str, str], bad: BadRows) -> dict[int, Row]:
