@@ -29,16 +29,13 @@ from electra_fast.hardware.kernel_choice import (
     settle_encoder,
     settle_kernels,
 )
-from electra_fast.hardware.memory import StepMemory
 from electra_fast.interruption import stop_requests
-from electra_fast.kernels import launch, launchers
+from electra_fast.kernels import launchers
 from electra_fast.model import attention
 from electra_fast.model import compute as compute_module
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
-from electra_fast.ops.operations import observe, use_choices, use_impl
 from electra_fast.training.timing import SlowSteps, StepTimes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -211,10 +208,12 @@ class TestChoice:
         others = {"linear:8": "kernel"}
         found = kernel_choice._with(given, others | {"generator_head:8": "kernel", "generator_head:16": "kernel"})
         assert found == others | given
-        with pytest.raises(ValueError, match="generator_heat is none of the operations attention, bias_gelu, "):
-            parse_kernels("triton,generator_heat=reference")
-        with pytest.raises(ValueError, match="layer_norm:256=narrow is none of reference, kernel"):
-            parse_kernels("auto,layer_norm:256=narrow")
+        for text, message in (
+            ("triton,generator_heat=reference", "generator_heat is none of the operations attention, bias_gelu, "),
+            ("auto,layer_norm:256=narrow", "layer_norm:256=narrow is none of reference, kernel"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                parse_kernels(text)
         with pytest.raises(ValueError, match='train.kernels = "fast" is not auto, triton or reference'):
             Config().override({"train.kernels": "fast"})
 
@@ -263,9 +262,8 @@ def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_pa
 
 def test_a_check_is_kept_for_other_runs_of_the_same_card_and_shapes(tiny_corpus, tmp_path, cache, monkeypatch):
     config = small_config(tiny_corpus, **{"model.attention": "auto"})
-    monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["short", "sdpa"])
     settled, kernels, lines = settle_kernels(config, CPU, tmp_path / "run")
-    assert settled.model.attention == "sdpa"  # the interpreter is slow
+    assert settled.model.attention == "sdpa"
     assert lines[0].startswith("kernels checked in ") and len(lines) == 1
     monkeypatch.setattr(kernel_choice, "_Process", lambda: pytest.fail("asked again"))
     again = settle_kernels(config, CPU, tmp_path / "other")
@@ -428,12 +426,8 @@ def test_steps_that_are_much_slower_than_in_the_check_are_one_warning(tiny_corpu
 
 def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
     """For fine-tuning and prediction; whatever its vocabulary."""
-    shape = (
-        Config.preset("tiny", "modern")
-        .override({"model.num_layers": 1, "model.max_positions": 16, "data.sequence_length": 16})
-        .model
-    )
-    asked = []
+    changes = {"model.num_layers": 1, "model.max_positions": 16, "data.sequence_length": 16}
+    shape, asked = Config.preset("tiny", "modern").override(changes).model, []
     monkeypatch.setattr(kernel_choice, "settle_kernels", lambda *args: asked.append(args) or (args[0], {"*": "x"}, []))
     compute, _ = settle_encoder(shape, ComputeConfig("varlen", torch.bfloat16), torch.device("cuda"), 512, 3)
     ((config, _, folder),) = asked
@@ -447,37 +441,3 @@ def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
     Checker(Request("operations", config, *arguments), told.append).answer()
     assert {"layer_norm:64", "rotary_qkv:64"} <= {each.operation for each in told if isinstance(each, Record)}
     assert not any(isinstance(each, Record) and each.problem for each in told)
-
-
-@pytest.mark.parametrize(("recipe", "attention"), [("google", "short"), ("modern", "varlen")])
-@pytest.mark.parametrize("what", ["attention", "operations"])
-def test_on_a_gpu_kernels_references_and_fp32_give_results_of_one_shape(what, recipe, attention, monkeypatch):
-    """Forward, on tensors without data; autograd's engine needs a device."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
-    monkeypatch.setattr(launch, "card", lambda _: Card("NVIDIA H100", (9, 0)))
-    config = Config.preset("tiny", recipe).override({"model.num_layers": 1, "model.vocab_size": 300})
-    compute = ComputeConfig("sdpa" if what == "attention" else attention, torch.bfloat16)
-    step, objective, compared = StepMemory(config, SHORT, CUDA), objective_of(config), []
-
-    def compare(checker, key, reference, calls):
-        def results(call, kernel=None, dtype=None):
-            choices = {"*": "kernel", key: kernel} if kernel else {}
-            with observe(None), use_impl(None if kernel else "reference"), use_choices(choices):
-                return [
-                    (x.shape, None if dtype else x.dtype, x.requires_grad, x.device) for x in call.outputs(dtype)[0]
-                ]
-
-        compared.append(key)
-        assert [x[0] for x in results(reference, dtype=torch.float32)] == [x[0] for x in results(reference)]
-        for kernel, call in calls.items():
-            assert results(call, kernel) == results(reference)
-
-    monkeypatch.setattr(Checker, "_compare", compare)
-    request = Request(what, config, type(objective), "cuda:0", compute, 2, ("short", "varlen", "sdpa"))
-    checker = Checker(request, compared.append)
-    with step._mode:
-        checker.batch, key = step._batch(2), RngKey(torch.zeros(2, dtype=torch.int64, device=CUDA))
-        batch = MicroBatch(checker.batch, compute, key, objective.loss_denominators(checker.batch))
-        with observe(checker._observe if what == "operations" else checker._observe_attention), use_impl("reference"):
-            objective.forward(step._model.train(), batch)
-    assert len(compared) >= (2 if what == "attention" else 10)
