@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_export import WORDS, Changes, make_run
+from test_export import WORDS, Changes, edit_config, make_run
 from torch import Tensor
 
 from electra_fast.data.corpus import Tokenizer
@@ -474,8 +474,7 @@ def test_a_config_that_does_not_fit_is_named(
     tmp_path: Path, name: str, changes: dict[str, object], message: str
 ) -> None:
     hf_folder(tmp_path, name)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    edit_config(tmp_path, changes)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load_encoder(tmp_path)
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from electra_fast.data.corpus import Tokenizer
-from electra_fast.huggingface.tokenizer import copy_tokenizer, special_ids, write_tokenizer
+from electra_fast.huggingface.tokenizer import FILES, copy_tokenizer, special_ids, write_tokenizer
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TEXTS = [
@@ -27,12 +27,7 @@ def test_the_folder_says_what_it_is(tmp_path: Path) -> None:
     vocab, content = tmp_path / "vocab.txt", "\n".join([*SPECIAL, "the"]).encode()
     vocab.write_bytes(b"\xef\xbb\xbf" + content)
     write_tokenizer(tmp_path / "out", Tokenizer(vocab, lowercase=False), 77)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "vocab.txt",
-    ]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES} - {"added_tokens.json"}
     assert (tmp_path / "out" / "vocab.txt").read_bytes() == content
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert type(auto).__name__ == "BertTokenizer"
