@@ -6,6 +6,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,3 +269,29 @@ def test_as_many_processes_as_torch_has_threads_that_divide_the_rows(monkeypatch
     assert choose_num_processes(config, CPU) == 8
     monkeypatch.delattr(os, "memfd_create")
     assert choose_num_processes(config, CPU) == 1
+
+
+PAGE_FAULTS = """
+import resource
+from electra_fast.distributed.step_processes import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(2):
+        buffers = [b"x" * 40_000_000 for _ in range(3)]  # above 32 MB, which glibc always returns
+        del buffers
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+first = faults()
+keep_freed_memory()
+print(first, min(faults() for _ in range(4)))  # the heap grows at first
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="settings of glibc")
+def test_memory_that_a_step_frees_stays_with_the_process(tmp_path):
+    """In a process of its own, since the setting lasts."""
+    environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", PAGE_FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)
+    before, after = map(int, done.stdout.split())
+    assert before > 10_000 and after < before / 20

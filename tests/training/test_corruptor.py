@@ -233,9 +233,11 @@ def test_samples_depend_on_neither_ranks_nor_threads(source, runs, validation_co
 
 
 def test_one_corruptor_is_one_text(runs, whole_run, validation_corpus):
+    names = ("rows", "tokens", "sequence_length", "corruption", "replaced_fraction")
+
     def judged(model, corruptor, **changes):
         found = evaluate(model, validation_corpus, corrupted_by=corruptor, **changes)
-        return tuple(found[name] for name in ("rows", "tokens", "sequence_length", "corruption", "replaced_fraction"))
+        return tuple(found[name] for name in names)
 
     first = judged(whole_run, runs["google"], batch_size=64)
     assert first == judged(runs["modern"], runs["google"], batch_size=37)
@@ -270,6 +272,7 @@ def test_a_lone_discriminator_has_no_generator_metrics(whole_run, exported, vali
     assert {found[name] for name in absent} == {None} and found["mlm_examples"] == 0
 
 
+@pytest.mark.slow
 def test_corruptors_of_every_kind(whole_run, validation_corpus, tmp_path):
     """One network that is the generator, and fixed distributions in a generator's place."""
     texts = set()

@@ -13,6 +13,7 @@ from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training import loss_scaling, parallel_step
 from electra_fast.training.loss_scaling import INITIAL_SCALE, LossScaler
 from electra_fast.training.pretrain import pretrain
+from electra_fast.training.run_tensors import split_state
 
 CPU = torch.device("cpu")
 # On a CPU the gradients of weights are fp16 too, so the initial scale is too high.
@@ -79,6 +80,13 @@ def test_ranks_scale_alike(fp16_run, server, validation_corpus, tmp_path):
     server.run(2, validation_corpus, tmp_path / "run", **FP16)
     assert lines(tmp_path / "run") == lines(fp16_run)
     assert_same_weights(tmp_path / "run", fp16_run)
+
+
+def test_the_tensors_of_a_step_are_told_from_those_of_the_optimizer():
+    """Those of a guard against spikes are in checkpoints of earlier versions."""
+    names = ("exp_avg.x", "loss_scale.scale", "spikes.history")
+    own, step = split_state({name: torch.ones(1) for name in names})
+    assert (own.keys(), step.keys()) == ({"exp_avg.x"}, {"loss_scale.scale", "spikes.history"})
 
 
 def test_a_run_that_always_overflows_ends(validation_corpus, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """A run's mirror in an S3 server on the loopback: resumed from it to the bit, and never in the way of training."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from electra_fast._data import delete_objects, download, list_objects, upload
 from electra_fast.errors import InputError, Interrupted, StopTraining
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.huggingface.folder import write_model
 from electra_fast.training import mirror
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 
@@ -94,15 +96,13 @@ def test_a_damaged_checkpoint_and_an_incomplete_one_are_skipped(whole_run, valid
     assert f"warning: {url}/checkpoints/step-9/{damaged}" in said
     assert f"{url}: downloaded step-{earlier}\n" in said
     assert_same_run(tmp_path / "run", whole_run)
-    assert mirrored(url) == sorted(mirror._checkpoints(url)) and mirrored(url)[-1] == STEPS
-
-
-def test_without_an_intact_checkpoint_nothing_begins_again(validation_corpus, tmp_path, url):
-    train(validation_corpus, tmp_path / "run", url, stop_at=4, **{"train.checkpoint_every": "100"})
-    delete_objects(f"{url}/checkpoints/step-5", ["model.safetensors"])
+    steps = mirrored(url)
+    assert steps == sorted(mirror._checkpoints(url)) and steps[-1] == STEPS
+    for step in steps:
+        delete_objects(f"{url}/checkpoints/step-{step}", ["model.safetensors"])
     with pytest.raises(InputError, match=r"no intact checkpoint: .*model.safetensors: missing; give another"):
-        train(validation_corpus, tmp_path / "other", url)
-    assert mirrored(url) == [5]
+        train(validation_corpus, tmp_path / "other", url)  # nothing begins again
+    assert mirrored(url) == steps
 
 
 def test_the_newer_side_wins(whole_run, validation_corpus, tmp_path, url, capsys):
@@ -150,6 +150,21 @@ def test_a_session_that_another_has_taken_over_copies_nothing_more(validation_co
     assert mirrored(url)[-1] <= 6
 
 
+@contextlib.contextmanager
+def mirroring(run, url):
+    """A run's mirror and the writer of its checkpoints, and a function that saves the checkpoint of a step."""
+    (run / "tokenizer").mkdir(parents=True)
+    mirror.claim(run, url, None)
+    x = {"x": torch.ones(8)}
+    with mirror.Mirror(run, url, keep=1) as copies, CheckpointWriter(run, 1, copies) as writer:
+
+        def save(step, best=None):
+            writer.save(tiny_config(), x, x, TrainState(step=step, best_step=best))
+            assert writer.wait_up_to(60)
+
+        yield copies, save
+
+
 def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monkeypatch):
     reached, go, copied, upload_folder = threading.Event(), threading.Event(), [], mirror.upload_folder
 
@@ -162,13 +177,11 @@ def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monk
         upload_folder(folder, place, last)
 
     monkeypatch.setattr(mirror, "upload_folder", upload_later)
-    run, x = tmp_path / "run", {"x": torch.ones(8)}
-    (run / "tokenizer").mkdir(parents=True)
-    mirror.claim(run, url, None)
-    with mirror.Mirror(run, url, keep=1) as copies, CheckpointWriter(run, 1, copies) as writer:
+    run = tmp_path / "run"
+    with mirroring(run, url) as (copies, save):
         for step in (1, 2, 3):
-            writer.save(tiny_config(), x, x, TrainState(step=step))
-            assert writer.wait_up_to(60) and reached.wait(60)
+            save(step)
+            assert reached.wait(60)
         assert checkpoint_folder.steps(run) == [3] and not copied and not copies.wait_up_to(0)
         go.set()
         assert copies.wait_up_to(60) and copied == ["step-1", "step-3"]  # not those that have waited for long
@@ -176,13 +189,11 @@ def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monk
 
 
 def test_a_mirror_keeps_the_newest_checkpoints_and_the_best_which_come_back_together(tmp_path, url):
-    run, x, kept = tmp_path / "run", {"x": torch.ones(8)}, []
-    (run / "tokenizer").mkdir(parents=True)
-    mirror.claim(run, url, None)
-    with mirror.Mirror(run, url, keep=1) as copies, CheckpointWriter(run, 1, copies) as writer:
+    run, kept = tmp_path / "run", []
+    with mirroring(run, url) as (copies, save):
         for step, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
-            writer.save(tiny_config(), x, x, TrainState(step=step, best_step=best))
-            assert writer.wait_up_to(60) and copies.wait_up_to(60)
+            save(step, best)
+            assert copies.wait_up_to(60)
             kept.append(mirrored(url))
             assert kept[-1] == checkpoint_folder.steps(run)
             mirror.restore(tmp_path / f"copy-{step}", url, goes_back=False)
@@ -285,28 +296,21 @@ def test_an_export_to_a_store_loads_after_a_download(whole_run, tmp_path, url):
 
 
 def test_an_export_that_cannot_be_uploaded_is_kept(whole_run, tmp_path, url, monkeypatch):
+    made = []
+
+    def write(*arguments, **options):
+        made.append(write_model(*arguments, **options))
+        if len(made) == 3:
+            store.stop()
+
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with object_store.running() as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
-        monkeypatch.setattr("electra_fast.huggingface.export.write_model", stop_after(store, 3))
+        monkeypatch.setattr("electra_fast.huggingface.export.write_model", write)
         with pytest.raises(
             OSError, match=rf"{url}: not written: .*; the export is in ({tmp_path}\S*), from where"
         ) as caught:
             ef.export(whole_run, url)
     (kept,) = tmp_path.glob("electra-fast-export-*/export")
     assert str(kept) in str(caught.value) and AutoModel.from_pretrained(kept / "encoder")
-
-
-def stop_after(store, calls):
-    """`write_model`, which stops a server at one of its calls."""
-    from electra_fast.huggingface.folder import write_model
-
-    made = []
-
-    def write(*arguments, **options):
-        made.append(write_model(*arguments, **options))
-        if len(made) == calls:
-            store.stop()
-
-    return write

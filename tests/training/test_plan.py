@@ -135,6 +135,7 @@ def test_what_cannot_be_planned_is_refused(options, message, capsys):
 
 def test_large_steps_continue_on_a_line():
     assert _on_line([2, 4], [1.0, 1.5], 12) == 3.5
+    assert _on_line([2, 4], [1.5, 1.0], 12) == 1.0  # noise: more rows never take less
     assert _on_line([8], [2.0], 4) == 2.0
 
 

@@ -12,11 +12,12 @@ import importlib
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from electra_fast.errors import InputError, StopTraining
 from electra_fast.files.atomic_files import remove, replace_file
@@ -48,15 +49,19 @@ def forget_loggers(folder: Path, step: int) -> None:
         remove(path)
 
 
-class Logger(Protocol):
+class Logger(ABC):
     """A run of one logger."""
 
     def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
         """Returns, by kind, the last step whose line cannot have been lost in a kill; `state` is as in loggers.json."""
+        steps: dict[str, int] = state["steps"]  # where `log` returns after the line is written
+        return steps
 
+    @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Sends values by name."""
 
+    @abstractmethod
     def close(self) -> None:
         """Ends the session's part of the run."""
 
@@ -143,15 +148,7 @@ def _numbers(prefix: str, record: Record) -> Iterable[tuple[str, float]]:
             yield prefix + name, float(value)
 
 
-class _Durable:
-    """A logger that has written what it was given when `log` returns."""
-
-    def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
-        steps: dict[str, int] = state["steps"]
-        return steps
-
-
-class _TensorBoard(_Durable):
+class _TensorBoard(Logger):
     """Event files in RUN/tensorboard; events past the last known step are purged."""
 
     def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
@@ -168,7 +165,7 @@ class _TensorBoard(_Durable):
         self._writer.close()
 
 
-class _Wandb:
+class _Wandb(Logger):
     """Weights & Biases, whose environment variables choose project and mode."""
 
     def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
@@ -187,7 +184,7 @@ class _Wandb:
         self._wandb.finish()
 
 
-class _Mlflow(_Durable):
+class _Mlflow(Logger):
     """MLflow, at the server or in the database that MLFLOW_TRACKING_URI names."""
 
     def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
