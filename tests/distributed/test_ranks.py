@@ -15,7 +15,7 @@ from tiny_run import EXACT, STEPS, command, lines, truncate, weights
 
 import electra_fast
 from electra_fast.config.config import TrainConfig
-from electra_fast.distributed.division import Division
+from electra_fast.distributed.division import Division, rows_per_micro_batch
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.training.diagnostics import diverged_ranks
@@ -49,14 +49,15 @@ def assert_equal_bits(run, other):
     ("world_size", "batch_size", "accumulate"), [(1, 10, 2), (2, 12, 3), (3, 10, 2), (4, 3, 1), (7, 12, 3)]
 )
 def test_every_row_belongs_to_one_micro_batch_of_its_rank(world_size, batch_size, accumulate):
-    rows = []
+    train, rows, sizes = TrainConfig(batch_size=batch_size, accumulate=accumulate), [], []
     for rank in range(world_size):
-        division = Division.of(TrainConfig(batch_size=batch_size, accumulate=accumulate), rank, world_size)
+        division = Division.of(train, rank, world_size)
         own = [row for group in division.groups for part in group for row in part]
         assert own == list(division.rows)
         assert all(len(group) <= accumulate and all(group) for group in division.groups)
         rows += own
-    assert rows == list(range(batch_size))
+        sizes += [len(part) for group in division.groups for part in group]
+    assert rows == list(range(batch_size)) and max(sizes) == rows_per_micro_batch(train, world_size)
 
 
 # Rows that the ranks and micro-batches divide unevenly; fewer rows than ranks.
