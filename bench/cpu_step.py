@@ -9,12 +9,9 @@ Prints a line per contender and a table per shape and recipe. The step, the corp
 and sequence length; the peers exist for recipe `google` only. Downloads nothing.
 
 A shared machine's speed changes by half from one minute to the next. So every contender is a process of its own
-(`lib/cpu_worker.py`), all of a shape are built and warmed up first, and then they take their steps in turn, half a
-second or one step each, for many rounds. Reported are the median over the rounds of tokens per second (padding
-excluded, the loader's time counted), the best round, and the median of the ratio to our eager step in the same round,
-which is what to compare between runs. A step's time is that on the clock; "CPU ms" is what all its threads and
-processes computed, which changes least when other processes use the cores. Compilation is part of the warm-up, which
-has its own column and is not counted; it is shorter when the cache of compiled code (`--cache`) has it from before.
+(`lib/cpu_worker.py`), and after their warm-up, which includes compilation, they take their steps in turn for many
+rounds. Compare the median of the ratio to our eager step in the same round. "CPU ms" is what all threads and processes
+of a step computed, which changes least when other processes use the cores.
 
 `--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`, to which the ratios then
 are. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.

@@ -76,9 +76,6 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-# --- text to ids --------------------------------------------------------------------------------
-
-
 def tokenize(vocab: Path, parts: list[list[str]]) -> Results:
     openers = {"electra-fast": ours_encode, "tokenizers encode_batch_fast": hf_encode, "nanotoken": nano_encode}
     ways, results = opened(openers, vocab)
@@ -149,9 +146,6 @@ def nano_encode(vocab: Path) -> Any:
     tokenizer = nanotoken.Tokenizer.from_vocab(str(vocab), lowercase=True)
     encode = lambda part: tokenizer.encode_batch(part, add_special_tokens=False, parallel=False)  # noqa: E731
     return encode, lambda found: [found.ids[a:b] for a, b in itertools.pairwise(found.offsets)]
-
-
-# --- ids to batches -----------------------------------------------------------------------------
 
 
 def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Results:
@@ -271,9 +265,6 @@ def litdata_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.
     samples = (row for _ in itertools.count() for row in dataset)
     while True:
         yield torch.stack(list(itertools.islice(samples, BATCH)))
-
-
-# --- measuring and printing ---------------------------------------------------------------------
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:

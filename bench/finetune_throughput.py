@@ -4,8 +4,8 @@
 
 The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a
 random one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the
-longest of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own;
-rounds alternate, and the ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
+longest of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own; the
+ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
 """
 
 import argparse

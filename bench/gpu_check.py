@@ -2,10 +2,8 @@
 
     python bench/gpu_check.py [--out gpu_check] [--device cpu --quick]
 
-In under nine minutes: the card and its limits; `pretrain` with its defaults against the same by all kernels; samples
-and losses against their references; whole steps as `pretrain` takes them, and beside them by bare kernels; and a table
-of kernel times. The limits of all groups add up to less than that. `bench/README.md` explains how to read the results;
-`lib/groups.py` runs groups. Shapes are `preset:rows[:recipe[:dropout]]`, by default as in `pretrain`.
+In under nine minutes, to which the limits of all groups add up. `bench/README.md` explains how to read the results.
+Shapes are `preset:rows[:recipe[:dropout]]`, by default as in `pretrain`.
 """
 
 import sys
@@ -22,7 +20,6 @@ CHECKS = (
     Group("samples", ("step_numerics.py", "--only", "samples"), 40),
     Group("losses", ("step_numerics.py", "--only", "eager", "graph"), 45),
 )
-
 
 GROUPS = (
     CHECKS[0],

@@ -3,10 +3,8 @@
     python bench/pretrain_throughput.py [--shapes small:128 base:128:google:0] [--only WORD ...]
                                         [--section.key value ...] [--results FILE] [--device cpu] [--quick]
 
-Prints a line per contender and a table per shape: tokens per second (padding excluded), MFU (true FLOPs
-over the device's dense bf16 peak), peak memory, and a step's time (median, 5th to 95th percentile).
-Downloads nothing. Without a GPU (`--device cpu --quick`) it is a dry run whose speeds are meaningless.
-`--section.key value` changes our configuration, such as `--model.attention flex`.
+Prints a line per contender and a table per shape: tokens per second (padding excluded), MFU (true FLOPs over the
+device's dense bf16 peak), peak memory, and a step's time. Without a GPU (`--device cpu --quick`) it is a dry run.
 
 Ours runs as `pretrain` would, with kernels, attention and execution chosen by the check of a run on this
 GPU, and beside it by all kernels. Peers join in recipe `google` without dropout (`small:128:google:0`; its
@@ -19,8 +17,7 @@ with several documents, so peers waste nothing on padding; their models get eith
   and easier task, but is how these models run fastest.
 Peers also get the vocabulary head at masked positions only (their own forward pass computes all
 positions), a sampler without a host sync and the fused AdamW, as a careful user would write them.
-The losses show that all contenders learn; they fall at different rates because ours warms up its learning
-rate. Compilation and graph capture happen during warm-up and are reported, but not counted.
+Compilation and graph capture happen during warm-up and are reported, but not counted.
 """
 
 import argparse

@@ -32,10 +32,7 @@ KINDS = (
     ("copies and fills", ("memcpy", "memset", "copy", "fill")),
     ("torch's own", ("at::", "cub::", "at_cuda", "aten::")),
 )
-
-
-Kernel = tuple[str, float]
-"""Name and microseconds of one launch."""
+Kernel = tuple[str, float]  # name and microseconds of one launch
 
 
 def open_step(config: ef.Config, corpus: Path, device: torch.device) -> tuple[TrainStep, Iterator[Any]]:

@@ -4,8 +4,7 @@
 
 From text to answers: questions about contexts, and entities in their sentences. The model has a random head; without
 `--model` its encoder is a random one of the preset `mini`, without `--squad` the text is of made-up words. Pipelines
-take batches of 1 and of 32; that for question answering needs `pip install "transformers<5"`. Each contender has a
-process of its own; rounds alternate, and the ratios of a round are compared, since a shared machine drifts.
+take batches of 1 and of 32; that for question answering needs `pip install "transformers<5"`. Rounds alternate.
 """
 
 import argparse

@@ -13,9 +13,8 @@ finished run is a line of `data/recipes.jsonl`, where later calls find the runs 
 was stopped resumes from its checkpoint in FOLDER. With `--glue`, runs with larger budgets are fine-tuned.
 
 A study (`lib/recipe_studies.py`) runs its settings with every seed and budget, one budget after the other, and prints a
-table. `modern` is run as it is shipped: its learning rates follow from the number of steps by a
-rule found with as many trials as the baselines had (LOG.md). `--hour` trains for an hour of all cores beside
-`transformers`. Downloads nothing.
+table. `modern` is run as it is shipped: its learning rates follow from the number of steps by a rule found with as many
+trials as the baselines had (LOG.md). `--hour` trains for an hour of all cores beside `transformers`.
 """
 
 import argparse
@@ -91,14 +90,7 @@ def update_flops(config: ef.Config) -> float:
 
 
 class Study:
-    """The runs at a scale: a corpus, two corruptors, and a file of results.
-
-    Args:
-        scale: Sizes and budgets.
-        out: Folder for the corpus and for runs in progress.
-        results: File of finished runs, a JSON object per line.
-        glue: Folder of the tasks to fine-tune on, if any.
-    """
+    """The runs at a scale: a corpus in `out`, two corruptors, a file of results and the tasks in `glue`, if any."""
 
     def __init__(self, scale: Scale, out: Path, results: Path, glue: Path | None) -> None:
         self.scale, self.out, self.results, self.glue = scale, out, results, glue

@@ -72,13 +72,8 @@ CONTENDERS: dict[str, Build] = {
 class Worker:
     """The handle on a contender's process, which has warmed up; `close` ends it.
 
-    Args:
-        name: Of `CONTENDERS`.
-        config: Passed on key by key; keys that the package in the process does not have are listed in `unknown`.
-        corpus: Folder with the shards.
-        cache: Folder for compiled code.
-        turn_seconds: Length of a turn, which has a step at least.
-        package: Folder that contains `electra_fast/`; None: the package of this process.
+    Keys of `config` that the package in the process does not have are listed in `unknown`. `package` is the folder that
+    contains its `electra_fast/`; None: as in this process.
     """
 
     def __init__(

@@ -5,9 +5,8 @@ hangs or crashes, for example with an illegal memory access, loses only its own 
 and saved so far is kept, and the next group starts with a fresh CUDA context. A group is limited to its
 `seconds`, all groups together to `--minutes`.
 
-Writes three files to `--out`: `results.jsonl` (every result and every group's outcome, in order),
-`log.txt` (all output), `summary.txt` (under 12,000 characters, also printed at the end). Uses only the
-standard library, so that this process holds no GPU memory.
+Writes `results.jsonl`, `log.txt` and `summary.txt` (under 12,000 characters) to `--out`. Uses only the standard
+library, so that this process holds no GPU memory.
 """
 
 import argparse

@@ -86,15 +86,9 @@ HEADER = [
 
 
 def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float, str]:
-    """Finds where a curve first reaches a value.
+    """Returns the cost at which a curve of (cost, measure) first reaches a value, interpolated in its logarithm.
 
-    Args:
-        curve: (cost, measure) in rising order of the cost.
-        value: Value of the measure.
-
-    Returns:
-        The cost, interpolated in its logarithm, and ""; the first cost and "at most" if the curve starts higher; the
-        last cost and "more than" if it never reaches the value.
+    With "at most", it starts higher; with "more than", it never reaches the value.
     """
     (cost_before, before), *rest = curve
     if before >= value:
