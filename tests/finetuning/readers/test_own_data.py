@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from task_reading import read as read_task
 from task_reading import read_divided, refusal, refused
@@ -13,6 +14,7 @@ from task_reading import read_divided, refusal, refused
 from electra_fast.finetuning.prediction_input import Source, open_examples
 from electra_fast.finetuning.readers import own_data, question_entries, tag_columns, tag_sentences
 from electra_fast.finetuning.readers.table_formats import MemoryTable
+from electra_fast.finetuning.task import Task
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 
@@ -381,6 +383,27 @@ def test_a_dev_split_is_set_aside_by_class(write):
         data = read_divided("classification", train, dev_fraction=fraction)
         assert set(data.train.targets.tolist()) == {0, 1, 2, 3} and set(data.dev[0].targets.tolist()) == {0, 1, 3}
         assert len(data.dev[0].texts) == size
+
+
+def test_the_largest_groups_are_divided_first(write):
+    rows = [{"text": f"text {row}", "label": row, "source": source} for row, source in enumerate("aaabbbcccc")]
+    assert len(read_divided("regression", write(rows), dev_fraction=0.5, group="source").dev[0].texts) == 4
+
+
+@pytest.mark.parametrize("labels", [("0", "1"), ("neg", "pos")])
+def test_numbers_with_names_are_read_as_the_model_was_trained(labels):
+    features = {"label": {"names": ["neg", "pos"], "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"text": ["a", "b"], "label": [0, 1]}).replace_schema_metadata(metadata)
+    task = Task(name="classification", kind="classification", labels=labels, metric="accuracy")
+    split, _ = own_data.read_labeled(task, MemoryTable.of("data", table), ((), ()))
+    assert split.targets.tolist() == [0, 1]
+
+
+def test_a_model_of_several_labels_is_scored_where_each_example_has_one(write):
+    task = Task(name="classification", kind="multi-label", labels=("a", "b"), metric="f1_micro")
+    split, _ = own_data.read_labeled(task, write(labeled("b", "a")), ((), ()))
+    assert split.targets.tolist() == [[0, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("seed", range(2))
