@@ -39,12 +39,9 @@ class Duplicate:
 
 def label_shares(train: Mapping[str, int], dev: Mapping[str, int]) -> dict[str, dict[str, float]]:
     """Returns each label's shares of the labels in both splits, the largest difference first."""
-    totals = [max(1, sum(sizes.values())) for sizes in (train, dev)]
-    names = dict.fromkeys((*train, *dev))
-    shares = {
-        name: [sizes.get(name, 0) / total for sizes, total in zip((train, dev), totals, strict=True)] for name in names
-    }
-    rows = {name: {"train": a, "dev": b, "difference": b - a} for name, (a, b) in shares.items()}
+    shares = [{name: size / max(1, sum(sizes.values())) for name, size in sizes.items()} for sizes in (train, dev)]
+    pairs = {name: [own.get(name, 0.0) for own in shares] for name in dict.fromkeys((*train, *dev))}
+    rows = {name: {"train": a, "dev": b, "difference": b - a} for name, (a, b) in pairs.items()}
     return dict(sorted(rows.items(), key=lambda row: -abs(row[1]["difference"])))
 
 

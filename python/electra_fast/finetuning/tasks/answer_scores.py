@@ -48,15 +48,8 @@ def squad_scores(
     among the scores. At the threshold (of F1), `has_answer_exact_match` and `has_answer_f1` are of the answerable
     questions and `no_answer_accuracy` of the others, if there are any.
 
-    Args:
-        split: Questions with their annotated answers.
-        predictions: The best answer to each question by id, regardless of its odds; may be empty.
-        null_odds: By id, a number that is higher the less answerable the question seems. Ties are in the mapping's
-            order.
-        null_threshold: The threshold found on other questions.
-
-    Raises:
-        InputError: A question has no prediction or no odds.
+    `predictions` are the best answers by id, regardless of their odds. The odds are higher the less answerable a
+    question seems; ties are in the mapping's order. Raises InputError for a question without a prediction or odds.
     """
     ids, answers = split.ids, dict(zip(split.ids, split.gold, strict=True))
     _check_complete("prediction", predictions, ids)
@@ -106,25 +99,16 @@ def units_of(text: str) -> list[str]:
     return _UNIT.findall("".join(itertools.compress(text.lower(), is_kept)))
 
 
-def normalize_answer(text: str) -> str:
-    """Returns the text in lower case, without ASCII punctuation and articles, with single spaces."""
-    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text in lower case, without ASCII punctuation and articles."""
+    return _ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
-def exact_match(prediction: str, gold: str, *, by_characters: bool = False) -> float:
-    """Returns 1 if the texts are equal when normalized, else 0; `by_characters` compares their `units_of`."""
-    normalize = units_of if by_characters else normalize_answer
-    return float(normalize(prediction) == normalize(gold))
-
-
-def f1(prediction: str, gold: str, *, has_unanswerable: bool, by_characters: bool = False) -> float:
-    """Returns the harmonic mean of precision and recall of the normalized words, with repetitions.
+def f1(predicted: list[str], annotated: list[str], *, has_unanswerable: bool, by_characters: bool = False) -> float:
+    """Returns the harmonic mean of precision and recall of words, with repetitions, or of the longest common run.
 
     Two texts without words match by the rules of SQuAD 2.0 (`has_unanswerable`), but not by those of 1.1.
-    `by_characters` compares the longest common run of their `units_of`.
     """
-    split = units_of if by_characters else lambda text: normalize_answer(text).split()
-    predicted, annotated = split(prediction), split(gold)
     if by_characters:
         num_shared = SequenceMatcher(None, predicted, annotated, autojunk=False).find_longest_match().size
     else:
@@ -148,13 +132,13 @@ def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable
     """
     raw: dict[str, ById] = {"exact_match": {}, "f1": {}}
     for id, own, (_, context) in zip(split.ids, split.gold, split.texts, strict=True):
-        predicted, by_characters = predictions[id], is_unspaced(context)
-        normalize = units_of if by_characters else normalize_answer
-        texts = [answer.text for answer in own if not has_unanswerable or normalize(answer.text)] or [""]
-        raw["exact_match"][id] = max(exact_match(predicted, text, by_characters=by_characters) for text in texts)
-        raw["f1"][id] = max(
-            f1(predicted, text, has_unanswerable=has_unanswerable, by_characters=by_characters) for text in texts
-        )
+        by_characters = is_unspaced(context)
+        units = units_of if by_characters else words_of
+        predicted, golds = units(predictions[id]), [units(answer.text) for answer in own]
+        golds = [gold for gold in golds if gold or not has_unanswerable] or [[]]
+        rules = {"has_unanswerable": has_unanswerable, "by_characters": by_characters}
+        raw["exact_match"][id] = float(predicted in golds)
+        raw["f1"][id] = max(f1(predicted, gold, **rules) for gold in golds)
     return raw
 
 

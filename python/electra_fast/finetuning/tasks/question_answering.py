@@ -142,9 +142,11 @@ class QuestionAnswering(TaskType):
     def write_predictions(self, stem: Path, task: Task, split: Split, outputs: list[Reading], answers: Answers) -> None:
         """Writes STEM.jsonl, and as the official scorer reads them the best texts and the odds of no answer."""
         super().write_predictions(stem, task, split, outputs, answers)
-        _write(stem.with_name(f"{stem.name}.json"), _texts(split, outputs))
+        tables: dict[str, dict[str, Any]] = {"json": _texts(split, outputs)}
         if task.has_unanswerable:
-            _write(stem.with_name(f"{stem.name}.null_odds.json"), _odds(split, outputs))
+            tables["null_odds.json"] = _odds(split, outputs)
+        for ending, table in tables.items():
+            replace_file(stem.with_name(f"{stem.name}.{ending}"), json.dumps(table, ensure_ascii=False) + "\n")
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
         """Takes mappings with `question` and `context`, and optionally `id`, or pairs of both."""
@@ -284,7 +286,3 @@ def _texts(split: Split, outputs: Sequence[Reading]) -> dict[str, str]:
 
 def _odds(split: Split, outputs: Sequence[Reading]) -> dict[str, float]:
     return {name: reading.null_odds for name, reading in zip(split.ids, outputs, strict=True)}
-
-
-def _write(path: Path, table: dict[str, Any]) -> None:
-    replace_file(path, json.dumps(table, ensure_ascii=False) + "\n")
