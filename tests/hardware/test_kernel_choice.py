@@ -395,7 +395,7 @@ def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch)
         monkeypatch.setattr(module, "missing_for_triton", lambda _: None)
     auto = dict.fromkeys(("model.attention", "train.execution"), "auto")
     config = small_config(tiny_corpus, **auto | {"train.precision": "bf16"})
-    settled, kernels, _ = settle_kernels(config, torch.device("cuda"), tmp_path)
+    settled, kernels, _ = settle_kernels(config, torch.device("cuda"), tmp_path, time_steps=print)
     questions = {each.what: (each.compute.attention, each.candidates) for each in asked}
     assert questions == {
         "attention": ("sdpa", ("varlen", "sdpa", "flex")),
@@ -404,6 +404,7 @@ def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch)
     }
     assert {each.device for each in asked} == {"cuda:3"} and {each.compute.dtype for each in asked} == {torch.bfloat16}
     assert (settled.model.attention, settled.train.execution) == ("varlen", "eager")
+    assert asked[-1].time_steps is print
     assert asked[-1].compute.kernels == tuple(kernels.items()) == (("*", REFERENCE),)
 
 

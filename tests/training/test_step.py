@@ -1,8 +1,10 @@
 """A step over tensors that stay where they are: equal to one written out, and nothing in it asks the host."""
 
 import itertools
+import pickle
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,13 @@ from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, HostBatch, MicroBatches, to_torch
+from electra_fast.hardware.kernel_check import STEP, Checker, Request
 from electra_fast.hardware.settings import choose_execution
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
-from electra_fast.training.parallel_step import create_step
+from electra_fast.training.parallel_step import create_step, time_steps
 from electra_fast.training.step import GRAD_NORM, SKIPPED
 from electra_fast.training.timing import StepTimer
 
@@ -244,3 +247,17 @@ def test_the_timer_leaves_out_pauses(config):
     times = timer.take_step_times()
     assert 0.01 <= times.median <= times.longest <= seconds and times.median + times.longest <= seconds
     assert timer.take_step_times() is None
+
+
+def test_the_check_of_a_run_times_whole_steps(tiny_corpus, config):
+    """Its request, which goes to a process of its own, says how."""
+    config, told = config.replace({"data": {"corpus": str(tiny_corpus)}}), []
+    compute = replace(COMPUTE, kernels=(("*", "reference"),))
+    request = Request("steps", config, type(objective_of(config)), "cpu", compute, 2, ("eager",), time_steps=time_steps)
+    request = pickle.loads(pickle.dumps(request))
+    assert request.time_steps is time_steps
+    Checker(request, told.append).answer()
+    attempt, record = told
+    assert attempt == (STEP, "eager") and record.is_right and record.milliseconds > 0
+    first, second = (time_steps(config, compute, "eager", torch.device("cpu"), 2) for _ in range(2))
+    assert len(first[0]) == 2 and first[1] == second[1] and GRAD_NORM in first[1]
