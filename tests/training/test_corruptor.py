@@ -107,7 +107,9 @@ def test_every_objective_reads_the_same_text(validation_corpus, tmp_path):
     assert (rows, length) == (16, 32)
 
 
-@pytest.mark.parametrize("name", ["electra15", "contrastive", "unigram"])
+@pytest.mark.parametrize(
+    "name", ["electra15", *(pytest.param(each, marks=pytest.mark.slow) for each in ("contrastive", "unigram"))]
+)
 def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corpus, tmp_path):
     """Over all tokens, no segment kept whole, computed from single texts without packing or padding."""
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name] | {"data.sequence_length": "32"})

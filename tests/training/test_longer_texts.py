@@ -38,7 +38,12 @@ def grown_run(run, corpus, recipe, short, long):
 
 @pytest.mark.parametrize(
     ("recipe", "short", "long", "length", "step"),
-    [("google", {}, GROWN, 1024, 2), ("modern", LOCAL, GROWN | ROTARY | {"model.max_positions": "8192"}, 8192, 3)],
+    [
+        ("google", {}, GROWN, 1024, 2),
+        pytest.param(
+            *("modern", LOCAL, GROWN | ROTARY | {"model.max_positions": "8192"}, 8192, 3), marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, recipe, short, long, length, step):
     """It resumes exactly, is exported as `transformers` computes it, and cannot shrink."""
