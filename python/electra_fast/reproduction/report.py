@@ -34,9 +34,10 @@ def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[st
     """
     rows: list[dict[str, Any]] = []
     for row in experiment.rows:
-        found = [run | {"score": score(run)} if "tasks" in run else run for run in runs.get(row.name, ())]
-        whole = [run for run in found if "tasks" in run]
+        own = [run | {"score": score(run)} if "tasks" in run else run for run in runs.get(row.name, ())]
+        whole = [run for run in own if "tasks" in run]
         names = whole[0]["tasks"] if whole else ()
+        measured = {name: [run["evaluation"].get(name) for run in whole] for name in RULER}
         rows.append(
             {
                 "name": row.name,
@@ -44,8 +45,8 @@ def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[st
                 "paper": row.paper,
                 **_mean_sd([run["score"] for run in whole]),
                 "tasks": {name: _mean_sd([100 * run["tasks"][name]["median"] for run in whole]) for name in names},
-                "evaluation": {name: _mean_sd(_values(whole, name)) for name in RULER},
-                "runs": found,
+                "evaluation": {name: _mean_sd([x for x in found if x is not None]) for name, found in measured.items()},
+                "runs": own,
             }
         )
     scores = {row["name"]: [run["score"] for run in row["runs"] if "score" in run] for row in rows}
@@ -56,10 +57,6 @@ def score(run: Mapping[str, Any]) -> float:
     """The mean over tasks of their metrics, times 100."""
     mean: float = statistics.mean(task["median"] for task in run["tasks"].values())
     return 100 * mean
-
-
-def _values(runs: Sequence[Run], name: str) -> list[float]:
-    return [run["evaluation"][name] for run in runs if run["evaluation"].get(name) is not None]
 
 
 def _mean_sd(values: Sequence[float]) -> dict[str, float | None]:
@@ -90,7 +87,6 @@ def judge(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]
 
 
 def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
-    """The report as Markdown."""
     tasks = list(results["examples"])
     header = ["", "steps", "tokens", *tasks, "mean", "paper", *RULER.values(), "seeds"]
     rows = [[row["title"], *_cells(row, tasks, results["sizes"][row["name"]])] for row in results["rows"]]
@@ -113,7 +109,6 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
 
 
 def write_report(out: Path, experiment: Experiment, results: Mapping[str, Any]) -> None:
-    """Writes results.json, table.md and EXPERIMENT.png."""
     replace_file(out / "results.json", json.dumps(results, indent=2) + "\n")
     replace_file(out / "table.md", table(experiment, results))
     _draw(out / f"{experiment.name}.png", experiment, results)

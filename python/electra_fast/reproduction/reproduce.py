@@ -32,7 +32,6 @@ from electra_fast.hardware.flops import flops_per_token
 from electra_fast.messages import say
 from electra_fast.reproduction.experiments import (
     Experiment,
-    Row,
     base_config,
     common_precision,
     make_experiment,
@@ -139,12 +138,14 @@ def reproduce(
         configs = row_configs(made, facts["budget"], pretraining)
         replace_file(out / IDENTITY, json.dumps(facts, indent=2) + "\n")
         say(f"{out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds: {seeds}, tasks: {', '.join(sizes)}")
-        runs = {_folder(out, row, seed): (row, seed) for seed in range(seeds) for row in made.rows}
+        runs = {
+            out / "runs" / f"{row.name}-seed-{seed}": (row.name, seed) for seed in range(seeds) for row in made.rows
+        }
         waiting = [folder for folder in runs if read_result(folder) is None]
         start, failed = time.monotonic(), []
         for number, folder in enumerate(waiting):
             row, seed = runs[folder]
-            config, name = configs[row.name].replace({"train": {"seed": seed}}), f"{row.name} seed {seed}"
+            config, name = configs[row].replace({"train": {"seed": seed}}), f"{row} seed {seed}"
             size = training_size(config)
             amount = f"{size['steps']:,} steps, {size['tokens'] / 1e6:,.2f} M tokens, {size['flops']:.3e} FLOPs"
             say(f"{name}: {amount}; run {len(runs) - len(waiting) + number + 1} of {len(runs)}")
@@ -156,8 +157,8 @@ def reproduce(
                 continue
             seconds = (time.monotonic() - start) / (number + 1) * (len(waiting) - number - 1)
             say(f"{name}: {_outcome(folder)}; all runs: eta {timedelta(seconds=round(seconds))}")
-            _report(out, made, configs, facts, seeds)
-        results = _report(out, made, configs, facts, seeds)
+            _report(out, made, configs, facts, runs)
+        results = _report(out, made, configs, facts, runs)
     if failed:
         remedy = f"{out / 'table.md'} has what was finished, run again to retry"
         raise ElectraFastError(f"{out}: {len(failed)} of {len(waiting)} runs failed: {'; '.join(failed)}; {remedy}")
@@ -205,10 +206,6 @@ def _settle(out: Path, identity: Mapping[str, Any], first: Config) -> dict[str, 
     return {**identity, "budget": float(f"{60 * speed * asked['minutes']:.2g}"), "flops_per_second": speed}
 
 
-def _folder(out: Path, row: Row, seed: int) -> Path:
-    return out / "runs" / f"{row.name}-seed-{seed}"
-
-
 def read_result(folder: Path) -> dict[str, Any] | None:
     """Returns the results of a finished run, None for one that is not finished.
 
@@ -247,14 +244,17 @@ def _outcome(folder: Path) -> str:
 
 
 def _report(
-    out: Path, made: Experiment, configs: Mapping[str, Config], facts: Mapping[str, Any], seeds: int
+    out: Path,
+    made: Experiment,
+    configs: Mapping[str, Config],
+    facts: Mapping[str, Any],
+    runs: Mapping[Path, tuple[str, int]],
 ) -> Results:
     """Writes the report of what is finished, and returns its numbers."""
     finished: dict[str, list[Results]] = {row.name: [] for row in made.rows}
-    for seed in range(seeds):
-        for row in made.rows:
-            if (result := read_result(_folder(out, row, seed))) is not None:
-                finished[row.name].append({"seed": seed, **result})
+    for folder, (row, seed) in runs.items():
+        if (result := read_result(folder)) is not None:
+            finished[row].append({"seed": seed, **result})
     sizes = {name: training_size(config) for name, config in configs.items()}
     results = summarize(made, {**facts, "sizes": sizes}, finished)
     write_report(out, made, results)
