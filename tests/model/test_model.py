@@ -64,10 +64,8 @@ def inputs(vocab_size: int, length: int, padded: bool, architecture: str) -> dic
     [
         ("tiny", "google", TINY_E),
         ("tiny", "modern", {}),
-        ("small", "google", {}),
-        ("small", "modern", {}),
-        ("base", "google", {}),
-        ("base", "modern", BASE_E),
+        pytest.param("base", "google", {}, marks=pytest.mark.slow),
+        pytest.param("base", "modern", BASE_E, marks=pytest.mark.slow),
     ],
 )
 def test_logits_equal_those_of_transformers(

@@ -1,4 +1,4 @@
-"""Every objective in a run: its contract, its needs, resuming, evaluation, export; and the two of `two-stage`."""
+"""Every objective in a run: its contract, its needs, resuming, evaluation, export."""
 
 import math
 import shutil
@@ -6,9 +6,8 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
-from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate, weights
+from tiny_run import assert_same_run, lines, tiny_config, truncate
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
@@ -16,10 +15,9 @@ from electra_fast.config.config import Config
 from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, MicroBatch, RngKey, generate, read_inputs
 from electra_fast.ops.sampling import alias_table
-from electra_fast.training import diagnostics
 from electra_fast.training.pretrain import pretrain
 
 
@@ -65,16 +63,6 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
     assert any(each.grad[:num_entries].any() for each in tables)
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("electra", "mlm")])
-def test_a_configuration_says_what_an_objective_needs(name):
-    config = Config.preset("tiny", "google")
-    allowed = '"paper" or "bert" or "whole-word" or "span"'
-    with pytest.raises(ValueError, match=f'objective.name = "{name}" needs data.masking = {allowed}.*twice'):
-        config.replace({"objective": {"name": name}})
-    assert config.with_objective(name).objective.name == name
-    assert config.with_objective(name).with_objective("mlm").data.masking == "paper"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -89,6 +77,16 @@ def test_a_configuration_says_what_an_objective_needs(name):
         ({"objective.contrastive_weight": "1", "data.masking": "google"}, "needs data.masking = .*twice"),
         ({"objective.disc_positions": "random"}, '= "random" needs objective.name = "electra15"'),
         ({"generator.kind": "uniform", "objective.disallow_correct": "true"}, "needs objective.disallow_correct = f"),
+        ({"objective.generator_first": "9", "objective.name": "mlm"}, '_first = 9 needs objective.name = "electra"'),
+        ({"objective.generator_first": "9", "generator.kind": "uniform"}, '= 9 needs generator.kind = "model"'),
+        (
+            {"objective.generator_first": "9", "model.tying": "all", "generator.fraction": "1"},
+            'needs model.tying = "none" or "embeddings"',
+        ),
+        (
+            {"objective.generator_first": "9", "train.steps": "9"},
+            "generator_first = 9 leaves none of train.steps = 9 to the discriminator",
+        ),
         ({"objective.name": "replace"}, "objective.name = 'replace' must be one of electra, mlm, electra15, replace"),
     ],
 )  # fmt: skip
@@ -105,6 +103,7 @@ def resumed(original, to, step, data, settings):
     return to
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["electra15, random positions", "contrastive, corrective", "all-tokens-mlm", "adversarial, plain heads"]
 )
@@ -152,6 +151,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     assert pretrain(few, data=validation_corpus, out=tmp_path / "imported").step == 2
 
 
+@pytest.mark.slow
 def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_path, capsys):
     settings = tiny_config(**VARIANTS["all-tokens-mlm"] | {"train.steps": "2", "train.eval_every": "0"})
     pretrain(settings, data=validation_corpus, out=tmp_path / "run")
@@ -191,91 +191,6 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
     table = alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts()))
     for name in ("run", "imported"):
         assert torch.equal(ef.load(tmp_path / name).proposal.table_V2, table)
-
-
-GENERATOR = ("generator_embeddings", "generator", "generator_head")
-DISCRIMINATOR = ("embeddings", "discriminator", "discriminator_head")
-SWITCH = STEPS // 2
-
-
-@pytest.fixture(scope="module")
-def two_stages(tmp_path_factory, validation_corpus):
-    """A run in two stages, with a checkpoint every third step: before, at and after the switch."""
-    out = tmp_path_factory.mktemp("stages") / "run"
-    pretrain(two_stage_config(), data=validation_corpus, out=out)
-    return out
-
-
-def test_a_stage_is_not_judged_before_its_warmup(two_stages, validation_corpus, tmp_path, monkeypatch):
-    """The discriminator is untrained when its stage begins."""
-    first_steps = []
-    monkeypatch.setattr(diagnostics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
-    resumed(two_stages, tmp_path / "run", 3, validation_corpus, two_stage_config())
-    assert first_steps == [100, 100, 100, 112, 112, 112]  # of the lines of steps 5, 10, 12, 15, 20 and 24
-
-
-def two_stage_config():
-    # Log lines would fall on both sides of the switch, were there not one at the end of a stage.
-    return tiny_config(**VARIANTS["two-stage"] | {"train.keep_checkpoints": "100", "train.log_every": "5"})
-
-
-def test_a_switch_copies_freezes_and_starts_afresh(two_stages):
-    def at(step):
-        folder = checkpoint_folder.path_of(two_stages, step)
-        return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
-
-    def changed(before, after, prefixes):
-        names = [name for name in before if name.startswith(tuple(f"{prefix}." for prefix in prefixes))]
-        assert names
-        return {not torch.equal(before[name], after[name]) for name in names}
-
-    (first, _), (switch, old), (next_one, new), (last, _) = (at(step) for step in (3, SWITCH, SWITCH + 3, STEPS))
-    assert changed(first, switch, GENERATOR) == {True} and changed(first, switch, DISCRIMINATOR) == {False}
-    assert changed(switch, last, GENERATOR) == {False} and changed(switch, next_one, DISCRIMINATOR) == {True}
-    assert (int(old["num_updates"]), int(new["num_updates"])) == (SWITCH, 3)
-    assert any("generator_head" in name for name in old) and not any("generator_head" in name for name in new)
-    # After three small steps the discriminator is near what it was copied from, and far from what it was.
-    token, copied = next_one["embeddings.token"], switch["generator_embeddings.token"]
-    assert (token - copied).norm() < 0.2 * (token - switch["embeddings.token"]).norm()
-
-
-def test_the_log_and_the_schedule_of_two_stages(two_stages):
-    records = lines(two_stages)
-    assert [record["step"] for record in records] == [5, 10, 12, 15, 20, 24]
-    assert [record["discriminator_loss"] is None for record in records] == [True] * 3 + [False] * 3
-    assert all(record["generator_loss"] > 0 for record in records)
-    for record in records[:3]:
-        assert record["loss"] == record["generator_loss"]
-    for record in records[3:]:  # 50, the weight of its loss
-        assert record["loss"] == pytest.approx(50 * record["discriminator_loss"])
-    # A warmup of 4 steps and a decay to 0 by the product schedule, twice: at steps 5, 10, 12 of 12 and 3, 8, 12 of 12.
-    expected = [(1 - step / SWITCH) * min(1, step / 4) * 1e-3 for step in (4, 9, 11, 2, 7, 11)]
-    assert [record["learning_rate"] for record in records] == pytest.approx(expected)
-
-
-def test_stage_one_is_mlm_of_the_same_size(two_stages, validation_corpus, tmp_path):
-    """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
-    changes = {"objective.name": "mlm", "data.masking": "paper", "train.steps": str(SWITCH), "train.log_every": "5"}
-    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
-    alone, whole = (
-        weights(tmp_path / "run"),
-        load_file(checkpoint_folder.path_of(two_stages, SWITCH) / "model.safetensors"),
-    )
-    assert all(torch.equal(alone[name], whole[name]) for name in alone)
-
-
-@pytest.mark.parametrize("step", [SWITCH, SWITCH + 3])
-def test_resumes_exactly_in_either_stage(two_stages, validation_corpus, tmp_path, capsys, step):
-    assert_same_run(resumed(two_stages, tmp_path / "run", step, validation_corpus, two_stage_config()), two_stages)
-    said = f"step {SWITCH}: replaced-token detection against the frozen generator begins: the optimizer's moments"
-    assert (said in capsys.readouterr().err) == (step <= SWITCH)
-
-
-def test_the_number_of_steps_of_two_stages_is_fixed(two_stages, validation_corpus, tmp_path):
-    shutil.copytree(two_stages, tmp_path / "run")
-    longer = two_stage_config().override({"train.steps": str(2 * STEPS)})
-    with pytest.raises(ValueError, match="train.steps = 24, now it is 48, which would move the boundary of its stages"):
-        pretrain(longer, data=validation_corpus, out=tmp_path / "run", allow_changes=True)
 
 
 def test_a_new_total_does_not_break_a_resume(whole_run, validation_corpus, tmp_path):

@@ -90,8 +90,9 @@ class AttentionMask:
     def _packed(
         cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, window: int | None
     ) -> AttentionMask:
+        num_rows, length = segment_ids_BL.shape
         fields = BACKENDS[backend].mask(segment_ids_BL, cu_seqlens, window)
-        return cls(*segment_ids_BL.shape, backend, window=window, **fields)
+        return cls(num_rows, length, backend, window=window, **fields)
 
     @classmethod
     def padded(

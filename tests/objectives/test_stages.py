@@ -1,0 +1,161 @@
+"""Runs in two stages: `two-stage`, and `objective.generator_first`, whose generator trains alone at first."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate, weights
+from variants import VARIANTS
+
+from electra_fast.config.config import Config
+from electra_fast.files import checkpoint_folder
+from electra_fast.training import diagnostics
+from electra_fast.training.pretrain import pretrain
+
+SWITCH, FIRST = STEPS // 2, 9
+# Log lines would fall on both sides of the switch, were there not one at the end of a stage.
+OFTEN = {"train.keep_checkpoints": "100", "train.log_every": "5"}
+TWO_STAGES = VARIANTS["two-stage"] | OFTEN
+GENERATOR_FIRST = OFTEN | {"objective.generator_first": str(FIRST), "objective.corrective_weight": "1"}
+GENERATOR, DISCRIMINATOR = {"generator", "generator_head"}, {"discriminator", "discriminator_head"}
+OWN, SHARED = DISCRIMINATOR | {"corrective_head"}, {"generator_embeddings"}  # as a checkpoint calls the shared ones
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory, validation_corpus):
+    """A function that gives a whole run, with a checkpoint every third step: before, at and after the switch."""
+    runs = {}
+
+    def run(name):
+        if name not in runs:
+            runs[name] = tmp_path_factory.mktemp("stages") / "run"
+            pretrain(tiny_config(**CHANGES[name]), data=validation_corpus, out=runs[name])
+        return runs[name]
+
+    return run
+
+
+CHANGES = {"two-stage": TWO_STAGES, "generator first": GENERATOR_FIRST}
+
+
+def resumed(original, to, step, data, changes):
+    """A copy of a run that goes on from its checkpoint of a step."""
+    shutil.copytree(original, to)
+    truncate(to, step)
+    pretrain(tiny_config(**changes), data=data, out=to)
+    return to
+
+
+def read(run, step, name="model"):
+    return load_file(checkpoint_folder.path_of(run, step) / f"{name}.safetensors")
+
+
+def changed(run, before, after):
+    """The submodules of which every parameter, or none, changed between two steps."""
+    first, second, found = read(run, before), read(run, after), {}
+    for name in first:
+        found.setdefault(name.partition(".")[0], set()).add(not torch.equal(first[name], second[name]))
+    return tuple({module for module, each in found.items() if each == {value}} for value in (True, False))
+
+
+def num_updates(run, *steps):
+    return [int(read(run, step, "optimizer")["num_updates"]) for step in steps]
+
+
+def test_a_switch_copies_freezes_and_starts_afresh(run_of):
+    run = run_of("two-stage")
+    generator, discriminator = GENERATOR | {"generator_embeddings"}, DISCRIMINATOR | {"embeddings"}
+    assert changed(run, 3, SWITCH) == (generator, discriminator)
+    assert changed(run, SWITCH, SWITCH + 3) == (discriminator, generator)
+    assert num_updates(run, SWITCH, SWITCH + 3) == [SWITCH, 3]
+    old, new = (read(run, step, "optimizer") for step in (SWITCH, SWITCH + 3))
+    assert any("generator_head" in name for name in old) and not any("generator_head" in name for name in new)
+    # After three small steps the discriminator is near what it was copied from, and far from what it was.
+    switch, token = read(run, SWITCH), read(run, SWITCH + 3)["embeddings.token"]
+    copied = switch["generator_embeddings.token"]
+    assert (token - copied).norm() < 0.2 * (token - switch["embeddings.token"]).norm()
+
+
+def test_the_discriminator_and_what_it_shares_begin_later(run_of):
+    run = run_of("generator first")
+    assert changed(run, 3, FIRST) == (GENERATOR, OWN | SHARED)
+    assert changed(run, FIRST, FIRST + 3) == (OWN | SHARED | GENERATOR, set())
+    assert num_updates(run, FIRST, FIRST + 3) == [FIRST, 3]
+
+
+def test_embeddings_of_its_own_train_with_the_generator(validation_corpus, tmp_path):
+    changes = GENERATOR_FIRST | {"model.tying": "none", "train.steps": "12"}
+    pretrain(tiny_config("modern", **changes), data=validation_corpus, out=tmp_path / "run")
+    assert changed(tmp_path / "run", 3, FIRST) == (GENERATOR | {"generator_embeddings"}, OWN | {"embeddings"})
+
+
+@pytest.mark.parametrize(("name", "switch"), [("two-stage", SWITCH), ("generator first", FIRST)])
+def test_the_log_and_the_schedule(run_of, name, switch):
+    records, steps = lines(run_of(name)), sorted({5, 10, 15, 20, 24, switch})
+    assert [record["step"] for record in records] == steps
+    assert [record["discriminator_loss"] is None for record in records] == [step <= switch for step in steps]
+    for record in records if name == "two-stage" else ():  # 50 is the weight of the discriminator's loss
+        is_first = record["step"] <= switch
+        expected = record["generator_loss"] if is_first else 50 * record["discriminator_loss"]
+        assert record["loss"] == pytest.approx(expected) and record["generator_loss"] > 0
+    # A warmup of 4 steps and a decay to 0 by the product schedule, twice.
+    expected = [(1 - (step - 1) / switch) * min(1, (step - 1) / 4) * 1e-3 for step in steps if step <= switch]
+    later, length = [step - 1 - switch for step in steps if step > switch], STEPS - switch
+    expected += [(1 - step / length) * min(1, step / 4) * 1e-3 for step in later]
+    assert [record["learning_rate"] for record in records] == pytest.approx(expected)
+
+
+RESUMED = [("two-stage", SWITCH), ("generator first", FIRST)]
+OTHERS = [("two-stage", SWITCH + 3), ("generator first", FIRST - 3), ("generator first", FIRST + 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [*RESUMED, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+)
+def test_resumes_exactly_before_at_and_after_the_switch(run_of, validation_corpus, tmp_path, capsys, name, step):
+    run = resumed(run_of(name), tmp_path / "run", step, validation_corpus, CHANGES[name])
+    assert_same_run(run, run_of(name))
+    if name == "two-stage":
+        said = f"step {SWITCH}: replaced-token detection against the frozen generator begins: the optimizer's moments"
+        assert (said in capsys.readouterr().err) == (step <= SWITCH)
+
+
+def test_a_stage_is_not_judged_before_its_warmup(run_of, validation_corpus, tmp_path, monkeypatch):
+    """The discriminator is untrained when its stage begins."""
+    first_steps, original = [], run_of("two-stage")
+    monkeypatch.setattr(diagnostics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
+    resumed(original, tmp_path / "run", 3, validation_corpus, TWO_STAGES)
+    assert first_steps == [100, 100, 100, 112, 112, 112]  # of the lines of steps 5, 10, 12, 15, 20 and 24
+
+
+def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
+    """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
+    changes = {"objective.name": "mlm", "data.masking": "paper", "train.steps": str(SWITCH), "train.log_every": "5"}
+    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    alone, whole = weights(tmp_path / "run"), read(run_of("two-stage"), SWITCH)
+    assert all(torch.equal(alone[name], whole[name]) for name in alone)
+
+
+def test_a_run_can_be_extended_but_its_switch_stays(run_of, validation_corpus, tmp_path, capsys):
+    for name, change, said in (
+        ("two-stage", {"train.steps": "48"}, "train.steps = 24, now it is 48, which would move the boundary"),
+        (
+            "generator first",
+            {"objective.generator_first": "12"},
+            "generator_first = 9, now it is 12, which would be an",
+        ),
+    ):
+        run = shutil.copytree(run_of(name), tmp_path / name)
+        with pytest.raises(ValueError, match=said):
+            pretrain(tiny_config(**CHANGES[name] | change), data=validation_corpus, out=run, allow_changes=True)
+    assert pretrain(tiny_config(**GENERATOR_FIRST | {"train.steps": "26"}), data=validation_corpus, out=run).step == 26
+    rate = (1 - (24 - FIRST) / (26 - FIRST)) * 1e-3
+    said = f"the learning rate of step 24 is {rate:.3g} (it was 0) and falls to 0 at step 26"
+    assert said in capsys.readouterr().err
+
+
+def test_rates_follow_the_longer_stage():
+    config = Config.preset("small", "modern").override({"train.steps": "1000", "objective.generator_first": "200"})
+    expected = config.override({"train.steps": "800", "objective.generator_first": "0"})
+    assert config.resolved().optimizer == expected.resolved().optimizer
