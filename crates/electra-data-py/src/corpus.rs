@@ -9,13 +9,11 @@ use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::errors::{absolute, raise};
-use crate::interruption::interruptible;
+use crate::errors::{absolute, interruptible, raise};
 use crate::prepare::{CoverageTuple, coverage_tuple};
 use crate::process::PerProcess;
 use crate::tokenizer::{Tokenizer, ids_to_bytes, special_tuple};
 
-/// A finished corpus.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub(crate) struct Corpus {
     path: PathBuf,
@@ -24,7 +22,6 @@ pub(crate) struct Corpus {
 
 #[pymethods]
 impl Corpus {
-    /// Opens a corpus; with `content_hash`, only one that has this hash.
     #[new]
     #[pyo3(signature = (path, content_hash=None))]
     fn new(py: Python, path: PathBuf, content_hash: Option<&str>) -> PyResult<Self> {
@@ -32,7 +29,6 @@ impl Corpus {
         Ok(Self { path: absolute(&path)?, inner: PerProcess::new(inner) })
     }
 
-    /// The ids of a document, as the bytes of little-endian u32.
     fn document<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyBytes>> {
         let inner = self.get(py)?;
         let ids = match electra_data::url_of(&self.path) {
@@ -48,8 +44,7 @@ impl Corpus {
         interruptible(py, || electra_data::Coverage::of_corpus(&corpus, &tokenizer)).map(coverage_tuple)
     }
 
-    /// How often each id occurs, as the bytes of little-endian u64. What is read of a store goes to the cache in a
-    /// folder, of so many bytes.
+    /// How often each id occurs, as the bytes of little-endian u64. `cache`: folder and bytes of what a store sends.
     #[pyo3(signature = (cache=None))]
     fn token_counts<'py>(
         &self,
@@ -71,7 +66,6 @@ impl Corpus {
         self.path.to_string_lossy().into_owned()
     }
 
-    /// The other attributes; `_data.pyi` lists them.
     fn __getattr__<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let inner = self.get(py)?;
         match name {
@@ -99,7 +93,6 @@ impl Corpus {
 }
 
 impl Corpus {
-    /// The corpus of this process. A forked child opens it again.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
         self.inner.get(py, |parent| interruptible(py, || open(&self.path, Some(parent.content_hash()), None)))
     }

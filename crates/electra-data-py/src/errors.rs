@@ -1,10 +1,13 @@
-//! Rust errors as Python exceptions.
+//! What crosses the border to Python besides data: errors, signals, options.
 
 use std::path::{Path, PathBuf};
 
 use electra_data::Error;
 use pyo3::exceptions::{PyFileNotFoundError, PyKeyboardInterrupt, PyOSError};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Number, Value};
 
 pyo3::import_exception!(electra_fast.errors, InputError);
 
@@ -28,4 +31,43 @@ pub(crate) fn absolute(path: &Path) -> PyResult<PathBuf> {
         return Ok(url.into());
     }
     std::path::absolute(path).map_err(|error| raise(Error::io(path, error)))
+}
+
+/// Runs `work` without the GIL on a thread of its own, while this one handles signals. An exception that a handler
+/// raises cancels all requests to stores and is the result.
+pub(crate) fn interruptible<T: Send>(
+    py: Python,
+    work: impl FnOnce() -> Result<T, Error> + Send,
+) -> PyResult<T> {
+    let check = |_: Option<()>| Python::attach(|py| py.check_signals());
+    py.detach(|| electra_data::attended(|_| work(), check))?.map_err(raise)
+}
+
+pub(crate) fn options<T: DeserializeOwned>(given: Option<&Bound<PyDict>>) -> PyResult<T> {
+    let mut values = Map::new();
+    for (name, value) in given.into_iter().flat_map(|given| given.iter()) {
+        let name = name.extract::<String>()?;
+        let value = json(&name, &value)?;
+        values.insert(name, value);
+    }
+    electra_data::options_from(values).map_err(raise)
+}
+
+/// The value of an option: an integer, a number, text, a list of texts or nothing.
+fn json(name: &str, value: &Bound<PyAny>) -> PyResult<Value> {
+    if value.is_none() {
+        return Ok(Value::Null);
+    }
+    if let Ok(integer) = value.extract::<i64>() {
+        return Ok(integer.into());
+    }
+    if let Ok(number) = value.extract::<f64>() {
+        let number = Number::from_f64(number)
+            .ok_or_else(|| InputError::new_err(format!("{name} = {number}: not a finite number")))?;
+        return Ok(number.into());
+    }
+    match value.extract::<String>() {
+        Ok(text) => Ok(text.into()),
+        Err(_) => value.extract::<Vec<String>>().map(Value::from),
+    }
 }

@@ -3,12 +3,9 @@
 
 use pyo3::pymodule;
 
-mod bus_error;
 mod corpus;
 mod errors;
-mod interruption;
 mod loader;
-mod options;
 mod prepare;
 mod prepare_job;
 mod process;
@@ -38,8 +35,6 @@ mod _data {
     }
 
     #[pymodule_export]
-    use crate::bus_error::explain_bus_errors;
-    #[pymodule_export]
     use crate::corpus::{Corpus, url_of, verify};
     #[pymodule_export]
     use crate::loader::{BatchLoader, auto_lanes, merge_states, mixture_weights};
@@ -47,6 +42,8 @@ mod _data {
     use crate::prepare::{prepare, text_coverage, text_sample, train_vocab};
     #[pymodule_export]
     use crate::prepare_job::{PrepareJob, job_tokenizer, prepare_input_groups};
+    #[pymodule_export]
+    use crate::process::explain_bus_errors;
     #[pymodule_export]
     use crate::record_batch::RecordBatch;
     #[pymodule_export]

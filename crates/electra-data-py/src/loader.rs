@@ -9,8 +9,7 @@ use electra_data::{Corpus, Error, Loader, LoaderOptions, LoaderState, Poll, Toke
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{InputError, absolute, raise};
-use crate::interruption::interruptible;
+use crate::errors::{InputError, absolute, interruptible, raise};
 use crate::process::PerProcess;
 use crate::record_batch::RecordBatch;
 
@@ -20,7 +19,6 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 const IN_USE: &str = "a thread was taking a batch when this process was forked, so the loader's position is unknown \
                       here; open a BatchLoader in this process";
 
-/// A corpus's folder and its weight.
 type Weighted = (PathBuf, Option<f64>);
 
 /// An iterator of record batches over corpora. `electra_fast.data.BatchLoader` documents it.
@@ -35,7 +33,7 @@ pub struct BatchLoader {
 impl BatchLoader {
     #[new]
     fn new(py: Python<'_>, corpora: Vec<Weighted>, options: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let options: LoaderOptions = crate::options::options(Some(options))?;
+        let options: LoaderOptions = crate::errors::options(Some(options))?;
         let loader = interruptible(py, || open(&corpora, &options))?;
         let corpora = corpora.into_iter().map(|(path, weight)| Ok((absolute(&path)?, weight)));
         Ok(Self {
@@ -45,14 +43,12 @@ impl BatchLoader {
         })
     }
 
-    /// The folders of the corpora, as absolute paths or URLs, with the weights given. Strings, since a `Path` would
-    /// spoil a URL.
+    /// The folders, absolute, or URLs, and the weights given. Strings, since a `Path` would spoil a URL.
     #[getter]
     fn corpora(&self) -> Vec<(&OsStr, Option<f64>)> {
         self.corpora.iter().map(|(path, weight)| (path.as_os_str(), *weight)).collect()
     }
 
-    /// How often each corpus has been read, after the last batch that was returned.
     fn passes(&self, py: Python<'_>) -> PyResult<Vec<f64>> {
         let loader = self.get(py)?;
         Ok(py.detach(|| lock(&loader).passes()))
@@ -73,19 +69,16 @@ impl BatchLoader {
         }
     }
 
-    /// The position after the last batch that was returned, as JSON.
     fn state(&self, py: Python<'_>) -> PyResult<String> {
         let loader = self.get(py)?;
         py.detach(|| lock(&loader).state().to_json()).map_err(raise)
     }
 
-    /// Resumes from a state in JSON.
     fn restore(&self, py: Python<'_>, state: &str) -> PyResult<()> {
         let loader = self.get(py)?;
         interruptible(py, || lock(&loader).restore(&LoaderState::from_json(state)?))
     }
 
-    /// Rows per epoch, over all corpora.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
         let loader = self.get(py)?;
@@ -118,21 +111,18 @@ impl BatchLoader {
     }
 }
 
-/// The weights of a mixture as integers in lowest terms; raises if the corpora cannot be mixed.
 #[pyfunction]
 pub(crate) fn mixture_weights(py: Python<'_>, corpora: Vec<Weighted>) -> PyResult<Vec<u64>> {
     let weights = || open(&corpora, &LoaderOptions::default()).map(|loader| loader.weights().to_vec());
     interruptible(py, weights)
 }
 
-/// The state of a loader whose ranks have these states after the same batch.
 #[pyfunction]
 pub(crate) fn merge_states(states: Vec<String>) -> PyResult<String> {
     let states = states.iter().map(|state| LoaderState::from_json(state)).collect::<Result<_, _>>();
     states.and_then(LoaderState::merged).and_then(|state| state.to_json()).map_err(raise)
 }
 
-/// The number of lanes of a run on these corpora with so many rows per batch.
 #[pyfunction]
 pub(crate) fn auto_lanes(py: Python<'_>, corpora: Vec<PathBuf>, batch_size: i64) -> PyResult<i64> {
     let open = |path: &PathBuf| Ok(Arc::new(Corpus::open(path)?));

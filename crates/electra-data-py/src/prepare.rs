@@ -10,9 +10,7 @@ use electra_data::{
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::errors::raise;
-use crate::interruption::interruptible;
-use crate::options::options;
+use crate::errors::{interruptible, options, raise};
 use crate::tokenizer::Tokenizer;
 
 /// Makes a corpus from either `files` or `texts`, an iterator; `reading` says how to read files.
@@ -53,7 +51,6 @@ pub(crate) fn prepare<'py>(
     report_dict(py, report)
 }
 
-/// The kind of duplicates with this name.
 pub(crate) fn drop_duplicates_from(name: Option<&str>) -> PyResult<Option<DropDuplicates>> {
     #[derive(Default, serde::Deserialize)]
     #[serde(default)]
@@ -64,7 +61,6 @@ pub(crate) fn drop_duplicates_from(name: Option<&str>) -> PyResult<Option<DropDu
     electra_data::options_from::<Options>(given).map(|options| options.drop_duplicates).map_err(raise)
 }
 
-/// The fields of Python's dataclass.
 pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<PyDict>> {
     let result = PyDict::new(py);
     macro_rules! set {
@@ -84,14 +80,12 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
 
 type RepeatsTuple = ((u64, u64, u64), (u64, u64, u64), Vec<(String, u64)>, u64);
 
-/// Repeated text in the order of Python's dataclass.
 fn repeats_tuple(found: Repeats) -> RepeatsTuple {
     let count = |count: RepeatCount| (count.total, count.repeated, count.sampled);
     let lines = found.most_repeated.into_iter().map(|line| (line.text, line.count)).collect();
     (count(found.documents), count(found.lines), lines, found.most_repeated_error)
 }
 
-/// A sample of files, for a run with this tokenizer and output folder, or to train a vocabulary on.
 #[pyfunction]
 #[pyo3(signature = (run=None, *, files, **reading))]
 pub(crate) fn text_sample(
@@ -108,7 +102,6 @@ pub(crate) fn text_sample(
     })
 }
 
-/// (tokens, unknown tokens, words or None, frequent unknown words with counts) of texts.
 #[pyfunction]
 pub(crate) fn text_coverage(
     py: Python,
@@ -121,12 +114,10 @@ pub(crate) fn text_coverage(
 
 pub(crate) type CoverageTuple = (u64, u64, Option<u64>, Vec<(String, u64)>);
 
-/// A coverage in the order of Python's dataclass.
 pub(crate) fn coverage_tuple(found: Coverage) -> CoverageTuple {
     (found.tokens, found.unknown, found.words, found.unknown_words)
 }
 
-/// Trains a vocabulary; `counted` is called after counting words and before learning merges.
 #[pyfunction]
 #[pyo3(signature = (out, *, files=None, texts=None, size, lowercase, strip_accents, character_coverage,
                     min_frequency, threads=None, sample=None, seed=0, progress=None, counted=None, **reading))]
@@ -191,13 +182,11 @@ fn set_passed_over(result: &Bound<'_, PyDict>, files: PassedOver) -> PyResult<()
     result.set_item("skipped_kinds", PyTuple::new(result.py(), files.kinds)?)
 }
 
-/// (file, line, reason) of each record.
 fn tuples(py: Python<'_>, records: impl IntoIterator<Item = SkippedRecord>) -> PyResult<Bound<'_, PyTuple>> {
     let records: Vec<_> = records.into_iter().map(|r| (r.file, r.line, r.reason)).collect();
     PyTuple::new(py, records)
 }
 
-/// The Python side of a long run: the progress callback.
 pub(crate) struct PythonCallbacks {
     progress: Option<Py<PyAny>>,
 }
@@ -207,8 +196,7 @@ impl PythonCallbacks {
         Self { progress }
     }
 
-    /// Runs `work` without the GIL, and reports its progress on this thread. An exception raised in Python meanwhile
-    /// stops it.
+    /// Runs `work` without the GIL and reports its progress here. An exception raised in Python meanwhile stops it.
     pub fn run<T: Send>(
         &self,
         py: Python,
@@ -240,7 +228,6 @@ impl PythonCallbacks {
         }
     }
 
-    /// Handles signals and reports progress to Python.
     fn report(&self, progress: Option<Progress>) -> PyResult<()> {
         Python::attach(|py| {
             py.check_signals()?;

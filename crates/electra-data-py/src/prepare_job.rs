@@ -7,13 +7,10 @@ use electra_data::{OpenedJob, PrepareOptions};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::{InputError, raise};
-use crate::interruption::interruptible;
-use crate::options::options;
+use crate::errors::{InputError, interruptible, options, raise};
 use crate::prepare::{PythonCallbacks, drop_duplicates_from, report_dict};
 use crate::tokenizer::Tokenizer;
 
-/// The parent's side of a corpus that tasks prepare.
 #[pyclass(module = "electra_fast._data")]
 pub(crate) struct PrepareJob {
     tokenizer: Arc<electra_data::Tokenizer>,
@@ -61,8 +58,6 @@ impl PrepareJob {
         self.unfinished().map(electra_data::PrepareJob::input_groups).unwrap_or_default()
     }
 
-    /// Begins the second pass over the input, if there is one and tasks have completed the first; returns whether it
-    /// has begun.
     fn next_pass(&mut self, py: Python) -> PyResult<bool> {
         let (tokenizer, opened) = (&self.tokenizer, &mut self.opened);
         self.callbacks.run(py, None, None, |_, progress| match opened {
@@ -71,17 +66,14 @@ impl PrepareJob {
         })
     }
 
-    /// State shared by all tasks, as text.
     fn settings(&self) -> PyResult<String> {
         self.unfinished()?.settings(&self.tokenizer).map_err(raise)
     }
 
-    /// An input group as text, for a task.
     fn input_group(&self, number: usize) -> PyResult<String> {
         self.unfinished()?.input_group(number).map_err(raise)
     }
 
-    /// Makes the corpus from what the tasks have built; returns the report of `prepare`.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if let Some(OpenedJob::Complete(report)) = &self.opened {
             return report_dict(py, (**report).clone());
@@ -92,7 +84,6 @@ impl PrepareJob {
         report_dict(py, report)
     }
 
-    /// Releases the folder.
     fn close(&mut self, py: Python) {
         let opened = self.opened.take();
         py.detach(|| drop(opened));
@@ -108,13 +99,11 @@ impl PrepareJob {
     }
 }
 
-/// The tokenizer of a job, from its settings.
 #[pyfunction]
 pub(crate) fn job_tokenizer(py: Python, settings: String) -> PyResult<Tokenizer> {
     interruptible(py, || electra_data::job_tokenizer(&settings)).map(Tokenizer::of)
 }
 
-/// (documents, tokens, bytes of input) of the input groups of a task, which it builds unless they are finished.
 #[pyfunction]
 #[pyo3(signature = (settings, input_groups, tokenizer, threads=1))]
 pub(crate) fn prepare_input_groups(

@@ -10,7 +10,6 @@ use pyo3::exceptions::{PyBufferError, PyRuntimeError};
 use pyo3::types::{PyByteArray, PyCapsule};
 use pyo3::{ffi, prelude::*};
 
-/// Bytes per element of all columns.
 const WORD: usize = 4;
 
 /// A record batch that any Arrow library can import without copying.
@@ -22,7 +21,6 @@ pub struct RecordBatch {
 }
 
 impl RecordBatch {
-    /// A batch to export.
     pub fn new(batch: arrow_array::RecordBatch) -> Self {
         let layout = layout(&batch).unwrap_or_default();
         Self { batch, layout }
@@ -31,13 +29,11 @@ impl RecordBatch {
 
 #[pymethods]
 impl RecordBatch {
-    /// Rows in this batch.
     #[getter]
     fn num_rows(&self) -> usize {
         self.batch.num_rows()
     }
 
-    /// A capsule with the schema, under the name that the Arrow C data interface gives it.
     fn __arrow_c_schema__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyCapsule>> {
         let schema = FFI_ArrowSchema::try_from(self.batch.schema_ref().as_ref())
             .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;

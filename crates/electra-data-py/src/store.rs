@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 
-use crate::interruption::interruptible;
+use crate::errors::interruptible;
 
 /// Uploads a file to the object at `url`. With `if_absent`, returns False and writes nothing if that exists already.
 #[pyfunction]
@@ -13,7 +13,6 @@ pub(crate) fn upload(py: Python, path: PathBuf, url: &str, if_absent: bool) -> P
     interruptible(py, || electra_data::upload(&path, url, if_absent))
 }
 
-/// Downloads the object at `url` to a file, which appears only when it is complete.
 #[pyfunction]
 pub(crate) fn download(py: Python, url: &str, path: PathBuf) -> PyResult<()> {
     interruptible(py, || electra_data::download(url, &path))
@@ -25,7 +24,6 @@ pub(crate) fn list_objects(py: Python, url: &str) -> PyResult<Vec<(String, u64)>
     interruptible(py, || electra_data::list_objects(url))
 }
 
-/// Deletes objects below the folder `url`; missing ones are no error.
 #[pyfunction]
 pub(crate) fn delete_objects(py: Python, url: &str, names: Vec<String>) -> PyResult<()> {
     interruptible(py, || electra_data::delete_objects(url, &names))

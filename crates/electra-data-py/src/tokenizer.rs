@@ -10,14 +10,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::corpus::Corpus;
-use crate::errors::raise;
-use crate::interruption::interruptible;
+use crate::errors::{interruptible, raise};
 use crate::process::PerProcess;
 
-/// Ids of pad, unk, cls, sep and mask.
 type Special = (u32, u32, u32, u32, u32);
 
-/// A tokenizer from a vocab.txt or tokenizer.json.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub(crate) struct Tokenizer {
     inner: PerProcess<electra_data::Tokenizer>,
@@ -39,7 +36,6 @@ impl Tokenizer {
         py.detach(open).map(Self::of).map_err(raise)
     }
 
-    /// The tokenizer that a file beside the manifest of its corpus has there; None for any other file.
     #[staticmethod]
     fn beside_manifest(
         path: PathBuf,
@@ -50,13 +46,11 @@ impl Tokenizer {
         Ok(found.map_err(raise)?.map(Self::of))
     }
 
-    /// What differs between the entries of a vocab.txt and of a tokenizer.json, if anything does.
     #[staticmethod]
     fn disagreement(vocab_txt: PathBuf, json: PathBuf) -> PyResult<Option<String>> {
         electra_data::Tokenizer::disagreement(&vocab_txt, &json).map_err(raise)
     }
 
-    /// Everything but the entries, as JSON.
     fn rules(&self, py: Python) -> PyResult<String> {
         Ok(self.get(py)?.rules())
     }
@@ -65,7 +59,6 @@ impl Tokenizer {
         Ok(self.get(py)?.token_to_id(token))
     }
 
-    /// A tokenizer from the values of `path`, `file`, `settings` and `special_tokens` of another one.
     #[staticmethod]
     fn restored(
         path: PathBuf,
@@ -80,14 +73,12 @@ impl Tokenizer {
             .map_err(raise)
     }
 
-    /// The tokenizer that a corpus was prepared with, from the corpus's own copy.
     #[staticmethod]
     fn of_corpus(py: Python, corpus: &Corpus) -> PyResult<Self> {
         let corpus = corpus.get(py)?;
         interruptible(py, || electra_data::Tokenizer::of_corpus(&corpus)).map(Self::of)
     }
 
-    /// The ids of each text, as the bytes of little-endian u32.
     fn encode_batch<'py>(&self, py: Python<'py>, texts: Vec<String>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let inner = self.get(py)?;
         let ids = py.detach(|| inner.encode_batch(&texts)).map_err(raise)?;
@@ -132,7 +123,6 @@ impl Tokenizer {
         py.detach(|| inner.to_json()).map_err(raise)
     }
 
-    /// Attributes; `_data.pyi` lists them.
     fn __getattr__<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let inner = self.get(py)?;
         match name {
@@ -150,12 +140,10 @@ impl Tokenizer {
 }
 
 impl Tokenizer {
-    /// A tokenizer opened by this process.
     pub fn of(inner: electra_data::Tokenizer) -> Self {
         Self { inner: PerProcess::new(inner) }
     }
 
-    /// The tokenizer of this process. A forked child makes one from the same bytes.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Tokenizer>> {
         self.inner.get(py, |parent| {
             let (name, file) = parent.file();
@@ -165,12 +153,10 @@ impl Tokenizer {
     }
 }
 
-/// Special tokens in the order of Python's named tuple.
 pub(crate) fn special_tuple(special: electra_data::SpecialTokens) -> Special {
     (special.pad, special.unk, special.cls, special.sep, special.mask)
 }
 
-/// Ids as bytes for numpy's `<u4`.
 pub(crate) fn ids_to_bytes<'py>(py: Python<'py>, ids: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
     PyBytes::new_with(py, 4 * ids.len(), |bytes| {
         bytes.chunks_exact_mut(4).zip(ids).for_each(|(four, id)| four.copy_from_slice(&id.to_le_bytes()));

@@ -8,10 +8,8 @@ use crate::error::{Error, Result};
 
 /// An option that is one of several values, each with a name.
 pub trait Choice: Copy + PartialEq + 'static {
-    /// The values with their names in configurations.
     const NAMES: &'static [(&'static str, Self)];
 
-    /// The value's name.
     fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, value)| *value == self).map_or("", |(name, _)| name)
     }
@@ -48,8 +46,7 @@ pub(crate) fn by_name<'de, D: Deserializer<'de>, C: Choice>(from: D) -> std::res
     })
 }
 
-/// Reads options by name; those that are not given have their defaults. An error names the option, its value and what
-/// is wrong.
+/// Reads options by name; others have their defaults. An error names the option, its value and what is wrong.
 pub fn options_from<T: DeserializeOwned>(values: Map<String, Value>) -> Result<T> {
     for (name, value) in &values {
         let alone = Value::from(Map::from_iter([(name.clone(), value.clone())]));

@@ -7,29 +7,20 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A required file or folder does not exist.
     #[error("{path}: not found{hint}", path = path.display())]
     NotFound {
-        /// The missing file or folder.
         path: PathBuf,
         /// The remedy, beginning with "; ", or empty.
         hint: String,
     },
-    /// A read or a write failed.
     #[error("{path}: {source}", path = path.display())]
-    Io {
-        /// The file concerned.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    Io { path: PathBuf, source: std::io::Error },
     /// The user's text, vocabulary or arguments cannot be used as they are.
     #[error("{0}")]
     Input(String),
     /// A shard or manifest is not what was written: damaged, truncated or of another corpus.
     #[error("{path}: {reason}", path = path.display())]
     Damaged {
-        /// The damaged file.
         path: PathBuf,
         /// The damage, with block or field, and the remedy.
         reason: String,
@@ -39,11 +30,9 @@ pub enum Error {
     Interrupted,
 }
 
-/// Shorthand for results of this crate.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// Wraps a system error with the file it happened on.
     pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io { path: path.into(), source }
     }

@@ -27,7 +27,6 @@ mod error;
 mod format;
 mod input;
 mod loader;
-mod panics;
 pub mod philox;
 mod prepare;
 mod regular_file;

@@ -15,15 +15,10 @@ const LANES: usize = 4;
 /// The purpose of a stream of numbers. Streams with different purposes never share a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// Which positions of a row are masked, and with what.
     Mask = 0,
-    /// Where the documents of a block are cut.
     Cut = 1,
-    /// The order in which spans of equal length are packed.
     Tie = 2,
-    /// The order of the blocks of an epoch.
     BlockOrder = 3,
-    /// The order of the rows of a window.
     RowOrder = 4,
     /// Division of lines as in the published example builder.
     Example = 5,
@@ -31,12 +26,10 @@ pub enum Purpose {
     ShardOrder = 6,
 }
 
-/// A probability as [`Stream::happens`] takes it.
 pub(crate) const fn probability(p: f64) -> u32 {
     (p * 4_294_967_296.0) as u32
 }
 
-/// The four random words for a counter and a key.
 // Always inlined: `Stream::refill` computes four counters side by side only if it sees into this.
 #[inline(always)]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
@@ -70,14 +63,12 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The stream for a purpose and a counter (for masks: epoch, block, row within the block).
     pub fn new(seed: u64, purpose: Purpose, counter: [u32; 3]) -> Self {
         let key = [seed as u32, (seed >> 32) as u32];
         let next = (purpose as u32) << 24;
         Self { key, counter, next, words: [0; 4 * LANES], used: 4 * LANES }
     }
 
-    /// The next word, uniform over all 32-bit values.
     #[inline]
     pub fn word(&mut self) -> u32 {
         if self.used == self.words.len() {
@@ -88,7 +79,6 @@ impl Stream {
         word
     }
 
-    /// The next 64 bits.
     pub fn word64(&mut self) -> u64 {
         u64::from(self.word()) << 32 | u64::from(self.word())
     }

@@ -22,7 +22,6 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns the kind of a file that is neither a regular one nor a folder.
 pub(crate) fn special_kind(metadata: &Metadata) -> Option<&'static str> {
     let kind = metadata.file_type();
     let is_device = kind.is_char_device() || kind.is_block_device();

@@ -1,45 +1,103 @@
-//! The thread pool of this crate's parallel iterators, one per process.
+//! The thread pool of this crate's parallel iterators, one per process, and what threads share.
 //!
 //! rayon's global pool does not survive a fork: its threads stay in the parent, and a child that gives it
 //! work waits forever. So nothing in this crate runs on the global pool.
 
+use std::any::Any;
+use std::cell::Cell;
+use std::fmt::Display;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
 
-/// Not behind a lock, because a fork could leave the lock held in the child.
-static POOL: AtomicPtr<ProcessPool> = AtomicPtr::new(std::ptr::null_mut());
-
-/// Never freed once it is in `POOL`.
-struct ProcessPool {
-    process: u32,
-    threads: ThreadPool,
-}
+static POOL: PerProcess<ThreadPool> = PerProcess::new();
 
 /// Runs `work` on all cores: its parallel iterators use the pool of this process.
 pub(crate) fn on_all_cores<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
-    Ok(pool()?.threads.install(work))
+    let build = || ThreadPoolBuilder::new().thread_name(|index| format!("electra-{index}")).build();
+    Ok(POOL.get(build)?.install(work))
 }
 
-fn pool() -> Result<&'static ProcessPool> {
-    let process = std::process::id();
-    loop {
-        let known = POOL.load(Ordering::Acquire);
-        // SAFETY: the pointer is null or from a leaked box, which is never changed or freed.
-        if let Some(pool) = unsafe { known.as_ref() }
-            && pool.process == process
-        {
-            return Ok(pool);
+/// Threads that each process starts on first use. No lock, which a fork could leave held in the child.
+pub(crate) struct PerProcess<T>(AtomicPtr<(u32, T)>);
+
+impl<T: Send + Sync> PerProcess<T> {
+    pub const fn new() -> Self {
+        Self(AtomicPtr::new(std::ptr::null_mut()))
+    }
+
+    pub fn get<E: Display>(&'static self, start: impl Fn() -> Result<T, E>) -> Result<&'static T> {
+        let process = std::process::id();
+        loop {
+            let known = self.0.load(Ordering::Acquire);
+            // SAFETY: the pointer is null or from a leaked box, which is never changed or freed.
+            if let Some((owner, threads)) = unsafe { known.as_ref() }
+                && *owner == process
+            {
+                return Ok(threads);
+            }
+            let new = start().map_err(|error| Error::Input(format!("cannot start threads: {error}")))?;
+            let ours = Box::into_raw(Box::new((process, new)));
+            // In a child this leaks the parent's: dropping them would wait for threads that do not exist.
+            if self.0.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                // SAFETY: `ours` is from a box and was not published, because another thread was faster.
+                drop(unsafe { Box::from_raw(ours) });
+            }
         }
-        let threads = ThreadPoolBuilder::new().thread_name(|index| format!("electra-{index}")).build();
-        let threads = threads.map_err(|error| Error::Input(format!("cannot start threads: {error}")))?;
-        let ours = Box::into_raw(Box::new(ProcessPool { process, threads }));
-        // In a child this leaks the parent's pool: dropping it would wait for threads that do not exist.
-        if POOL.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            // SAFETY: `ours` is from a box and was not published, because another thread was faster.
-            drop(unsafe { Box::from_raw(ours) });
-        }
+    }
+}
+
+/// Locks also what a thread held that panicked: nothing here is left half-changed.
+pub(crate) fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn nonce() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+thread_local! {
+    static CATCHES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs what may panic; if it does, nothing is printed, and its message is returned.
+///
+/// What a panic leaves half-changed must not be used afterwards.
+pub(crate) fn caught<T>(run: impl FnOnce() -> T) -> Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let report = take_hook();
+        set_hook(Box::new(move |panic| {
+            if !CATCHES.get() {
+                report(panic);
+            }
+        }));
+    });
+    let outer = CATCHES.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(run));
+    CATCHES.set(outer);
+    result.map_err(|panic| message(&*panic))
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message").to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_returned() {
+        assert_eq!(caught(|| 1), Ok(1));
+        let (number, nested) = (2, || caught(|| caught(|| panic!("inner")).unwrap_err()));
+        assert_eq!(caught(|| panic!("number {number}")).err(), Some::<String>("number 2".to_owned()));
+        assert_eq!(nested(), Ok("inner".to_owned()));
     }
 }

@@ -25,7 +25,6 @@ fn all() -> Vec<(String, Tokenizer)> {
     all
 }
 
-/// Whether a tokenizer has the options of the published vocabularies: uncased, cased.
 fn is_published(which: usize) -> bool {
     which == 0 || which == 3
 }

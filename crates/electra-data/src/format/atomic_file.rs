@@ -9,7 +9,6 @@ use crate::error::{Error, Result};
 /// Prefix of temporary names. The tag of the attempt that writes the file follows.
 const TEMP: &str = ".tmp-";
 
-/// A file being written under a temporary name, which is removed unless it is committed.
 #[derive(Debug)]
 pub(super) struct AtomicFile {
     pub file: File,
@@ -19,14 +18,12 @@ pub(super) struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Creates the temporary file for `dir/name`; `tag` identifies the run.
     pub fn create(dir: &Path, name: &str, tag: &str) -> Result<Self> {
         let temp = temp_path(dir, name, tag);
         let file = File::create(&temp).map_err(|e| write_error(&temp, e))?;
         Ok(Self { file, temp, target: dir.join(name), committed: false })
     }
 
-    /// The path that the file will have.
     pub fn target(&self) -> &Path {
         &self.target
     }
@@ -67,7 +64,6 @@ impl Drop for AtomicFile {
     }
 }
 
-/// Writes a small file atomically.
 pub(crate) fn write_atomically(dir: &Path, name: &str, tag: &str, bytes: &[u8]) -> Result<()> {
     let mut output = AtomicFile::create(dir, name, tag)?;
     output.file.write_all(bytes).map_err(|e| write_error(&output.target, e))?;
@@ -102,12 +98,10 @@ pub(crate) fn create_folder(dir: &Path) -> Result<()> {
     dir.ancestors().take(num_new.max(1)).try_for_each(sync_folder_of)
 }
 
-/// The temporary path for `dir/name`; `tag` identifies the run.
 pub(crate) fn temp_path(dir: &Path, name: &str, tag: &str) -> PathBuf {
     dir.join(format!("{TEMP}{tag}-{name}"))
 }
 
-/// An error while writing, with a remedy where the system's message suggests none.
 pub(crate) fn write_error(path: &Path, error: std::io::Error) -> Error {
     use std::io::ErrorKind::{
         FileTooLarge, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,

@@ -1,10 +1,10 @@
 //! A finished corpus, opened for reading: its manifest and its shards.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+use rayon::prelude::*;
 use tempfile::TempDir;
 
 use super::atomic_file::{write_atomically, write_error};
@@ -16,8 +16,8 @@ use super::mmap::MappedFile;
 use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Store, url_of};
+use crate::threads::{lock, nonce, on_all_cores};
 
-/// The folder of the validation split inside a corpus.
 pub(crate) const VALIDATION: &str = "holdout";
 
 /// Shards whose lengths are checked when a corpus is opened; those of larger corpora are checked on first use.
@@ -73,19 +73,16 @@ impl Corpus {
         Ok(Self { dir, manifest, cache, store, tokenizer: OnceLock::new(), shards, starts })
     }
 
-    /// Number of shards.
     pub fn num_shards(&self) -> usize {
         self.shards.len()
     }
 
-    /// Documents and tokens of a shard.
     pub fn shard_size(&self, number: usize) -> (u64, u64) {
         let entry = &self.manifest.shards[number];
         (entry.num_documents, entry.num_tokens)
     }
 
-    /// The token at which part `index` of `count` equal parts of a shard of so many tokens begins, moved to where what a
-    /// checksum covers begins.
+    /// Where part `index` of `count` of a shard of so many tokens begins, moved to the start of a checksum's block.
     pub(crate) fn aligned(&self, tokens: u64, index: u64, count: u64) -> u32 {
         let (width, block) = (u64::from(self.manifest.token_bytes), BLOCK_BYTES as u64);
         let blocks = (HEADER_BYTES as u64 + width * tokens) / block;
@@ -93,7 +90,6 @@ impl Corpus {
         if index == count { tokens as u32 } else { token as u32 }
     }
 
-    /// The shard with this number; documents are numbered in the order of the shards.
     pub fn shard(&self, number: usize) -> Arc<Shard> {
         let mut slot = lock(&self.shards[number]);
         let open = || match &self.cache {
@@ -106,19 +102,16 @@ impl Corpus {
         slot.get_or_insert_with(|| Arc::new(open())).clone()
     }
 
-    /// All shards.
     pub fn shards(&self) -> impl Iterator<Item = Arc<Shard>> {
         (0..self.num_shards()).map(|number| self.shard(number))
     }
 
-    /// Unmaps the shards that are not in use, if very many files are mapped.
     pub fn close_idle(&self) {
         if MappedFile::num_mapped() > MAX_MAPPED {
             self.close_idle_beyond(0);
         }
     }
 
-    /// Unmaps the shards that are not in use, except for so many.
     fn close_idle_beyond(&self, count: usize) {
         // A shard that is being opened is in use.
         let slots = self.shards.iter().filter_map(|slot| slot.try_lock().ok());
@@ -159,26 +152,22 @@ impl Corpus {
         Ok(Some(pins))
     }
 
-    /// Whether the corpus is in an object store.
     pub(crate) fn is_stored(&self) -> bool {
         self.store.is_some()
     }
 
-    /// The cache's limit in bytes, if the corpus is in an object store and its cache has one.
     pub(crate) fn cache_limit(&self) -> Option<u64> {
         self.cache.as_ref().and_then(|cache| cache.limit())
     }
 
-    /// Fetches the tables of a shard's tokens and, with `lines`, of its lines. They are not evicted until the result is
-    /// dropped. `None` for a corpus on disk.
+    /// Pins the tables of a shard's tokens and, with `lines`, of its lines. `None` for a corpus on disk.
     pub(crate) fn prefetch_tables(&self, shard: usize, lines: bool) -> Result<Option<Pins>> {
         let Some(cache) = &self.cache else { return Ok(None) };
         let files = [(cache.file(2 * shard), 0..0), (cache.file(2 * shard + 1), 0..HEADER_BYTES)];
         cache.pin(&files[..1 + usize::from(lines)], &Cancel::default()).map(Some)
     }
 
-    /// Estimates how many bytes [`Corpus::prefetch`] fetches for `tokens` tokens of a shard, and for the shard's
-    /// tables.
+    /// An estimate of what [`Corpus::prefetch`] fetches for so many tokens of a shard, and for its tables, in bytes.
     pub(crate) fn prefetch_bytes(&self, shard: usize, tokens: u64, lines: bool) -> (u64, u64) {
         let Some(cache) = &self.cache else { return (0, 0) };
         let files = (0..=usize::from(lines)).map(|file| cache.layout(2 * shard + file));
@@ -196,12 +185,10 @@ impl Corpus {
         self.manifest.num_tokens
     }
 
-    /// Bytes of all token files, with their tables.
     pub fn token_bytes(&self) -> u64 {
         saturating_sum(self.manifest.shards.iter().map(|shard| shard.tokens.bytes))
     }
 
-    /// Documents in all shards.
     pub fn num_documents(&self) -> u64 {
         self.manifest.num_documents
     }
@@ -216,12 +203,10 @@ impl Corpus {
         &self.manifest.content_hash
     }
 
-    /// Identifies the tokenizer: two corpora with the same one have the same ids.
     pub fn tokenizer_hash(&self) -> &str {
         &self.manifest.tokenizer.hash
     }
 
-    /// Ids of the five special tokens.
     pub fn special_tokens(&self) -> SpecialTokens {
         self.manifest.tokenizer.special_tokens
     }
@@ -231,12 +216,10 @@ impl Corpus {
         self.manifest.tokenizer.vocab_size
     }
 
-    /// The folder of the corpus.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Path or URL of the corpus's copy of the tokenizer's file.
     pub fn tokenizer_name(&self) -> PathBuf {
         self.dir.join(&self.manifest.tokenizer.file)
     }
@@ -252,7 +235,7 @@ impl Corpus {
         let bytes = store.read(&entry.file, MAX_TOKENIZER_BYTES)?;
         entry.check(&self.tokenizer_name(), &bytes)?;
         // Unique to this reader: threads share a process, and containers may share its number.
-        let tag = format!("{:016x}", RandomState::new().build_hasher().finish());
+        let tag = format!("{:016x}", nonce());
         let private = || TempDir::with_prefix("electra-fast-");
         let private = if cache.dir().is_none() { Some(private()) } else { None };
         let private = private.transpose().map_err(|error| write_error(&std::env::temp_dir(), error))?;
@@ -263,7 +246,6 @@ impl Corpus {
         Ok(self.tokenizer.get_or_init(|| (dir.join(&entry.file), private)).0.clone())
     }
 
-    /// Rejects bytes that are not the tokenizer's file as it was written.
     pub(crate) fn verify_tokenizer(&self, bytes: &[u8]) -> Result<()> {
         self.manifest.tokenizer.check(&self.tokenizer_name(), bytes)
     }
@@ -273,17 +255,14 @@ impl Corpus {
         (self.manifest.tokenizer.lowercase, self.manifest.tokenizer.strip_accents)
     }
 
-    /// The options that the corpus was prepared with, as a JSON object.
     pub fn options(&self) -> String {
         self.manifest.options.to_string()
     }
 
-    /// The folder of the validation split, itself a corpus, if there is one.
     pub fn validation(&self) -> Option<PathBuf> {
         self.manifest.has_validation.then(|| self.dir.join(VALIDATION))
     }
 
-    /// The token ids of a document, numbered over all shards.
     pub fn document(&self, index: u64) -> Result<Vec<u32>> {
         let count = self.num_documents();
         if index >= count {
@@ -299,10 +278,6 @@ impl Corpus {
         shard.copy_tokens(u64::from(start), &mut ids)?;
         Ok(ids.into_iter().map(|id| id as u32).collect())
     }
-}
-
-fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Rejects a validation split that was made with another corpus than the one around it.
@@ -327,14 +302,54 @@ fn check_length(path: &Path, expected: u64) -> Result<()> {
     }
 }
 
+/// Tokens read at a time: their ids stay in the processor's cache.
+const CHUNK_TOKENS: u64 = 1 << 15;
+/// Tokens that share one table of counts, which has a row per id, and one request to an object store.
+const PART_TOKENS: u64 = 1 << 21;
+
+impl Corpus {
+    /// How often each id occurs in all documents. Every block is verified, as for [`Corpus::document`].
+    pub fn token_counts(&self) -> Result<Vec<u64>> {
+        let parts = (0..self.num_shards()).flat_map(|shard| {
+            let size = self.shard_size(shard).1;
+            let starts = (0..size).step_by(PART_TOKENS as usize);
+            starts.map(move |start| (shard, start as u32..size.min(start + PART_TOKENS) as u32))
+        });
+        let parts: Vec<(usize, Range<u32>)> = parts.collect();
+        let zeros = || vec![0; self.vocab_size() as usize];
+        let add = |mut sum: Vec<u64>, counts: Vec<u64>| {
+            sum.iter_mut().zip(counts).for_each(|(total, count)| *total += count);
+            Ok(sum)
+        };
+        let cancel = Cancel::default();
+        let count = |counts, part| match cancel.is_raised() {
+            true => Err(Error::Interrupted),
+            false => cancel.carry(|| self.count_part(part, counts)),
+        };
+        on_all_cores(|| parts.par_iter().try_fold(zeros, count).try_reduce(zeros, add))?
+    }
+
+    fn count_part(&self, part: &(usize, Range<u32>), mut counts: Vec<u64>) -> Result<Vec<u64>> {
+        let (shard, tokens) = (self.shard(part.0), u64::from(part.1.start)..u64::from(part.1.end));
+        let _pins = self.prefetch(std::slice::from_ref(part), (0, 0), false, &Cancel::default())?;
+        for start in tokens.clone().step_by(CHUNK_TOKENS as usize) {
+            let mut ids = vec![0; CHUNK_TOKENS.min(tokens.end - start) as usize];
+            shard.expect_unchanged()?;
+            shard.copy_tokens(start, &mut ids)?;
+            ids.iter().for_each(|&id| counts[id as usize] += 1);
+        }
+        Ok(counts)
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use crate::format::testing::write_corpus;
     use proptest::prelude::*;
 
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::format::testing::write_corpus;
     use crate::store::test_server::TestServer;
 
     #[test]

@@ -7,12 +7,10 @@ use crate::error::Error;
 
 const REMEDY: &str = "restore the file from a copy or prepare the corpus again";
 
-/// An error about a damaged file, with the remedy that all of these share.
 pub(super) fn damaged(path: &Path, reason: String) -> Error {
     Error::Damaged { path: path.to_owned(), reason: format!("{reason}; {REMEDY}") }
 }
 
-/// An error about accessing a file that the manifest names; a missing one counts as damage.
 pub(super) fn access_error(path: &Path, error: std::io::Error) -> Error {
     match error.kind() {
         std::io::ErrorKind::NotFound => damaged(path, "missing, though the manifest names it".into()),
@@ -20,7 +18,6 @@ pub(super) fn access_error(path: &Path, error: std::io::Error) -> Error {
     }
 }
 
-/// The error for a file whose length is not that in the manifest.
 pub(super) fn wrong_length(path: &Path, length: u64, expected: u64) -> Error {
     let last = length.min(expected) / BLOCK_BYTES as u64;
     damaged(path, format!("{length} bytes instead of {expected}: truncated in block {last}"))

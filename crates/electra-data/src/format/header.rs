@@ -7,32 +7,25 @@
 //! ```
 //! Everything is little-endian; padding is zeros up to a multiple of 8 bytes; every byte is covered by a checksum.
 
+use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+
 #[cfg(target_endian = "big")]
 compile_error!("shards are memory-mapped, and their byte order is little-endian");
 
-/// Bytes covered by one checksum.
 pub(super) const BLOCK_BYTES: usize = 64 * 1024;
-/// Length of the header.
 pub(crate) const HEADER_BYTES: usize = 64;
 /// Version of the layout; readers reject any other.
 pub(crate) const FORMAT_VERSION: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"ELEFAST\0";
 
-/// Which of a shard's two files this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FileKind {
-    /// Token ids, and where documents end.
-    Tokens {
-        /// Bytes per token id: 2 or 4.
-        width: u16,
-    },
-    /// The number of tokens in each line of the same documents.
+    Tokens { width: u16 },
     Lines,
 }
 
 impl FileKind {
-    /// Bytes per entry of the per-document table.
     fn index_width(self) -> u64 {
         match self {
             Self::Tokens { .. } => 4,
@@ -53,7 +46,6 @@ impl FileKind {
     }
 }
 
-/// The first 64 bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub kind: FileKind,
@@ -64,7 +56,6 @@ pub(super) struct Header {
     pub body_length: u64,
 }
 
-/// Offsets of the parts of a file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub index: usize,
@@ -74,8 +65,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout of a file with this length and with a document table of this size; `None` if there can be no such
-    /// file.
+    /// The layout of a file of this length with a document table of this size; `None` if there can be none.
     pub fn from_length(file_length: u64, index_bytes: u64) -> Option<Self> {
         let rest = file_length.checked_sub(8)?;
         let num_blocks = rest.div_ceil(BLOCK_BYTES as u64 + 8);
@@ -93,7 +83,6 @@ impl Layout {
 }
 
 impl Header {
-    /// The offsets of all parts; `None` if they overflow.
     pub fn layout(&self) -> Option<Layout> {
         let align = |n: u64| n.checked_next_multiple_of(8);
         let index = align(self.body_length.checked_add(HEADER_BYTES as u64)?)?;
@@ -104,7 +93,6 @@ impl Header {
         Layout::new(index, table, num_blocks, file_length)
     }
 
-    /// The header as it is stored on disk.
     pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let (kind, width) = self.kind.code();
         let length = self.layout().expect("a shard in memory fits its layout").file_length as u64;
@@ -154,6 +142,18 @@ impl Header {
         };
         body && self.num_documents <= self.num_tokens && self.num_tokens <= u64::from(u32::MAX)
     }
+}
+
+pub(super) fn block_hash(block: &[u8]) -> u64 {
+    xxh3_64(block)
+}
+
+pub(crate) fn hash_hex(bytes: &[u8]) -> String {
+    hex128(xxh3_128(bytes))
+}
+
+pub(crate) fn hex128(hash: u128) -> String {
+    format!("{hash:032x}")
 }
 
 /// The first eight bytes as a little-endian number. Panics if there are fewer.

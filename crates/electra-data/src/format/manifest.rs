@@ -5,14 +5,12 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use super::checksum::{hash_hex, hex128};
 use super::damage::{damaged, foreign};
-use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header, Layout};
+use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header, Layout, hash_hex, hex128};
 use crate::error::{Error, Result};
 use crate::regular_file;
 use crate::store::Store;
 
-/// The manifest's name inside a corpus.
 pub(crate) const MANIFEST: &str = "manifest.json";
 /// Upper bound on a manifest's length: it has a few hundred bytes per shard of 2^27 tokens.
 const MAX_BYTES: u64 = 1 << 30;
@@ -21,29 +19,20 @@ pub(super) const MAX_TOKENIZER_BYTES: u64 = 1 << 28;
 /// The folder of records about finished input groups. Without a manifest, it means unfinished work.
 pub(crate) const PARTS: &str = "parts";
 
-/// Ids of the five special tokens that training needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpecialTokens {
-    /// Fills the end of a row.
     pub pad: u32,
-    /// Stands for a word that the vocabulary cannot represent.
     pub unk: u32,
-    /// Begins an attention segment.
     pub cls: u32,
-    /// Ends a text within an attention segment.
     pub sep: u32,
-    /// Replaces a masked token.
     pub mask: u32,
 }
 
-/// The tokenizer that made the corpus. A copy of its file is stored beside the manifest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TokenizerEntry {
     /// `vocab.txt` or `tokenizer.json`.
     pub file: String,
-    /// xxh3-128 of that file's bytes, hexadecimal.
     pub file_hash: String,
-    /// Hash of vocabulary and settings, stored in each shard's header too, hexadecimal.
     pub hash: String,
     pub lowercase: Option<bool>,
     pub strip_accents: Option<bool>,
@@ -52,18 +41,15 @@ pub(crate) struct TokenizerEntry {
 }
 
 impl TokenizerEntry {
-    /// The hash as it is stored in shard headers.
     pub fn hash_value(&self) -> u64 {
         u64::from_str_radix(&self.hash, 16).expect("`Manifest::read` accepts 16 hexadecimal digits only")
     }
 
-    /// Rejects bytes that are not those of the tokenizer's file, which is at `path`.
     pub fn check(&self, path: &Path, bytes: &[u8]) -> Result<()> {
         if hash_hex(bytes) == self.file_hash { Ok(()) } else { Err(foreign(path)) }
     }
 }
 
-/// One file of a shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FileEntry {
     pub file: String,
@@ -72,7 +58,6 @@ pub(crate) struct FileEntry {
     pub hash: String,
 }
 
-/// One shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ShardEntry {
     pub tokens: FileEntry,
@@ -104,21 +89,16 @@ fn is_plain(name: &str) -> bool {
     Path::new(name).file_name().is_some_and(|last| last == name)
 }
 
-/// The manifest. Fields are in the order in which they are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Manifest {
     pub format_version: u32,
-    /// The program that wrote it, with its version.
     pub written_by: String,
     pub content_hash: String,
     pub num_tokens: u64,
     pub num_documents: u64,
-    /// Documents without tokens, which were left out.
     pub empty_documents: u64,
-    /// Unreadable records of the input, which were left out.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub skipped_records: u64,
-    /// xxh3-128 of the list of these records, hexadecimal. Older releases did not write it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped_hash: Option<String>,
     /// Documents that were left out because they had occurred before …
@@ -130,7 +110,6 @@ pub(crate) struct Manifest {
     /// … and lines that were left out because they had occurred before.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub dropped_lines: u64,
-    /// Bytes per token id: 2 or 4.
     pub token_bytes: u16,
     pub tokenizer: TokenizerEntry,
     /// Hash of the inputs' names and sizes and of every option that determines the content. A finished corpus with the
@@ -138,7 +117,6 @@ pub(crate) struct Manifest {
     #[serde(rename = "job")]
     pub fingerprint: String,
     pub options: serde_json::Value,
-    /// Whether the corpus has a validation split in `holdout/`.
     #[serde(rename = "holdout")]
     pub has_validation: bool,
     pub shards: Vec<ShardEntry>,
@@ -160,7 +138,6 @@ impl Manifest {
         }
     }
 
-    /// Computes the totals and both hashes.
     pub fn seal(mut self) -> Self {
         self.num_tokens = saturating_sum(self.shards.iter().map(|shard| shard.num_tokens));
         self.num_documents = saturating_sum(self.shards.iter().map(|shard| shard.num_documents));
@@ -170,19 +147,16 @@ impl Manifest {
         self
     }
 
-    /// The bytes of `manifest.json`.
     pub fn canonical(&self) -> String {
         let mut text = serde_json::to_string_pretty(self).expect("a manifest is plain data");
         text.push('\n');
         text
     }
 
-    /// Reads and checks the manifest of a corpus in a folder or in an object store.
     pub fn open(dir: &Path, store: Option<&Store>) -> Result<Self> {
         store.map_or_else(|| Self::read(dir), Self::fetch)
     }
 
-    /// Reads and checks `dir/manifest.json`.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         let length = std::fs::metadata(&path).map_err(|error| no_manifest(dir, error))?.len();
@@ -193,7 +167,6 @@ impl Manifest {
         Self::parse(&path, &bytes)
     }
 
-    /// Reads and checks the manifest of a corpus in an object store.
     pub fn fetch(store: &Store) -> Result<Self> {
         let bytes = store.read(MANIFEST, MAX_BYTES).map_err(|error| match error {
             Error::NotFound { path, hint } => Error::NotFound {
@@ -226,7 +199,6 @@ impl Manifest {
         }
     }
 
-    /// Whether the checksum is that of these bytes, which end with it.
     fn has_checksum_of(&self, bytes: &[u8]) -> bool {
         let end = |checksum: &str| format!("  \"checksum\": \"{checksum}\"\n}}\n");
         let Some(start) = bytes.strip_suffix(end(&self.checksum).as_bytes()) else { return false };

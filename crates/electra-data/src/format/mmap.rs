@@ -14,18 +14,15 @@ use std::time::SystemTime;
 use memmap2::Mmap;
 
 use super::block_cache::{BlockCache, CachedFile, Pins};
-use super::checksum::{block_hash, hash_hex};
 use super::damage::{access_error, damaged, foreign, wrong_length};
-use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, read_u64};
+use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, block_hash, hash_hex, read_u64};
 use super::manifest::FileEntry;
 use crate::error::{Error, Result};
 use crate::regular_file;
 use crate::store::Cancel;
 
-/// Files that this process has mapped.
 static NUM_MAPPED: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes per cache line.
 #[cfg(target_arch = "x86_64")]
 const CACHE_LINE: usize = 64;
 
@@ -104,12 +101,10 @@ impl MappedFile {
         Ok(mapped)
     }
 
-    /// The number of files that this process has mapped, in all corpora.
     pub fn num_mapped() -> usize {
         NUM_MAPPED.load(Ordering::Relaxed)
     }
 
-    /// Rejects an intact file that is not the one that the manifest names.
     pub fn expect(self, header: Header) -> Result<Self> {
         let expected = Header { body_length: self.header.body_length, ..header };
         if self.header == expected { Ok(self) } else { Err(foreign(&self.path)) }
@@ -145,8 +140,7 @@ impl MappedFile {
         }
     }
 
-    /// The bytes of a range of the table of documents, or of anything in a local file, after verifying every block that
-    /// it touches.
+    /// The bytes of a range of a local file, or of a table of documents, after verifying every block that it touches.
     #[inline]
     pub fn bytes(&self, range: Range<usize>) -> Result<&[u8]> {
         let (map, verified) = match &self.backing {
@@ -163,7 +157,6 @@ impl MappedFile {
         Ok(&map[range])
     }
 
-    /// Prefetches a range into the processor's cache, without waiting and without verifying it.
     #[inline]
     pub fn prefetch(&self, range: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
@@ -171,8 +164,7 @@ impl MappedFile {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             let prefetch = |bytes: &[u8]| {
                 for line in bytes.chunks(CACHE_LINE) {
-                    // SAFETY: a prefetch is a hint that never faults, whatever the address, and every x86-64
-                    // has SSE.
+                    // SAFETY: a prefetch is a hint that never faults, whatever the address, and every x86-64 has SSE.
                     unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
                 }
             };
@@ -189,7 +181,6 @@ impl MappedFile {
         let _ = range;
     }
 
-    /// The checksums of all blocks. The manifest stores their hash, which covers the whole content.
     pub fn table(&self) -> &[u8] {
         let range = self.layout.table..self.layout.file_length - 8;
         match &self.backing {
@@ -213,7 +204,6 @@ impl MappedFile {
         }
     }
 
-    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }

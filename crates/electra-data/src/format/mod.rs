@@ -4,7 +4,6 @@
 
 mod atomic_file;
 mod block_cache;
-mod checksum;
 mod corpus;
 mod damage;
 mod header;
@@ -13,7 +12,6 @@ mod mmap;
 mod shard;
 #[cfg(test)]
 pub(crate) mod testing;
-mod token_counts;
 mod verify;
 mod writer;
 
@@ -25,8 +23,7 @@ pub use shard::Shard;
 pub use verify::{Verified, verify};
 
 pub(crate) use atomic_file::{create_folder, temp_path, write_all_new, write_atomically, write_error};
-pub(crate) use checksum::{hash_hex, hex128};
 pub(crate) use corpus::VALIDATION;
-pub(crate) use header::FORMAT_VERSION;
+pub(crate) use header::{FORMAT_VERSION, hash_hex, hex128};
 pub(crate) use manifest::{FileEntry, MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, saturating_sum};
 pub(crate) use writer::{DocumentWriter, ShardSpec};

@@ -17,19 +17,16 @@ use crate::error::{Error, Result};
 /// A sequence of documents on disk. Opened lazily: nothing is read before it is needed.
 #[derive(Debug)]
 pub struct Shard {
-    /// Of tokens and of line lengths.
     files: [ShardFile; 2],
     num_tokens: u64,
     num_documents: u64,
     width: u16,
     vocab_size: u32,
     tokenizer_hash: u64,
-    /// The cache of a shard in a store, and the shard's number.
     cache: Option<(Arc<BlockCache>, usize)>,
     ends_checked: OnceLock<()>,
 }
 
-/// A file of a shard, what the manifest says about it, and its mapping once it is open.
 #[derive(Debug)]
 struct ShardFile {
     path: PathBuf,
@@ -38,7 +35,6 @@ struct ShardFile {
 }
 
 impl Shard {
-    /// The shard that a manifest entry describes.
     pub(crate) fn new(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Self {
         let file = |entry: &FileEntry| ShardFile {
             path: dir.join(&entry.file),
@@ -57,16 +53,11 @@ impl Shard {
         }
     }
 
-    /// The shard with this number of a corpus in an object store.
     pub(super) fn cached(cache: &Arc<BlockCache>, number: usize, manifest: &Manifest) -> Self {
-        let mut shard = Self::new(Path::new(""), manifest, &manifest.shards[number]);
-        for (file, part) in shard.files.iter_mut().enumerate() {
-            part.path = cache.url(2 * number + file);
-        }
+        let shard = Self::new(Path::new(cache.folder_url()), manifest, &manifest.shards[number]);
         Self { cache: Some((cache.clone(), number)), ..shard }
     }
 
-    /// Tokens in this shard, without any special tokens.
     pub fn num_tokens(&self) -> u64 {
         self.num_tokens
     }
@@ -96,7 +87,6 @@ impl Shard {
         Ok(ends)
     }
 
-    /// Rejects a shard that was written to after it was opened.
     pub(crate) fn expect_unchanged(&self) -> Result<()> {
         self.files.iter().filter_map(|file| file.mapped.get()).try_for_each(MappedFile::expect_unchanged)
     }
@@ -148,7 +138,6 @@ impl Shard {
         Ok(lengths)
     }
 
-    /// As [`Shard::line_lengths`], into a buffer that the caller reuses.
     pub fn read_line_lengths(&self, document: u64, lengths: &mut Vec<u32>) -> Result<()> {
         let file = self.lines()?;
         if document >= self.num_documents {
@@ -171,7 +160,6 @@ impl Shard {
         Err(damaged(file.path(), format!("document {document}: unreadable line lengths")))
     }
 
-    /// The error for a document whose line lengths do not add up to its length.
     pub(crate) fn lines_mismatch(&self, document: usize) -> Error {
         let reason = format!("document {document}: its lines do not add up to its tokens");
         damaged(&self.files[1].path, reason)
@@ -186,12 +174,10 @@ impl Shard {
         damaged(&self.files[0].path, format!("token {token}: id {id} is not in the vocabulary of {size}"))
     }
 
-    /// The token file, opened on first use.
     pub(super) fn tokens(&self) -> Result<&MappedFile> {
         self.open(0, FileKind::Tokens { width: self.width })
     }
 
-    /// The line file, opened on first use.
     pub(super) fn lines(&self) -> Result<&MappedFile> {
         self.open(1, FileKind::Lines)
     }
@@ -214,7 +200,6 @@ impl Shard {
         Ok(mapped.get_or_init(|| found))
     }
 
-    /// Where these tokens are in their file.
     pub(super) fn token_bytes(&self, tokens: &Range<u32>) -> Range<usize> {
         let at = |token: u32| HEADER_BYTES + token as usize * usize::from(self.width);
         at(tokens.start)..at(tokens.end)
@@ -235,7 +220,6 @@ impl Shard {
         Ok(HEADER_BYTES + start..HEADER_BYTES + end.max(start))
     }
 
-    /// Where the line lengths of a document begin.
     fn line_offset(&self, document: u64) -> Result<usize> {
         let file = self.lines()?;
         let at = file.layout.index + document as usize * 8;

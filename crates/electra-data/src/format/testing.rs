@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use super::atomic_file::write_atomically;
-use super::checksum::{block_hash, hash_hex};
 pub(crate) use super::header::HEADER_BYTES;
-use super::header::{BLOCK_BYTES, Header, read_u64};
+use super::header::{BLOCK_BYTES, Header, block_hash, hash_hex, read_u64};
 use super::manifest::{MANIFEST, Manifest, SpecialTokens, TokenizerEntry};
 use super::writer::{DocumentWriter, ShardSpec};
 
@@ -36,7 +35,6 @@ pub(crate) fn write_corpus(dir: &Path, vocab_size: u32, documents: &[Vec<Vec<u32
     write_atomically(dir, MANIFEST, "test", manifest.seal().canonical().as_bytes()).unwrap();
 }
 
-/// Changes a manifest and recomputes its hashes.
 pub(crate) fn rewrite_manifest(dir: &Path, change: impl FnOnce(&mut Manifest)) {
     let mut manifest: Manifest = serde_json::from_slice(&std::fs::read(dir.join(MANIFEST)).unwrap()).unwrap();
     change(&mut manifest);

@@ -15,15 +15,11 @@ use crate::error::{Error, Result};
 use crate::store::{Cancel, Store, url_of};
 use crate::threads::on_all_cores;
 
-/// Tokens checked at a time.
 const CHUNK_TOKENS: usize = 1 << 15;
 
-/// Counts of verified files, and the damage found.
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
-    /// Files that were read.
     pub num_files: u64,
-    /// Bytes in them.
     pub num_bytes: u64,
     /// One line per damaged block, table or file: path, what is wrong, remedy.
     pub damaged: Vec<String>,
@@ -45,7 +41,6 @@ pub fn verify(dir: &Path) -> Result<Verified> {
     Ok(verified)
 }
 
-/// A corpus to verify, on disk or in an object store.
 struct Verifier {
     dir: PathBuf,
     store: Option<Store>,

@@ -4,18 +4,14 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use super::atomic_file::{AtomicFile, write_error};
-use super::checksum::{block_hash, hash_hex};
-use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header};
+use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, block_hash, hash_hex};
 use super::manifest::{FileEntry, ShardEntry};
 use crate::error::{Error, Result};
 
-/// Settings shared by all shards of a corpus.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardSpec {
-    /// Bytes per token id: 2 or 4.
     pub width: u16,
     pub tokenizer_hash: u64,
-    /// The run's tag in temporary file names.
     pub tag: String,
     /// A shard ends at the first document boundary after this many tokens …
     pub max_tokens: u64,
@@ -23,7 +19,6 @@ pub(crate) struct ShardSpec {
     pub max_documents: usize,
 }
 
-/// Writes the documents of one input group into as many shards as they need.
 pub(crate) struct DocumentWriter {
     dir: PathBuf,
     input_group: usize,
@@ -34,13 +29,11 @@ pub(crate) struct DocumentWriter {
 }
 
 impl DocumentWriter {
-    /// A writer whose first shard has the number `first` within the input group. It creates nothing on disk before the
-    /// first token.
+    /// A writer whose first shard has the number `first` in the group. It creates nothing before the first token.
     pub fn new(dir: &Path, input_group: usize, first: usize, spec: ShardSpec) -> Self {
         Self { dir: dir.to_owned(), input_group, first, spec, current: None, shards: Vec::new() }
     }
 
-    /// Appends tokens to the current line of the current document.
     pub fn push(&mut self, ids: &[u32]) -> Result<()> {
         if ids.is_empty() {
             return Ok(());
@@ -55,12 +48,10 @@ impl DocumentWriter {
         shard.push(ids)
     }
 
-    /// Ends the current line, which may be blank.
     pub fn end_line(&mut self) -> Result<()> {
         self.current.as_mut().map_or(Ok(()), ShardWriter::end_line)
     }
 
-    /// Ends the current document; `false` if it had no tokens and is dropped.
     pub fn end_document(&mut self) -> Result<bool> {
         let Some(shard) = &mut self.current else { return Ok(false) };
         let has_tokens = shard.end_document()?;
@@ -92,7 +83,6 @@ struct ShardWriter {
     num_tokens: u64,
     ends: Vec<u32>,
     offsets: Vec<u64>,
-    /// Tokens of the line being written.
     line: u32,
     /// Blank lines that are written only if another line follows in the same document.
     blank_lines: u64,
@@ -179,7 +169,6 @@ impl ShardWriter {
     }
 }
 
-/// The bytes of an unsigned LEB128 number.
 pub(super) fn leb128(value: u32) -> impl Iterator<Item = u8> {
     let mut rest = Some(value);
     std::iter::from_fn(move || {

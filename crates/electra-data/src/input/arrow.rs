@@ -19,8 +19,7 @@ use super::read_options::ReadOptions;
 use super::tables::{ColumnPath, send_row, text_columns, unreadable};
 use crate::error::{Error, Result};
 
-/// The most bytes that a compressed batch may decompress to: the first number, or the second times its own size if that
-/// is more.
+/// The most bytes that a batch may decompress to: the larger of the first number and the second times its size.
 const MAX_DECOMPRESSED: (u64, u64) = (1 << 30, 100);
 
 const FILE_MAGIC: &[u8] = b"ARROW1\0\0";
@@ -122,10 +121,8 @@ fn open_batches(
     Ok((columns, FileDecoder::new(schema, version).with_projection(roots)))
 }
 
-/// An offset and a length in a file.
 type Extent = (u64, u64);
 
-/// The locations of dictionaries and record batches in the footer of an Arrow IPC file.
 fn blocks(input: &mut (impl Read + Seek)) -> ArrowResult<(Vec<Extent>, Vec<Extent>)> {
     let mut end = [0; 10];
     input.seek(SeekFrom::End(-10))?;
@@ -150,8 +147,7 @@ struct Message {
 }
 
 impl Message {
-    /// Reads the next message; `None` at the end-of-stream marker. Allocates memory only for bytes that exist, whatever
-    /// the lengths say.
+    /// Reads the next message; `None` at the end of the stream. Allocates only for bytes that exist, whatever it says.
     fn read(input: &mut impl Read) -> ArrowResult<Option<Self>> {
         let mut bytes = Vec::new();
         take(input, 4, &mut bytes)?;
@@ -175,7 +171,6 @@ impl Message {
         root_as_message(bytes).map_err(|error| ArrowError::IpcError(error.to_string()))
     }
 
-    /// The rows of a record batch; `None` for a dictionary, which the decoder keeps.
     fn decode(self, decoder: &mut FileDecoder) -> ArrowResult<Option<RecordBatch>> {
         let metadata = self.metadata()?;
         let (kind, dictionary) = (metadata.header_type(), metadata.header_as_dictionary_batch());
@@ -193,7 +188,6 @@ impl Message {
     }
 }
 
-/// Appends `length` bytes of a stream.
 fn take(input: &mut impl Read, length: i64, to: &mut Vec<u8>) -> ArrowResult<()> {
     let length = u64::try_from(length).map_err(|_| ArrowError::IpcError(format!("a length is {length}")))?;
     if input.take(length).read_to_end(to)? as u64 == length {
@@ -202,8 +196,7 @@ fn take(input: &mut impl Read, length: i64, to: &mut Vec<u8>) -> ArrowResult<()>
     Err(ArrowError::IpcError("it is cut off: the mark of its end is missing".to_owned()))
 }
 
-/// Rejects a small batch that claims to decompress to far more: each compressed buffer begins with its decompressed
-/// length.
+/// Rejects a batch that claims to decompress to far more: each buffer begins with its decompressed length.
 fn check_decompressed(batch: &arrow_ipc::RecordBatch<'_>, body: &[u8]) -> ArrowResult<()> {
     let decompressed = |buffer: &arrow_ipc::Buffer| {
         let length = body.get(usize::try_from(buffer.offset()).ok()?..)?.first_chunk()?;
@@ -234,9 +227,7 @@ fn send_rows(file: &InputFile, columns: &[ColumnPath], batch: &RecordBatch, to: 
     Ok(())
 }
 
-/// A column of text, possibly dictionary-encoded.
 struct TextColumn<'a> {
-    /// The column, and the structs that it is in.
     columns: Vec<&'a ArrayRef>,
     values: Strings<'a>,
     keys: Option<Vec<usize>>,

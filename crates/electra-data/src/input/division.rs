@@ -12,10 +12,10 @@ use std::sync::atomic::AtomicU64;
 
 use serde::{Deserialize, Serialize};
 
-use super::cut::FRAGMENT_BYTES;
 use super::files::Inputs;
 use super::input_file::{Compression, InputFile};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions};
+use super::text::FRAGMENT_BYTES;
 use crate::error::Result;
 
 /// Consecutive files form one input group until they hold this many bytes.
@@ -23,26 +23,20 @@ const GROUP_BYTES: u64 = 4 << 20;
 /// A larger file is divided into parts of at most this size, where its format allows.
 pub(crate) const PART_BYTES: u64 = 512 << 20;
 
-/// A file, or a part of it, and how it is read.
 #[derive(Clone, Copy)]
 pub(super) struct Source<'a> {
     pub file: &'a InputFile,
     pub part: Option<&'a Part>,
     pub reading: &'a ReadOptions,
-    /// Counts the bytes read from disk.
     pub bytes: &'a AtomicU64,
 }
 
-/// Consecutive files, or a part of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct InputGroup {
-    /// Range of `Inputs::files`.
     pub files: Range<usize>,
-    /// The part of the only file; `None` if all files are read whole.
     pub part: Option<Part>,
 }
 
-/// A range of a file's bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Part {
     pub start: u64,
@@ -50,7 +44,6 @@ pub(crate) struct Part {
 }
 
 impl InputGroup {
-    /// Bytes of input, for progress: those actually read for a part may be more or fewer.
     pub fn num_bytes(&self, inputs: &Inputs) -> u64 {
         match &self.part {
             Some(part) => part.end - part.start,
@@ -101,20 +94,17 @@ impl Part {
         self.start == 0
     }
 
-    /// Whether a piece of the file belongs to this part, given the piece's first byte.
     pub fn contains(&self, first_byte: u64) -> bool {
         (self.start..self.end).contains(&first_byte)
     }
 }
 
-/// Parts of nearly equal size.
 fn parts(size: u64, part_bytes: u64) -> impl Iterator<Item = Part> {
     let count = size.div_ceil(part_bytes.max(1));
     let bound = move |index| (u128::from(size) * u128::from(index) / u128::from(count)) as u64;
     (0..count).map(move |index| Part { start: bound(index), end: bound(index + 1) })
 }
 
-/// Where text is divided into parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SplitPoint {
     /// After the first "\n" at or after the nominal offset.
@@ -136,7 +126,6 @@ impl SplitPoint {
         Ok(Some(start..end.unwrap_or(file.size)))
     }
 
-    /// The boundary of a nominal offset, if its line end or blank line begins before `limit`.
     fn find(self, input: &mut (impl BufRead + Seek), from: u64, limit: u64) -> std::io::Result<Option<u64>> {
         if from == 0 {
             return Ok(Some(0));

@@ -17,7 +17,6 @@ use super::*;
 use crate::error::Result;
 use crate::store::test_server::{Fault, Log, TestServer};
 
-/// Documents of each input group, and the skipped records.
 type Found = (Vec<Vec<String>>, Vec<SkippedRecord>);
 
 fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {

@@ -5,7 +5,6 @@ use std::io::BufRead;
 use std::sync::atomic::AtomicU64;
 
 use super::arrow::read_arrow;
-use super::cut::Cut;
 use super::division::{Part, Source, SplitPoint};
 use super::identity::InputIdentity;
 use super::input_file::{Compression, InputFile};
@@ -14,10 +13,11 @@ use super::json_objects::Objects;
 use super::pipeline::{Batcher, Mark};
 use super::read_options::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions};
 use super::tables::read_parquet;
+use super::text::Cut;
 use super::text::{InvalidBytes, LineEndings, Lines, is_indivisible};
 use crate::error::{Error, Result};
-use crate::panics::caught;
 use crate::store::Cancel;
+use crate::threads::caught;
 
 /// Sends every document of a file, or of a part of it, to the batcher; `bytes` counts the bytes read from disk.
 pub(crate) fn read_file(
@@ -66,11 +66,9 @@ pub(crate) fn read_input_group(
     Ok(())
 }
 
-/// Text, the offset of its first byte in the file, and its line ends.
 type Opened<'a> = (Box<dyn BufRead + 'a>, u64, LineEndings);
 
-/// The text of a file, or of a part of it, which begins at `split`. `None` if it is empty: the first part has all of a
-/// file that cannot be divided.
+/// The text of a file, or of a part of it; `None` for all but the first part of what cannot be divided.
 fn open_part<'a>(source: Source<'a>, split: SplitPoint, is_json: bool) -> Result<Option<Opened<'a>>> {
     let Source { file, part, bytes, .. } = source;
     match part {
@@ -140,7 +138,6 @@ fn read_json_lines(source: Source, to: &mut Batcher) -> Result<()> {
     Ok(())
 }
 
-/// Sends the text of each object of a file that is read whole.
 fn read_json_objects(source: Source, to: &mut Batcher) -> Result<()> {
     let Source { file, reading, bytes, .. } = source;
     let mut objects = Objects::new(file.open_text(bytes)?);

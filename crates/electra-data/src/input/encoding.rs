@@ -5,7 +5,6 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Bytes of a file's beginning that are examined.
 pub(super) const HEAD_BYTES: usize = 4 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +38,6 @@ impl Encoding {
     }
 }
 
-/// The number of zero bytes at even and at odd offsets.
 fn zeros(head: &[u8]) -> [usize; 2] {
     [0, 1].map(|first| head.iter().skip(first).step_by(2).filter(|&&byte| byte == 0).count())
 }
@@ -76,7 +74,6 @@ pub(super) struct Utf16Reader<R> {
     /// Bytes of an incomplete unit or surrogate pair.
     rest: Vec<u8>,
     decoded: Vec<u8>,
-    /// Start of the unread rest of `decoded`.
     start: usize,
 }
 
@@ -85,7 +82,6 @@ impl<R: BufRead> Utf16Reader<R> {
         Self { input, big_endian, rest: Vec::new(), decoded: Vec::new(), start: 0 }
     }
 
-    /// Decodes the input's next chunk; leaves `decoded` empty at its end.
     fn fill(&mut self) -> IoResult<()> {
         let big_endian = self.big_endian;
         self.start = 0;

@@ -22,27 +22,21 @@ const KNOWN: &str =
     ".txt, .jsonl, .ndjson, .json, .parquet, .arrow and .feather, each also with .gz, .zst or .xz";
 const REMEDY: &str = "--format text reads any file as text (others: jsonl, json, parquet, arrow)";
 
-/// All files to read, sorted by path, without duplicates.
 #[derive(Clone, Debug)]
 pub(crate) struct Inputs {
     pub files: Vec<InputFile>,
     pub passed_over: PassedOver,
-    /// Splits of saved datasets that are not read because another one is.
     pub skipped_splits: Vec<String>,
-    /// Cancels requests to the stores of these files.
     pub cancel: Cancel,
 }
 
-/// Files in folders, or matched by globs, that are of no known kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PassedOver {
-    /// Their number.
     pub files: usize,
     /// Bytes in them …
     pub bytes: u64,
     /// … and in the files that are read.
     pub bytes_read: u64,
-    /// The endings of up to three kinds that have the most bytes.
     pub kinds: Vec<String>,
 }
 
@@ -108,7 +102,6 @@ impl Inputs {
         Ok(Self { files, passed_over, skipped_splits, cancel })
     }
 
-    /// Whether an existing file is among them, under any path.
     pub fn contains(&self, path: &Path) -> Result<bool> {
         let failed = |path: &Path, error| Error::io(path, error);
         let full = path.canonicalize().map_err(|e| failed(path, e))?;
@@ -126,9 +119,7 @@ impl Inputs {
 #[derive(Default)]
 struct Search {
     files: BTreeMap<PathBuf, InputFile>,
-    /// With their bytes.
     skipped: HashMap<PathBuf, u64>,
-    /// Files that were named themselves.
     named: HashSet<PathBuf>,
     skipped_splits: BTreeSet<String>,
     folders: HashSet<PathBuf>,
@@ -137,7 +128,6 @@ struct Search {
 }
 
 impl Search {
-    /// Adds the objects in a store that a URL names.
     fn add_objects(&mut self, url: &str) -> Result<()> {
         for object in stored::find(url, self.format.is_some())? {
             let path = PathBuf::from(&object.url);
@@ -148,9 +138,9 @@ impl Search {
                 self.named.insert(path.clone());
             }
             match kind_of(&path, self.format) {
-                None => drop(self.skipped.insert(path, object.size)),
+                None => drop(self.skipped.insert(path, object.listed.size)),
                 Some(kind) => {
-                    let file = InputFile::new(&path, &path, object.size, kind);
+                    let file = InputFile::new(&path, &path, object.listed.size, kind);
                     self.files.insert(path, InputFile { object: Some(object), ..file });
                 }
             }
@@ -188,8 +178,7 @@ impl Search {
         Ok(())
     }
 
-    /// Adds everything below a folder except hidden files. Visits each folder once, so that links cannot
-    /// loop.
+    /// Adds everything below a folder except hidden files. Visits each folder once, so that links cannot loop.
     fn add_folder(&mut self, folder: &Path) -> Result<()> {
         let failed = |e| Error::io(folder, e);
         if !self.folders.insert(folder.canonicalize().map_err(failed)?) {
@@ -225,7 +214,6 @@ impl Search {
         Ok(())
     }
 
-    /// Counts a file as skipped, unless it is read under another path.
     fn count_skipped(&mut self, path: &Path) -> Result<()> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if !self.files.contains_key(&full) {
@@ -280,7 +268,6 @@ impl Search {
     }
 }
 
-/// Format and compression by the file's extension; `format` overrides the former.
 fn kind_of(path: &Path, format: Option<InputFormat>) -> Option<(InputFormat, Compression)> {
     let name = path.file_name()?.to_string_lossy().to_lowercase();
     let (stem, compression) = without_compression(&name);
@@ -297,7 +284,6 @@ fn kind_of(path: &Path, format: Option<InputFormat>) -> Option<(InputFormat, Com
     Some((format.or_else(by_name)?, compression))
 }
 
-/// A name in lowercase without the ending of a compression, and that compression.
 fn without_compression(name: &str) -> (&str, Compression) {
     [(".gz", Compression::Gzip), (".zst", Compression::Zstd), (".xz", Compression::Xz)]
         .into_iter()

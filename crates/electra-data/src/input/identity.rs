@@ -15,11 +15,9 @@ use crate::error::{Error, Result};
 use crate::format::hex128;
 use crate::store::Cancel;
 
-/// The length of each of the three samples.
 const SAMPLE_BYTES: u64 = 64 << 10;
 const CHUNK_BYTES: u64 = 1 << 18;
 
-/// The identity of a file, or of a part of one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct InputIdentity {
     /// The file's path relative to the common parent of all inputs.
@@ -27,7 +25,6 @@ pub(crate) struct InputIdentity {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     part: Option<Part>,
     pub bytes: u64,
-    /// Nanoseconds since 1970.
     modified: Option<i64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     etag: Option<String>,
@@ -40,7 +37,6 @@ pub(crate) struct InputIdentity {
     content: Option<String>,
 }
 
-/// The result of comparing an input with its recorded identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Comparison {
     Same,
@@ -52,8 +48,7 @@ pub(crate) enum Comparison {
 }
 
 impl InputIdentity {
-    /// The identity of a file, or of a part of it, that has just been read; `None` for a pipe. Reads it once more,
-    /// because most formats are not read from beginning to end.
+    /// The identity of what was just read, by reading it again: most formats are not read in order. `None` for a pipe.
     pub fn of(file: &InputFile, part: Option<&Part>, cancel: &Cancel) -> Result<Option<Self>> {
         if !file.regular {
             return Ok(None);
@@ -68,14 +63,13 @@ impl InputIdentity {
     fn without_content(file: &InputFile, part: Option<&Part>) -> Result<Self> {
         let (part, bytes, file_name) = (part.cloned(), file.size, file.name.clone());
         let (modified, etag, samples) = match &file.object {
-            Some(object) => (object.modified, object.version.clone(), None),
+            Some(object) => (object.listed.modified, object.listed.version.clone(), None),
             None => (file.modified.and_then(nanoseconds), None, Some(samples(file)?)),
         };
         Ok(Self { file: file_name, part, bytes, modified, etag, samples, content: None })
     }
 
-    /// Compares the file, as it is now, with this record. Reads its content if the modification time differs, or always
-    /// with `verify`.
+    /// Compares the file with this record; its whole content if the modification time differs, or with `verify`.
     pub fn compare(&self, file: &InputFile, verify: bool, cancel: &Cancel) -> Result<Comparison> {
         if file.size != self.bytes {
             return Ok(Comparison::Changed);
@@ -110,7 +104,6 @@ impl InputIdentity {
     }
 }
 
-/// Whether the samples of a file of this size cover all of it.
 fn are_all(bytes: u64) -> bool {
     bytes <= 3 * SAMPLE_BYTES
 }
@@ -169,15 +162,13 @@ mod tests {
 
     const SIZE: u64 = 1 << 20;
 
-    /// The file as it is listed now.
     fn listed(path: &Path) -> InputFile {
         let metadata = path.metadata().unwrap();
         let kind = (InputFormat::Text, Compression::None);
         InputFile { modified: metadata.modified().ok(), ..InputFile::new(path, path, metadata.len(), kind) }
     }
 
-    /// How a file compares with its identity, or with that of a part, after one byte was changed and the modification
-    /// time moved by so many seconds.
+    /// How a file compares with its identity after one byte was changed and its time moved by so many seconds.
     fn after_a_change(at: u64, part: Option<&Part>, seconds: u64, verify: bool) -> Comparison {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("text");

@@ -19,7 +19,6 @@ use crate::error::{Error, Result};
 use crate::format::write_error;
 use crate::store::Cancel;
 
-/// Size of the chunks in which files are read.
 const BUFFER_BYTES: usize = 1 << 18;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,7 +59,6 @@ pub(crate) struct InputFile {
     pub size: u64,
     /// Whether it is a regular file, which can be read more than once, unlike a pipe.
     pub regular: bool,
-    /// Modification time when the file was listed.
     pub modified: Option<SystemTime>,
     pub format: InputFormat,
     pub compression: Compression,
@@ -68,7 +66,6 @@ pub(crate) struct InputFile {
     pub object: Option<StoredObject>,
 }
 
-/// A file that counts the bytes read from it.
 struct CountingReader<'a> {
     file: RawFile,
     bytes: &'a AtomicU64,
@@ -83,7 +80,6 @@ impl Read for CountingReader<'_> {
 }
 
 impl InputFile {
-    /// A regular file that is opened by `path`, with its full name.
     pub fn new(
         path: &Path,
         full: &Path,
@@ -94,14 +90,12 @@ impl InputFile {
         Self { path, name, size, regular: true, modified: None, format, compression, object: None }
     }
 
-    /// Makes `cancel` cancel requests to the file's store.
     pub fn cancel_with(&mut self, cancel: &Cancel) {
         if let Some(object) = &mut self.object {
             object.cancel = cancel.clone();
         }
     }
 
-    /// The bytes of the file as they are.
     pub(super) fn raw(&self) -> Result<RawFile> {
         match &self.object {
             None => File::open(&self.path).map(RawFile::Local).map_err(|e| Error::io(&self.path, e)),
@@ -109,7 +103,6 @@ impl InputFile {
         }
     }
 
-    /// The decompressed contents; `bytes` counts the bytes read from disk.
     pub fn open<'a>(&self, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
         let file = self.raw()?;
         if self.size == 0 && self.compression != Compression::None {
@@ -171,7 +164,6 @@ impl InputFile {
         Ok(Box::new(raw.take(range.end - range.start)))
     }
 
-    /// The file itself, or an unpacked temporary copy of a compressed one, because seeking is needed.
     pub(super) fn open_seekable(&self) -> Result<RawFile> {
         if self.compression == Compression::None {
             return self.raw();
@@ -202,7 +194,6 @@ impl InputFile {
         Err(Error::at(&self.path, format!("{what} while it was in use; run again when nothing changes it")))
     }
 
-    /// The error for a failed read: the system's, or damaged compressed data.
     pub fn unreadable(&self, error: &std::io::Error) -> Error {
         if let Some(failed) = self.object.as_ref().and_then(StoredObject::failure) {
             return failed;

@@ -12,7 +12,6 @@ use super::skipped::SkippedRecord;
 use super::text::InvalidBytes;
 use crate::error::Error;
 
-/// The error in a record, and the remedy.
 #[derive(Clone, Debug)]
 pub(super) struct BadRecord {
     /// Lines from the record's first one, and the column; `None` if it is the record as a whole.
@@ -53,7 +52,6 @@ impl BadRecord {
     }
 }
 
-/// The text of one JSON record: the wanted fields, joined by line ends.
 pub(super) fn parse_record<'a>(
     record: &'a str,
     reading: &ReadOptions,
@@ -79,7 +77,6 @@ pub(super) fn parse_record<'a>(
     Ok(text.into())
 }
 
-/// The texts of fields, joined by line ends.
 fn joined<'a>(
     found: Vec<Option<Field<'a>>>,
     fields: &[String],
@@ -103,14 +100,12 @@ fn joined<'a>(
     Ok(if texts.len() == 1 { texts.remove(0) } else { texts.join("\n").into() })
 }
 
-/// Whether a record has one of the wanted fields, with text or null.
 pub(super) fn has_text(record: &[u8], reading: &ReadOptions) -> bool {
     let is_text = |field: &Option<Field>| matches!(field, Some(Field::Text(_) | Field::Null));
     let record = plain(&String::from_utf8_lossy(record), "fffd");
     deserialize(&record, &reading.text_fields).is_ok_and(|found| found.iter().any(is_text))
 }
 
-/// The values of the wanted fields.
 fn deserialize<'a>(record: &'a str, fields: &[String]) -> serde_json::Result<Vec<Option<Field<'a>>>> {
     let mut parser = serde_json::Deserializer::from_str(record);
     let mut found: Vec<_> = fields.iter().map(|_| None).collect();
@@ -154,7 +149,6 @@ fn plain(record: &str, surrogate: &str) -> String {
     String::from_utf8(bytes).unwrap_or_default()
 }
 
-/// Whether Python's `json` reads it as a number.
 fn is_number(token: &[u8]) -> bool {
     matches!(token, b"NaN" | b"Infinity" | b"-Infinity")
         || (matches!(token, [b'-' | b'0'..=b'9', ..]) && serde_json::from_slice::<&RawValue>(token).is_ok())
@@ -166,7 +160,6 @@ fn half_of_pair(text: &[u8]) -> Option<u16> {
     u16::from_str_radix(digits, 16).ok().filter(|unit| (0xd800..0xe000).contains(unit))
 }
 
-/// The names of a record's fields, and of those in its objects: `id`, `review.body`.
 fn names_in(record: &str) -> Vec<String> {
     let fields = |object| serde_json::from_str::<BTreeMap<String, &RawValue>>(object).unwrap_or_default();
     let names = fields(record).into_iter().flat_map(|(name, value)| {
@@ -177,7 +170,6 @@ fn names_in(record: &str) -> Vec<String> {
     names.collect()
 }
 
-/// A field's value; of values that are not text, only the kind.
 #[derive(Clone, PartialEq)]
 enum Field<'a> {
     Text(Cow<'a, str>),
@@ -283,7 +275,6 @@ impl<'de> Visitor<'de> for Wanted<'_, '_, 'de> {
 mod tests {
     use super::*;
 
-    /// The text of a record in brackets, or the error.
     fn parse(line: &str, fields: &str, invalid_utf8: InvalidUtf8) -> String {
         let text_fields = fields.split(',').map(str::to_owned).collect();
         let found = parse_record(line, &ReadOptions { text_fields, invalid_utf8, ..ReadOptions::default() })

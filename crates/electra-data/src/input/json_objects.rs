@@ -14,13 +14,10 @@ const HEAD_BYTES: u64 = 16 << 20;
 
 pub(super) struct Object {
     pub bytes: Vec<u8>,
-    /// Its offset in the text.
     pub offset: u64,
-    /// The number of its first line, from 1.
     pub line: u64,
 }
 
-/// Why there is no next object.
 pub(super) enum Trouble {
     Unreadable(IoError),
     Malformed { line: u64, reason: String },
@@ -43,16 +40,12 @@ impl From<IoError> for Trouble {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Nothing but blanks was read.
     Start,
-    /// Objects one after another.
     Sequence,
     List,
-    /// The list has ended.
     End,
 }
 
-/// Reads the objects of a text.
 pub(super) struct Objects<R> {
     input: R,
     state: State,

@@ -1,7 +1,6 @@
 //! Reading text: from files, folders and globs of any supported format to a stream of documents.
 
 mod arrow;
-mod cut;
 mod division;
 #[cfg(test)]
 mod division_tests;
@@ -26,7 +25,6 @@ mod zstd_window;
 pub use read_options::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, TextSource};
 pub use skipped::SkippedRecord;
 
-pub(crate) use cut::{Cut, character_boundary};
 pub(crate) use division::{InputGroup, PART_BYTES, Part};
 pub(crate) use documents::{read_file, read_input_group};
 pub(crate) use files::Inputs;
@@ -38,3 +36,4 @@ pub(crate) use pipeline::{
 };
 pub(crate) use sampler::{Sampled, Sampler};
 pub(crate) use skipped::{SKIPPED, SkipLog, first_skipped, skipped_to_jsonl};
+pub(crate) use text::{Cut, character_boundary};

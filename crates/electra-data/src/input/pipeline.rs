@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
-use super::cut::{Cut, FRAGMENT_BYTES, character_boundary};
 use super::identity::InputIdentity;
 use super::sampler::{Sampled, Sampler};
 use super::skipped::{SkipLog, SkippedRecord};
+use super::text::{Cut, FRAGMENT_BYTES, character_boundary};
 use crate::error::{Error, Result};
 use crate::format::FileEntry;
 
@@ -19,7 +19,6 @@ const BATCH_TEXTS: usize = 1 << 16;
 /// How long the consumer waits before it reports progress and checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The boundary at the end of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mark {
     /// Nothing: the line continues.
@@ -32,29 +31,23 @@ pub(crate) enum Mark {
     InputGroup(Box<GroupEnd>),
 }
 
-/// Totals of an input group once all of it has been read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct GroupEnd {
     pub skipped: Vec<SkippedRecord>,
     pub inputs: Vec<InputIdentity>,
-    /// The file that the watch has written.
     pub watched: Option<FileEntry>,
 }
 
-/// Follows the texts of input groups in the order in which they are read, before they are cut, and decides which of them
-/// are kept.
+/// Follows the texts of input groups as they are read, before they are cut, and decides which are kept.
 pub(crate) trait Watch: Send {
-    /// An input group begins.
     fn begin(&mut self, input_group: usize) -> Result<()>;
 
-    /// Whether a text is kept, with its mark.
     fn keeps(&mut self, text: &str, mark: &Mark) -> bool;
 
     /// The input group ends; returns the file that stores what was found in it.
     fn end(&mut self) -> Result<FileEntry>;
 }
 
-/// A text of a batch with the mark at its end. One that ends a document or bounds an input group is empty.
 #[derive(Debug)]
 pub(crate) struct MarkedText<'a> {
     pub text: &'a str,
@@ -68,12 +61,10 @@ pub(crate) struct MarkedText<'a> {
 pub(crate) struct TextBatch {
     text: String,
     texts: Vec<(usize, Mark, u8)>,
-    /// The state of the sample at the end of this batch.
     pub sampled: Sampled,
 }
 
 impl TextBatch {
-    /// The texts in order.
     pub fn texts(&self) -> impl Iterator<Item = MarkedText<'_>> {
         let mut start = 0;
         self.texts.iter().map(move |&(end, ref mark, level)| {
@@ -98,19 +89,15 @@ pub(crate) struct Intake<'a> {
 }
 
 impl<'a> Intake<'a> {
-    /// Samples all text and skips no record.
     pub fn everything(cut: Cut<'a>) -> Self {
         Self { cut, skips: SkipLog::default(), sampler: Sampler::everything(), watch: None }
     }
 }
 
-/// Collects the text that the reader finds and sends it in batches.
 pub(crate) struct Batcher<'a> {
     batch: TextBatch,
-    /// A batch is sent once it has this many bytes of text.
     batch_bytes: usize,
     pub intake: Intake<'a>,
-    /// The inputs of the current input group.
     pub inputs: Vec<InputIdentity>,
     send: &'a mut dyn FnMut(TextBatch) -> Result<()>,
 }
@@ -228,8 +215,7 @@ pub(crate) fn with_workers<T: Send, W: FnMut(TextBatch) -> Result<T>, R>(
 }
 
 impl<T: Send> Workers<T> {
-    /// Runs a pipeline: `read` on a thread and `consume` on this one. `consume(None)` is called every 50 ms while
-    /// there is no result.
+    /// Runs `read` on a thread and `consume` on this one, with `None` every 50 ms while there is no result.
     pub fn run_pipeline(
         &self,
         intake: Intake,
@@ -307,7 +293,6 @@ pub(crate) fn default_threads() -> usize {
 mod tests {
     use super::*;
 
-    /// Runs a pipeline that samples all text.
     fn run<T: Send, W: FnMut(TextBatch) -> Result<T>>(
         threads: usize,
         read: impl FnOnce(&mut Batcher) -> Result<()> + Send,

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufReader, Error as IoError, ErrorKind, Read, Result as IoResult, Seek, SeekFrom};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,49 +15,42 @@ use parquet::file::reader::{ChunkReader, Length};
 
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Object, Request, Store};
+use crate::threads::lock;
 
 /// The first request of a sequential reader; each one is twice as long as the one before …
 const FIRST_REQUEST: u64 = 256 << 10;
 /// … up to this.
 const LAST_REQUEST: u64 = 8 << 20;
-/// Requests in flight ahead of a sequential reader, once it has read two: a store sends a single stream at only about
-/// 100 MB/s.
+/// Requests ahead of a sequential reader: a store sends a single stream at only about 100 MB/s.
 const REQUESTS_AHEAD: usize = 3;
 /// Bytes requested ahead in all columns of a table, whose ranges are known, and requests ahead in each of them.
 const COLUMNS_AHEAD: (u64, usize) = (16 << 20, 16);
 /// The first request for a table: its metadata is at the end, and a file that is not much longer is read whole.
 const TABLE_END: u64 = 64 << 10;
-/// Bytes that are read of a table at a time for the header of a page.
 const PAGE_HEADER_BYTES: usize = 512;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The last error of the store that a file is in.
 pub(super) type Failure = Arc<Mutex<Option<Error>>>;
 
 type Answer = Receiver<Result<Vec<u8>>>;
 
-/// The bytes of a file.
 pub(super) enum RawFile {
     Local(File),
     Stored(Box<StoredFile>),
 }
 
-/// The bytes of an object in a store.
 pub(super) struct StoredFile {
     store: Store,
     object: Object,
     cancel: Cancel,
     failure: Failure,
-    /// Offset of the next byte to be read.
     position: u64,
-    /// Buffered bytes, and the offset of the first one.
     chunk: Bytes,
     chunk_start: u64,
     /// Requests ahead, in the order in which their bytes are read …
     ahead: VecDeque<(Range<u64>, Answer)>,
     /// … and what is requested after them.
     planned: VecDeque<Range<u64>>,
-    /// Length of the next request, and of the longest one.
     request_bytes: u64,
     longest_request: u64,
     requests_ahead: usize,
@@ -101,7 +94,7 @@ impl StoredFile {
     /// Keeps a store's error, which libraries that read tables would turn into text.
     fn failed(&self, error: Error) -> IoError {
         let text = error.to_string();
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        *lock(&self.failure) = Some(error);
         IoError::other(text)
     }
 
@@ -131,14 +124,12 @@ impl StoredFile {
         }
     }
 
-    /// Buffers the end of the file.
     fn read_end(&mut self) -> IoResult<()> {
         let size = self.object.size;
         self.position = if size <= FIRST_REQUEST { 0 } else { size - TABLE_END };
         self.read(&mut [0]).map(drop)
     }
 
-    /// Loads the chunk that contains the byte at the current position.
     fn fill(&mut self) -> IoResult<()> {
         let at = self.position;
         let is_seek = at != self.chunk_start + self.chunk.len() as u64;
@@ -191,7 +182,6 @@ impl StoredFile {
         Ok(())
     }
 
-    /// The buffered bytes from the current position on.
     fn buffered(&self) -> Bytes {
         let start = self.position.checked_sub(self.chunk_start).map_or(usize::MAX, |start| start as usize);
         if start < self.chunk.len() { self.chunk.slice(start..) } else { Bytes::new() }
@@ -238,12 +228,10 @@ impl Seek for RawFile {
     }
 }
 
-/// A table on disk or in a store, or one of its columns, whose bytes are read in order.
 #[derive(Clone)]
 pub(super) struct TableFile(Arc<Mutex<RawFile>>);
 
 impl TableFile {
-    /// A file, of which a store sends the end, where the metadata is.
     pub fn new(mut file: RawFile) -> IoResult<Self> {
         if let RawFile::Stored(file) = &mut file {
             file.read_end()?;
@@ -261,7 +249,7 @@ impl TableFile {
     }
 
     fn file(&self) -> MutexGuard<'_, RawFile> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 
@@ -274,7 +262,6 @@ impl Length for TableFile {
     }
 }
 
-/// Reads a table from an offset on.
 pub(super) struct TableReader(TableFile, u64);
 
 impl Read for TableReader {

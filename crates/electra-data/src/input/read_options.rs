@@ -7,15 +7,12 @@ use serde::{Deserialize, Serialize};
 use crate::choice::choice;
 use crate::error::Result;
 
-/// Where text comes from.
 pub enum TextSource<'a> {
-    /// Files, folders and globs.
     Files(Vec<PathBuf>),
     /// A stream of documents. Such a run cannot be resumed; it starts from the beginning.
     Documents(Box<dyn Iterator<Item = Result<String>> + Send + 'a>),
 }
 
-/// The separator of documents in text files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DocumentSeparator {
     /// One or more blank lines (and the end of a file).
@@ -29,24 +26,18 @@ pub enum DocumentSeparator {
 
 choice!(DocumentSeparator { "blank-line" => BlankLine, "file" => File, "line" => Line });
 
-/// The format of an input file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InputFormat {
-    /// Plain text, in any language or markup.
     Text,
-    /// One JSON object per line.
     JsonLines,
     /// JSON objects in a list, or one after another on any number of lines.
     Json,
-    /// Apache Parquet.
     Parquet,
-    /// An Arrow IPC stream or file.
     Arrow,
 }
 
 choice!(InputFormat { "text" => Text, "jsonl" => JsonLines, "json" => Json, "parquet" => Parquet, "arrow" => Arrow });
 
-/// Policy for invalid UTF-8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InvalidUtf8 {
     /// Fail, naming the offset.
@@ -58,20 +49,16 @@ pub enum InvalidUtf8 {
 
 choice!(InvalidUtf8 { "error" => Error, "replace" => Replace });
 
-/// Options for reading files.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ReadOptions {
     /// The format of every file. By default the extension decides, and files with unknown ones are skipped.
     pub format: Option<InputFormat>,
-    /// The separator of documents in text files.
     #[serde(rename = "documents")]
     pub separator: DocumentSeparator,
     /// Fields (columns) that hold the text; several are joined by line ends.
     pub text_fields: Vec<String>,
-    /// Policy for invalid UTF-8.
     pub invalid_utf8: InvalidUtf8,
-    /// The number of unreadable JSON lines that may be skipped, over all files.
     pub skip_bad_records: u64,
 }
 
@@ -87,7 +74,6 @@ impl Default for ReadOptions {
     }
 }
 
-/// The error text for a missing field, listing those that exist.
 pub(super) fn missing_field(field: &str, existing: &[String]) -> String {
     let existing = if existing.is_empty() { "none".to_owned() } else { existing.join(", ") };
     format!("no text field \"{field}\"; there are: {existing}")

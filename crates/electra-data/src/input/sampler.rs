@@ -10,18 +10,14 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 /// Minimum size of the parts of a document that are sampled separately.
 const PART: u64 = 1 << 20;
 
-/// The state of a sample: its level, and the bytes it stands for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sampled {
     /// Levels below this one have been dropped.
     pub lowest_level: u8,
-    /// Bytes of text in the sample …
     pub bytes: u64,
-    /// … and in all of the input so far.
     pub total_bytes: u64,
 }
 
-/// Samples a stream of text.
 #[derive(Debug)]
 pub(crate) struct Sampler {
     seed: u64,
@@ -34,13 +30,11 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler of at most `limit` bytes of text.
     pub fn new(seed: u64, limit: u64) -> Self {
         let (sampled, level) = (Sampled::default(), level(seed, 0));
         Self { seed, limit, sampled, level_bytes: [0; 65], part: 0, part_bytes: 0, level }
     }
 
-    /// A sampler that keeps everything.
     pub fn everything() -> Self {
         Self::new(0, u64::MAX)
     }

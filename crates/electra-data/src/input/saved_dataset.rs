@@ -14,7 +14,6 @@ use crate::error::{Error, Result};
 pub(super) const STATE: &str = "state.json";
 pub(super) const INFO: &str = "dataset_info.json";
 const SPLITS: &str = "dataset_dict.json";
-/// The split that is read if there are several.
 const TRAIN: &str = "train";
 
 /// Files and folders that Spark and table formats write beside their data.
@@ -29,13 +28,14 @@ const BOOKKEEPING: [&str; 8] = [
     "_spark_metadata",
 ];
 
-/// The contents of a saved folder.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum SavedDataset {
-    /// The files of one dataset.
     Rows(Vec<PathBuf>),
     /// A dataset per split: the one to read and the names of the others.
-    Splits { folder: PathBuf, others: Vec<String> },
+    Splits {
+        folder: PathBuf,
+        others: Vec<String>,
+    },
 }
 
 #[derive(Deserialize)]
@@ -58,7 +58,6 @@ struct Splits {
 }
 
 impl SavedDataset {
-    /// The dataset saved in a folder; `None` if `save_to_disk` did not write it.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
         if folder.join(SPLITS).is_file() {
             return splits(folder).map(Some);

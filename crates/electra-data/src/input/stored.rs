@@ -1,7 +1,6 @@
 //! Input files in object stores: finding them by URL, folder or glob, and opening them.
 
 use std::io::Write;
-use std::sync::PoisonError;
 
 use serde::{Deserialize, Serialize};
 
@@ -9,20 +8,15 @@ use super::raw_file::{Failure, StoredFile};
 use super::saved_dataset::is_hidden;
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Object, Store, check_url};
+use crate::threads::lock;
 
-/// A file in a store. Serialized without its connection, which another process opens anew.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct StoredObject {
     pub url: String,
-    pub size: u64,
-    /// The identifier of its version, if the store gives one.
-    pub version: Option<String>,
-    /// When it was last modified, in nanoseconds since 1970.
-    #[serde(default)]
-    pub modified: Option<i64>,
+    #[serde(flatten)]
+    pub listed: Object,
     #[serde(skip)]
     store: Option<Store>,
-    /// Cancels requests when the run ends.
     #[serde(skip)]
     pub cancel: Cancel,
     #[serde(skip)]
@@ -30,9 +24,8 @@ pub(crate) struct StoredObject {
 }
 
 impl StoredObject {
-    /// The last error of the store while its bytes were read.
     pub fn failure(&self) -> Option<Error> {
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let failure = lock(&self.failure);
         failure.as_ref().map(|error| match error {
             Error::Interrupted => Error::Interrupted,
             Error::NotFound { path, hint } => Error::NotFound { path: path.clone(), hint: hint.clone() },
@@ -43,24 +36,16 @@ impl StoredObject {
         })
     }
 
-    /// Its bytes.
     pub(super) fn open(&self) -> Result<StoredFile> {
         let store = match &self.store {
             Some(store) => store.at(&self.url)?,
             None => Store::open(&self.url)?,
         };
-        let object = Object {
-            name: String::new(),
-            size: self.size,
-            version: self.version.clone(),
-            modified: self.modified,
-        };
-        Ok(StoredFile::new(store, object, self.cancel.clone(), self.failure.clone()))
+        Ok(StoredFile::new(store, self.listed.clone(), self.cancel.clone(), self.failure.clone()))
     }
 }
 
-/// The objects that a URL names: one, all below a folder, or those that match a glob. With `visible`, globs do not
-/// match hidden ones either.
+/// The objects that a URL names: one, a folder or a glob, which with `visible` matches no hidden ones.
 pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     check_url(url)?;
     let is_glob = |part: &str| part.contains(['*', '?', '[']);
@@ -109,7 +94,6 @@ fn objects_in(store: &Store) -> Result<Vec<Object>> {
     Ok(objects)
 }
 
-/// All objects below a folder that are not hidden.
 fn below(store: &Store, folder: &str, objects: Vec<Object>) -> Vec<StoredObject> {
     let visible = |object: &Object| object.name.split('/').all(|part| !part.is_empty() && !is_hidden(part));
     let objects = objects.into_iter().filter(visible);
@@ -133,20 +117,12 @@ fn matching(store: &Store, folder: &str, url: &str, visible: bool) -> Result<Vec
     Ok(objects.map(|object| object_of(store, &url_in(folder, &object.name), object)).collect())
 }
 
-/// The URL of an object in a folder, with special characters escaped.
 fn url_in(folder: &str, name: &str) -> String {
     format!("{folder}/{}", name.replace('%', "%25").replace('#', "%23").replace('?', "%3F"))
 }
 
 fn object_of(store: &Store, url: &str, object: Object) -> StoredObject {
-    let Object { size, version, modified, .. } = object;
-    StoredObject {
-        url: url.to_owned(),
-        size,
-        version,
-        modified,
-        store: Some(store.clone()),
-        cancel: Cancel::default(),
-        failure: Failure::default(),
-    }
+    let (url, listed) = (url.to_owned(), Object { name: String::new(), ..object });
+    let (cancel, failure) = (Cancel::default(), Failure::default());
+    StoredObject { url, listed, store: Some(store.clone()), cancel, failure }
 }

@@ -20,7 +20,6 @@ use super::read_options::missing_field;
 use super::text::MAX_LINE_BYTES;
 use crate::error::{Error, Result};
 
-/// Rows between updates of the progress.
 const PROGRESS_ROWS: u64 = 256;
 
 /// Sends each row of a Parquet file, or of those row groups that begin in a part of it, as a document.
@@ -122,7 +121,6 @@ fn arrow_type(column: &ColumnDescriptor) -> DataType {
     }
 }
 
-/// A column of text of a row group.
 struct ParquetText {
     reader: ColumnReaderImpl<ByteArrayType>,
     values: Vec<ByteArray>,
@@ -146,7 +144,6 @@ impl ParquetText {
     }
 }
 
-/// The row groups that begin in a part, in order.
 fn row_groups_of(part: &Part, file: &InputFile, metadata: &ParquetMetaData) -> Vec<usize> {
     let mut first_byte = 0;
     let begins_here = |group: &usize| {
@@ -163,7 +160,6 @@ fn row_groups_of(part: &Part, file: &InputFile, metadata: &ParquetMetaData) -> V
 pub(super) struct ColumnPath(pub Vec<usize>);
 
 impl ColumnPath {
-    /// The column with this name; dots lead into structs.
     fn find(fields: &Fields, name: &str) -> Option<(Self, DataType)> {
         if let Some((index, field)) = fields.find(name) {
             return Some((Self(vec![index]), field.data_type().clone()));
@@ -176,7 +172,6 @@ impl ColumnPath {
     }
 }
 
-/// The names of all columns that hold text, with those in structs.
 fn names_of_texts(fields: &Fields, before: &str) -> Vec<String> {
     let name = |field: &FieldRef| format!("{before}{}", field.name());
     let names = fields.iter().flat_map(|field| match field.data_type() {

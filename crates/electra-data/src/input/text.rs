@@ -4,7 +4,6 @@ use std::borrow::Cow;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-use super::cut::{Cut, FRAGMENT_BYTES};
 use super::encoding::Encoding;
 use super::input_file::InputFile;
 use super::read_options::InvalidUtf8;
@@ -12,22 +11,18 @@ use crate::error::{Error, Result};
 
 /// Bytes that are kept of a word longer than a fragment: enough to be too long for any vocabulary.
 const WORD_HEAD: usize = 4 << 10;
-/// The largest line, or row of a table, that is kept in memory.
 pub(super) const MAX_LINE_BYTES: usize = 1 << 30;
 
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// A line or, if lines may be cut, part of one.
 pub(super) struct Fragment<'a> {
     /// The text, or where it is invalid UTF-8; reading can continue after that.
     pub text: std::result::Result<Cow<'a, str>, InvalidBytes>,
     pub ends_line: bool,
 }
 
-/// Which characters end a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineEndings {
-    /// "\n" or "\r\n".
     Newline,
     /// As `Universal` if the first 64 KiB have a "\r" but no "\n" (files of old Macs), else as `Newline`, so
     /// that a stray "\r" in terminal output does not split a line.
@@ -50,7 +45,6 @@ pub(super) fn is_indivisible(file: &InputFile, newline: bool) -> Result<bool> {
     Ok(!is_utf8 || (!newline && has_old_line_ends(&head)))
 }
 
-/// The number of "\n" in the first bytes of a file.
 fn count_lines(file: &InputFile, bytes: u64) -> Result<u64> {
     let failed = |e| file.unreadable(&e);
     if bytes == 0 {
@@ -69,7 +63,6 @@ fn count_lines(file: &InputFile, bytes: u64) -> Result<u64> {
     }
 }
 
-/// Reads lines from a decompressed stream.
 pub(super) struct Lines<'a, R> {
     input: R,
     file: &'a InputFile,
@@ -77,9 +70,7 @@ pub(super) struct Lines<'a, R> {
     line_ends: LineEndings,
     cut: Cut<'a>,
     buffer: Vec<u8>,
-    /// Start of the next fragment in the buffer.
     start: usize,
-    /// Offset of `start` in the stream.
     offset: u64,
     /// Bytes of the next fragment that were removed from the buffer by shortening a word.
     left_out: u64,
@@ -93,8 +84,7 @@ pub(super) struct Lines<'a, R> {
 }
 
 impl<'a, R: BufRead> Lines<'a, R> {
-    /// Reads a stream that begins at this offset of a file, which is the start of a line; long lines come in fragments
-    /// where `cut` allows it.
+    /// Reads a stream that begins at this offset, the start of a line; long lines come in fragments if `cut` allows it.
     pub fn new(
         input: R,
         (file, begin): (&'a InputFile, u64),
@@ -119,8 +109,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
         }
     }
 
-    /// The number of the current line in the file, from 1. Counts the lines before a part of a file, so it is
-    /// for errors only.
+    /// The number of the current line, from 1. Counts the lines before a part of a file, so it is for errors only.
     pub fn line_number(&mut self) -> Result<u64> {
         let before = match self.lines_before {
             Some(before) => before,
@@ -129,7 +118,6 @@ impl<'a, R: BufRead> Lines<'a, R> {
         Ok(before + self.number)
     }
 
-    /// The next fragment, `None` at the end.
     pub fn next(&mut self) -> Result<Option<Fragment<'_>>> {
         self.number += u64::from(self.ended_line);
         if self.line_ends == LineEndings::Detect {
@@ -236,7 +224,6 @@ impl<'a, R: BufRead> Lines<'a, R> {
     }
 }
 
-/// Invalid UTF-8 at this offset.
 #[derive(Debug)]
 pub(super) struct InvalidBytes {
     pub at: u64,
@@ -246,15 +233,61 @@ impl InvalidBytes {
     pub const REMEDY: &str = "convert the file (iconv -f ITS-ENCODING -t UTF-8), or, if only a few bytes are wrong, \
                               read them as U+FFFD with --invalid-utf8 replace";
 
-    /// Returns the error in one line.
     pub fn reason(&self) -> String {
         format!("invalid UTF-8 at byte {} of the text", self.at)
     }
 
-    /// The same as an error.
     pub fn in_file(&self, path: &Path) -> Error {
         Error::at(path, format!("{}; {}", self.reason(), Self::REMEDY))
     }
+}
+
+pub(super) const FRAGMENT_BYTES: usize = 64 << 10;
+
+#[derive(Clone, Copy)]
+pub(crate) enum Cut<'a> {
+    Nowhere,
+    /// After a space or tab.
+    Blanks,
+    /// After every character that ends a word or is a word; a very long word is shortened.
+    Words(&'a (dyn Fn(char) -> bool + Sync)),
+}
+
+impl Cut<'_> {
+    pub fn last_position(self, text: &[u8]) -> Option<usize> {
+        let blank = memchr::memrchr2(b' ', b'\t', text).map(|at| at + 1);
+        match self {
+            Cut::Nowhere => None,
+            Cut::Blanks => blank,
+            Cut::Words(ends_word) => blank.or_else(|| last_word_end(text, ends_word)),
+        }
+    }
+
+    /// The first position in `text` where it may be cut; for `Words`, before the character that ends the first.
+    pub fn first_position(self, text: &str) -> Option<usize> {
+        match self {
+            Cut::Nowhere => None,
+            Cut::Blanks => memchr::memchr2(b' ', b'\t', text.as_bytes()).map(|at| at + 1),
+            Cut::Words(ends_word) => text.find(ends_word),
+        }
+    }
+}
+
+pub(crate) fn character_boundary(text: &str, limit: usize) -> usize {
+    (0..=limit.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
+}
+
+fn last_word_end(text: &[u8], ends_word: &dyn Fn(char) -> bool) -> Option<usize> {
+    let (mut last, mut at) = (None, 0);
+    for chunk in text.utf8_chunks() {
+        for (offset, c) in chunk.valid().char_indices() {
+            if ends_word(c) {
+                last = Some(at + offset + c.len_utf8());
+            }
+        }
+        at += chunk.valid().len() + chunk.invalid().len();
+    }
+    last
 }
 
 #[cfg(test)]

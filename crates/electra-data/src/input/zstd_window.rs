@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use zstd::stream::read::Decoder;
 
-/// Logarithm of the largest window, which is also zstd's own limit.
 const MAX_WINDOW_LOG: u32 = 31;
 /// Files with a larger window are read one at a time, so that memory is bounded however many are read in parallel.
 const SMALL_WINDOW: u64 = 128 << 20;
@@ -16,7 +15,6 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The process that reads a file with a large window; 0 if none does. No lock, which a fork could leave held.
 static READER: AtomicU32 = AtomicU32::new(0);
 
-/// Unpacks zstd.
 pub(super) struct WindowedReader<R: BufRead> {
     decoder: Decoder<'static, R>,
     _turn: Option<Turn>,
@@ -40,7 +38,6 @@ impl<R: BufRead> Read for WindowedReader<R> {
     }
 }
 
-/// The right to read a file with a large window.
 struct Turn;
 
 impl Turn {
@@ -80,7 +77,6 @@ pub(super) fn window_of(mut head: &[u8]) -> Option<u64> {
     }
 }
 
-/// Frame_Header of RFC 8878, section 3.1.1.1.
 fn frame_window(header: &[u8]) -> Option<u64> {
     let (&descriptor, rest) = header.split_first()?;
     if descriptor & 0x20 == 0 {

@@ -17,19 +17,17 @@ use super::shuffle_window::{Row, ShuffleWindow};
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Shard, SpecialTokens};
 use crate::philox::{Purpose, Stream};
+use crate::threads::lock;
 
 /// Columns begin at multiples of 128 bytes, as Arrow's own buffers do.
 const ALIGNED_WORDS: usize = 32;
 /// Fixed-size columns: four of them per token, three per mask slot.
 const COLUMNS: usize = 7;
-/// How many rows ahead of the one being written are prefetched.
 const PREFETCH_ROWS: usize = 8;
 
-/// Consecutive rows of a window.
 #[derive(Clone, Debug)]
 pub(super) struct RowRange {
     pub window: Arc<ShuffleWindow>,
-    /// Indices in the window's order.
     pub rows: Range<u64>,
 }
 
@@ -85,9 +83,8 @@ impl BufferPool {
     /// Upper bound on the buffers remembered here, for consumers that keep all batches.
     const MAX_BUFFERS: usize = 16;
 
-    /// A buffer of `words` words without other owners; its content is arbitrary.
     fn take(&self, words: usize) -> MutableBuffer {
-        let mut buffers = self.lock();
+        let mut buffers = lock(&self.buffers);
         for _ in 0..buffers.len() {
             match buffers.remove(0).into_mutable() {
                 Ok(mut free) => {
@@ -101,19 +98,14 @@ impl BufferPool {
     }
 
     fn give(&self, buffer: &Buffer) {
-        let mut buffers = self.lock();
+        let mut buffers = lock(&self.buffers);
         if buffers.len() == Self::MAX_BUFFERS {
             buffers.remove(0);
         }
         buffers.push(buffer.clone());
     }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Buffer>> {
-        self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
 }
 
-/// Writes batches of one shape.
 pub(super) struct BatchWriter {
     schema: SchemaRef,
     length: usize,
@@ -129,7 +121,6 @@ impl BatchWriter {
         Self { schema, length, tokens, masker, pool }
     }
 
-    /// The batch of the rows of `ranges`, in order.
     pub fn write(&mut self, ranges: &[RowRange]) -> Result<RecordBatch> {
         let rows = ranges.iter().map(|range| range.len() as usize).sum();
         let (length, slots) = (self.length, self.masker.slots);
@@ -270,7 +261,6 @@ impl BatchWriter {
     }
 }
 
-/// The slices of one row in the columns.
 struct Target<'a> {
     ids: &'a mut [i32],
     /// Zeroed in advance.

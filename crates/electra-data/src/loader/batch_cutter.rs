@@ -9,26 +9,20 @@ use super::mixture::{Mixture, Turns};
 use super::options::LoaderOptions;
 use super::shuffle_window::{Blocks, CorpusPosition, ShuffleWindow};
 
-/// Cuts the streams of a rank's lanes, one after the other in each batch.
 pub(super) struct BatchCutter {
     lanes: Vec<LaneCutter>,
-    /// Rows of a lane per batch.
     lane_rows: u64,
-    /// The lane that gives the next rows of the batch.
     current: usize,
     batch: Vec<RowRange>,
 }
 
-/// The stream of a lane, which a mixture's corpora give in turn.
 struct LaneCutter {
     corpora: Vec<CorpusCursor>,
     turns: Turns,
     epochs: u32,
-    /// Rows in the batch.
     rows: u64,
 }
 
-/// A corpus that is being cut.
 struct CorpusCursor {
     num_windows: u32,
     position: CorpusPosition,
@@ -36,18 +30,14 @@ struct CorpusCursor {
     windows: VecDeque<Arc<ShuffleWindow>>,
 }
 
-/// The outcome of asking for the next batch.
 pub(super) enum NextBatch {
     /// The rows of all of the rank's lanes; with one lane, fewer than the batch size at the end.
     Ready(Vec<RowRange>),
-    /// The next window of this corpus is needed first.
     NeedsWindow(usize),
-    /// All epochs are finished.
     Finished,
 }
 
 impl BatchCutter {
-    /// A cutter of the lanes of a rank, whose corpora are at `positions`.
     pub fn new(positions: &[Vec<CorpusPosition>], mixture: &Mixture, options: &LoaderOptions) -> Self {
         let epochs = options.last_epoch();
         let lanes = options.lanes_of_rank().zip(positions);
@@ -55,7 +45,6 @@ impl BatchCutter {
         Self { lanes: lanes.collect(), lane_rows: options.lane_rows(), current: 0, batch: Vec::new() }
     }
 
-    /// The next batch, unless a window is needed first.
     pub fn next(&mut self) -> NextBatch {
         while let Some(lane) = self.lanes.get_mut(self.current) {
             if let Some(corpus) = lane.give(self.lane_rows, &mut self.batch) {
@@ -78,7 +67,6 @@ impl BatchCutter {
         source.position.window_rows = source.windows[0].len();
     }
 
-    /// Where the corpora of each lane stand after the last batch.
     pub fn positions(&self) -> Vec<Vec<CorpusPosition>> {
         self.lanes.iter().map(LaneCutter::positions).collect()
     }
@@ -99,8 +87,7 @@ impl LaneCutter {
         }
     }
 
-    /// Adds rows to the batch until the lane has given `wanted` or is finished. Returns a corpus whose window is needed
-    /// first.
+    /// Adds rows until the lane has given `wanted` or is finished, or returns the corpus whose window it needs first.
     fn give(&mut self, wanted: u64, batch: &mut Vec<RowRange>) -> Option<usize> {
         while self.rows < wanted {
             let corpus = self.turns.next()?;
@@ -149,7 +136,6 @@ impl LaneCutter {
     }
 }
 
-/// The part of some rows that lies in a range of their numbers.
 pub(super) fn part_of(rows: Vec<RowRange>, part: Range<u64>) -> Vec<RowRange> {
     let mut seen = 0;
     let slices = rows.into_iter().filter_map(|RowRange { window, rows }| {

@@ -25,18 +25,15 @@ const AUTO_LANES: u64 = 64;
 /// With fewer blocks in a lane, one block more or less would make a lane's epochs much longer than another's.
 const MIN_LANE_BLOCKS: u64 = 16;
 
-/// Masked, packed batches of a corpus or of several. Corpora, options and seed alone decide their content and
-/// order.
+/// Masked, packed batches of a corpus or of several. Corpora, options and seed alone decide their content and order.
 pub struct Loader {
     pub(super) shared: Arc<Shared>,
-    /// For each lane of this rank, the positions of the corpora.
     pub(super) positions: Vec<Vec<CorpusPosition>>,
     pipeline: Option<Pipeline>,
 }
 
 impl Loader {
-    /// A loader at the start of its stream. Reads no token and starts no thread yet. A wrong option or an
-    /// empty corpus is [`Error::Input`].
+    /// A loader at its start; no token is read yet. A wrong option or an empty corpus is [`Error::Input`].
     pub fn new(corpus: Arc<Corpus>, options: &LoaderOptions) -> Result<Self> {
         Self::mixture(vec![(corpus, None)], options)
     }
@@ -57,8 +54,7 @@ impl Loader {
         Ok(Self { shared, positions: vec![vec![CorpusPosition::default(); count]; lanes], pipeline: None })
     }
 
-    /// Waits for the next batch for at most `timeout`. After an error, the loader is at the position before
-    /// the batch that failed.
+    /// Waits for the next batch, at most `timeout`. An error leaves the loader at the batch that failed.
     pub fn poll_next(&mut self, timeout: Duration) -> Result<Poll> {
         let pipeline = match &mut self.pipeline {
             Some(pipeline) => pipeline,
@@ -81,8 +77,7 @@ impl Loader {
         LoaderState::new(&self.positions, &self.shared.options, &self.shared.mixture)
     }
 
-    /// How often each corpus has been read: finished epochs and the fraction of the current one, the mean of this rank's
-    /// lanes.
+    /// How often each corpus has been read: epochs and a fraction of the next, the mean of this rank's lanes.
     pub fn passes(&self) -> Vec<f64> {
         let Shared { mixture, options, .. } = &*self.shared;
         let lanes = self.positions.len() as f64;
@@ -107,7 +102,6 @@ impl Loader {
         Ok(())
     }
 
-    /// Sets the numbers of rows of the windows at positions of lanes, and rejects positions that do not exist.
     fn count_windows(&self, blocks: &Blocks, positions: &mut [(u32, &mut CorpusPosition)]) -> Result<()> {
         let options = &self.shared.options;
         let is_end = |at: RowPosition| options.epochs == Some(at.epoch.into()) && at.window == 0;
@@ -163,23 +157,18 @@ impl Loader {
         })
     }
 
-    /// Rows per epoch, over all corpora: those of [`Loader::contents`].
     pub fn num_rows(&self) -> Result<u64> {
         Ok(self.contents()?.rows)
     }
 
-    /// The weights of the corpora in lowest terms.
     pub fn weights(&self) -> &[u64] {
         &self.shared.mixture.weights
     }
 }
 
-/// Contents of the rows of an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// Number of rows.
     pub rows: u64,
-    /// Tokens of the corpus, without special tokens.
     pub tokens: u64,
     /// Positions that are not padding: these tokens and the special ones.
     pub positions: u64,

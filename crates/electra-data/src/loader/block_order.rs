@@ -8,19 +8,17 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::permutation::Permutation;
 use crate::philox::{Purpose, Stream};
+use crate::threads::lock;
 
-/// Blocks in the windows of all lanes.
 const BLOCKS_PER_WINDOW: u32 = 64;
-/// The most blocks of a stretch: four shards of full size.
 const STRETCH_BLOCKS: u64 = 2_048;
 /// Rings that are kept: lanes may be in different epochs.
 const MAX_RINGS: usize = 3;
 
-/// The order of a corpus's blocks under a seed.
 #[derive(Debug)]
 pub(super) struct BlockOrder {
     /// The first block of each shard, and the total at the end.
@@ -30,14 +28,12 @@ pub(super) struct BlockOrder {
     rings: Mutex<VecDeque<Arc<Ring>>>,
 }
 
-/// The blocks of an epoch in the order of its shards.
 #[derive(Debug)]
 struct Ring {
     epoch: u32,
     shards: Vec<u32>,
     /// For each of `shards`, the number of blocks in it and those before it.
     ends: Vec<u32>,
-    /// Where the arc of the first lane begins.
     start: u32,
 }
 
@@ -50,13 +46,11 @@ impl BlockOrder {
         self.first[self.first.len() - 1]
     }
 
-    /// The shard of a block, and its blocks.
     pub fn shard_of(&self, block: u32) -> (usize, Range<u32>) {
         let shard = self.first.partition_point(|&first| first <= block) - 1;
         (shard, self.first[shard]..self.first[shard + 1])
     }
 
-    /// Blocks per window of a lane.
     pub fn window_blocks(&self) -> u64 {
         BLOCKS_PER_WINDOW.div_ceil(self.num_lanes).into()
     }
@@ -67,7 +61,6 @@ impl BlockOrder {
         arc.end - arc.start
     }
 
-    /// Windows of a lane per epoch.
     pub fn num_windows(&self, lane: u32) -> u32 {
         self.lane_blocks(lane).div_ceil(self.window_blocks()) as u32
     }
@@ -92,7 +85,6 @@ impl BlockOrder {
         indices.map(block).collect()
     }
 
-    /// The part of the ring, from its start, that a lane reads.
     fn arc(&self, lane: u32) -> Range<u64> {
         let edge = |lane: u32| u64::from(self.num_blocks()) * u64::from(lane) / u64::from(self.num_lanes);
         edge(lane)..edge(lane + 1)
@@ -110,7 +102,7 @@ impl BlockOrder {
     }
 
     fn ring(&self, epoch: u32) -> Arc<Ring> {
-        let mut rings = self.rings.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rings = lock(&self.rings);
         if let Some(known) = rings.iter().find(|ring| ring.epoch == epoch) {
             return known.clone();
         }
@@ -143,7 +135,6 @@ mod tests {
 
     use super::*;
 
-    /// An order of blocks of shards with these numbers of blocks.
     fn order(blocks: &[u32], seed: u64, num_lanes: u32) -> BlockOrder {
         let mut first = vec![0];
         blocks.iter().for_each(|count| first.push(first[first.len() - 1] + count));

@@ -13,14 +13,11 @@ use crate::philox::philox4x32;
 /// The sum of a mixture's weights is below this, so that products with numbers of rows fit into 128 bits.
 const MAX_WEIGHT: u64 = 1 << 63;
 
-/// A corpus and its weight, if it has one.
 type Weighted = (Arc<Corpus>, Option<f64>);
 
-/// The corpora of a loader: one, or several with weights.
 #[derive(Debug)]
 pub(super) struct Mixture {
     pub corpora: Vec<Blocks>,
-    /// In lowest terms.
     pub weights: Vec<u64>,
 }
 
@@ -64,7 +61,6 @@ pub(super) struct Turns {
     pub rows: Vec<u64>,
     total_weight: u128,
     total_rows: u128,
-    /// Whether all further rows are of one corpus.
     pub is_decided: bool,
 }
 
@@ -75,7 +71,6 @@ impl Turns {
         Self { total_weight: total(&weights), total_rows: total(&rows), is_decided, weights, rows }
     }
 
-    /// The corpus that gives the next row; `None` if all are finished.
     #[inline]
     pub fn next(&self) -> Option<usize> {
         let wide = u128::from;

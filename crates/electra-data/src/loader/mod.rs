@@ -6,8 +6,6 @@ mod batch_loader;
 mod block_order;
 #[cfg(test)]
 mod corruption;
-#[cfg(test)]
-mod lane_tests;
 mod mask;
 mod mixture;
 mod options;

@@ -13,7 +13,6 @@ use crate::format::{CacheOptions, Corpus};
 /// Upper bound on the tokens of one rank's slice of a batch (16 bytes each).
 const MAX_TOKENS: u64 = 1 << 28;
 
-/// The choice of masked positions and of their replacements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Masking {
     /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
@@ -31,7 +30,6 @@ pub enum Masking {
 
 choice!(Masking { "paper" => Paper, "google" => Google, "bert" => Bert, "whole-word" => WholeWord, "span" => Span });
 
-/// The algorithm that packs documents into rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packing {
     /// Keeps every token and fills rows with as many documents as fit.
@@ -45,53 +43,38 @@ choice!(Packing { "best-fit" => BestFit, "google" => Google });
 /// Where rows may begin, besides at the start of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CutAt {
-    /// At any token.
     Token,
-    /// At the start of a word.
     Word,
-    /// At the start of a line.
     Line,
 }
 
 choice!(CutAt { "token" => Token, "word" => Word, "line" => Line });
 
-/// Options of a loader. The loader checks them.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LoaderOptions {
     /// Tokens per row, special tokens included (8 to 32,768).
     pub sequence_length: i64,
-    /// Rows per batch, over all ranks.
     pub batch_size: i64,
-    /// Seed of order, cuts and masks.
     pub seed: i64,
-    /// Which tokens are masked.
     pub masking: Masking,
     /// Fraction of a row's tokens that are masked, between 0 and 1, both excluded.
     pub mask_prob: f64,
-    /// The algorithm that packs documents into rows.
     pub packing: Packing,
     /// Where documents are cut into rows; at words and lines with best-fit packing only.
     pub cut_at: CutAt,
-    /// For each id, whether it begins a word (`Tokenizer::word_starts`, of the corpus's tokenizer). Required
-    /// if [`LoaderOptions::needs_word_starts`].
+    /// For each id, whether it begins a word; required if [`LoaderOptions::needs_word_starts`].
     #[serde(skip)]
     pub word_starts: Option<Arc<[bool]>>,
     /// Which of the `world_size` slices of each batch to load, from 0.
     pub rank: i64,
-    /// Number of ranks.
     pub world_size: i64,
     /// Number of lanes: equal parts of each batch whose rows come from different blocks of the corpus.
     pub lanes: i64,
-    /// Number of threads that write batches.
     pub num_threads: i64,
-    /// Number of batches prepared in advance.
     pub prefetch: i64,
-    /// Number of passes over the corpus; `None` for no limit.
     pub epochs: Option<i64>,
-    /// The folder of the caches of corpora in object stores; `None` for private ones.
     pub cache_dir: Option<PathBuf>,
-    /// The most bytes of all corpora that are kept there.
     pub cache_bytes: i64,
 }
 
@@ -119,7 +102,6 @@ impl Default for LoaderOptions {
 }
 
 impl LoaderOptions {
-    /// Checks the options. The first one out of range is an error with its name, value and range.
     pub fn check(&self) -> Result<()> {
         for (name, value, min, max) in [
             ("world_size", self.world_size, 1, 1 << 20),
@@ -162,25 +144,21 @@ impl LoaderOptions {
         }))
     }
 
-    /// The rows of each batch that the rank loads.
     pub(super) fn rank_rows(&self, batch_rows: u64) -> Range<u64> {
         let (rank, world) = (self.rank as u64, self.world_size as u64);
         rank * batch_rows / world..(rank + 1) * batch_rows / world
     }
 
-    /// The rows of a lane in a batch.
     pub(super) fn lane_rows(&self) -> u64 {
         (self.batch_size / self.lanes) as u64
     }
 
-    /// The lanes that the rank's rows come from; at least one.
     pub(super) fn lanes_of_rank(&self) -> Range<u32> {
         let (rows, size) = (self.rank_rows(self.batch_size as u64), self.lane_rows());
         let first = rows.start / size;
         first as u32..rows.end.div_ceil(size).max(first + 1) as u32
     }
 
-    /// Whether a loader with these options needs `word_starts`.
     pub fn needs_word_starts(&self) -> bool {
         self.masks_words() || self.cut_at == CutAt::Word
     }
@@ -195,7 +173,6 @@ impl LoaderOptions {
         self.cache_dir.clone().map(|dir| CacheOptions { dir, bytes })
     }
 
-    /// The epoch at which a corpus is finished.
     pub(super) fn last_epoch(&self) -> u32 {
         self.epochs.map_or(u32::MAX, |epochs| epochs as u32)
     }

@@ -19,7 +19,6 @@ pub(super) struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of `0..len` for a seed, a purpose and a counter.
     pub fn new(len: u64, seed: u64, purpose: Purpose, counter: [u32; 3]) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         let low_bits = bits / 2;
@@ -33,7 +32,6 @@ impl Permutation {
         }
     }
 
-    /// The element at `index`, which must be below `len`.
     #[inline]
     pub fn at(&self, index: u64) -> u64 {
         debug_assert!(index < self.len);

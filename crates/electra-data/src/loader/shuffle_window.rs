@@ -17,22 +17,16 @@ use crate::philox::Purpose;
 use crate::store::Cancel;
 
 const BLOCK_TOKENS: u64 = 262_144;
-/// Blocks that are fetched at the same time.
 const FETCHED_BLOCKS: u64 = 64;
 
-/// A position between two rows of a corpus's stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct RowPosition {
-    /// Number of finished epochs.
     pub epoch: u32,
-    /// Number of finished windows of this epoch.
     pub window: u32,
-    /// Number of finished rows of this window.
     pub row: u64,
 }
 
 impl RowPosition {
-    /// The start of the next window, given the number of windows per epoch.
     pub fn next_window(self, num_windows: u32) -> Self {
         let window = self.window + 1;
         if window < num_windows {
@@ -42,7 +36,6 @@ impl RowPosition {
     }
 }
 
-/// A corpus's position, and its turns in the mixture.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct CorpusPosition {
     pub at: RowPosition,
@@ -52,11 +45,9 @@ pub(super) struct CorpusPosition {
     pub turns: u64,
 }
 
-/// A corpus divided into blocks, with the seed of their order.
 #[derive(Debug)]
 pub(super) struct Blocks {
     pub corpus: Arc<Corpus>,
-    /// The seed of everything random in this corpus's stream.
     pub seed: u64,
     order: BlockOrder,
 }
@@ -97,7 +88,6 @@ impl Blocks {
         self.order.num_blocks()
     }
 
-    /// Windows of a lane per epoch.
     pub fn num_windows(&self, lane: u32) -> u32 {
         self.order.num_windows(lane)
     }
@@ -121,7 +111,6 @@ impl Blocks {
         (shard, edge(index)..edge(index + 1))
     }
 
-    /// Keeps the tables of a block's shard in the cache of a corpus in an object store.
     pub fn pin_tables(&self, block: u32, lines: bool) -> Result<Option<Pins>> {
         self.corpus.prefetch_tables(self.locate(block).0, lines)
     }
@@ -131,14 +120,12 @@ impl Blocks {
         packer.pack(&self.corpus.shard(shard), range, counter)
     }
 
-    /// The number of rows of the window at a position of a lane.
     pub fn count_window(&self, packer: &mut Packer, lane: u32, at: RowPosition) -> Result<u64> {
         let RowPosition { epoch, window, .. } = at;
         let counters = self.order.window(epoch, lane, window).into_iter();
         counters.map(|block| Ok(self.rows(packer, RngCounter { epoch, block })?.len() as u64)).sum()
     }
 
-    /// Fetches the blocks of windows, given as lanes and positions, if they are in an object store.
     pub fn fetch(
         &self,
         packer: &Packer,
@@ -150,8 +137,7 @@ impl Blocks {
         self.corpus.prefetch(&parts, packer.margins(), packer.reads_lines(), cancel)
     }
 
-    /// Packs the blocks of the window at a position of a lane and orders their rows. `pins` keep them in the cache of a
-    /// corpus in an object store.
+    /// Packs and orders the rows of a window. `pins` keep its blocks in the cache of a corpus in a store.
     pub fn plan(
         &self,
         packer: &mut Packer,
@@ -190,7 +176,6 @@ impl Blocks {
     }
 }
 
-/// The number of blocks of a shard with so many tokens.
 fn blocks_in(tokens: u64) -> u64 {
     ((tokens + BLOCK_TOKENS / 2) / BLOCK_TOKENS).max(1)
 }
@@ -202,7 +187,6 @@ struct PackedBlock {
     rows: Rows,
 }
 
-/// The rows of one window, in order.
 #[derive(Debug)]
 pub(super) struct ShuffleWindow {
     seed: u64,
@@ -215,19 +199,15 @@ pub(super) struct ShuffleWindow {
     _pins: Option<Arc<Vec<Pins>>>,
 }
 
-/// One row: where its tokens are, and the counter of its random numbers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row<'a> {
     pub shard: &'a Shard,
-    /// The spans of the shard that it consists of, in order.
     pub spans: &'a [Span],
     pub seed: u64,
-    /// Epoch, block and row within the block.
     pub counter: [u32; 3],
 }
 
 impl Row<'_> {
-    /// Prefetches the row's tokens, which will be copied soon.
     #[inline]
     pub fn prefetch(&self) {
         for span in self.spans {
@@ -241,7 +221,6 @@ impl ShuffleWindow {
         self.order.len
     }
 
-    /// The row at `index` in the window's order.
     #[inline]
     pub fn row(&self, index: u64) -> Row<'_> {
         let at = self.order.at(index);

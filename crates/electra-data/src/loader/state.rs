@@ -17,7 +17,6 @@ const MAX_TURNS: u64 = 1 << 48;
 #[serde(into = "Saved")]
 pub struct LoaderState(Several<LanesOfMember>);
 
-/// The forms of a state: of one corpus, of a mixture, and with several lanes.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Saved {
@@ -104,7 +103,6 @@ impl From<Saved> for LoaderState {
 }
 
 impl LoaderState {
-    /// The state of a loader with these options whose corpora are at `positions` in each of its lanes.
     pub(super) fn new(positions: &[Vec<CorpusPosition>], options: &LoaderOptions, mixture: &Mixture) -> Self {
         let is_single = options.lanes == 1 && mixture.corpora.len() == 1;
         let members = mixture.corpora.iter().zip(&mixture.weights).enumerate();
@@ -120,8 +118,7 @@ impl LoaderState {
         Self(Several { corpora: corpora.collect(), seed: options.seed as u64, options: options.content() })
     }
 
-    /// The state of a loader whose ranks have these states after the same batch. States of different batches are
-    /// [`Error::Input`].
+    /// The state of a loader whose ranks have these states; those of different batches are [`Error::Input`].
     pub fn merged(states: Vec<Self>) -> Result<Self> {
         let mut states = states.into_iter();
         let first = states.next().ok_or_else(|| Error::Input("there is no state to merge".into()))?;
@@ -154,7 +151,6 @@ impl LoaderState {
         (without_positions(self) == without_positions(other)).then_some(both)
     }
 
-    /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
     pub fn from_json(json: &str) -> Result<Self> {
         let parsed = serde_json::from_str::<serde_json::Value>(json).unwrap_or_default();
         let saved = if parsed["corpora"][0].get("lanes").is_some() {
@@ -168,13 +164,11 @@ impl LoaderState {
         saved.map(Self::from).map_err(failed)
     }
 
-    /// The state as a JSON object.
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|error| Error::Input(format!("state: {error}")))
     }
 
-    /// The corpora's positions in each lane of the rank, if the state is that of a loader of this mixture with these
-    /// options.
+    /// The corpora's positions in each lane of the rank, if the state is of this mixture with these options.
     pub(super) fn positions(
         &self,
         options: &LoaderOptions,
@@ -195,7 +189,6 @@ impl LoaderState {
         options.lanes_of_rank().map(|lane| self.in_lane(lane as usize)).collect()
     }
 
-    /// The corpora's positions in a lane.
     fn in_lane(&self, lane: usize) -> Result<Vec<CorpusPosition>> {
         let position = |member: &LanesOfMember| {
             let (epoch, window, row, turns) = member.lanes.get(lane).copied().flatten().ok_or_else(|| {

@@ -7,13 +7,14 @@ use arrow_array::RecordBatch;
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type};
 use arrow_buffer::ToByteSlice;
+use proptest::prelude::*;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::shuffle_window::Blocks;
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::choice::Choice;
-use crate::format::Corpus;
 use crate::format::testing::{rewrite_manifest, write_corpus};
+use crate::format::{CacheOptions, Corpus};
 use crate::philox::{Purpose, Stream};
 
 type Weighted = Vec<(Arc<Corpus>, Option<f64>)>;
@@ -78,7 +79,6 @@ fn mixed(corpora: &Weighted, options: &LoaderOptions) -> Loader {
     Loader::mixture(corpora.clone(), options).unwrap()
 }
 
-/// The value of an option with this name.
 pub(super) fn named<C: Choice>(name: &str) -> C {
     C::NAMES.iter().find(|(known, _)| *known == name).unwrap().1
 }
@@ -87,7 +87,6 @@ pub(super) fn loader_of(dir: &Path, options: &LoaderOptions) -> Loader {
     Loader::new(Arc::new(Corpus::open(dir).unwrap()), options).unwrap()
 }
 
-/// Everything in a batch, column after column, row after row.
 pub(super) fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
     let ints = |column: &dyn arrow_array::Array, row: usize| -> Vec<i32> {
         let list = column.as_list_opt::<i32>().map(|list| list.value(row));
@@ -176,10 +175,11 @@ fn streams_are_fixed() {
     let dir = tempfile::tempdir().unwrap();
     let (plain, lines) =
         (corpus(&dir.path().join("plain"), 60, false), corpus(&dir.path().join("lines"), 60, true));
-    let digest = |loader: Loader| {
-        let bytes: Vec<u8> = hashes(loader).iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    let digest_of = |hashes: &[u64]| {
+        let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
         format!("{:016x}\n", xxh3_64(&bytes))
     };
+    let digest = |loader: Loader| digest_of(&hashes(loader));
     let of = |corpus: &Arc<Corpus>, masking, cut_at| {
         digest(Loader::new(corpus.clone(), &with(masking, cut_at)).unwrap())
     };
@@ -189,8 +189,11 @@ fn streams_are_fixed() {
     let found =
         of_words.map(|(masking, cut_at)| format!("{masking} {cut_at} {}", of(&lines, masking, cut_at)));
     assert_eq!(found.concat(), include_str!("../../../../tests/golden/words.txt"));
-    let mixture = weighted(&corpora(dir.path()), &[0.6, 0.1, 0.3]);
+    let corpora = corpora(dir.path());
+    let mixture = weighted(&corpora, &[0.6, 0.1, 0.3]);
     assert_eq!(digest(mixed(&mixture, &options())), "e3c1866bef6ced19\n");
+    let of_lanes = next(&mut ranks(&corpora, 1), 60);
+    assert_eq!(digest_of(&of_lanes), "30babd32aa00189c\n");
 }
 
 #[test]
@@ -215,7 +218,6 @@ fn an_epoch_holds_every_token_once() {
     assert_eq!(tokens, expected);
 }
 
-/// The ids of a batch with masks undone.
 fn unmasked(batch: &RecordBatch) -> Vec<i32> {
     let mut ids = column(batch, "input_ids").to_vec();
     let (places, originals) = (column(batch, "masked_positions"), column(batch, "masked_ids"));
@@ -326,4 +328,78 @@ fn corpora_that_do_not_fit_are_refused() {
         let refused = Loader::mixture(weighted(&[first.clone(), other], &[1.0; 2]), &options);
         assert!(refused.err().unwrap().to_string().contains(message), "{message}");
     }
+}
+
+fn laned() -> LoaderOptions {
+    LoaderOptions { lanes: 8, batch_size: 24, epochs: None, ..options() }
+}
+
+fn ranks(corpora: &[Arc<Corpus>], world_size: i64) -> Vec<Loader> {
+    let weighted = || corpora.iter().map(|corpus| (corpus.clone(), None)).collect();
+    let loader = |rank| Loader::mixture(weighted(), &LoaderOptions { rank, world_size, ..laned() }).unwrap();
+    (0..world_size).map(loader).collect()
+}
+
+fn next(ranks: &mut [Loader], count: usize) -> Vec<u64> {
+    let mut batch = || {
+        let parts = ranks.iter_mut().map(|rank| rows(&rank.next().unwrap().unwrap()));
+        hash(&parts.flatten().collect::<Vec<_>>())
+    };
+    (0..count).map(|_| batch()).collect()
+}
+
+fn state(ranks: &[Loader]) -> LoaderState {
+    let state = LoaderState::merged(ranks.iter().map(Loader::state).collect()).unwrap();
+    LoaderState::from_json(&state.to_json().unwrap()).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn a_run_resumes_on_any_number_of_ranks(
+        before in 1_i64..17, after in prop::sample::select(vec![1, 2, 3, 5, 8, 30]), done in 0_usize..50,
+        is_mixture: bool,
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let corpora = corpora(dir.path());
+        let corpora = if is_mixture { &corpora[..] } else { &corpora[..1] };
+        let expected = next(&mut ranks(corpora, 1), 60);
+        let mut first = ranks(corpora, before);
+        prop_assert_eq!(next(&mut first, done), &expected[..done]);
+        let mut second = ranks(corpora, after);
+        second.iter_mut().try_for_each(|rank| rank.restore(&state(&first))).unwrap();
+        prop_assert_eq!(state(&second), state(&first));
+        prop_assert_eq!(next(&mut second, 60 - done), &expected[done..]);
+    }
+}
+
+#[test]
+fn nodes_fetch_their_own_lanes_only() {
+    use crate::store::test_server::TestServer;
+    // Eight shards of eight blocks.
+    let corpus = tempfile::tempdir().unwrap();
+    let documents: Vec<_> = (0..64 * 512).map(|number| vec![vec![5 + number % 20_000; 512]]).collect();
+    write_corpus(corpus.path(), VOCAB, &documents, 8 * 262_144);
+    let all = super::remote_tests::token_bytes(corpus.path());
+    let options =
+        LoaderOptions { lanes: 16, batch_size: 64, sequence_length: 512, epochs: None, ..options() };
+    let whole = loader_of(corpus.path(), &options);
+    let expected: Vec<_> = whole.take(300).map(|batch| rows(&batch.unwrap())).collect();
+    let (rank, world_size) = (1, 4);
+    let server = TestServer::start(corpus.path());
+    let scratch = tempfile::tempdir().unwrap();
+    let opened = |bytes| {
+        let cache = CacheOptions { dir: scratch.path().into(), bytes };
+        let opened = Arc::new(Corpus::open_with(Path::new(&server.url), Some(&cache)).unwrap());
+        Loader::new(opened, &LoaderOptions { rank, world_size, ..options.clone() })
+    };
+    // With the smallest cache, nothing is fetched further ahead than the next window.
+    let refused = opened(1).err().unwrap().to_string();
+    let mut loader = opened(refused.rsplit(' ').next().unwrap().parse().unwrap()).unwrap();
+    let found = loader.by_ref().take(300).map(|batch| rows(&batch.unwrap()));
+    assert!(found.zip(&expected).all(|(part, batch)| part == batch[16..32]));
+    assert!((0.5..0.75).contains(&loader.passes()[0]), "{:?}", loader.passes());
+    // Its part of the first epoch, and of the second one, which is being fetched.
+    let (bytes, share) = (server.bytes_served(".tokens"), all / world_size as u64);
+    assert!(bytes >= share && bytes < share * 22 / 10, "{bytes} of {all}");
 }

@@ -23,24 +23,18 @@ use crate::error::{Error, Result};
 use crate::format::Pins;
 use crate::store::Cancel;
 
-/// State shared by the threads of a loader.
 pub(super) struct Shared {
     pub mixture: Mixture,
     pub options: LoaderOptions,
     pub pool: Arc<BufferPool>,
-    /// For each corpus, how many planned windows may wait for the caller, besides the current one of each lane and the
-    /// one that is being planned.
+    /// How many planned windows of each corpus may wait, besides each lane's current one and the one being planned.
     pub windows_waiting: Vec<usize>,
 }
 
-/// The result of waiting for a batch.
 #[derive(Debug)]
 pub enum Poll {
-    /// This rank's slice of the next batch, which may be empty if the batch has fewer rows than there are ranks.
     Batch(RecordBatch),
-    /// The batch is not ready yet.
     Pending,
-    /// All epochs are finished.
     Finished,
 }
 
@@ -49,13 +43,11 @@ struct BatchRequest {
     reply: Sender<Result<RecordBatch>>,
 }
 
-/// A batch that is being written, and the positions of the corpora after it.
 struct PendingBatch {
     reply: Receiver<Result<RecordBatch>>,
     after: Vec<Vec<CorpusPosition>>,
 }
 
-/// A window, with its lane, counted from the rank's first one.
 type Planned = Result<(usize, Arc<ShuffleWindow>)>;
 
 /// The running threads. Dropping it cancels their requests to stores, closes their channels and joins them.
@@ -64,9 +56,7 @@ pub(super) struct Pipeline {
     pub positions: Vec<Vec<CorpusPosition>>,
     shared: Arc<Shared>,
     cutter: BatchCutter,
-    /// The windows of each corpus, in order.
     plans: Vec<Receiver<Planned>>,
-    /// The corpus whose next window the cutter needs.
     awaited: usize,
     requests: Option<Sender<BatchRequest>>,
     pending: VecDeque<PendingBatch>,
@@ -212,7 +202,6 @@ struct Planner<'a> {
     last_epoch: u32,
 }
 
-/// The windows of a lane that are still to be planned.
 struct LanePlan {
     lane: u32,
     next: RowPosition,
@@ -286,7 +275,6 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// A worker thread: writes batches until there are no more requests.
 fn work(shared: &Shared, requests: &Receiver<BatchRequest>) {
     let corpus = &shared.mixture.corpora[0].corpus; // all have the same vocabulary
     let masker = Masker::for_corpus(&shared.options, corpus);

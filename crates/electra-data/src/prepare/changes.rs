@@ -9,9 +9,9 @@ use std::sync::mpsc::Sender;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::options::Plan;
 use super::output_dir::{InputGroupRecord, OutputDir};
 use super::place::{Place, manifest_of};
-use super::plan::Plan;
 use super::progress::{Progress, Report};
 use crate::error::{Error, Result};
 use crate::format::{self, Verified, hash_hex};
@@ -21,14 +21,11 @@ use crate::threads::on_all_cores;
 
 const INPUTS: &str = "inputs.json";
 
-/// Compares inputs with their recorded identities.
 pub(super) struct Comparer<'a> {
     pub plan: &'a Plan,
-    /// Compare all content, even where size, time and samples are the same.
     pub verify: bool,
 }
 
-/// How files compare with what was recorded of them.
 type Compared<'a> = Vec<(Comparison, &'a InputFile)>;
 
 #[derive(Serialize, Deserialize)]
@@ -75,7 +72,6 @@ impl Comparer<'_> {
         Ok(stale)
     }
 
-    /// Fails if an input of the finished corpus in `dir` has changed.
     pub fn check_finished(&self, dir: &Path, progress: &mut Report) -> Result<()> {
         // Older releases wrote no list: then names and sizes count, which are in the fingerprint.
         let list = read(dir)?.unwrap_or_default();
@@ -96,7 +92,6 @@ impl Comparer<'_> {
         Err(Error::at(&file.path, format_args!("{} holds no hash of it, {remedy}", dir.display())))
     }
 
-    /// Fails if the finished corpus in `dir`, which has another fingerprint, was made of an input of another size.
     pub fn check_sizes(&self, dir: &Path) -> Result<()> {
         let (list, files) = (read(dir)?.unwrap_or_default(), self.files());
         let resized = |identity: &InputIdentity| {
@@ -130,7 +125,6 @@ impl Comparer<'_> {
         }
     }
 
-    /// The results for these identities, with their files.
     fn compare(&self, identities: Vec<&InputIdentity>, progress: &mut Report) -> Result<Compared<'_>> {
         let (files, cancel) = (self.files(), &self.plan.inputs.cancel);
         let compare = |identity: &&InputIdentity| match files.get(&*identity.file) {
@@ -154,7 +148,6 @@ fn changed(file: &InputFile, dir: &Path) -> Error {
     Error::at(&file.path, format_args!("has changed since {} was prepared from it; {remedy}", dir.display()))
 }
 
-/// Writes the list of the corpus's inputs; no file if it is empty.
 pub(super) fn write(out: &OutputDir, inputs: Vec<InputIdentity>) -> Result<()> {
     if inputs.is_empty() {
         return out.place.remove(INPUTS);
@@ -165,7 +158,6 @@ pub(super) fn write(out: &OutputDir, inputs: Vec<InputIdentity>) -> Result<()> {
     out.write(INPUTS, &bytes)
 }
 
-/// The list of the inputs of the corpus in `dir`; `None` if it has none.
 pub(super) fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
     let path = dir.join(INPUTS);
     let Some(bytes) = Place::open(dir)?.read(INPUTS)? else { return Ok(None) };

@@ -89,7 +89,6 @@ fn is_of_dead(file: &str) -> bool {
     attempt_of(file).is_some_and(|process| process.has_ended() == Some(true))
 }
 
-/// Removes the unfinished files of dead processes from a folder.
 pub(super) fn remove_of_dead(dir: &Path) {
     for name in names_in(dir).unwrap_or_default().iter().filter(|name| is_of_dead(name)) {
         warn_of(remove_if_exists(&dir.join(name)));
@@ -116,7 +115,6 @@ mod tests {
     use crate::prepare::tests::tokenizer;
     use crate::prepare::{PrepareOptions, PrepareReport, prepare};
 
-    /// Names that this program does not write.
     const FOREIGN: &str = "notes.txt shard-notes.tokens shard-9.tokens shard-000009-000.txt .tmp-x
         .tmp-vocab-vocab.txt .lock-mine .lock-all.mine below/shard-000009-000.tokens below/manifest.json
         parts/notes parts/input-group-notes parts/shard-000009-000.tokens parts/below/input-group-000009.json
@@ -128,7 +126,6 @@ mod tests {
         parts/input-group-000900.hashes.json
         .tmp-0123456789abcdef-1-1-0123456789abcdef-shard-000900-000.tokens
         parts/.tmp-0123456789abcdef-1-1-0123456789abcdef-job.json";
-    /// Such names in the validation split.
     const OURS_IN_VALIDATION: &str = "holdout/shard-000900-000.lines
         holdout/.tmp-0123456789abcdef-1-1-0123456789abcdef-manifest.json";
 

@@ -10,7 +10,7 @@ use ahash::AHashMap;
 use rayon::prelude::*;
 
 use super::input_group::line_cut;
-use super::plan::refuse_vocabulary;
+use super::options::refuse_vocabulary;
 use crate::error::{Error, Result};
 use crate::format::Corpus;
 use crate::input::{Compression, Cut, InputFile, InputFormat, Inputs, ReadOptions, character_boundary};
@@ -22,24 +22,19 @@ use crate::tokenizer::Tokenizer;
 /// Size of the sample of the input, and the number of files that it is taken from.
 const SAMPLE_BYTES: usize = 1 << 20;
 const SAMPLE_FILES: usize = 16;
-/// Text of the sample that is searched for unknown words; less, because the `tokenizers` crate does it
-/// slowly.
+/// Text of the sample that is searched for unknown words; less, because the `tokenizers` crate does it slowly.
 const SEARCHED_BYTES: usize = 1 << 18;
 const MAX_LISTED: usize = 1_000;
 /// Tokens of a corpus that are counted, in stretches spread evenly over it.
 const COUNTED_TOKENS: u64 = 1 << 24;
 const STRETCH: u64 = 1 << 15;
 
-/// Counts of unknown tokens in a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Coverage {
-    /// Tokens counted.
     pub tokens: u64,
-    /// Number of [UNK] among them.
     pub unknown: u64,
     /// Number of tokens that begin a word; `None` if the vocabulary does not mark words.
     pub words: Option<u64>,
-    /// The most frequent unknown words of a sample, with counts.
     pub unknown_words: Vec<(String, u64)>,
 }
 
@@ -71,7 +66,6 @@ pub fn text_sample(
 }
 
 impl Coverage {
-    /// Coverage of some texts.
     pub fn of_texts(texts: &[impl AsRef<str>], tokenizer: &Tokenizer) -> Result<Self> {
         let lines = texts.iter().flat_map(|text| text.as_ref().lines());
         let (counter, mut encoder) = (Counter::new(tokenizer), tokenizer.encoder());
@@ -120,7 +114,6 @@ impl Coverage {
     }
 }
 
-/// Counts unknown and word-initial tokens.
 struct Counter {
     unknown: usize,
     /// For each id, 1 if it continues a word; `None` if the vocabulary does not mark words.
@@ -150,7 +143,6 @@ impl Counter {
     }
 }
 
-/// The most frequent words that become [UNK], in a sample of the lines.
 fn unknown_words(lines: &[&str], tokenizer: &Tokenizer) -> Result<Vec<(String, u64)>> {
     let total: usize = lines.iter().map(|line| line.len()).sum();
     let mut counts: AHashMap<String, u64> = AHashMap::new();

@@ -24,12 +24,10 @@ pub(super) struct Finalizer<'a> {
     pub spec: ShardSpec,
     pub options: serde_json::Value,
     pub dropped: Dropped,
-    /// Whether a validation split was requested.
     pub wants_validation: bool,
 }
 
 impl Finalizer<'_> {
-    /// Turns the records of all input groups, in order, into a corpus.
     pub fn finalize(&self, mut records: Vec<InputGroupRecord>) -> Result<Manifest> {
         if let Place::Store(_) = self.out.place {
             // Nothing may be overwritten for a run that has ended.
@@ -95,7 +93,6 @@ impl Finalizer<'_> {
         }
     }
 
-    /// Writes the list of skipped records, if there are any, and returns its hash.
     fn write_skipped(&self, skipped: &[SkippedRecord]) -> Result<Option<String>> {
         if skipped.is_empty() {
             return self.out.place.remove(SKIPPED).map(|()| None);

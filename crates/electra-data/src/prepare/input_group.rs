@@ -13,21 +13,16 @@ use crate::input::{Cut, GroupEnd, Mark, TextBatch};
 use crate::store::Cancel;
 use crate::tokenizer::{Encoder, Tokenizer};
 
-/// Settings that all input groups of a run share.
 pub(super) struct InputGroupBuilder<'a> {
     pub out: &'a OutputDir,
     pub tokenizer: &'a Tokenizer,
     pub spec: ShardSpec,
-    /// Fraction of documents that go to the validation split.
     pub validation_fraction: f64,
     pub pass: Pass,
-    /// Input groups of the corpus.
     pub num_groups: usize,
-    /// Cancels requests to stores when the run ends.
     pub cancel: Cancel,
 }
 
-/// Documents and tokens written so far, in all pipelines.
 #[derive(Debug, Default)]
 pub(super) struct Written {
     pub documents: AtomicU64,
@@ -40,7 +35,6 @@ pub(super) struct TokenBatch {
     texts: Vec<(usize, Mark)>,
 }
 
-/// Writes the input groups of one pipeline, one after the other.
 pub(super) struct PipelineWriter<'a> {
     pub builder: &'a InputGroupBuilder<'a>,
     pub written: &'a Written,
@@ -73,7 +67,6 @@ impl PipelineWriter<'_> {
         Ok(())
     }
 
-    /// Saves the record of a finished input group, or hands it to those that upload.
     fn save(&self, record: InputGroupRecord) -> Result<()> {
         match self.builder.out.num_uploads() {
             0 => self.builder.out.save_record(&self.builder.pass, &record),
@@ -81,19 +74,16 @@ impl PipelineWriter<'_> {
         }
     }
 
-    /// Fails if an input group was not ended.
     pub fn end(self) -> Result<()> {
         let error = || Error::Input("the input ended within an input group; report this".to_owned());
         self.current.map_or(Ok(()), |_| Err(error()))
     }
 }
 
-/// Where lines may be cut without changing the ids that this tokenizer gives them.
 pub(super) fn line_cut(tokenizer: &Tokenizer) -> Cut<'static> {
     if tokenizer.splits_at_whitespace() { Cut::Blanks } else { Cut::Nowhere }
 }
 
-/// The ids of a batch.
 pub(super) fn tokenize(encoder: &mut Encoder, batch: &TextBatch) -> Result<TokenBatch> {
     let (mut ids, mut texts) = (Vec::with_capacity(batch.num_bytes() / 3), Vec::new());
     for marked in batch.texts() {
@@ -111,7 +101,6 @@ pub(super) struct InputGroupWriter {
     train: DocumentWriter,
     validation: DocumentWriter,
     threshold: u64,
-    /// Whether the document being written goes to the validation split.
     in_validation: bool,
     documents: u64,
     empty_documents: u64,

@@ -1,43 +1,40 @@
-//! The options and passes of `prepare`, and the fingerprint of everything that the resulting bytes depend on.
+//! The options of `prepare` and `train_vocab`; the passes of `prepare`, its plan for given inputs, and the fingerprint of
+//! everything that the resulting bytes depend on.
+
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::choice::{Choice, choice};
 use crate::error::{Error, Result};
-use crate::format::{FORMAT_VERSION, ShardSpec, hash_hex};
-use crate::input::{InputFile, Inputs, PART_BYTES, ReadOptions, default_threads};
+use crate::format::{FORMAT_VERSION, Manifest, ShardSpec, hash_hex};
+use crate::input::{InputFile, InputGroup, Inputs, PART_BYTES, ReadOptions, default_threads};
 use crate::tokenizer::Tokenizer;
 
 /// What this program makes of a fixed text, as the last test in this file hashes it: a value for every version of the
 /// way from text to documents and ids. If it changes, append the new value: unfinished work of the version before is
 /// refused then, so that no corpus mixes both. No value is ever replaced.
 const TEXT_HASHES: [&str; 1] = ["3cb2331fc07c82b6ebf18ebfdc430680"];
-/// The version of the way from text to documents and ids.
 pub(super) const TEXT_VERSION: usize = TEXT_HASHES.len();
 /// A shard ends at the first document boundary after this many tokens …
 const SHARD_TOKENS: u64 = 1 << 27;
 /// … or documents.
 const SHARD_DOCUMENTS: usize = 1 << 22;
 
-/// Options for making a corpus.
 #[derive(Clone, Debug, Default)]
 pub struct PrepareOptions {
-    /// Options for reading files.
     pub reading: ReadOptions,
     /// Fraction of documents that go to the validation split in `holdout/`, at least 0 and below 1.
     ///
     /// A document is chosen by its position in the corpus alone. If none of at least two documents is chosen,
     /// the last one is.
     pub validation_fraction: f64,
-    /// Leave out what has occurred before in the corpus.
     pub drop_duplicates: Option<DropDuplicates>,
     /// (I, N): build only every N-th input group, starting with the I-th, counted from 1.
     pub partition: Option<(usize, usize)>,
-    /// Compare the whole content of inputs with what finished work was made of, also of those whose size,
-    /// modification time and samples are the same.
+    /// Compare the whole content of inputs with what was read, also if size, time and samples are the same.
     pub verify_inputs: bool,
-    /// Number of threads that tokenize; `None` for one per core.
     pub threads: Option<usize>,
     /// Larger files are read in parts of at most so many bytes; `None` for 512 MiB. For tests.
     #[doc(hidden)]
@@ -71,7 +68,6 @@ impl PrepareOptions {
         self.part_bytes.unwrap_or(PART_BYTES)
     }
 
-    /// Everything that the resulting bytes depend on, in one hash.
     pub(super) fn fingerprint(&self, tokenizer: &Tokenizer, inputs: &Value, text_version: usize) -> String {
         let mut parts = vec![json!(FORMAT_VERSION), json!(tokenizer.hash()), self.to_json(), inputs.clone()];
         if text_version > 1 {
@@ -110,12 +106,26 @@ impl PrepareOptions {
     }
 }
 
-/// What occurs only once in a corpus.
+#[derive(Clone, Debug, Default)]
+pub struct VocabOptions {
+    pub reading: ReadOptions,
+    /// Number of entries, the five special tokens included; at least 32.
+    pub size: usize,
+    pub lowercase: bool,
+    pub strip_accents: bool,
+    /// Enough of the most frequent characters become entries to make up this fraction of the text.
+    pub character_coverage: f64,
+    /// A pair of entries must occur this often to be merged.
+    pub min_frequency: u64,
+    pub threads: Option<usize>,
+    /// Count words in a sample of at most this many bytes of text; `None` for all of it.
+    pub sample: Option<u64>,
+    pub seed: u64,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropDuplicates {
-    /// Documents with the same lines.
     Documents,
-    /// Lines.
     Lines,
 }
 
@@ -124,28 +134,22 @@ choice!(DropDuplicates { "documents" => Documents, "lines" => Lines });
 /// What a run does with the input groups: to leave out duplicates, all text is hashed before any of it is built.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Pass {
-    /// Stores the hash of each document or line.
     Hash(DropDuplicates),
-    /// Builds shards.
     Build(Option<Decided>),
 }
 
-/// The duplicates to leave out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Decided {
     pub what: DropDuplicates,
-    /// Hash of the hashes by which they were found.
     pub digest: String,
 }
 
 impl Pass {
-    /// The hash of the hashes by which duplicates were found.
     pub fn digest(&self) -> Option<&str> {
         if let Self::Build(Some(decided)) = self { Some(&decided.digest) } else { None }
     }
 }
 
-/// Options for the shards written by an attempt with this name.
 pub(super) fn shard_spec(tokenizer: &Tokenizer, attempt: &str) -> ShardSpec {
     ShardSpec {
         width: if tokenizer.vocab_size() <= 1 << 16 { 2 } else { 4 },
@@ -156,10 +160,57 @@ pub(super) fn shard_spec(tokenizer: &Tokenizer, attempt: &str) -> ShardSpec {
     }
 }
 
+pub(super) struct Plan {
+    pub inputs: Inputs,
+    pub groups: Vec<InputGroup>,
+    pub fingerprint: String,
+    pub older_fingerprints: Vec<String>,
+}
+
+impl Plan {
+    /// Lists the inputs of a run that writes to `out`; opens none of them but those that end in `.json`.
+    pub fn new(
+        files: &[PathBuf],
+        tokenizer: &Tokenizer,
+        out: &Path,
+        options: &PrepareOptions,
+    ) -> Result<Self> {
+        let inputs = Inputs::expand(files, Some(out), &options.reading)?;
+        refuse_vocabulary(&inputs, tokenizer.path())?;
+        if options.drop_duplicates.is_some()
+            && let Some(pipe) = inputs.files.iter().find(|file| !file.regular)
+        {
+            let text = "not a regular file, and dropping duplicates reads the text twice; store it in a file";
+            return Err(Error::at(&pipe.path, text));
+        }
+        let groups = inputs.input_groups(&options.reading, options.part_bytes());
+        let fingerprint_of = |version| options.fingerprint_of(tokenizer, &inputs, version);
+        let older_fingerprints = (1..TEXT_VERSION).map(fingerprint_of).collect();
+        Ok(Self { fingerprint: fingerprint_of(TEXT_VERSION), older_fingerprints, inputs, groups })
+    }
+
+    /// Whether a finished corpus was made of these inputs and options, by any version of the program.
+    pub fn is_of(&self, manifest: &Manifest) -> bool {
+        let of_corpus = &manifest.fingerprint;
+        self.fingerprint == *of_corpus || self.older_fingerprints.contains(of_corpus)
+    }
+}
+
+/// Refuses a vocabulary among the inputs: it is not text, so it is there by mistake.
+pub(super) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
+    if vocabulary.exists() && inputs.contains(vocabulary)? {
+        let remedy = "move it out of their folder, or name the text files";
+        return Err(Error::at(
+            vocabulary,
+            format_args!("the vocabulary itself is among the inputs; {remedy}"),
+        ));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::path::{Path, PathBuf};
 
     use super::*;
     use crate::input::{DocumentSeparator, InvalidUtf8, TextSource};
@@ -168,7 +219,6 @@ mod tests {
 
     const SPECIAL: &str = "[PAD] [UNK] [CLS] [SEP] [MASK]";
     const SCRIPTS: &str = "Straße ﬁn İstanbul ΣΟΦΟΣ e\u{301}té | мир йод | हिन्दी ไทย 한국 ｶﾞ が | 東京都は | שלום مرحبا | 😀👩\u{200d}👩 ①½Ⅻ";
-    /// Tokenizers that the `tokenizers` crate runs.
     const OTHERS: [&str; 3] = [
         r###""normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKD"}, {"type": "StripAccents"}]},
              "pre_tokenizer": {"type": "BertPreTokenizer"},

@@ -27,7 +27,6 @@ use crate::format::{
 use crate::input::{InputIdentity, SkippedRecord};
 use crate::store::{Request, Store, url_of};
 
-/// The tag of a run that does all input groups.
 pub(super) const ALL: &str = "all";
 
 /// Finished input groups that are uploaded at once. Their shards are on disk meanwhile.
@@ -36,7 +35,6 @@ const CONCURRENT_UPLOADS: usize = 4;
 pub(super) const BUCKETED: &str = "buckets";
 pub(super) const DROPS: &str = "drops";
 
-/// The files and counts of a finished input group.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct InputGroupRecord {
     #[serde(rename = "job")]
@@ -47,13 +45,10 @@ pub(super) struct InputGroupRecord {
     pub shards: Vec<ShardEntry>,
     #[serde(rename = "holdout")]
     pub validation: Vec<ShardEntry>,
-    /// Records that were skipped because they could not be read.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skipped: Vec<SkippedRecord>,
-    /// Its inputs; empty for documents, pipes, and in records of older releases.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inputs: Vec<InputIdentity>,
-    /// The file beside this one with its counts, or its hashes; `None` in records of older releases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub watched: Option<FileEntry>,
     /// The hash of the hashes by which duplicates were found; `None` if none were left out.
@@ -63,11 +58,9 @@ pub(super) struct InputGroupRecord {
     pub checksum: String,
 }
 
-/// The records of several input groups; `None` for those that are not finished.
 pub(super) type Records = Vec<Option<InputGroupRecord>>;
 
 impl InputGroupRecord {
-    /// Tokens of all shards, the validation split included.
     pub fn num_tokens(&self) -> u64 {
         saturating_sum(self.shards.iter().chain(&self.validation).map(|shard| shard.num_tokens))
     }
@@ -83,7 +76,6 @@ impl InputGroupRecord {
         train.chain(validation).chain(watched)
     }
 
-    /// The bytes of the record, with its checksum.
     pub fn sealed(&self) -> serde_json::Result<Vec<u8>> {
         let unsealed = Self { checksum: String::new(), ..self.clone() };
         let checksum = hash_hex(&serde_json::to_vec_pretty(&unsealed)?);
@@ -109,13 +101,11 @@ struct FingerprintRecord {
     text_version: Option<usize>,
 }
 
-/// An output folder in use by a run.
 #[derive(Debug)]
 pub(super) struct OutputDir {
     /// Where shards are written: the output folder, or a temporary one from which they are uploaded.
     pub dir: PathBuf,
     pub place: Place,
-    /// The output folder or URL.
     pub out: PathBuf,
     /// Hash of everything that the resulting bytes depend on.
     pub fingerprint: String,
@@ -123,15 +113,11 @@ pub(super) struct OutputDir {
     pub attempt: String,
     /// `None` in a process that works for another run.
     _process_file: Option<ProcessFile>,
-    /// Removes the temporary folder.
     _temp: Option<tempfile::TempDir>,
 }
 
-/// The outcome of claiming the output folder.
 pub(super) enum Claim {
-    /// It holds a finished corpus, possibly of other inputs or options.
     Finished(Box<Manifest>),
-    /// This run may use it.
     Ours(Box<OutputDir>),
 }
 
@@ -163,7 +149,6 @@ impl OutputDir {
         Ok(Claim::Ours(Box::new(out)))
     }
 
-    /// Claims a folder in a store.
     fn claim_store(out: &Path, store: Store, fingerprint: &str) -> Result<Claim> {
         if let Some(manifest) = Place::open(out)?.manifest()? {
             return Ok(Claim::Finished(Box::new(manifest)));
@@ -194,13 +179,11 @@ impl OutputDir {
         })
     }
 
-    /// A folder of files that is used without a claim.
     #[cfg(test)]
     pub fn unclaimed(dir: &Path, place: Place) -> Self {
         Self { place, ..Self::new(dir, "").unwrap() }
     }
 
-    /// Uses the folder for the run that has claimed it.
     pub fn join(dir: &Path, fingerprint: &str) -> Result<Self> {
         let out = Self::new(dir, fingerprint)?;
         out.check_fingerprint()?;
@@ -218,8 +201,7 @@ impl OutputDir {
         Ok(Self { dir, place, out, fingerprint, attempt, _process_file: None, _temp: temp })
     }
 
-    /// Fails if the folder is no longer used for these inputs and options: the run that this process works for
-    /// has ended, and another one has begun.
+    /// Fails if the run that this process works for has ended, and the folder is of others now.
     pub fn check_fingerprint(&self) -> Result<()> {
         if self.stored_fingerprint()?.as_ref() == Some(&self.fingerprint) {
             return Ok(());
@@ -234,23 +216,19 @@ impl OutputDir {
         }
     }
 
-    /// The folder of records.
     pub fn parts(&self) -> PathBuf {
         self.dir.join(PARTS)
     }
 
-    /// The folder of the validation split.
     pub fn validation(&self) -> PathBuf {
         self.dir.join(VALIDATION)
     }
 
-    /// Writes a small file of the corpus.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.place.write(name, &self.attempt, bytes)
     }
 
-    /// The records of input groups; `None` for those that a pass has not finished, or that lack a file, or whose hashes
-    /// an older release has stored in another order.
+    /// The records of input groups; `None` for unfinished ones, and for hashes in the order of an older release.
     pub fn records(&self, pass: &Pass, input_groups: &[usize], sizes: &Sizes) -> Result<Records> {
         let names: Vec<_> = input_groups.iter().map(|&group| record_name(pass, group)).collect();
         let found = self.place.read_all(&names, sizes)?;
@@ -260,7 +238,8 @@ impl OutputDir {
                 && record.input_group == group
                 && record.drops.as_deref() == pass.digest()
                 && record.watched.as_ref().is_none_or(|entry| !entry.file.ends_with(".hashes"));
-            (matches && record.files().all(|(name, bytes)| sizes.of(&name) == Some(bytes))).then_some(record)
+            (matches && record.files().all(|(name, bytes)| sizes.get(&name) == Some(&bytes)))
+                .then_some(record)
         };
         Ok(input_groups.iter().copied().zip(found).map(record).collect())
     }
@@ -304,15 +283,13 @@ impl OutputDir {
         Ok(())
     }
 
-    /// Makes the files of a shard local.
     pub fn download(&self, shard: &ShardEntry) -> Result<()> {
         let Place::Store(store) = &self.place else { return Ok(()) };
         let files = [&shard.tokens.file, &shard.lines.file];
         files.into_iter().try_for_each(|name| store.download(name, &self.dir.join(name)))
     }
 
-    /// Writes the manifest. In a store, none is overwritten: that of another run that has finished the same corpus is
-    /// returned instead.
+    /// Writes the manifest. In a store, that of another run of the same corpus is returned and not overwritten.
     pub fn write_manifest(&self, manifest: Manifest) -> Result<Manifest> {
         let Place::Store(store) = &self.place else {
             self.write(MANIFEST, manifest.canonical().as_bytes())?;
@@ -332,18 +309,11 @@ impl OutputDir {
         if let Place::Store(_) = self.place { CONCURRENT_UPLOADS } else { 0 }
     }
 
-    /// Makes an input group unfinished again.
-    pub fn remove_record(&self, pass: &Pass, input_group: usize) -> Result<()> {
-        self.place.remove(&record_name(pass, input_group))
-    }
-
-    /// Makes input groups unfinished again.
     pub fn forget(&self, pass: &Pass, groups: impl Iterator<Item = usize>, sizes: &Sizes) -> Result<()> {
         let names = groups.map(|group| record_name(pass, group));
-        self.place.remove_all(&names.filter(|name| sizes.of(name).is_some()).collect::<Vec<_>>())
+        self.place.remove_all(&names.filter(|name| sizes.contains_key(name)).collect::<Vec<_>>())
     }
 
-    /// Stores what was counted of an input group.
     pub fn save_counts(&self, input_group: usize, counts: &[u8]) -> Result<FileEntry> {
         let file = part_file(input_group, "counts");
         self.write(&part_path(&file), counts)?;
@@ -421,22 +391,18 @@ fn record_name(pass: &Pass, input_group: usize) -> String {
     }
 }
 
-/// The name of a file of an input group.
 pub(super) fn part_file(input_group: usize, ending: &str) -> String {
     format!("{RECORD}{input_group:06}.{ending}")
 }
 
-/// Its name in the output folder.
 pub(super) fn part_path(file: &str) -> String {
     format!("{PARTS}/{file}")
 }
 
-/// A range of it.
 pub(super) fn part_request(file: &str, range: Range<u64>) -> Request {
     Request { name: part_path(file), range, version: None }
 }
 
-/// The bytes of some ranges.
 pub(super) fn total(ranges: &[Request]) -> u64 {
     ranges.iter().map(|request| request.range.end - request.range.start).sum()
 }

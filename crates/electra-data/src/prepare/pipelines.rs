@@ -4,8 +4,8 @@
 //! MB/s, and a writer waits for the disk after each group: so there is a pipeline for every two workers. Workers are not
 //! tied to pipelines, and live as long as the run, with their caches. The bytes of a group do not depend on either.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, bounded};
@@ -18,11 +18,11 @@ use super::repeats::watch;
 use crate::error::{Error, Result};
 use crate::input::{Batcher, Intake, SkipLog, TextBatch, with_workers};
 use crate::store::Cancel;
+use crate::threads::lock;
 
 const WORKERS_PER_PIPELINE: usize = 2;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// An input group to build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Todo {
     pub number: usize,
@@ -33,10 +33,8 @@ pub(super) struct Todo {
 /// Sends the documents of the input group with this number; counts the bytes that it reads.
 pub(super) type ReadGroup<'a> = dyn Fn(usize, &AtomicU64, &mut Batcher) -> Result<()> + Sync + 'a;
 
-/// State shared by the pipelines of a run.
 struct Shared<'a> {
     todo: &'a [Todo],
-    /// Number of input groups that have been taken.
     taken: AtomicUsize,
     written: Written,
     /// Bytes of groups that were read to their end, and of those that are being read, pipeline by pipeline.
@@ -44,7 +42,6 @@ struct Shared<'a> {
     bytes_read: Vec<AtomicU64>,
     is_stopped: AtomicBool,
     cancel: &'a Cancel,
-    /// The first error.
     failure: Mutex<Option<Error>>,
 }
 
@@ -125,7 +122,7 @@ pub(super) fn build(
             }
         });
     });
-    if let Some(error) = shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
+    if let Some(error) = lock(&shared.failure).take() {
         return Err(error);
     }
     let built = shared.progress();
@@ -134,7 +131,6 @@ pub(super) fn build(
 }
 
 impl Shared<'_> {
-    /// Takes input groups and reads them until none is left.
     fn read_all(&self, pipeline: usize, read: &ReadGroup, to: &mut Batcher) -> Result<()> {
         while let Some(group) = self.todo.get(self.taken.fetch_add(1, Ordering::Relaxed)) {
             self.check_stopped()?;
@@ -153,11 +149,9 @@ impl Shared<'_> {
         if self.is_stopped.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// Keeps the first error and stops all pipelines.
     fn note(&self, outcome: Result<()>) {
         if let Err(error) = outcome {
-            let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-            failure.get_or_insert(error);
+            lock(&self.failure).get_or_insert(error);
             self.is_stopped.store(true, Ordering::Relaxed);
             self.cancel.raise();
         }

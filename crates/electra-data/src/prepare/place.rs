@@ -12,69 +12,48 @@ use crate::format::{MANIFEST, Manifest, PARTS, VALIDATION, write_atomically};
 use crate::regular_file;
 use crate::store::{Cancel, Request, Store, url_of};
 
-/// The name of the fingerprint among the records.
 pub(super) const FINGERPRINT: &str = "job.json";
-/// The beginning of the names of records.
 pub(super) const RECORD: &str = "input-group-";
-/// The largest file of a corpus, besides its shards, that is read.
 const MAX_BYTES: u64 = 1 << 30;
 /// The most bytes, and ranges, that are read at once.
 const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_RANGES: usize = 1 << 10;
-/// Small files that are written, or looked for, at once.
 const SIDE_BY_SIDE: usize = 16;
 
-/// A folder, or a folder in an object store.
 #[derive(Debug)]
 pub(super) enum Place {
     Folder(PathBuf),
     Store(Store),
 }
 
-/// The lengths of files: looked up in a folder, listed before in a store.
-pub(super) enum Sizes {
-    Folder(PathBuf),
-    Store(HashMap<String, u64>),
-}
-
-impl Sizes {
-    /// The length of a file; `None` if it does not exist.
-    pub fn of(&self, name: &str) -> Option<u64> {
-        match self {
-            Self::Folder(dir) => dir.join(name).metadata().ok().map(|found| found.len()),
-            Self::Store(sizes) => sizes.get(name).copied(),
-        }
-    }
-}
+pub(super) type Sizes = HashMap<String, u64>;
 
 impl Place {
-    /// The place of a path or URL, to read from.
     pub fn open(out: &Path) -> Result<Self> {
         url_of(out).map_or(Ok(Self::Folder(out.to_owned())), |url| Store::open(&url).map(Self::Store))
     }
 
-    /// The lengths of all its files.
     pub fn sizes(&self) -> Result<Sizes> {
-        Ok(match self {
-            Self::Folder(dir) => Sizes::Folder(dir.clone()),
+        match self {
+            Self::Folder(_) => self.sizes_of(&self.names()?),
             Self::Store(store) => {
-                let objects = store.list("")?.into_iter();
-                Sizes::Store(objects.map(|object| (object.name, object.size)).collect())
+                Ok(store.list("")?.into_iter().map(|object| (object.name, object.size)).collect())
             }
-        })
+        }
     }
 
     /// The lengths of a few of its files, without listing it.
     pub fn sizes_of(&self, names: &[String]) -> Result<Sizes> {
-        let Self::Store(store) = self else { return self.sizes() };
-        let size = |name: &String| match store.head(name) {
-            Err(Error::NotFound { .. }) => Ok(None),
-            found => found.map(|object| Some((name.clone(), object.size))),
+        let size = |name: &String| match self {
+            Self::Folder(dir) => Ok(dir.join(name).metadata().ok().map(|found| (name.clone(), found.len()))),
+            Self::Store(store) => match store.head(name) {
+                Err(Error::NotFound { .. }) => Ok(None),
+                found => found.map(|object| Some((name.clone(), object.size))),
+            },
         };
-        Ok(Sizes::Store(side_by_side(names, size)?.into_iter().flatten().collect()))
+        Ok(side_by_side(names, size)?.into_iter().flatten().collect())
     }
 
-    /// The bytes of a file; `None` if it does not exist.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let found = match self {
             Self::Folder(dir) => {
@@ -89,13 +68,12 @@ impl Place {
         }
     }
 
-    /// The bytes of many small files; none for those that do not exist or cannot be read.
     pub fn read_all(&self, names: &[String], sizes: &Sizes) -> Result<Vec<Vec<u8>>> {
         if let Self::Folder(_) = self {
             return Ok(names.iter().map(|name| self.read(name).ok().flatten().unwrap_or_default()).collect());
         }
         let whole = |name: &String| {
-            let range = 0..sizes.of(name).unwrap_or(0);
+            let range = 0..sizes.get(name).copied().unwrap_or(0);
             Request { name: name.clone(), range, version: None }
         };
         self.read_ranges(&names.iter().map(whole).collect::<Vec<_>>())
@@ -126,8 +104,7 @@ impl Place {
         Ok(found)
     }
 
-    /// Calls `each` with the bytes of ranges of many files, batch by batch and in order, and with the number of the
-    /// batch's first range. Holds about 32 MB.
+    /// Calls `each` with the number of a batch's first range and the bytes, in order. Holds about 32 MB.
     pub fn read_batches(
         &self,
         step: &Step,
@@ -143,12 +120,10 @@ impl Place {
         Ok(())
     }
 
-    /// Writes small files, side by side.
     pub fn write_all(&self, tag: &str, files: &[(String, Vec<u8>)]) -> Result<()> {
         side_by_side(files, |(name, bytes)| self.write(name, tag, bytes)).map(drop)
     }
 
-    /// The names of all files of a corpus and of unfinished work; of a store, of all that is there.
     pub fn names(&self) -> Result<Vec<String>> {
         match self {
             Self::Folder(dir) => {
@@ -164,7 +139,6 @@ impl Place {
         }
     }
 
-    /// A folder in this place.
     pub fn below(&self, folder: &str) -> Result<Self> {
         match self {
             Self::Folder(dir) => Ok(Self::Folder(dir.join(folder))),
@@ -183,7 +157,6 @@ impl Place {
         }
     }
 
-    /// Removes a file if it exists.
     pub fn remove(&self, name: &str) -> Result<()> {
         self.remove_all(&[name.to_owned()])
     }
@@ -200,7 +173,6 @@ impl Place {
         }
     }
 
-    /// The manifest of the corpus, if it is finished.
     pub fn manifest(&self) -> Result<Option<Manifest>> {
         match self {
             Self::Folder(dir) if !dir.join(MANIFEST).exists() => Ok(None),
@@ -226,7 +198,6 @@ fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + 
     })
 }
 
-/// The ranges in batches of limited size.
 fn batches(ranges: &[Request]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0;
     std::iter::from_fn(move || {
@@ -239,12 +210,10 @@ fn batches(ranges: &[Request]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Reads the manifest of a finished corpus.
 pub(super) fn manifest_of(out: &Path) -> Result<Manifest> {
     url_of(out).map_or_else(|| Manifest::read(out), |url| Manifest::fetch(&Store::open(&url)?))
 }
 
-/// The names of all entries of a folder; none if it does not exist.
 pub(super) fn names_in(dir: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io(dir, e);
     let entries = match std::fs::read_dir(dir) {
@@ -254,7 +223,6 @@ pub(super) fn names_in(dir: &Path) -> Result<Vec<String>> {
     entries.map(|entry| Ok(entry.map_err(failed)?.file_name().to_string_lossy().into_owned())).collect()
 }
 
-/// Removes a file if it exists.
 pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != NotFound => Err(Error::io(path, error)),

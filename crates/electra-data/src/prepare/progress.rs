@@ -1,30 +1,26 @@
 //! Progress of a run, reported to the caller about ten times per second.
 
+use std::sync::Mutex;
 use std::sync::mpsc::Sender;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::store::{Cancel, attended};
+use crate::threads::lock;
 
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// Progress of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Bytes of input read so far, before decompression.
     pub bytes_done: u64,
     /// Bytes of input that this run has to read; 0 if unknown.
     pub bytes_total: u64,
-    /// Documents with at least one token.
     pub documents: u64,
-    /// Tokens in them.
     pub tokens: u64,
     /// What the run does instead of reading the input; empty while it reads. Then the bytes are those of its own files.
     pub step: &'static str,
 }
 
-/// Called with the progress of a run; returns whether it is to go on.
 pub type Report<'a> = dyn FnMut(Progress) -> bool + 'a;
 
 /// The step that a run is at between reading its input and the end.
@@ -32,32 +28,24 @@ pub type Report<'a> = dyn FnMut(Progress) -> bool + 'a;
 pub(super) struct Step(Mutex<Progress>);
 
 impl Step {
-    /// Begins a step that reads so many bytes.
     pub fn begin(&self, step: &'static str, bytes_total: u64) {
-        self.set(|progress| *progress = Progress { step, bytes_total, ..Progress::default() });
+        *lock(&self.0) = Progress { step, bytes_total, ..Progress::default() };
     }
 
     /// Adds bytes that were read; [`Error::Interrupted`] if the run is to stop.
     pub fn advance(&self, bytes: u64) -> Result<()> {
-        self.set(|progress| progress.bytes_done += bytes);
+        lock(&self.0).bytes_done += bytes;
         if Cancel::default().is_raised() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    fn set(&self, change: impl FnOnce(&mut Progress)) {
-        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-
-    /// Runs `work` on a thread of its own and reports its steps on this one. If the run is to stop, all its requests to
-    /// stores are canceled.
+    /// Runs `work` on a thread and reports its steps on this one. To stop it cancels all its requests.
     pub fn report<T: Send>(progress: &mut Report, work: impl FnOnce(&Self) -> Result<T> + Send) -> Result<T> {
         // A step that takes no time is not reported.
         let mut reporter = ProgressReporter { callback: progress, reported: Some(Instant::now()) };
         let step = Self::default();
-        let now = || *step.0.lock().unwrap_or_else(PoisonError::into_inner);
-        attended(|_: Sender<()>| work(&step), |_| reporter.report_if_due(now))?
+        attended(|_: Sender<()>| work(&step), |_| reporter.report_if_due(|| *lock(&step.0)))?
     }
 
-    /// Does the same for a single step.
     pub fn report_one<T: Send>(
         progress: &mut Report,
         step: &'static str,
@@ -70,7 +58,6 @@ impl Step {
     }
 }
 
-/// Limits how often a callback is called. The callback stops the run by returning `false`.
 pub(super) struct ProgressReporter<'a> {
     callback: &'a mut Report<'a>,
     reported: Option<Instant>,
@@ -90,7 +77,6 @@ impl<'a> ProgressReporter<'a> {
         if (self.callback)(progress()) { Ok(()) } else { Err(Error::Interrupted) }
     }
 
-    /// Reports the end of the run.
     pub fn finish(self, progress: Progress) {
         (self.callback)(progress);
     }

@@ -1,26 +1,23 @@
 //! Text to a corpus: input files → documents → token ids → shards, input group by input group (`pipelines`), then
 //! `finalize`.
 //!
-//! An input group (files, or a part of a huge one) is either finished or not, and building it again gives the
-//! same bytes. So a run that was killed can be resumed, and several machines can share the groups, with the
-//! same result.
+//! An input group (files, or a part of a huge one) is either finished or not, and building it again gives the same
+//! bytes. So a run that was killed can be resumed, and several machines can share the groups, with the same result.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use serde_json::json;
 
 use super::changes::Comparer;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
-use super::options::{Decided, Pass, PrepareOptions, TEXT_VERSION, shard_spec};
+use super::options::{Decided, Pass, Plan, PrepareOptions, TEXT_VERSION, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, Records, resume_clean_up};
 use super::pipelines::{self, Todo};
 use super::place::{Place, Sizes, manifest_of};
-use super::plan::Plan;
-use super::process::nonce;
 use super::progress::{Report, Step};
 use super::repeats::{Dropped, Repeats, decide, digest, merge};
 use crate::error::{Error, Result};
@@ -29,57 +26,41 @@ use crate::input::{
     Batcher, PassedOver, SKIPPED, SkipLog, SkippedRecord, TextSource, first_skipped, read_input_group,
 };
 use crate::store::{Cancel, url_of};
+use crate::threads::{lock, nonce};
 use crate::tokenizer::Tokenizer;
 
-/// Number of skipped records that a report lists.
 const MAX_LISTED: usize = 10;
 
-/// The outcome of a run.
 #[derive(Clone, Debug, Default)]
 pub struct PrepareReport {
     /// Whether the corpus is complete; otherwise other partitions are missing.
     pub complete: bool,
-    /// Whether it was complete before this run.
     pub already_complete: bool,
-    /// Input files of the corpus.
     pub num_files: usize,
-    /// Files of other kinds.
     pub passed_over: PassedOver,
     /// Splits of saved datasets that were not read because another one was.
     pub skipped_splits: Vec<String>,
-    /// Input groups in total.
     pub num_input_groups: usize,
-    /// Input groups that are not finished yet.
     pub missing_input_groups: usize,
     /// Input groups whose text has not been compared with all other text yet, because other partitions have not read
     /// theirs.
     pub unhashed_input_groups: usize,
     /// Documents of the corpus, without the validation split (of all finished groups, if it is not complete).
     pub num_documents: u64,
-    /// Tokens in them.
     pub num_tokens: u64,
-    /// Documents without tokens, which were left out.
     pub empty_documents: u64,
-    /// Documents in the validation split.
     pub validation_documents: u64,
-    /// Documents that were left out because they had occurred before …
     pub dropped_documents: u64,
-    /// … or because all their lines had; …
     pub emptied_documents: u64,
-    /// … and lines that were left out because they had occurred before.
     pub dropped_lines: u64,
     /// How often text is repeated; `None` if the corpus is not complete or was before this run, or if an older release
     /// has made a part of it.
     pub repeats: Option<Repeats>,
     /// Unreadable records that were skipped. `skipped.jsonl` in the corpus lists them.
     pub skipped_records: u64,
-    /// The first ten of them.
     pub first_skipped: Vec<SkippedRecord>,
-    /// Input groups that were finished and had to be built again, because their input had changed …
     pub rebuilt_input_groups: usize,
-    /// … and one of those inputs.
     pub changed_input: Option<PathBuf>,
-    /// The corpus's content hash; empty if it is not complete.
     pub content_hash: String,
 }
 
@@ -108,38 +89,31 @@ pub fn prepare(
     }
 }
 
-/// A corpus to make.
 pub(super) struct PrepareRun<'a> {
     pub tokenizer: &'a Tokenizer,
     pub out: &'a Path,
     pub options: &'a PrepareOptions,
 }
 
-/// The outcome of claiming the output folder.
 pub(super) enum Claimed {
-    /// The corpus is complete.
     Complete(Box<PrepareReport>),
     Unfinished(Box<Remaining>),
 }
 
-/// The work left to do in a claimed folder, in one pass over the input.
 pub(super) struct Remaining {
     pub out: OutputDir,
     pub pass: Pass,
     pub todo: Vec<Todo>,
-    /// Number of records skipped by earlier runs.
     pub skipped: u64,
     /// Finished groups that must be built again, each with a file that has changed.
     pub stale: BTreeMap<usize, PathBuf>,
 }
 
 impl Remaining {
-    /// The files of the output folder.
     fn list(&self, progress: &mut Report) -> Result<Sizes> {
         Step::report_one(progress, "looking for finished input groups", || self.out.place.sizes())
     }
 
-    /// The records of the input groups that this pass has finished.
     fn records(&self, plan: &Plan, sizes: &Sizes, progress: &mut Report) -> Result<Records> {
         let read = || self.out.records(&self.pass, &Vec::from_iter(0..plan.groups.len()), sizes);
         Step::report_one(progress, "reading what is finished", read)
@@ -259,12 +233,11 @@ impl PrepareRun<'_> {
             Claim::Finished(_) => return Err(self.occupied("already")),
             Claim::Ours(out) => *out,
         };
-        out.remove_record(&pass, 0)?;
+        out.forget(&pass, 0..1, &out.place.sizes()?)?;
         self.create_validation(&out)?;
         let documents = Mutex::new(documents);
         let read = |_: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
-            let mut documents = documents.lock().unwrap_or_else(PoisonError::into_inner);
-            for document in documents.by_ref() {
+            for document in lock(&documents).by_ref() {
                 let document = document?;
                 bytes.fetch_add(document.len() as u64, Ordering::Relaxed);
                 to.push_document(&document)?;
@@ -280,7 +253,6 @@ impl PrepareRun<'_> {
         self.corpus_of(&out, records, report, progress)
     }
 
-    /// Makes a corpus of the records of all input groups, or counts what is missing.
     pub fn finalize(&self, work: &Remaining, plan: &Plan, progress: &mut Report) -> Result<PrepareReport> {
         let mut records = work.records(plan, &work.list(progress)?, progress)?;
         let unhashed = records.iter().filter(|record| record.is_none()).count();
@@ -355,8 +327,7 @@ impl PrepareRun<'_> {
         }
     }
 
-    /// The outcome of a run. An error is ignored if another run has meanwhile finished the same corpus and removed the
-    /// files that this run was looking for.
+    /// The outcome of a run, without the errors of one that another has overtaken: it finished the same corpus.
     pub fn unless_finished(&self, outcome: Result<PrepareReport>, plan: &Plan) -> Result<PrepareReport> {
         let Err(error) = outcome else { return outcome };
         match manifest_of(self.out) {
@@ -433,7 +404,6 @@ impl PrepareRun<'_> {
     }
 }
 
-/// The report before anything is read.
 fn report_of(plan: &Plan) -> PrepareReport {
     PrepareReport {
         num_files: plan.inputs.files.len(),

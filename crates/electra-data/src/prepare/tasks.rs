@@ -9,11 +9,10 @@ use std::sync::atomic::AtomicU64;
 
 use serde::{Deserialize, Serialize};
 
-use super::options::{Pass, PrepareOptions, TEXT_VERSION};
+use super::options::{Pass, Plan, PrepareOptions, TEXT_VERSION};
 use super::output_dir::{InputGroupRecord, OutputDir};
 use super::pipelines::{self, Todo};
 use super::place::{Place, manifest_of};
-use super::plan::Plan;
 use super::progress::Report;
 use super::run::{Claimed, PrepareReport, PrepareRun, Remaining};
 use crate::error::{Error, Result};
@@ -30,15 +29,11 @@ pub struct PrepareJob {
     work: Box<Remaining>,
 }
 
-/// The result of opening a job.
 pub enum OpenedJob {
-    /// The corpus is complete already.
     Complete(Box<PrepareReport>),
-    /// There is work to do.
     Unfinished(Box<PrepareJob>),
 }
 
-/// State shared by all tasks of a job.
 #[derive(Serialize, Deserialize)]
 struct TaskSettings {
     text_version: usize,
@@ -50,7 +45,6 @@ struct TaskSettings {
     validation_fraction: f64,
     pass: Pass,
     num_groups: usize,
-    /// Records that had been skipped before the job began.
     skipped: u64,
     /// The tokenizer's file in the folder of records, with its settings and its hash.
     tokenizer: PathBuf,
@@ -59,7 +53,6 @@ struct TaskSettings {
     tokenizer_hash: u64,
 }
 
-/// An input group as a task gets it.
 #[derive(Serialize, Deserialize)]
 struct AssignedGroup {
     number: usize,
@@ -68,20 +61,17 @@ struct AssignedGroup {
     part: Option<Part>,
 }
 
-/// The outcome of a task.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskReport {
     /// Documents with at least one token, the validation split included.
     pub documents: u64,
-    /// Tokens in them.
     pub tokens: u64,
     /// Bytes of input, as the parent counts them.
     pub bytes: u64,
 }
 
 impl PrepareJob {
-    /// Lists the inputs, claims the folder, and stores in it what tasks need. `progress` works as for
-    /// [`crate::prepare()`].
+    /// Lists the inputs, claims the folder, and stores what tasks need. `progress`: see [`crate::prepare()`].
     pub fn open(
         inputs: &[PathBuf],
         tokenizer: &Tokenizer,
@@ -104,7 +94,6 @@ impl PrepareJob {
         Ok(OpenedJob::Unfinished(Box::new(Self { out, options, plan, work })))
     }
 
-    /// State shared by all tasks, as text.
     pub fn settings(&self, tokenizer: &Tokenizer) -> Result<String> {
         self.to_text(&TaskSettings {
             text_version: TEXT_VERSION,
@@ -127,8 +116,7 @@ impl PrepareJob {
         self.work.todo.iter().map(|todo| (todo.number, todo.bytes)).collect()
     }
 
-    /// Begins the second pass over the input, if there is one and tasks have completed the first; returns whether it has
-    /// begun.
+    /// Begins the second pass over the input once tasks have completed the first; returns whether there is one.
     pub fn next_pass(&mut self, tokenizer: &Tokenizer, progress: &mut Report) -> Result<bool> {
         if let Pass::Build(_) = self.work.pass {
             return Ok(false);
@@ -138,7 +126,6 @@ impl PrepareJob {
         Ok(matches!(self.work.pass, Pass::Build(_)))
     }
 
-    /// An input group as text, for a task.
     pub fn input_group(&self, number: usize) -> Result<String> {
         let group = &self.plan.groups[number];
         let mut files = self.plan.inputs.files[group.files.clone()].to_vec();
@@ -166,7 +153,6 @@ impl PrepareJob {
     }
 }
 
-/// The tokenizer of a job.
 pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
     let settings = parse_settings(settings)?;
     let path = &settings.tokenizer;

@@ -6,11 +6,10 @@ use std::sync::Barrier;
 use std::sync::atomic::AtomicU64;
 
 use super::changes::Comparer;
-use super::options::Pass;
+use super::options::{Pass, Plan};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
 use super::pipelines::{self, Todo};
 use super::place::names_in;
-use super::plan::Plan;
 use super::repeats::Dropped;
 use super::run::{Claimed, PrepareRun, Remaining};
 use super::*;
@@ -20,7 +19,6 @@ use crate::input::{Batcher, SkipLog, TextSource};
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
-/// The tokenizer of a vocabulary, which is written to `dir`.
 pub(super) fn tokenizer(dir: &Path, entries: &str) -> Tokenizer {
     let vocab = format!("[PAD] [UNK] [CLS] [SEP] [MASK] {entries}").replace(' ', "\n");
     std::fs::write(dir.join("vocab.txt"), vocab).unwrap();
@@ -79,7 +77,6 @@ fn with_built(validation_fraction: f64, check: impl FnOnce(&Setup, &PrepareRun, 
     check(&setup, &run, &plan, work);
 }
 
-/// The record of an input group that is built.
 fn record(out: &OutputDir, group: usize) -> Option<InputGroupRecord> {
     out.few_records(&Pass::Build(None), &[group]).unwrap().remove(0)
 }

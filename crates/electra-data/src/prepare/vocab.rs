@@ -9,68 +9,37 @@ use std::path::Path;
 use ahash::AHashMap;
 use tokenizers::AddedToken;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
-use tokenizers::normalizers::BertNormalizer;
 
+use super::options::VocabOptions;
 use super::progress::Report;
 use super::vocab_files::VocabFiles;
-use super::word_counts::{Counts, WordCounter, WordCounts};
+use super::word_counts::{Counts, WordCounts};
 use crate::error::{Error, Result};
-use crate::input::{PassedOver, ReadOptions, SkippedRecord, TextSource, default_threads};
+use crate::input::{PassedOver, SkippedRecord, TextSource};
 use crate::threads::on_all_cores;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 const MIN_SIZE: usize = 32;
-/// Number of dropped characters that are listed.
 const MAX_LISTED: usize = 10;
 
-/// Options for training a vocabulary.
-#[derive(Clone, Debug)]
-pub struct VocabOptions {
-    /// Options for reading files.
-    pub reading: ReadOptions,
-    /// Number of entries, the five special tokens included; at least 32.
-    pub size: usize,
-    /// Whether text is lowercased.
-    pub lowercase: bool,
-    /// Whether accents and other combining marks are stripped.
-    pub strip_accents: bool,
-    /// Enough of the most frequent characters become entries to make up this fraction of the text.
-    pub character_coverage: f64,
-    /// A pair of entries must occur this often to be merged.
-    pub min_frequency: u64,
-    /// Number of threads that count words; `None` for one per core.
-    pub threads: Option<usize>,
-    /// Count words in a sample of at most this many bytes of text; `None` for all of it.
-    pub sample: Option<u64>,
-    /// Seed of the sample.
-    pub seed: u64,
-}
-
-/// Counts from training a vocabulary.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VocabReport {
     /// Entries of the vocabulary; 0 before it is trained.
     pub num_entries: usize,
-    /// Distinct words that were counted.
     pub num_words: usize,
-    /// The characters that are entries, and those left out.
     pub alphabet: Alphabet,
     /// Bytes of text in the sample …
     pub counted_bytes: u64,
     /// … and in all of the input.
     pub text_bytes: u64,
-    /// Unreadable records that were skipped.
     pub skipped: Vec<SkippedRecord>,
-    /// Files of other kinds.
     pub passed_over: PassedOver,
 }
 
 /// The characters of a vocabulary, and those that are left out as too rare.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Alphabet {
-    /// The characters that are entries.
     letters: BTreeSet<char>,
-    /// Occurrences of all characters.
     pub text_letters: u64,
     /// Number of distinct characters left out; in text they make a word [UNK] …
     pub num_dropped: usize,
@@ -105,14 +74,8 @@ pub fn train_vocab(
         )));
     }
     let files = VocabFiles::claim(out, &source, &options.reading)?;
-    let counter = WordCounter {
-        reading: &options.reading,
-        normalizer: BertNormalizer::new(true, true, Some(options.strip_accents), options.lowercase),
-        threads: options.threads.unwrap_or_else(default_threads),
-        sample: options.sample.unwrap_or(u64::MAX),
-        seed: options.seed,
-    };
-    let WordCounts { words: mut counts, sampled, skipped, passed_over } = counter.count(source, progress)?;
+    let WordCounts { words: mut counts, sampled, skipped, passed_over } =
+        WordCounts::of(source, options, progress)?;
     let (num_words, counted_bytes, text_bytes) = (counts.len(), sampled.bytes, sampled.total_bytes);
     let alphabet = Alphabet::of(&mut counts, coverage);
     let report =
@@ -160,7 +123,6 @@ impl Alphabet {
         }
     }
 
-    /// The number of characters that are entries.
     pub fn num_letters(&self) -> usize {
         self.letters.len()
     }

@@ -15,7 +15,6 @@ use crate::tokenizer::Tokenizer;
 
 const CONFIG: &str = "tokenizer_config.json";
 
-/// The files to write; none of them existed when this was made.
 pub(super) struct VocabFiles {
     folder: PathBuf,
     /// Name of the `vocab.txt`; `None` if only a `tokenizer.json` is written.
@@ -51,7 +50,6 @@ impl VocabFiles {
         Ok(files)
     }
 
-    /// Writes a vocabulary that was trained with these settings.
     pub fn write(&self, entries: &[String], lowercase: bool, strip_accents: bool) -> Result<()> {
         let mut text = entries.join("\n").into_bytes();
         text.push(b'\n');
@@ -69,7 +67,6 @@ impl VocabFiles {
     }
 }
 
-/// The `tokenizer_config.json` of a `vocab.txt`.
 fn config(lowercase: bool, strip_accents: bool) -> String {
     let config = json!({
         "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase, "strip_accents": strip_accents,

@@ -6,11 +6,12 @@ use ahash::AHashMap;
 use compact_str::CompactString;
 use tokenizers::normalizers::BertNormalizer;
 
+use super::options::VocabOptions;
 use super::progress::{Progress, ProgressReporter, Report};
 use crate::error::Result;
 use crate::input::{
-    Batcher, Cut, Inputs, Intake, Mark, PassedOver, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord,
-    TextBatch, TextSource, read_file, with_workers,
+    Batcher, Cut, Inputs, Intake, Mark, PassedOver, Sampled, Sampler, SkipLog, SkippedRecord, TextBatch,
+    TextSource, default_threads, read_file, with_workers,
 };
 use crate::store::Cancel;
 use crate::tokenizer::{Characters, Meaning, VocabTrie};
@@ -23,17 +24,6 @@ const MAX_WORDS: usize = 1 << 24;
 type Read<'a> = Box<dyn FnOnce(&mut Batcher) -> Result<()> + Send + 'a>;
 pub(super) type Counts = AHashMap<CompactString, u64>;
 
-/// Counts the words of text.
-pub(super) struct WordCounter<'a> {
-    pub reading: &'a ReadOptions,
-    pub normalizer: BertNormalizer,
-    pub threads: usize,
-    /// Upper bound on the sample, in bytes of text.
-    pub sample: u64,
-    pub seed: u64,
-}
-
-/// The words of a text, and how it was read.
 pub(super) struct WordCounts {
     pub words: Counts,
     pub sampled: Sampled,
@@ -41,20 +31,21 @@ pub(super) struct WordCounts {
     pub passed_over: PassedOver,
 }
 
-impl WordCounter<'_> {
+impl WordCounts {
     /// Counts the words in a sample of a source; the result does not depend on the number of threads.
-    pub fn count(&self, source: TextSource, progress: &mut Report) -> Result<WordCounts> {
-        let (characters, no_entries) = (Characters::new(self.normalizer), VocabTrie::empty());
+    pub fn of(source: TextSource, options: &VocabOptions, progress: &mut Report) -> Result<Self> {
+        let normalizer = BertNormalizer::new(true, true, Some(options.strip_accents), options.lowercase);
+        let (characters, no_entries) = (Characters::new(normalizer), VocabTrie::empty());
         let ends_word = |c| matches!(characters.meaning(c, &no_entries), Meaning::Space | Meaning::Alone(_));
         let intake = Intake {
             cut: Cut::Words(&ends_word),
-            skips: SkipLog::new(self.reading.skip_bad_records, 0),
-            sampler: Sampler::new(self.seed, self.sample),
+            skips: SkipLog::new(options.reading.skip_bad_records, 0),
+            sampler: Sampler::new(options.seed, options.sample.unwrap_or(u64::MAX)),
             watch: None,
         };
         let done = AtomicU64::new(0);
         let (mut total, mut cancel, mut passed_over) = (0, Cancel::default(), PassedOver::default());
-        let (counted, reading) = (&done, self.reading);
+        let (counted, reading) = (&done, &options.reading);
         let read: Read = match source {
             TextSource::Files(paths) => {
                 let inputs = Inputs::expand(&paths, None, reading)?;
@@ -88,7 +79,9 @@ impl WordCounter<'_> {
             reported.inspect_err(|_| cancel.raise())
         };
         let worker = || |batch| words_of(&batch, &characters);
-        with_workers(self.threads, 1, worker, |workers| workers.run_pipeline(intake, read, consume))?;
+        with_workers(options.threads.unwrap_or_else(default_threads), 1, worker, |workers| {
+            workers.run_pipeline(intake, read, consume)
+        })?;
         Ok(WordCounts { passed_over, ..levels.counted() })
     }
 }
@@ -178,19 +171,18 @@ fn words_of(batch: &TextBatch, characters: &Characters) -> Result<Levels> {
 mod tests {
     use super::*;
 
-    fn count(documents: &[String], sample: u64, threads: usize) -> WordCounts {
-        let normalizer = BertNormalizer::new(true, true, None, true);
-        let reading = ReadOptions::default();
-        let counter = WordCounter { reading: &reading, normalizer, threads, sample, seed: 5 };
-        let documents = documents.iter().cloned().map(Ok);
-        counter.count(TextSource::Documents(Box::new(documents)), &mut |_| true).unwrap()
+    fn count(documents: &[String], sample: Option<u64>, threads: usize) -> WordCounts {
+        let options =
+            VocabOptions { lowercase: true, strip_accents: true, sample, seed: 5, ..Default::default() };
+        let source = TextSource::Documents(Box::new(documents.iter().cloned().map(Ok)));
+        WordCounts::of(source, &VocabOptions { threads: Some(threads), ..options }, &mut |_| true).unwrap()
     }
 
     #[test]
     fn text_without_blanks_is_counted_to_the_last_word() {
         let long = "x".repeat(1 << 20);
         let text = format!("{}{long}。{long}日{long}", "日本人です、Été。".repeat(40_000));
-        let found = count(&[text], u64::MAX, 2).words;
+        let found = count(&[text], None, 2).words;
         for (word, more) in [("日", 1), ("本", 0), ("人", 0), ("てす", 0), ("、", 0), ("ete", 0), ("。", 1)]
         {
             assert_eq!(found.get(word), Some(&(40_000 + more)), "{word}");
@@ -202,15 +194,15 @@ mod tests {
     fn a_sample_does_not_depend_on_the_threads() {
         let documents: Vec<String> =
             (0..20_000).map(|n| format!("word{} every and word{}", n % 977, n % 31)).collect();
-        let first = count(&documents, 100_000, 1);
+        let first = count(&documents, Some(100_000), 1);
         assert!((50_000..=100_000).contains(&first.sampled.bytes), "{:?}", first.sampled);
         let sampled = first.words["every"];
         assert!((2_000..6_000).contains(&sampled), "{sampled}");
         for threads in [2, 5] {
-            let again = count(&documents, 100_000, threads);
+            let again = count(&documents, Some(100_000), threads);
             assert_eq!((again.words, again.sampled), (first.words.clone(), first.sampled));
         }
-        assert_eq!(count(&documents, u64::MAX, 3).words["every"], 20_000);
+        assert_eq!(count(&documents, None, 3).words["every"], 20_000);
     }
 
     #[test]

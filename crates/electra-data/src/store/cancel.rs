@@ -14,12 +14,10 @@ const ATTEND_INTERVAL: Duration = Duration::from_millis(50);
 const STACK_BYTES: usize = 8 << 20;
 
 thread_local! {
-    /// The call that this thread works for.
     static CALL: RefCell<Option<Arc<Cancel>>> = const { RefCell::new(None) };
 }
 
-/// Cancels all requests that were given a clone of it. It also counts as raised once the call in which it was made is
-/// canceled.
+/// Cancels all requests that were given a clone of it, as does the end of the call in which it was made.
 #[derive(Clone, Debug)]
 pub(crate) struct Cancel {
     raised: Arc<AtomicBool>,
@@ -33,12 +31,10 @@ impl Default for Cancel {
 }
 
 impl Cancel {
-    /// Cancels the requests.
     pub fn raise(&self) {
         self.raised.store(true, Ordering::Release);
     }
 
-    /// Whether the requests are canceled.
     pub fn is_raised(&self) -> bool {
         self.raised.load(Ordering::Acquire) || self.call.as_ref().is_some_and(|call| call.is_raised())
     }

@@ -3,9 +3,8 @@
 //! That crate repeats a request by itself for half a minute. Here it is repeated for longer, because a training run
 //! should survive a few bad minutes of a store, and also if a response is shorter than requested.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::IsTerminal;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Once, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -24,15 +23,14 @@ use object_store::{
 use tokio::runtime::Runtime;
 use url::{Position, Url};
 
-use super::connection::{Connector, TIMEOUT, WRITE_TIMEOUT};
+use super::connection::{Connector, TIMEOUT, UNREADABLE, WRITE_TIMEOUT};
 use super::errors::{Refused, explain, is_transient, said};
-use super::list::UNREADABLE;
 use super::{Cancel, Object, Request, check_url};
 use crate::error::{Error, Result};
+use crate::threads::{PerProcess, nonce};
 
 /// Requests in flight: a whole shuffle window, because a store's latency is what limits a reader.
 const CONCURRENT: usize = 64;
-/// Threads that wait for the network.
 const NETWORK_THREADS: usize = 2;
 /// How many seconds a failing request is repeated, unless the environment sets it.
 const RETRY_SECONDS: u64 = 180;
@@ -44,32 +42,25 @@ const INNER_RETRY: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 }
 /// The most memory that is reserved for a response because of the length that it announces.
 const MAX_RESERVED: u64 = 8 << 20;
 const MAX_PAUSE: Duration = Duration::from_secs(10);
-/// How often a waiting caller checks for cancellation.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A folder in an object store, of this process.
 #[derive(Clone)]
 pub(crate) struct Store {
     url: String,
     pub(super) inner: Arc<dyn ObjectStore>,
-    /// The same, if it was opened to write.
     multipart: Option<Arc<dyn MultipartStore>>,
     prefix: Path,
     pub(super) retry: Duration,
-    /// The same for requests that open a corpus or list files.
     pub(super) opening: Duration,
-    /// Whether the store is known to heed conditions.
     pub(super) heeds_conditions: Arc<AtomicBool>,
 }
 
 impl Store {
-    /// The store of a URL, configured by the environment: the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` that the
-    /// clouds' own tools read. Sends no request.
+    /// The store of a URL, by the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` of the clouds' tools. Sends no request.
     pub fn open(url: &str) -> Result<Self> {
         guarded(|| Self::configured(url, false, environment()))
     }
 
-    /// The same, for writing, which web servers do not offer.
     pub fn open_to_write(url: &str) -> Result<Self> {
         let store = guarded(|| Self::configured(url, true, environment()))?;
         store.multipart().map(drop)?;
@@ -103,7 +94,6 @@ impl Store {
         Ok(Self { url: url.to_owned(), inner, multipart, prefix, retry, opening, heeds_conditions })
     }
 
-    /// The requests for uploads in parts.
     pub(super) fn multipart(&self) -> Result<&dyn MultipartStore> {
         self.multipart.as_deref().ok_or_else(|| {
             let url = &self.url;
@@ -118,7 +108,6 @@ impl Store {
         Ok(Self { url: url.to_owned(), prefix, ..self.clone() })
     }
 
-    /// The URL of the folder.
     pub fn url(&self) -> &str {
         &self.url
     }
@@ -129,7 +118,6 @@ impl Store {
         self.wait(name, async || bytes_of(self.inner.get(&path).await?, limit).await)
     }
 
-    /// The metadata of an object.
     pub fn head(&self, name: &str) -> Result<Object> {
         let path = self.path(name)?;
         let found = self.wait(name, async || self.inner.head(&path).await)?;
@@ -221,7 +209,6 @@ impl Store {
         .await
     }
 
-    /// Sends a request for which a user may be waiting.
     fn wait<T>(&self, name: &str, request: impl AsyncFn() -> StoreResult<T>) -> Result<T> {
         self.block(self.repeat(name, self.opening, request))
     }
@@ -240,7 +227,6 @@ impl Store {
         })
     }
 
-    /// Repeats a request while its errors may be transient.
     pub(super) async fn repeat<T>(
         &self,
         name: &str,
@@ -378,7 +364,6 @@ fn guarded<T>(read: impl FnOnce() -> T) -> T {
     outcome.expect("a guard calls its argument")
 }
 
-/// The environment's variables, with keys in lower case.
 fn environment() -> Vec<(String, String)> {
     let text = |(key, value): (std::ffi::OsString, std::ffi::OsString)| {
         Some((key.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?))
@@ -394,7 +379,7 @@ pub(super) fn opening_retry(wanted: Option<u64>, is_attended: bool) -> Duration 
 
 /// Between half and one and a half of a pause, so that ranks that fail together do not return together.
 fn jittered(pause: Duration) -> Duration {
-    pause.mul_f64(0.5 + RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64)
+    pause.mul_f64(0.5 + nonce() as f64 / u64::MAX as f64)
 }
 
 fn retry_seconds() -> Result<Option<u64>> {
@@ -406,30 +391,11 @@ fn retry_seconds() -> Result<Option<u64>> {
     }
 }
 
-/// Not behind a lock, because a fork could leave the lock held in the child (as in `threads`).
-static RUNTIME: AtomicPtr<(u32, Runtime)> = AtomicPtr::new(std::ptr::null_mut());
+static RUNTIME: PerProcess<Runtime> = PerProcess::new();
 
-/// The network threads of this process: those of the parent do not survive a fork.
 pub(super) fn runtime() -> Result<&'static Runtime> {
-    let process = std::process::id();
-    loop {
-        let known = RUNTIME.load(Ordering::Acquire);
-        // SAFETY: the pointer is null or from a leaked box, which is never changed or freed.
-        if let Some((owner, runtime)) = unsafe { known.as_ref() }
-            && *owner == process
-        {
-            return Ok(runtime);
-        }
-        let new = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(NETWORK_THREADS)
-            .thread_name("electra-net")
-            .enable_all()
-            .build()
-            .map_err(|error| Error::Input(format!("cannot start threads: {error}")))?;
-        let ours = Box::into_raw(Box::new((process, new)));
-        if RUNTIME.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            // SAFETY: `ours` is from a box and was not published, because another thread was faster.
-            drop(unsafe { Box::from_raw(ours) });
-        }
-    }
+    RUNTIME.get(|| {
+        let mut threads = tokio::runtime::Builder::new_multi_thread();
+        threads.worker_threads(NETWORK_THREADS).thread_name("electra-net").enable_all().build()
+    })
 }

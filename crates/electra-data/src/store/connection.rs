@@ -12,19 +12,18 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
     HttpService, ReqwestConnector,
 };
+use object_store::path::Path;
 use object_store::{ClientOptions, Result};
 use reqwest::redirect::{Action, Attempt, Policy};
-use url::Url;
+use url::{Url, form_urlencoded};
 
 use super::errors::{HAD_CREDENTIALS, METADATA_ANSWERED, Refused, is_metadata_host};
-use super::list;
 
 /// The longest response: a list, or a whole object. Ranges and objects have tighter limits where they are read.
 const MAX_ANSWER: usize = 1 << 30;
 /// The longest part of an error response that is read. Only its code and message are shown.
 const MAX_REFUSAL: usize = 64 << 10;
 
-/// Timeout of connecting to a web server, the same as the crate's for other stores.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a request may wait for more bytes before it counts as stalled. There is no timeout for a whole request:
 /// over a slow line, requests in flight take long and would be repeated forever.
@@ -33,12 +32,9 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } els
 pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 120 });
 const MAX_REDIRECTS: usize = 10;
 
-/// Makes the clients of a store.
 #[derive(Debug)]
 pub(super) enum Connector {
-    /// Clients of a cloud store, or of its configured endpoint.
     Cloud,
-    /// Clients of the web server of this URL.
     Web(Url),
 }
 
@@ -99,7 +95,6 @@ fn password_for(host: &str) -> Option<(String, String)> {
     login_in(&std::fs::read_to_string(path).ok()?, host)
 }
 
-/// The first entry for a host.
 fn login_in(netrc: &str, host: &str) -> Option<(String, String)> {
     let lines = netrc.lines().filter(|line| !line.trim_start().starts_with('#'));
     let mut words = lines.flat_map(str::split_whitespace);
@@ -117,8 +112,7 @@ fn login_in(netrc: &str, host: &str) -> Option<(String, String)> {
     Some((login?.to_owned(), password?.to_owned()))
 }
 
-/// A client that limits the length of responses, because the crate reads lists and error responses as a whole, and
-/// checks pages of lists.
+/// A client that limits responses, since the crate reads lists and errors as a whole, and checks pages of lists.
 #[derive(Debug)]
 struct Bounded(HttpClient);
 
@@ -142,12 +136,12 @@ impl HttpService for Bounded {
             if answer.status().is_success() {
                 let limited =
                     answer.map(|body| HttpResponseBody::new(Limited::new(body, MAX_ANSWER).map_err(failed)));
-                let Some(query) = uri.query().filter(|query| list::is_asked_for(query)) else {
+                let Some(query) = uri.query().filter(|query| is_list(query)) else {
                     return Ok(limited);
                 };
                 let (head, body) = limited.into_parts();
                 let text = body.bytes().await?;
-                let page = list::readable(query, &String::from_utf8_lossy(&text));
+                let page = readable(query, &String::from_utf8_lossy(&text));
                 let page = page.map_err(|error| failed(error.into()))?;
                 return Ok(HttpResponse::from_parts(head, page.into()));
             }
@@ -162,6 +156,85 @@ impl HttpService for Bounded {
             Ok(HttpResponse::from_parts(head, text.into()))
         })
     }
+}
+
+/// Begins what stands for a key that cannot be requested.
+pub(super) const UNREADABLE: &str = "\u{fffd}unreadable ";
+const SHOWN: usize = 1000;
+
+/// The elements of a page: the whole, an object, its key, the next page, and that page in a request.
+type Names = [&'static str; 5];
+const S3: Names = ["ListBucketResult", "Contents", "Key", "NextContinuationToken", "continuation-token"];
+const AZURE: Names = ["EnumerationResults", "Blob", "Name", "NextMarker", "marker"];
+
+fn is_list(query: &str) -> bool {
+    query.split('&').any(|pair| pair == "list-type=2" || pair == "comp=list")
+}
+
+/// A complete page, without marks of folders, and with names to show for keys that cannot be requested.
+fn readable(query: &str, page: &str) -> Result<String, String> {
+    let is_whole = |names: &Names| page.trim_end().ends_with(&format!("</{}>", names[0]));
+    let Some([_, object, key, next, asked]) = [S3, AZURE].into_iter().find(is_whole) else {
+        return Err(format!("the answer is no list: {}", page.chars().take(SHOWN).collect::<String>()));
+    };
+    let next = between(page, &format!("<{next}>"), &format!("</{next}>")).unwrap_or_default();
+    let is_truncated = page.contains("<IsTruncated>true</IsTruncated>");
+    let known = form_urlencoded::parse(query.as_bytes()).any(|(name, token)| name == asked && token == next);
+    if is_truncated && next.is_empty() || known && !next.is_empty() {
+        return Err("the list ends in its middle: the answer names no next page".to_owned());
+    }
+    let (start, end) = (format!("<{object}>"), format!("</{object}>"));
+    let mut objects = page.split(&start);
+    let mut whole = objects.next().unwrap_or_default().to_owned();
+    for rest in objects {
+        let (inner, rest) = rest.split_once(&end).unwrap_or((rest, ""));
+        if let Some(inner) = object_with_name(inner, key) {
+            whole += &format!("{start}{inner}{end}");
+        }
+        whole += rest;
+    }
+    Ok(whole)
+}
+
+/// An object's element, with another name if its own cannot be requested; `None` for the mark of a folder.
+fn object_with_name(inner: &str, key: &str) -> Option<String> {
+    let Some(text) = between(inner, &format!("<{key}"), &format!("</{key}>")) else {
+        return Some(inner.to_owned()); // the crate rejects it
+    };
+    let (attributes, name) = text.split_once('>').unwrap_or(("", text));
+    let plain = resolved(name);
+    let is_empty = ["<Size>0<", "<Content-Length>0<"].iter().any(|size| inner.contains(size));
+    if plain.ends_with('/') && is_empty {
+        return None;
+    }
+    let is_known = attributes.is_empty() && !plain.contains(char::REPLACEMENT_CHARACTER);
+    if is_known && Path::parse(&plain).is_ok_and(|path| path.as_ref() == plain) {
+        return Some(inner.to_owned());
+    }
+    let shown: String = plain
+        .chars()
+        .map(|c| if c == '/' || c.is_control() { format!("%{:02X}", u32::from(c)) } else { c.to_string() })
+        .collect();
+    Some(inner.replace(&format!("<{key}{text}<"), &format!("<{key}>{UNREADABLE}{shown}<")))
+}
+
+fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
+    Some(text.split_once(start)?.1.split_once(end)?.0)
+}
+
+/// A text with the characters that XML writes as numbers.
+fn resolved(text: &str) -> String {
+    let mut pieces = text.split("&#");
+    let mut plain = pieces.next().unwrap_or_default().to_owned();
+    for piece in pieces {
+        let resolved = piece.split_once(';').and_then(|(number, rest)| {
+            let hex = number.strip_prefix('x').map(|digits| u32::from_str_radix(digits, 16));
+            let number = hex.unwrap_or_else(|| number.parse()).ok().and_then(char::from_u32)?;
+            Some(format!("{number}{rest}"))
+        });
+        plain += &resolved.unwrap_or_else(|| format!("&#{piece}"));
+    }
+    plain
 }
 
 #[cfg(test)]

@@ -7,8 +7,6 @@ mod cancel;
 mod client;
 mod connection;
 mod errors;
-mod list;
-mod secrets;
 #[cfg(test)]
 pub(crate) mod test_server;
 #[cfg(test)]
@@ -18,38 +16,35 @@ mod upload;
 use std::ops::Range;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 pub(crate) use cancel::Cancel;
 pub use cancel::attended;
 pub(crate) use client::Store;
 pub use client::guard_environment;
-pub use secrets::check_url;
+pub use errors::check_url;
 pub use upload::{delete_objects, download, list_objects, upload};
 
-/// An object in a store.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Object {
-    /// Its name below the store's URL.
+    /// Below the store's URL.
+    #[serde(skip)]
     pub name: String,
-    /// Its length in bytes.
     pub size: u64,
-    /// The identifier of its version, if the store gives one.
+    /// The ETag, if the store gives one.
     pub version: Option<String>,
-    /// When it was last modified, in nanoseconds since 1970.
+    /// In nanoseconds since 1970.
+    #[serde(default)]
     pub modified: Option<i64>,
 }
 
-/// A range of an object's bytes.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
-    /// The object's name below the store's URL.
     pub name: String,
-    /// The bytes.
     pub range: Range<u64>,
-    /// The version that is wanted.
     pub version: Option<String>,
 }
 
-/// The schemes of URLs that can be read.
 const SCHEMES: [&str; 7] = ["s3", "s3a", "gs", "az", "azure", "http", "https"];
 
 /// The URL that a path is, or `None` for a local path.

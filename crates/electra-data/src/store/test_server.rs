@@ -14,13 +14,10 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::Store;
 
-/// How long a stalled connection stays open.
 const STALL: Duration = Duration::from_secs(60);
 
-/// What the server does instead of what it should.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// None.
     Sound,
     /// Does it, and cuts the connection without an answer.
     Lost,
@@ -34,26 +31,19 @@ pub(crate) enum Fault {
     Half,
     /// Answers with this status, unless it is 200, and with a body that goes on after what was asked for.
     Endless(u16),
-    /// The connection ends in the middle of the body.
     Cut,
-    /// Nothing comes, or the body stops in its middle, and the connection stays open.
     Stall,
     /// The body comes in six pieces, a second apart.
     Slow,
     /// The body is shorter than the range, and the header agrees.
     Short,
-    /// A bit of the body is flipped.
     Corrupt,
 }
 
-/// The requests that the server has seen, and the faults that it is to inject.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
-    /// The kind and the name of each request, as in [`Request::kind`].
     pub requests: Vec<(&'static str, String)>,
-    /// How long each of them takes.
     pub delay: Duration,
-    /// The ranges of files that were served as requested.
     pub served: Vec<(String, Range<u64>)>,
     /// Faults of the next requests of a kind, or of the next GETs of files whose names have this ending.
     pub faults: Vec<(&'static str, Fault)>,
@@ -61,23 +51,22 @@ pub(crate) struct Log {
     pub always: Option<(&'static str, Fault)>,
     /// Whether a client has read a body that does not end for long.
     pub was_flooded: bool,
-    /// Whether conditions of writes are ignored.
     pub ignores_conditions: bool,
     /// The ETag of all objects, by default that of their bytes.
     pub tag: Option<&'static str>,
     /// Keys that are listed besides the files, as they stand in XML.
     pub keys: Vec<&'static str>,
-    /// Objects of a page of a list.
     pub page: Option<usize>,
 }
 
 impl Log {
-    /// Notes a request. Returns what is to go wrong.
-    fn note(&mut self, request: &Request) -> Option<Fault> {
+    /// Notes a request. Returns how long it takes and what is to go wrong.
+    fn note(&mut self, request: &Request) -> (Duration, Option<Fault>) {
         let (kind, name) = (request.kind(), &request.name);
+        self.requests.push((kind, name.clone()));
         let concerns = |(key, _): &(&str, _)| *key == kind || kind == "get" && name.ends_with(key);
         let next = self.faults.iter().position(concerns).map(|next| self.faults.remove(next));
-        next.or(self.always.filter(concerns)).map(|(_, fault)| fault)
+        (self.delay, next.or(self.always.filter(concerns)).map(|(_, fault)| fault))
     }
 }
 
@@ -102,7 +91,6 @@ impl TestServer {
         Self { url, log }
     }
 
-    /// Its bucket `data`, to write to.
     pub fn bucket(&self) -> Store {
         self.bucket_with("s3", &[])
     }
@@ -129,7 +117,6 @@ impl TestServer {
         self.log.lock().unwrap()
     }
 
-    /// The bytes that were served of files with this ending.
     pub fn bytes_served(&self, ending: &str) -> u64 {
         let log = self.log();
         let served = log.served.iter().filter(|(name, _)| name.ends_with(ending));
@@ -137,7 +124,6 @@ impl TestServer {
     }
 }
 
-/// A request.
 #[derive(Debug)]
 struct Request {
     method: String,
@@ -149,7 +135,6 @@ struct Request {
 }
 
 impl Request {
-    /// The next request of a connection; `None` at its end.
     fn read(input: &mut impl BufRead) -> Option<Self> {
         let mut line = String::new();
         input.read_line(&mut line).ok().filter(|&length| length > 0)?;
@@ -195,7 +180,6 @@ impl Request {
         }
     }
 
-    /// The part that it uploads.
     fn part(&self) -> Option<&String> {
         self.query.get("partNumber").or(self.query.get("blockid"))
     }
@@ -207,7 +191,6 @@ struct Connection {
     log: Arc<Mutex<Log>>,
 }
 
-/// A status, the ETag, and the body of a response.
 type Response = (u16, String, Vec<u8>);
 
 impl Connection {
@@ -226,13 +209,8 @@ impl Connection {
 
     /// Replies to a request; `None` ends the connection.
     fn reply(&mut self, mut request: Request) -> Option<()> {
-        let delay = {
-            let mut log = self.log();
-            log.requests.push((request.kind(), request.name.clone()));
-            log.delay
-        };
+        let (delay, fault) = self.log().note(&request);
         std::thread::sleep(delay);
-        let fault = self.log().note(&request);
         let is_get = request.kind() == "get";
         match (fault, &mut request.range) {
             (Some(Fault::Stall), _) if !is_get => {
@@ -299,12 +277,10 @@ impl Connection {
         self.log().tag.map_or_else(|| format!("\"{:032x}\"", xxh3_128(bytes)), str::to_owned)
     }
 
-    /// The bytes of an object, or 0 if it does not exist.
     fn length(&self, name: &str) -> u64 {
         self.folder.join(name).metadata().map_or(0, |found| found.len())
     }
 
-    /// Does what is asked for.
     fn act(&self, request: &Request) -> Response {
         let Request { name, body, headers, .. } = request;
         let path = self.folder.join(name);
@@ -396,7 +372,6 @@ impl Connection {
         if batch.is_empty() { s3 } else { format!("{batch}--b--\r\n") }
     }
 
-    /// A page of a list.
     fn list(&self, query: &HashMap<String, String>) -> String {
         let asked = |key: &str| query.get(key).map(String::as_str);
         let files = glob::glob(&format!("{}/**/*", self.folder.display())).unwrap().map(Result::unwrap);

@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::fs::File;
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::unix::fs::FileExt;
 use std::path::Path as LocalPath;
 use std::sync::atomic::Ordering;
@@ -20,8 +19,8 @@ use super::client::{Store, bytes_of, runtime};
 use super::errors::{Refused, chain};
 use super::{Cancel, Request};
 use crate::error::{Error, Result};
+use crate::threads::nonce;
 
-/// Larger files are uploaded in parts.
 const MAX_WHOLE: u64 = if cfg!(test) { 2 << 20 } else { 16 << 20 };
 /// Bytes of a part: small enough for slow lines, and at least the 5 MiB that S3 requires.
 const PART_BYTES: u64 = if cfg!(test) { 1 << 20 } else { 8 << 20 };
@@ -35,7 +34,6 @@ const MAX_CONDITIONAL: u64 = 256 << 20;
 const TIDY_TIMEOUT: Duration = Duration::from_secs(10);
 /// The same after an interruption, whose caller is waiting for the end.
 const INTERRUPTED_TIMEOUT: Duration = Duration::from_secs(1);
-/// Bytes of a request of a download.
 const RANGE_BYTES: u64 = 1 << 20;
 
 /// Uploads a file to the object at `url`. With `if_absent`, returns `false` and writes nothing if that exists already.
@@ -61,7 +59,6 @@ pub fn delete_objects(url: &str, names: &[String]) -> Result<()> {
 }
 
 impl Store {
-    /// Writes an object, whether it exists or not.
     pub fn put(&self, name: &str, bytes: impl Into<Bytes>) -> Result<()> {
         let (path, bytes) = (self.path(name)?, bytes.into());
         self.block(self.repeat(name, self.retry, async || {
@@ -70,8 +67,7 @@ impl Store {
         }))
     }
 
-    /// Writes an object unless it exists. Returns whether it was written; two writers of the same bytes at the same
-    /// moment may both be told so.
+    /// Writes an object unless it exists; returns whether it did. Two writers of equal bytes may both be told so.
     pub fn create(&self, name: &str, bytes: impl Into<Bytes>) -> Result<bool> {
         let (path, bytes) = (self.path(name)?, bytes.into());
         if self.block(self.repeat(name, self.retry, async || self.find(&path).await))?.is_some() {
@@ -101,8 +97,7 @@ impl Store {
         if self.heeds_conditions.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let nonce = RandomState::new().build_hasher().finish();
-        let path = Path::from(format!("{}.tmp-{nonce:016x}", self.path(name)?));
+        let path = Path::from(format!("{}.tmp-{:016x}", self.path(name)?, nonce()));
         let tried = self.block(self.repeat(name, self.retry, async || {
             self.inner.put(&path, "".into()).await?;
             match self.put_absent(&path, &Bytes::new()).await {
@@ -125,7 +120,6 @@ impl Store {
         }
     }
 
-    /// Uploads a file to an object, whether that exists or not.
     pub fn put_file(&self, name: &str, path: &LocalPath) -> Result<()> {
         let failed = |error| Error::io(path, error);
         let file = File::open(path).map_err(failed)?;
@@ -206,7 +200,6 @@ impl Store {
         equal.try_fold(true, async |all, one| Ok(all && one)).await
     }
 
-    /// Downloads an object to a file, which appears only when it is complete.
     pub fn download(&self, name: &str, path: &LocalPath) -> Result<()> {
         let object = self.head(name)?;
         let failed = |error| Error::io(path, error);
@@ -229,7 +222,6 @@ impl Store {
         file.persist(path).map_err(|error| failed(error.error)).map(drop)
     }
 
-    /// Deletes objects. Missing ones are no error.
     pub fn delete(&self, names: &[String]) -> Result<()> {
         let paths = names.iter().map(|name| self.path(name)).collect::<Result<Vec<_>>>()?;
         self.block(self.repeat("", self.retry, async || {
@@ -242,7 +234,6 @@ impl Store {
         }))
     }
 
-    /// The metadata of an object, if it exists.
     async fn find(&self, path: &Path) -> StoreResult<Option<ObjectMeta>> {
         match self.inner.head(path).await {
             Err(StoreError::NotFound { .. }) => Ok(None),
@@ -278,7 +269,6 @@ impl Store {
     }
 }
 
-/// A file in parts.
 struct Parts<'a> {
     name: &'a str,
     path: Path,

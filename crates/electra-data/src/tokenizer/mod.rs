@@ -1,15 +1,12 @@
 //! Text to token ids: opening a tokenizer's file, and a fast path for BERT's WordPiece.
 
-mod ascii;
 mod names;
 mod normalize;
 mod open;
 mod tokenize;
-mod tokenizer_json;
 mod vocab_trie;
 mod vocab_txt;
 mod word_cache;
-mod word_starts;
 mod wordpiece;
 
 pub use open::SpecialNames;

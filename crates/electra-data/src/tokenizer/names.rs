@@ -13,7 +13,6 @@ use crate::format::SpecialTokens;
 /// Noncharacters, which Unicode reserves for use within a program.
 const HIDDEN: &str = "\u{10ffff}\u{10fffe}\u{10ffff}";
 
-/// The ids of the five special tokens.
 pub(super) fn five(special: SpecialTokens) -> [u32; 5] {
     [special.pad, special.unk, special.cls, special.sep, special.mask]
 }

@@ -16,22 +16,17 @@ use tokenizers::{
 use super::vocab_trie::VocabTrie;
 use crate::error::{Error, Result};
 
-/// A result of the `tokenizers` crate.
 type CrateResult<T> = std::result::Result<T, tokenizers::Error>;
 
 const PAGE: usize = 256;
 const PAGES: usize = 0x11_0000 / PAGE;
 
-/// The meaning of a character.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Meaning {
-    /// It is removed.
     Nothing,
-    /// It ends a word.
     Space,
     /// It is a word by itself, with this id.
     Alone(u32),
-    /// One letter of a word: the same or another character.
     Letter(char),
     /// Several letters of a word, which [`Characters::letters`] returns for this number.
     Letters(u8),
@@ -39,7 +34,6 @@ pub(crate) enum Meaning {
     Unclear,
 }
 
-/// The meanings of all characters for one normalizer and vocabulary.
 pub(crate) struct Characters {
     normalizer: BertNormalizer,
     pages: Box<[OnceLock<Page>]>,
@@ -56,18 +50,15 @@ impl Characters {
         Self { normalizer, pages: (0..PAGES).map(|_| OnceLock::new()).collect() }
     }
 
-    /// Returns the meaning of `c`.
     #[inline]
     pub fn meaning(&self, c: char, trie: &VocabTrie) -> Meaning {
         self.page(c, trie).meanings[c as usize % PAGE]
     }
 
-    /// The letters of a character whose meaning is `Letters` with this number.
     pub fn letters(&self, c: char, number: u8, trie: &VocabTrie) -> &str {
         &self.page(c, trie).letters[usize::from(number)]
     }
 
-    /// The words of any text, found by the crate itself.
     pub fn words(&self, text: &str, mut take: impl FnMut(&str)) -> Result<()> {
         let words = split(self.normalized(text).map_err(failed)?).map_err(failed)?;
         for (word, _, _) in words.get_splits(OffsetReferential::Normalized, OffsetType::None) {

@@ -5,9 +5,11 @@
 
 use std::path::Path;
 
+use ahash::AHashMap;
 use serde::de::IgnoredAny;
 use serde_json::json;
-use tokenizers::{Model as _, ModelWrapper};
+use tokenizers::processors::template::TemplateProcessing;
+use tokenizers::{AddedToken, Model as _, ModelWrapper, NormalizerWrapper};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::names::{five, for_text};
@@ -15,7 +17,7 @@ use super::tokenize::Tokenizer;
 use super::vocab_txt::{BYTE_ORDER_MARK, Case, Vocabulary, guarded, unusable};
 use super::wordpiece::FastWordPiece;
 use crate::error::{Error, Result};
-use crate::format::{Corpus, Manifest, SpecialTokens, TokenizerEntry};
+use crate::format::{Corpus, Manifest, SpecialTokens, TokenizerEntry, hash_hex};
 
 const JSON: &str = "tokenizer.json";
 /// Sixteen times as many as the largest published vocabularies have.
@@ -37,7 +39,6 @@ impl Tokenizer {
         Self::with_names(path, (lowercase, strip_accents), &SpecialNames::default())
     }
 
-    /// As [`Tokenizer::from_file`], with special tokens of these names.
     pub fn with_names(path: &Path, case: CaseOptions, names: &SpecialNames) -> Result<Self> {
         guarded(path, || {
             let file = read(path)?;
@@ -82,7 +83,6 @@ impl Tokenizer {
         guarded(path, || Self::of_json(path, file.clone(), parse(path, &file)?, special))
     }
 
-    /// The tokenizer that a corpus was prepared with, from the corpus's own copy.
     pub fn of_corpus(corpus: &Corpus) -> Result<Self> {
         let path = corpus.tokenizer_path()?;
         let file = crate::regular_file::read(&path).map_err(|error| Error::io(&path, error))?;
@@ -163,6 +163,17 @@ impl Tokenizer {
         })
     }
 
+    /// A hash of everything that determines the ids of a text, whichever file it is in: entries, their ids, and the
+    /// rules, case included. 32 hexadecimal digits.
+    pub fn content_hash(&self) -> Result<String> {
+        guarded(&self.path, || content_hash(&self.inner, self.special_tokens))
+    }
+
+    /// A complete `tokenizer.json`: with marked special tokens and the template `[CLS] text [SEP]`.
+    pub fn to_json(&self) -> Result<String> {
+        guarded(&self.path, || complete(&self.inner, self.special_tokens))
+    }
+
     /// Everything but the entries, as JSON: normalizer, pre-tokenizer, added tokens, and what the model is.
     pub fn rules(&self) -> String {
         let model = self.inner.get_model();
@@ -234,7 +245,6 @@ fn refuse_case(path: &Path, case: CaseOptions) -> Result<()> {
     Err(Error::at(path, "lowercase and strip_accents belong to vocab.txt; a tokenizer.json has its own"))
 }
 
-/// The special tokens by their names, or else by their usual ones.
 fn find_special(
     path: &Path,
     id_of: &dyn Fn(&str) -> Option<u32>,
@@ -258,4 +268,62 @@ fn find_special(
         id_of(name).ok_or_else(|| Error::at(config(), reason()))
     };
     Ok(SpecialTokens { pad: find(0)?, unk: find(1)?, cls: find(2)?, sep: find(3)?, mask: find(4)? })
+}
+
+/// A `tokenizer.json` for any library: marks special tokens, and has the template `[CLS] text [SEP]` or its own.
+fn complete(tokenizer: &tokenizers::Tokenizer, special: SpecialTokens) -> Result<String> {
+    let mut tokenizer = tokenizer.clone();
+    let known = tokenizer.get_added_tokens_decoder();
+    let name_of = |id| tokenizer.id_to_token(id).ok_or_else(|| failed(&format!("id {id} has no name")));
+    let (cls, sep) = (name_of(special.cls)?, name_of(special.sep)?);
+    let mut tokens = Vec::new();
+    for id in five(special) {
+        tokens.push(match known.get(&id) {
+            Some(token) => token.clone().special(true),
+            None => AddedToken::from(name_of(id)?, true),
+        });
+    }
+    tokenizer.add_special_tokens(tokens).map_err(|e| failed(&e))?;
+    if tokenizer.get_post_processor().is_none() {
+        let template = TemplateProcessing::builder()
+            .try_single(format!("{cls} $A {sep}"))
+            .and_then(|builder| builder.try_pair(format!("{cls} $A {sep} $B:1 {sep}:1")))
+            .map_err(|e| failed(&e))?
+            .special_tokens(vec![(cls, special.cls), (sep, special.sep)])
+            .build()
+            .map_err(|e| failed(&e))?;
+        tokenizer.with_post_processor(Some(template));
+    }
+    let mut text = tokenizer.to_string(true).map_err(|e| failed(&e))?;
+    text.push('\n');
+    Ok(text)
+}
+
+/// A hash of everything that determines the ids of a text: entries, their ids, added tokens that stay whole, and the
+/// rules, case included.
+///
+/// A `vocab.txt` with its settings and every `tokenizer.json` made from it have the same hash.
+fn content_hash(tokenizer: &tokenizers::Tokenizer, special: SpecialTokens) -> Result<String> {
+    let normalizer = match tokenizer.get_normalizer() {
+        Some(&NormalizerWrapper::BertNormalizer(mut bert)) => {
+            bert.strip_accents.get_or_insert(bert.lowercase);
+            Some(bert.into())
+        }
+        other => other.cloned(),
+    };
+    let mut entries: Vec<(u32, String)> =
+        tokenizer.get_vocab(true).into_iter().map(|(entry, id)| (id, entry)).collect();
+    entries.sort_unstable();
+    let added: AHashMap<u32, AddedToken> = tokenizer.get_added_tokens_decoder();
+    let whole = added.into_iter().filter(|(id, _)| !five(special).contains(id));
+    let mut added: Vec<(u32, AddedToken)> = whole.map(|(id, token)| (id, token.special(false))).collect();
+    added.sort_unstable_by_key(|&(id, _)| id);
+    let model = tokenizer.get_model();
+    let rules = (normalizer, tokenizer.get_pre_tokenizer(), model, entries, added);
+    let text = serde_json::to_string(&rules).map_err(|e| failed(&e))?;
+    Ok(hash_hex(text.as_bytes()))
+}
+
+fn failed(error: &dyn std::fmt::Display) -> Error {
+    Error::Input(format!("the tokenizer cannot be written as a tokenizer.json: {error}"))
 }

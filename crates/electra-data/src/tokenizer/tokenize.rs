@@ -6,10 +6,9 @@
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
-use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
+use tokenizers::{ModelWrapper, NormalizerWrapper, PreTokenizerWrapper};
 
 use super::names::five;
-use super::tokenizer_json::{complete, content_hash};
 use super::vocab_txt::{Case, guarded};
 use super::wordpiece::{FastWordPiece, WordPieceEncoder};
 use crate::error::{Error, Result};
@@ -18,7 +17,6 @@ use crate::threads::on_all_cores;
 
 /// Text to ids. The same file and settings give the same ids everywhere.
 pub struct Tokenizer {
-    /// As in the file.
     pub(super) inner: tokenizers::Tokenizer,
     /// Encodes text instead of `inner`, if that would turn names of special tokens into these tokens.
     pub(super) text: Option<tokenizers::Tokenizer>,
@@ -27,7 +25,6 @@ pub struct Tokenizer {
     pub(super) path: PathBuf,
     pub(super) file_name: &'static str,
     pub(super) file: Vec<u8>,
-    /// The settings of a `vocab.txt`.
     pub(super) case: Option<Case>,
     pub(super) special_tokens: SpecialTokens,
     pub(super) vocab_size: u32,
@@ -46,12 +43,10 @@ pub struct Pieces {
 }
 
 impl Tokenizer {
-    /// An encoder of many texts on one thread.
     pub fn encoder(&self) -> Encoder<'_> {
         Encoder { tokenizer: self, fast: self.fast.as_ref().ok().map(FastWordPiece::encoder) }
     }
 
-    /// The ids of each text, computed on all cores.
     pub fn encode_batch(&self, texts: &[impl AsRef<str> + Sync]) -> Result<Vec<Vec<u32>>> {
         let encode = |encoder: &mut Encoder<'_>, text: &_| {
             let mut ids = Vec::new();
@@ -93,22 +88,18 @@ impl Tokenizer {
         guarded(&self.path, || self.inner.decode(ids, false).map_err(failed))
     }
 
-    /// The id of an entry or added token.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The vocabulary entry with this id.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// Ids of the five special tokens.
     pub fn special_tokens(&self) -> SpecialTokens {
         self.special_tokens
     }
 
-    /// Every id is below this.
     pub fn vocab_size(&self) -> u32 {
         self.vocab_size
     }
@@ -118,23 +109,10 @@ impl Tokenizer {
         self.hash
     }
 
-    /// A hash of everything that determines the ids of a text, whichever file it is in: entries, their ids, and the
-    /// rules, case included. 32 hexadecimal digits.
-    pub fn content_hash(&self) -> Result<String> {
-        guarded(&self.path, || content_hash(&self.inner, self.special_tokens))
-    }
-
-    /// A complete `tokenizer.json`: with marked special tokens and the template `[CLS] text [SEP]`.
-    pub fn to_json(&self) -> Result<String> {
-        guarded(&self.path, || complete(&self.inner, self.special_tokens))
-    }
-
-    /// The file that was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether the fast path is used rather than the `tokenizers` crate.
     pub fn is_fast(&self) -> bool {
         self.fast.is_ok()
     }
@@ -163,8 +141,7 @@ impl Tokenizer {
         (self.file_name, &self.file)
     }
 
-    /// Whether text may be cut after whitespace without changing ids: true for BERT's rules, if no added
-    /// token can span the cut.
+    /// Whether text may be cut after whitespace without changing ids: by BERT's rules if no added token has any.
     pub(crate) fn splits_at_whitespace(&self) -> bool {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         matches!(self.inner.get_normalizer(), Some(NormalizerWrapper::BertNormalizer(_)))
@@ -177,20 +154,17 @@ impl Tokenizer {
             })
     }
 
-    /// The tokenizer of the crate that encodes text.
     pub(super) fn for_text(&self) -> &tokenizers::Tokenizer {
         self.text.as_ref().unwrap_or(&self.inner)
     }
 }
 
-/// Encodes texts on one thread; see [`Tokenizer::encoder`].
 pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     fast: Option<WordPieceEncoder<'a>>,
 }
 
 impl Encoder<'_> {
-    /// Appends the ids of a text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         match &mut self.fast {
             Some(fast) if !fast.has_added_tokens(text) => fast.encode_into(text, ids)?,
@@ -203,6 +177,46 @@ impl Encoder<'_> {
 fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {
     let start: String = text.chars().take(40).collect();
     Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
+}
+
+impl Tokenizer {
+    /// For each id, whether it begins a word; `None` if the vocabulary does not mark words.
+    ///
+    /// Added tokens, [UNK] among them, and ids without an entry are words of their own. Where starts are
+    /// marked, what follows a word without a space (punctuation) belongs to it; with byte-level BPE that adds no
+    /// space before a text, so does the first word of the next line, which has no mark.
+    pub fn word_starts(&self) -> Option<Vec<bool>> {
+        let (mark, begins) = match self.continuation_prefix() {
+            Some(prefix) => (prefix, false),
+            None => (self.word_start_mark()?, true),
+        };
+        let added = self.inner.get_added_tokens_decoder();
+        let unknown = self.special_tokens().unk;
+        let begins_word = |id| match self.id_to_token(id) {
+            Some(token) if id != unknown && !added.contains_key(&id) => token.starts_with(mark) == begins,
+            _ => true,
+        };
+        Some((0..self.vocab_size()).map(begins_word).collect())
+    }
+
+    /// The prefix of tokens that continue a word, if the model has one.
+    fn continuation_prefix(&self) -> Option<&str> {
+        let prefix = match self.inner.get_model() {
+            ModelWrapper::WordPiece(model) => Some(&model.continuing_subword_prefix),
+            ModelWrapper::BPE(model) => model.continuing_subword_prefix.as_ref(),
+            _ => None,
+        };
+        prefix.map(String::as_str).filter(|prefix| !prefix.is_empty())
+    }
+
+    /// The mark into which the rules turn a space before a word, if they keep it.
+    fn word_start_mark(&self) -> Option<&'static str> {
+        let rules = (self.inner.get_normalizer(), self.inner.get_pre_tokenizer());
+        let rules = serde_json::to_string(&rules).unwrap_or_default();
+        [("\"ByteLevel\"", "Ġ"), ("▁", "▁")]
+            .into_iter()
+            .find_map(|(rule, mark)| rules.contains(rule).then_some(mark))
+    }
 }
 
 #[cfg(test)]

@@ -22,7 +22,6 @@ struct Cell {
 
 const FREE: Cell = Cell { base: 0, parent: NONE, id: NONE };
 
-/// The vocabulary of a WordPiece model.
 pub(crate) struct VocabTrie {
     cells: Vec<Cell>,
     unknown: u32,

@@ -12,21 +12,18 @@ use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::{NormalizedString, Normalizer, Tokenizer};
 
 use crate::error::{Error, Result};
-use crate::panics::caught;
+use crate::threads::caught;
 
 pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// The settings of BERT's normalizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Case {
     pub lowercase: bool,
     pub strip_accents: bool,
 }
 
-/// A WordPiece vocabulary, one entry per line.
 pub(super) struct Vocabulary<'a> {
     pub path: &'a Path,
-    /// In the order of their ids.
     pub entries: Vec<&'a str>,
     /// The last of equal entries counts, as in BERT's own code.
     pub ids: AHashMap<String, u32>,
@@ -45,7 +42,6 @@ impl<'a> Vocabulary<'a> {
         Ok(Self { path, entries, ids })
     }
 
-    /// The tokenizer that follows BERT's rules, given the entry for unknown words.
     pub fn tokenizer(&self, case: Case, unknown: u32) -> Result<Tokenizer> {
         let failed = |error: tokenizers::Error| unusable(self.path, &error);
         let builder =
@@ -116,7 +112,6 @@ pub(super) fn guarded<T>(path: &Path, run: impl FnOnce() -> Result<T>) -> Result
     caught(run).unwrap_or_else(|panic| Err(unusable(path, &format!("the tokenizers library fails: {panic}"))))
 }
 
-/// The error for a file that is not a usable tokenizer.
 pub(super) fn unusable(path: &Path, error: &dyn std::fmt::Display) -> Error {
     Error::at(path, format!("not a usable tokenizer ({error})"))
 }

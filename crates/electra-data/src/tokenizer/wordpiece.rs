@@ -4,7 +4,7 @@
 //! letters and digits is found, lowercased and looked up in registers. A chunk with any other character is
 //! read character by character, and one with combining marks that could be reordered is left to the crate.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use memchr::memmem::Finder;
 use tokenizers::models::ModelWrapper;
@@ -13,11 +13,11 @@ use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
 
 use crate::error::Result;
+use crate::threads::lock;
 
-use super::ascii::{CASE, Key, MAX_KEY_BYTES, Window};
 use super::normalize::{Characters, Meaning};
 use super::vocab_trie::VocabTrie;
-use super::word_cache::{MAX_IDS, WordCache};
+use super::word_cache::{CASE, Key, MAX_IDS, MAX_KEY_BYTES, Window, WordCache};
 
 const BUFFER: usize = 256;
 /// Each added token takes one search through a text.
@@ -28,7 +28,6 @@ const MAX_ADDED: usize = 16;
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     Space,
-    /// A word by itself.
     Punctuation,
     Other,
 }
@@ -38,7 +37,6 @@ pub(super) struct FastWordPiece {
     trie: VocabTrie,
     characters: Characters,
     classes: [Class; 256],
-    /// The ids of punctuation characters.
     punctuation: [u32; 256],
     case: u64,
     /// Added tokens. Texts with one of them are left to the crate.
@@ -47,7 +45,6 @@ pub(super) struct FastWordPiece {
     scratches: Mutex<Vec<Scratch>>,
 }
 
-/// Working memory of one encoder.
 struct Scratch {
     cache: WordCache,
     buffer: Box<[u32; BUFFER]>,
@@ -110,10 +107,6 @@ impl FastWordPiece {
     pub fn encoder(&self) -> WordPieceEncoder<'_> {
         WordPieceEncoder { tokenizer: self, scratch: None }
     }
-
-    fn scratches(&self) -> MutexGuard<'_, Vec<Scratch>> {
-        self.scratches.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// Whether a post-processor leaves a text's tokens unchanged when no special tokens are added.
@@ -136,7 +129,6 @@ impl Scratch {
     }
 }
 
-/// Encodes texts on one thread.
 pub(crate) struct WordPieceEncoder<'a> {
     tokenizer: &'a FastWordPiece,
     /// Taken at the first text.
@@ -144,15 +136,13 @@ pub(crate) struct WordPieceEncoder<'a> {
 }
 
 impl WordPieceEncoder<'_> {
-    /// Whether an added token may be in a text.
     pub fn has_added_tokens(&self, text: &str) -> bool {
         self.tokenizer.added.iter().any(|token| token.find(text.as_bytes()).is_some())
     }
 
-    /// Appends the ids of a text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         let tokenizer = self.tokenizer;
-        let of_another = || tokenizer.scratches().pop().unwrap_or_else(Scratch::new);
+        let of_another = || lock(&tokenizer.scratches).pop().unwrap_or_else(Scratch::new);
         let scratch = self.scratch.get_or_insert_with(of_another);
         let mut encoding = TextEncoding { tokenizer, scratch, text, held: 0, ids };
         encoding.run()?;
@@ -163,11 +153,10 @@ impl WordPieceEncoder<'_> {
 
 impl Drop for WordPieceEncoder<'_> {
     fn drop(&mut self) {
-        self.tokenizer.scratches().extend(self.scratch.take());
+        lock(&self.tokenizer.scratches).extend(self.scratch.take());
     }
 }
 
-/// The encoding of one text.
 struct TextEncoding<'a> {
     tokenizer: &'a FastWordPiece,
     scratch: &'a mut Scratch,

@@ -69,7 +69,6 @@ fn any_char(numbers: &mut Stream, from: u32, to: u32) -> char {
     char::from_u32(from + numbers.below(to - from)).unwrap_or('\u{d7ff}')
 }
 
-/// A vocabulary with many ways to split most strings.
 fn vocabulary() -> Vec<String> {
     let mut entries: Vec<String> = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"].map(str::to_owned).into();
     let mut letters: Vec<char> =

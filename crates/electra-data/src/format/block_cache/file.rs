@@ -10,29 +10,24 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
 
 use memmap2::Mmap;
 
-use crate::format::checksum::{block_hash, hash_hex};
-use crate::format::header::{BLOCK_BYTES, Layout, read_u64};
+use crate::format::header::{BLOCK_BYTES, Layout, block_hash, hash_hex, read_u64};
 
 /// Bytes of a run: a multiple of every page size.
 pub(super) const RUN_BYTES: usize = 8 * BLOCK_BYTES;
 
-/// A file of a corpus in an object store, as far as it is mapped.
 #[derive(Debug)]
 pub(in crate::format) struct CachedFile {
     pub number: usize,
     pub url: PathBuf,
     pub layout: Layout,
-    /// The hash of the table of checksums, from the manifest.
     hash: String,
     tail: OnceLock<Mmap>,
     runs: Box<[RwLock<Slot>]>,
 }
 
-/// A run, which is mapped while it is pinned.
 #[derive(Debug, Default)]
 struct Slot {
     map: Option<Mmap>,
-    /// A bit for each verified block.
     sound: u8,
     pins: usize,
 }
@@ -45,26 +40,22 @@ pub(super) struct Pin {
 }
 
 impl CachedFile {
-    /// A file of which nothing is mapped.
     pub fn new(number: usize, url: PathBuf, layout: Layout, hash: String) -> Self {
         let num_runs = tail_start(&layout).div_ceil(RUN_BYTES);
         let runs = (0..num_runs).map(|_| RwLock::default()).collect();
         Self { number, url, layout, hash, tail: OnceLock::new(), runs }
     }
 
-    /// Bytes of all runs that are mapped.
     #[cfg(test)]
     pub fn mapped_bytes(&self) -> usize {
         let slots = self.runs.iter().filter_map(|slot| slot.read().ok()?.map.as_ref().map(|map| map.len()));
         slots.sum::<usize>() + self.tail.get().map_or(0, |map| map.len())
     }
 
-    /// The number of the last run.
     pub fn tail_run(&self) -> usize {
         self.runs.len()
     }
 
-    /// The bytes of the tail.
     pub fn tail_range(&self) -> Range<usize> {
         tail_start(&self.layout)..self.layout.file_length
     }
@@ -75,7 +66,6 @@ impl CachedFile {
         self.tail.get().map_or(&[], |map| &map[range.start - start..range.end - start])
     }
 
-    /// The bytes of a run.
     pub fn run_range(&self, run: usize) -> Range<usize> {
         let start = run * RUN_BYTES;
         if run == self.tail_run() {
@@ -85,7 +75,6 @@ impl CachedFile {
         }
     }
 
-    /// The bytes of some blocks of a run. The tail counts as one block.
     pub fn block_range(&self, run: usize, blocks: Range<u32>) -> Range<usize> {
         let range = self.run_range(run);
         if run == self.tail_run() {
@@ -115,7 +104,6 @@ impl CachedFile {
         Some(read(&map[range.start - start..range.end - start]))
     }
 
-    /// What is wrong with a block of a run, whose bytes these are.
     fn damage(&self, run: usize, block: u32, bytes: &[u8]) -> Option<String> {
         let Layout { table, num_blocks, file_length, .. } = self.layout;
         let is_tail = run == self.tail_run();
@@ -138,7 +126,6 @@ impl CachedFile {
 }
 
 impl Pin {
-    /// Pins a run, which may not be mapped yet.
     pub fn new(file: &Arc<CachedFile>, run: usize) -> Self {
         let pin = Self { file: file.clone(), run };
         if let Some(mut slot) = pin.slot() {
@@ -147,7 +134,6 @@ impl Pin {
         pin
     }
 
-    /// The run, unless it is the tail.
     fn slot(&self) -> Option<RwLockWriteGuard<'_, Slot>> {
         self.file.runs.get(self.run).map(|slot| slot.write().unwrap_or_else(PoisonError::into_inner))
     }

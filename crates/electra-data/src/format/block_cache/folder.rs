@@ -12,13 +12,14 @@ use std::fs::{File, TryLockError};
 use std::io::{Error as IoError, ErrorKind};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
 use tempfile::NamedTempFile;
 
-use super::{CacheOptions, file_system};
+use super::CacheOptions;
 use crate::error::{Error, Result};
+use crate::threads::lock;
 
 /// How long a reader waits for another one that makes no progress: as long as a request may take without a byte.
 pub(super) const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
@@ -27,7 +28,6 @@ const SHARE: u64 = 16;
 /// The part of the limit that is freed in addition, so that not every fetch counts.
 const SLACK: u64 = 64;
 
-/// A shared folder and its limit.
 #[derive(Debug)]
 pub(super) struct Folder {
     pub dir: PathBuf,
@@ -42,9 +42,8 @@ pub(super) struct Folder {
 pub(super) struct Claim(Option<(File, PathBuf)>);
 
 impl Folder {
-    /// Opens or creates the folder for a manifest with this checksum.
     pub fn open(options: &CacheOptions, checksum: &str) -> Result<Self> {
-        file_system::check(&options.dir)?;
+        check_file_system(&options.dir)?;
         // The checksum of the manifest, because the content hash does not cover lengths.
         let dir = options.dir.join(format!("cached-{checksum}"));
         let folder = Self { runs: dir.join("runs"), dir, limit: options.bytes, budget: Mutex::new(0) };
@@ -82,7 +81,6 @@ impl Folder {
         Some(claim)
     }
 
-    /// A temporary file for a run.
     pub fn temporary(&self) -> std::io::Result<NamedTempFile> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(".tmp-").permissions(PermissionsExt::from_mode(0o666)); // less the umask
@@ -95,7 +93,6 @@ impl Folder {
         }
     }
 
-    /// Puts a complete run into place.
     pub fn publish(&self, file: NamedTempFile, run: &str) -> std::io::Result<()> {
         match file.persist(self.path(run)) {
             Err(error) if error.error.kind() != ErrorKind::NotFound => Err(error.error),
@@ -105,7 +102,7 @@ impl Folder {
 
     /// Removes the files that were not used for longest until there is room for this many bytes.
     pub fn make_room(&self, bytes: u64) {
-        let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut budget = lock(&self.budget);
         if let Some(rest) = budget.checked_sub(bytes) {
             *budget = rest;
             return;
@@ -136,7 +133,6 @@ impl Folder {
         entries.filter_map(described).collect()
     }
 
-    /// An error while writing, with what helps.
     pub fn cannot_write(&self, error: IoError) -> Error {
         use ErrorKind::{PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
         let advice = match error.kind() {
@@ -151,12 +147,10 @@ impl Folder {
 }
 
 impl Claim {
-    /// The claim of a reader that shares nothing.
     pub fn private() -> Self {
         Self(None)
     }
 
-    /// Tells the others that this reader is active.
     pub fn touch(&self) {
         if let Some((lock, _)) = &self.0 {
             let _ = lock.set_modified(SystemTime::now());
@@ -183,5 +177,75 @@ fn mention_earlier(dir: &Path) {
     if !names.is_empty() {
         let note = format!("note: caches of an earlier version are not used any more; delete{names}");
         let _ = writeln!(std::io::stderr(), "{note}"); // `eprintln` panics where standard error is closed
+    }
+}
+
+/// Refuses a folder, which need not exist yet, on a file system that other machines may share.
+fn check_file_system(dir: &Path) -> Result<()> {
+    let parents =
+        dir.ancestors().map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent });
+    match parents.filter_map(kind_of).next().flatten() {
+        None => Ok(()),
+        Some(kind) => {
+            let dir = dir.display();
+            Err(Error::Input(format!(
+                "{dir} is on {kind}, which other machines may share; set data.cache_dir to a folder on a local disk"
+            )))
+        }
+    }
+}
+
+fn kind_of(path: &Path) -> Option<Option<&'static str>> {
+    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).ok()?;
+    // SAFETY: all bytes 0 are a valid `statfs`.
+    let mut found: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the path ends with a zero, and the call writes only `found`; both outlive it.
+    (unsafe { libc::statfs(path.as_ptr(), &mut found) } == 0).then(|| shared_kind(&found))
+}
+
+#[cfg(target_os = "linux")]
+fn shared_kind(found: &libc::statfs) -> Option<&'static str> {
+    name_of(found.f_type as u32)
+}
+
+#[cfg(target_os = "linux")]
+fn name_of(magic: u32) -> Option<&'static str> {
+    Some(match magic {
+        0x6969 => "NFS",
+        0x0BD0_0BD0 => "Lustre",
+        0x4750_4653 => "GPFS",
+        0x517B | 0xFF53_4D42 | 0xFE53_4D42 => "CIFS",
+        0x6573_5546 => "FUSE",
+        0x0102_1997 => "9p",
+        0x00C3_6400 => "Ceph",
+        0x1983_0326 => "BeeGFS",
+        0x5346_414F | 0x6B41_4653 => "AFS",
+        0x0116_1970 => "GFS2",
+        0x7461_636F => "OCFS2",
+        0x2003_0528 => "OrangeFS",
+        0x786F_4256 => "a shared folder of VirtualBox",
+        _ => return None,
+    })
+}
+
+#[cfg(not(target_os = "linux"))]
+fn shared_kind(found: &libc::statfs) -> Option<&'static str> {
+    (found.f_flags & libc::MNT_LOCAL as u32 == 0).then_some("a network file system")
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_systems_that_other_machines_share_are_refused() {
+        // ext4, XFS, Btrfs, tmpfs, overlayfs, ZFS, F2FS
+        let local = [0xEF53, 0x5846_5342, 0x9123_683E, 0x0102_1994, 0x794C_7630, 0x2FC1_2FC1, 0xF2F5_2010];
+        assert_eq!(name_of(0xFE53_4D42), Some("CIFS"));
+        assert!(local.iter().all(|&magic| name_of(magic).is_none()));
+        // A folder that does not exist yet is where its nearest parent is.
+        let dir = tempfile::tempdir().unwrap();
+        check_file_system(&dir.path().join("a/b")).unwrap();
+        assert_eq!(kind_of(&dir.path().join("a")), None);
     }
 }

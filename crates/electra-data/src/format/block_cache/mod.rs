@@ -6,7 +6,6 @@
 //! for longest (`folder`). Nothing on disk is trusted: a block that was lost or damaged counts as absent.
 
 mod file;
-mod file_system;
 mod folder;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -15,7 +14,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use memmap2::{Mmap, MmapOptions};
@@ -28,6 +27,7 @@ use super::header::Layout;
 use super::manifest::{FileEntry, Manifest};
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Request, Store};
+use crate::threads::lock;
 
 /// Bytes of what was read without being pinned first that stay mapped; a private cache keeps nothing else.
 const KEPT_BYTES: usize = if cfg!(test) { 4 << 20 } else { 1 << 30 };
@@ -42,16 +42,13 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How often a reader that fetches shows that it is active.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Where a corpus in a store is cached, and how much of it.
 #[derive(Clone, Debug)]
 pub struct CacheOptions {
     /// The folder of all caches, on a local disk; each corpus has a folder in it.
     pub dir: PathBuf,
-    /// The most bytes of a corpus that are kept.
     pub bytes: u64,
 }
 
-/// The cache of one corpus, opened by one reader.
 #[derive(Debug)]
 pub(super) struct BlockCache {
     store: Store,
@@ -62,11 +59,9 @@ pub(super) struct BlockCache {
     kept: Mutex<VecDeque<Pin>>,
 }
 
-/// Runs that stay mapped until this is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Pins(Vec<Pin>);
 
-/// A run and the blocks of it that are wanted.
 struct Want {
     pin: Pin,
     blocks: u8,
@@ -81,24 +76,20 @@ struct Part<'a> {
 }
 
 impl BlockCache {
-    /// The cache of a corpus in a store: shared by all readers on this node, or private without options.
     pub fn open(store: Store, manifest: &Arc<Manifest>, options: Option<&CacheOptions>) -> Result<Self> {
         let folder = options.map(|options| Folder::open(options, &manifest.checksum)).transpose()?;
         let (files, kept) = (Mutex::default(), Mutex::default());
         Ok(Self { store, manifest: manifest.clone(), folder, files, kept })
     }
 
-    /// The folder of the cache; a private one has none.
     pub fn dir(&self) -> Option<&Path> {
         self.folder.as_ref().map(|folder| &*folder.dir)
     }
 
-    /// The most bytes that are kept; a private cache keeps little.
     pub fn limit(&self) -> Option<u64> {
         self.folder.as_ref().map(|folder| folder.limit)
     }
 
-    /// Bytes that are mapped: the disk space that a private cache takes.
     #[cfg(test)]
     pub fn mapped_bytes(&self) -> usize {
         lock(&self.files).values().filter_map(Weak::upgrade).map(|file| file.mapped_bytes()).sum()
@@ -115,9 +106,12 @@ impl BlockCache {
         })
     }
 
-    /// The URL of a file.
+    pub fn folder_url(&self) -> &str {
+        self.store.url()
+    }
+
     pub fn url(&self, number: usize) -> PathBuf {
-        PathBuf::from(format!("{}/{}", self.store.url(), self.entry(number).file))
+        Path::new(self.folder_url()).join(&self.entry(number).file)
     }
 
     fn entry(&self, number: usize) -> &FileEntry {
@@ -125,7 +119,6 @@ impl BlockCache {
         if number.is_multiple_of(2) { &shard.tokens } else { &shard.lines }
     }
 
-    /// Where the parts of a file are, computed from the manifest.
     pub fn layout(&self, number: usize) -> Layout {
         let documents = self.manifest.shards[number / 2].num_documents;
         let index_width = if number.is_multiple_of(2) { 4 } else { 8 };
@@ -171,7 +164,6 @@ impl BlockCache {
         Ok(())
     }
 
-    /// Keeps some of the runs that were read last.
     fn keep(&self, pins: Pins) {
         let mut kept = lock(&self.kept);
         kept.extend(pins.0);
@@ -212,7 +204,6 @@ impl BlockCache {
         self.folder.as_ref().map_or(Some(Claim::private()), |folder| folder.claim(&name_of(pin), waited))
     }
 
-    /// The wanted blocks of a run that are neither mapped nor in the folder. Those in the folder are mapped.
     fn absent(&self, want: &Want) -> u8 {
         let absent = want.pin.absent(want.blocks);
         if absent != 0
@@ -225,7 +216,6 @@ impl BlockCache {
         absent
     }
 
-    /// The blocks of a run that are absent, as ranges of bytes.
     fn parts<'a>(&self, want: &'a Want, claim: &Rc<Claim>) -> Vec<Part<'a>> {
         let absent = self.absent(want);
         let is_absent = |block: u32| absent >> block & 1 == 1;
@@ -239,7 +229,6 @@ impl BlockCache {
         starts.map(part).collect()
     }
 
-    /// Fetches parts of runs, which are in order.
     fn fetch_parts(&self, mut parts: Vec<Part<'_>>, cancel: &Cancel) -> Result<()> {
         if let Some(folder) = &self.folder {
             folder.make_room(parts.iter().map(|part| part.range.len() as u64).sum());
@@ -301,7 +290,6 @@ impl BlockCache {
         }
     }
 
-    /// An error while writing, with what helps.
     fn cannot_write(&self, error: std::io::Error) -> Error {
         match &self.folder {
             Some(folder) => folder.cannot_write(error),
@@ -313,7 +301,6 @@ impl BlockCache {
     }
 }
 
-/// The name of a run's file.
 fn name_of(pin: &Pin) -> String {
     format!("{}.{}", pin.file.number, pin.run)
 }
@@ -346,10 +333,6 @@ fn merged(parts: Vec<Part<'_>>) -> Vec<Vec<Part<'_>>> {
         }
     }
     groups
-}
-
-fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
-    value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

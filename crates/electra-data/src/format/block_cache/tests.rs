@@ -31,7 +31,6 @@ fn pin(cache: &BlockCache, blocks: Range<usize>) -> Result<Pins> {
     cache.pin(&[(cache.file(0), range)], &Cancel::default())
 }
 
-/// The bytes of a range of the first file.
 fn read(cache: &BlockCache, range: Range<usize>) -> Vec<u8> {
     let mut found = Vec::new();
     cache.read(&cache.file(0), range, |bytes| found.extend_from_slice(bytes)).unwrap();

@@ -13,7 +13,6 @@ use crate::philox::{Stream, probability};
 
 /// The published code's probability that a drawn position becomes `[MASK]`.
 const GOOGLE_MASKED: u32 = probability(0.85);
-/// BERT's: 80 % `[MASK]`, half of the rest a random token.
 const BERT_MASKED: u32 = probability(0.8);
 const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 
@@ -21,7 +20,6 @@ const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 const CHUNK: usize = 8;
 
 impl Masking {
-    /// The most words that are masked together, if it masks words.
     fn max_words(self) -> Option<usize> {
         match self {
             Self::Paper | Self::Google | Self::Bert => None,
@@ -41,7 +39,6 @@ impl Masking {
         .min(sequence_length)
     }
 
-    /// How many of a row's `used` tokens to mask.
     fn wanted(self, used: usize, mask_prob: f64, slots: usize) -> usize {
         let expected = used as f64 * mask_prob;
         match self {
@@ -117,7 +114,6 @@ impl Masker {
         masked
     }
 
-    /// Masks up to `wanted` tokens regardless of words. Also used for rows in which no word is short enough.
     fn apply_to_tokens(
         &mut self,
         row: &mut [i32],

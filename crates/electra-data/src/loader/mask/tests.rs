@@ -25,7 +25,6 @@ fn row(words: &[usize]) -> Vec<i32> {
     [2].into_iter().chain(tokens).chain([3]).collect()
 }
 
-/// A row of `used` tokens in words of one token.
 fn row_of(used: usize) -> Vec<i32> {
     row(&vec![1; used - 2])
 }
@@ -45,7 +44,6 @@ fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
     Masked { row, positions, originals, count }
 }
 
-/// How often each position of a row is drawn.
 fn counts(masker: &mut Masker, row: &[i32]) -> Vec<f64> {
     let mut counts = vec![0.0; row.len()];
     for number in 0..CASES {

@@ -14,7 +14,6 @@ use crate::philox::Stream;
 /// The most words in an n-gram.
 pub(super) const MAX_SPAN: usize = 3;
 
-/// The role of a token in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Continues,
@@ -27,11 +26,9 @@ enum Kind {
 pub(super) struct WordMasker {
     mask: i32,
     max_words: usize,
-    /// The kind of each id.
     kinds: Vec<Kind>,
     /// The positions of word starts and special tokens, ascending, and the end of the row.
     starts: Vec<u16>,
-    /// Indices of `starts` in the order of visits.
     order: Vec<u16>,
 }
 
@@ -49,8 +46,7 @@ impl WordMasker {
         Self { mask: specials[2], max_words, kinds, starts, order: vec![0; sequence_length] }
     }
 
-    /// Masks at most as many tokens of `row` as there are `positions`, and returns how many: 0 if no word is
-    /// short enough.
+    /// Masks at most as many tokens as there are `positions`; returns how many, 0 if no word is short enough.
     pub fn apply(
         &mut self,
         row: &mut [i32],
@@ -81,7 +77,6 @@ impl WordMasker {
         masked
     }
 
-    /// Lists the starts of a row and the order to shuffle; returns how many there are.
     fn find_starts(&mut self, row: &[i32]) -> usize {
         let (mut count, mut separated) = (0, true);
         for (position, &token) in row.iter().enumerate() {

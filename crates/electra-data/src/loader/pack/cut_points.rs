@@ -8,13 +8,11 @@ use crate::format::Shard;
 /// Tokens read at a time when the start of a word is searched.
 const STRIDE: u32 = 16;
 
-/// Finds the cut points of shards: the starts of words or lines.
 pub(super) enum CutPoints {
     /// Starts of words: for each id, whether it begins one.
     Words(Arc<[bool]>),
     Lines {
         lengths: Vec<u32>,
-        /// Line starts of the document that was entered last.
         starts: Vec<u32>,
     },
 }
@@ -24,9 +22,8 @@ impl CutPoints {
         Self::Lines { lengths: Vec::new(), starts: Vec::new() }
     }
 
-    /// Where a block begins or ends: `edge` moved back to a cut point or the start of its document, if one is
-    /// at most `reach` tokens away. Nothing else matters, so neighboring blocks agree, and edges keep their
-    /// order.
+    /// Where a block begins or ends: `edge` moved back to a cut point or the start of its document, if one is at most
+    /// `reach` tokens away. Nothing else matters, so neighboring blocks agree, and edges keep their order.
     pub fn snap(&mut self, shard: &Shard, edge: u32, reach: u32) -> Result<u32> {
         if u64::from(edge) == shard.num_tokens() {
             return Ok(edge);
@@ -69,7 +66,6 @@ impl CutPoints {
     }
 }
 
-/// The last token among `after + 1..=at` that begins a word.
 fn last_word(shard: &Shard, word_starts: &[bool], after: u32, at: u32) -> Result<Option<u32>> {
     let (mut end, mut ids) = (at + 1, [0; STRIDE as usize]);
     while end > after + 1 {

@@ -18,7 +18,6 @@ mod google;
 /// Tokens beyond the edge of a block that are fetched with it. What lies further away is fetched when it is read.
 const MARGIN: u32 = 256;
 
-/// The boundary between a span and the one before it in its row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Boundary {
     /// A new attention segment: `[CLS]` before the span, `[SEP]` at the end of the segment.
@@ -30,7 +29,6 @@ pub(super) enum Boundary {
 }
 
 impl Boundary {
-    /// Special tokens that the boundary adds to the row.
     pub fn num_specials(self) -> usize {
         match self {
             Self::NewSegment => 2,
@@ -40,12 +38,11 @@ impl Boundary {
     }
 }
 
-/// A contiguous range of a shard's tokens that is copied into a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     /// First token, counted from the start of the shard.
     pub start: u32,
-    /// Number of tokens. At most 32,768, so that a span takes eight bytes.
+    /// At most 32,768, so that a span takes eight bytes.
     pub len: u16,
     pub boundary: Boundary,
 }
@@ -63,7 +60,6 @@ impl Span {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RngCounter {
     pub epoch: u32,
-    /// The block, counted over the whole corpus.
     pub block: u32,
 }
 
@@ -74,11 +70,9 @@ impl RngCounter {
     }
 }
 
-/// The rows of one block, as any packer produces them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rows {
     ends: Vec<u32>,
-    /// The spans of all rows.
     pub spans: Vec<Span>,
 }
 
@@ -87,14 +81,12 @@ impl Rows {
         self.ends.len()
     }
 
-    /// The spans of a row, in order. The first one begins an attention segment.
     #[inline]
     pub fn row(&self, row: usize) -> &[Span] {
         let start = if row == 0 { 0 } else { self.ends[row - 1] };
         &self.spans[start as usize..self.ends[row] as usize]
     }
 
-    /// Ends a row after the spans added so far.
     fn end_row(&mut self) {
         self.ends.push(self.spans.len() as u32);
     }

@@ -8,25 +8,19 @@ use std::ops::Range;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Number of buckets: one for each first byte.
 pub(super) const BUCKETS: usize = 1 << 8;
-/// Bytes of a hash, or of a checksum.
 pub(super) const HASH: usize = size_of::<u64>();
-/// Bytes of a hash without its first.
 const REST: usize = HASH - 1;
 /// Bytes of the head: where buckets end, the hash of all hashes, a checksum.
 const HEAD: usize = BUCKETS * size_of::<u32>() + 2 * HASH;
 
-/// The head of a file.
 pub(super) struct Head {
-    /// Number of hashes up to the end of each bucket.
     ends: Vec<u32>,
     /// xxh3-64 of all hashes in order.
     pub hash: u64,
 }
 
 impl Head {
-    /// Where the head is in a file.
     pub const RANGE: Range<u64> = 0..HEAD as u64;
 
     /// The head of a file of this length; `None` if it is damaged.
@@ -37,27 +31,22 @@ impl Head {
         (head.ends.len() == BUCKETS && head.start_of(BUCKETS) == file_bytes).then_some(head)
     }
 
-    /// Number of hashes.
     pub fn len(&self) -> usize {
         self.end(BUCKETS)
     }
 
-    /// The numbers of the hashes in some buckets.
     pub fn numbers(&self, buckets: &Range<usize>) -> Range<usize> {
         self.end(buckets.start)..self.end(buckets.end)
     }
 
-    /// Number of hashes in the buckets before this one.
     fn end(&self, bucket: usize) -> usize {
         bucket.checked_sub(1).map_or(0, |last| self.ends[last] as usize)
     }
 
-    /// Where the first bytes are in the file.
     pub fn first_bytes(&self) -> Range<u64> {
         HEAD as u64..(HEAD + self.len() + HASH) as u64
     }
 
-    /// Where some buckets are in the file.
     pub fn range(&self, buckets: &Range<usize>) -> Range<u64> {
         self.start_of(buckets.start)..self.start_of(buckets.end)
     }
@@ -118,7 +107,6 @@ pub(super) fn to_bytes(hashes: &[u8]) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// The bucket of a hash.
 fn first(hash: &[u8; HASH]) -> usize {
     usize::from(hash[REST])
 }
@@ -134,7 +122,6 @@ fn fill(piece: &mut [u8], bytes: impl Iterator<Item = u8>) {
     seal(piece);
 }
 
-/// Writes the checksum of a piece to its end.
 fn seal(piece: &mut [u8]) {
     if let Some((bytes, sum)) = piece.split_last_chunk_mut() {
         *sum = xxh3_64(bytes).to_le_bytes();

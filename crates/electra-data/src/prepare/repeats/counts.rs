@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::frequent::{Frequent, Line};
-use super::sample::Sample;
+use super::sketches::Sample;
+use super::sketches::{Frequent, Line};
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, hash_hex};
 use crate::prepare::output_dir::{OutputDir, part_request, total};
@@ -16,27 +16,21 @@ const CORPUS_CAPACITY: usize = 1 << 22;
 /// Those that are stored for all input groups: more are read for nothing in the end. Each group stores `MIN_STORED`.
 const MAX_STORED: usize = 1 << 26;
 const MIN_STORED: usize = 1 << 12;
-/// The number of lines that a report names.
 const NAMED: usize = 10;
 
 /// How often text is repeated in a corpus, as it was read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Repeats {
-    /// Documents that have a line that is not blank.
     pub documents: RepeatCount,
-    /// Lines that are not blank.
     pub lines: RepeatCount,
-    /// The ten most repeated lines.
     pub most_repeated: Vec<RepeatedLine>,
     /// A line occurs at most so many times more than is said, unless all distinct lines were counted (`lines.sampled` is
     /// 1). A line that is not named occurs at most so often, or less than those that are.
     pub most_repeated_error: u64,
 }
 
-/// How many documents or lines are repeated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RepeatCount {
-    /// All of them.
     pub total: u64,
     /// Those that have occurred before; an estimate if `sampled` is not 1.
     pub repeated: u64,
@@ -44,21 +38,17 @@ pub struct RepeatCount {
     pub sampled: u64,
 }
 
-/// A line that is repeated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepeatedLine {
     /// Its first 200 bytes.
     pub text: String,
-    /// Number of occurrences.
     pub count: u64,
 }
 
-/// What was left out of an input group or corpus.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Dropped {
     pub documents: u64,
     pub lines: u64,
-    /// Documents all of whose lines were left out.
     pub emptied_documents: u64,
 }
 
@@ -70,7 +60,6 @@ impl std::ops::AddAssign for Dropped {
     }
 }
 
-/// The counts of an input group or a corpus.
 #[derive(Debug)]
 pub(crate) struct Counts {
     documents: Sample,
@@ -96,11 +85,9 @@ struct StoredSample {
     len: usize,
 }
 
-/// Bytes of a hash with its count.
 const ENTRY: usize = 12;
 
 impl Counts {
-    /// The counts of one of so many input groups.
     pub fn of_group(num_groups: usize) -> Self {
         Self::new((MAX_STORED / num_groups.max(1)).clamp(MIN_STORED, GROUP_CAPACITY))
     }
@@ -119,7 +106,6 @@ impl Counts {
         self.frequent.add(hash, text);
     }
 
-    /// The bytes of the file that stores this.
     pub fn into_bytes(mut self) -> serde_json::Result<Vec<u8>> {
         self.documents.finish();
         self.lines.finish();

@@ -6,7 +6,7 @@ use ahash::AHashSet;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::buckets::{BUCKETS, Head, to_bytes, unsealed};
-use super::hasher::BLANK;
+use super::watch::BLANK;
 use crate::error::{Error, Result};
 use crate::format::{FileEntry, hash_hex};
 use crate::prepare::output_dir::{BUCKETED, DROPS, OutputDir, part_file, part_path, part_request, total};
@@ -15,15 +15,11 @@ use crate::prepare::progress::Step;
 
 /// Hashes that are held at a time, in about 300 MB.
 const HELD: u64 = 29_000_000;
-/// Files that are written at once.
 const WRITTEN: usize = 256;
 
-/// The documents or lines of an input group that are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Drops {
-    /// Number of documents or lines.
     pub len: u64,
-    /// xxh3-64 of their hashes.
     pub hash: u64,
     bits: Bits,
 }
@@ -33,7 +29,6 @@ impl Drops {
         self.bits.get(index as usize)
     }
 
-    /// The bytes of the file that stores them; `digest` is that of the hashes of the whole corpus.
     fn to_bytes(&self, digest: &str) -> Vec<u8> {
         let mut bytes =
             [digest.as_bytes(), &self.len.to_le_bytes(), &self.hash.to_le_bytes(), &self.bits.0].concat();
@@ -73,13 +68,11 @@ impl Bits {
     }
 }
 
-/// The hash of the hashes of all input groups.
 pub(crate) fn digest(files: &[FileEntry]) -> String {
     hash_hex(files.iter().map(|file| &*file.hash).collect::<String>().as_bytes())
 }
 
-/// Stores the hashes of an input group, each as 8 bytes. The entry has the hash of these, not of the file, whose pieces
-/// have checksums of their own.
+/// Stores hashes of 8 bytes. The entry has the hash of these: the pieces of the file have checksums.
 pub(super) fn save_hashes(out: &OutputDir, input_group: usize, hashes: &[u8]) -> Result<FileEntry> {
     let bytes = to_bytes(hashes).ok_or_else(|| {
         Error::Input(format!("input group {input_group} has 2^32 lines or more; divide its file"))
@@ -89,8 +82,7 @@ pub(super) fn save_hashes(out: &OutputDir, input_group: usize, hashes: &[u8]) ->
     Ok(FileEntry { file, bytes: bytes.len() as u64, hash })
 }
 
-/// Decides which documents or lines are left out, and stores it for each input group, unless it is stored. `files` are
-/// the hashes of all input groups in order.
+/// Decides what is left out, from the hashes of all input groups in order, and stores it unless it is stored.
 pub(crate) fn decide(out: &OutputDir, files: &[FileEntry], sizes: &Sizes, step: &Step) -> Result<()> {
     let digest = digest(files);
     if are_known(out, files.len(), sizes, &digest, step)? {
@@ -115,11 +107,10 @@ pub(crate) fn decide(out: &OutputDir, files: &[FileEntry], sizes: &Sizes, step: 
     })
 }
 
-/// Whether it is stored for all input groups.
 fn are_known(out: &OutputDir, num_groups: usize, sizes: &Sizes, digest: &str, step: &Step) -> Result<bool> {
     let whole = |group| {
         let file = part_file(group, DROPS);
-        Some(part_request(&file, 0..sizes.of(&part_path(&file))?))
+        Some(part_request(&file, 0..*sizes.get(&part_path(&file))?))
     };
     let Some(requests) = (0..num_groups).map(whole).collect::<Option<Vec<_>>>() else { return Ok(false) };
     let mut are_known = true;
@@ -133,11 +124,9 @@ fn are_known(out: &OutputDir, num_groups: usize, sizes: &Sizes, digest: &str, st
 
 /// Takes a range of the file of an input group; returns whether it is sound.
 pub(super) type Each<'a> = dyn FnMut(usize, &[u8]) -> bool + 'a;
-/// Reads ranges of the files of input groups in order.
 pub(super) type Read<'a> = dyn FnMut(&[(usize, Range<u64>)], &mut Each) -> Result<()> + 'a;
 
-/// Finds the documents or lines whose hash has occurred before, in files of these lengths, and holds about `held`
-/// hashes at a time, or those of a bucket.
+/// Finds hashes that have occurred before in files of these lengths; holds about `held` at a time, or a bucket's.
 pub(super) fn find(
     lengths: &[u64],
     held: u64,

@@ -7,9 +7,7 @@
 mod buckets;
 mod counts;
 mod drops;
-mod frequent;
-mod hasher;
-mod sample;
+mod sketches;
 #[cfg(test)]
 mod tests;
 mod watch;

@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::buckets::to_bytes;
 use super::counts::Counts;
 use super::drops::{Drops, Each, find, save_hashes};
-use super::hasher::{Ended, Hasher};
-use super::sample::Sample;
+use super::sketches::Sample;
+use super::watch::{Ended, Hasher};
 use super::*;
 use crate::error::{Error, Result};
 use crate::format::Corpus;
@@ -52,7 +52,6 @@ fn tried(texts: &Path, out: &Path, tokenizer: &Tokenizer, options: &PrepareOptio
     prepare(TextSource::Files(vec![texts.to_owned()]), tokenizer, out, options, &mut |_| true)
 }
 
-/// The documents of a corpus as lines of ids.
 fn documents(dir: &Path) -> Vec<Vec<Vec<u64>>> {
     let corpus = Corpus::open(dir).unwrap();
     let mut documents = Vec::new();
@@ -287,31 +286,32 @@ fn many_input_groups_store_less() {
 }
 
 #[test]
-fn ugly_text_is_counted_and_dropped() {
+fn text_in_fragments_with_blanks_and_bad_bytes_is_counted_and_dropped() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = tokenizer(dir.path(), ENTRIES);
-    let path = dir.path().join("ugly.txt");
-    let long = "a ".repeat(100_000);
-    let mut text = b"a b\r\na b  \r\n\r\na b\t\r\n \r\n\n\n".to_vec();
-    text.extend(b"c \xff d\n\nc \xff d\n\n");
-    text.extend("b\n".repeat(1_000_000).bytes());
-    for end in ["\n", "   \n\n", "b\n"] {
-        text.extend(long.bytes().chain(end.bytes()));
-    }
-    std::fs::write(&path, &text).unwrap();
+    let (tokenizer, path) = (tokenizer(dir.path(), ENTRIES), dir.path().join("ugly.txt"));
+    let long = "a ".repeat(100_000).into_bytes();
+    let text = [
+        b"a b\r\na b  \r\n\r\na b\t\r\n \r\n\n\nc \xff d\n\nc \xff d\n\n",
+        &*long,
+        b"\n",
+        &long,
+        b" \n\nb\n",
+        &long,
+    ];
+    std::fs::write(&path, text.concat()).unwrap();
     let reading = ReadOptions { invalid_utf8: InvalidUtf8::Replace, ..ReadOptions::default() };
-    let with = |what, part_bytes| PrepareOptions { reading: reading.clone(), part_bytes, ..options(what) };
-    let out = dir.path().join("lines");
-    let report = run(&path, &out, &tokenizer, &with(Some(DropDuplicates::Lines), None));
-    let repeats = report.repeats.unwrap();
+    let options =
+        |what| PrepareOptions { reading: reading.clone(), part_bytes: Some(300_000), ..options(Some(what)) };
+    let run = |what, out: &str| run(&path, &dir.path().join(out), &tokenizer, &options(what));
+    let (lines, documents) =
+        (run(DropDuplicates::Lines, "lines"), run(DropDuplicates::Documents, "documents"));
+    let repeats = lines.repeats.unwrap();
     let count = |total, repeated| RepeatCount { total, repeated, sampled: 1 };
-    assert_eq!((repeats.documents, repeats.lines), (count(6, 1), count(1_000_008, 1_000_003)));
-    let most: Vec<_> = repeats.most_repeated.iter().map(|line| (line.text.len(), line.count)).collect();
-    assert_eq!(most, [(1, 1_000_000), (3, 3), (199, 2), (7, 2)]);
-    assert_eq!((report.num_documents, report.emptied_documents, report.dropped_lines), (4, 2, 1_000_003));
-    let out = dir.path().join("documents");
-    let report = run(&path, &out, &tokenizer, &with(Some(DropDuplicates::Documents), Some(300_000)));
-    assert_eq!((report.num_documents, report.dropped_documents), (5, 1));
+    assert_eq!((repeats.documents, repeats.lines), (count(6, 1), count(9, 5)));
+    let most = repeats.most_repeated.iter().map(|line| (line.text.trim_end().len(), line.count));
+    assert_eq!(most.collect::<Vec<_>>(), [(199, 3), (3, 3), (7, 2)]);
+    assert_eq!((lines.num_documents, lines.emptied_documents, lines.dropped_lines), (4, 2, 5));
+    assert_eq!((documents.num_documents, documents.dropped_documents), (5, 1));
 }
 
 /// A folder in which a run that leaves out duplicates was interrupted after hashing and some building.
@@ -412,7 +412,7 @@ fn a_store_reads_the_groups_side_by_side() {
         assert!(requests <= most_requests && time.as_millis() < 900, "{what}: {requests}, {time:?}");
     };
     timed("counts", GROUPS, &|step| merge(&out, &counted, step).map(drop));
-    let sizes = Sizes::Store(HashMap::new());
+    let sizes = Sizes::new();
     // Three reads, a write and a look at its length for each group.
     timed("hashes", 5 * GROUPS, &|step| decide(&out, &hashed, &sizes, step));
     // A task asks for the records of its own groups, twice if there may be some.

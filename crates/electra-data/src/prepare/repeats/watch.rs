@@ -1,19 +1,17 @@
 //! What is done with the texts of an input group while they are read: storing their hashes, or counting what is
 //! repeated and leaving out duplicates.
 
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::counts::Counts;
 use super::drops::{Drops, save_hashes};
-use super::frequent::TEXT_BYTES;
-use super::hasher::{BLANK, Ended, Hasher};
+use super::sketches::TEXT_BYTES;
 use crate::error::{Error, Result};
 use crate::format::FileEntry;
 use crate::input::{Mark, Watch, character_boundary};
 use crate::prepare::options::{Decided, DropDuplicates, Pass};
 use crate::prepare::output_dir::OutputDir;
 
-/// The watch of a pass.
 pub(crate) fn watch<'a>(out: &'a OutputDir, pass: &Pass, num_groups: usize) -> Box<dyn Watch + 'a> {
     match pass {
         Pass::Hash(what) => {
@@ -26,7 +24,6 @@ pub(crate) fn watch<'a>(out: &'a OutputDir, pass: &Pass, num_groups: usize) -> B
     }
 }
 
-/// Stores the hashes of documents or lines.
 struct HashWriter<'a> {
     out: &'a OutputDir,
     what: DropDuplicates,
@@ -56,7 +53,6 @@ impl Watch for HashWriter<'_> {
     }
 }
 
-/// Counts what is repeated, and leaves out duplicates.
 struct Counter<'a> {
     out: &'a OutputDir,
     num_groups: usize,
@@ -64,21 +60,17 @@ struct Counter<'a> {
     group: GroupState,
 }
 
-/// State for an input group.
 struct GroupState {
     number: usize,
     hasher: Hasher,
     counts: Counts,
-    /// The beginning of a line that is read in several texts.
     beginning: String,
     drops: Option<Dropping>,
 }
 
-/// Leaves out the duplicates of an input group.
 struct Dropping {
     what: DropDuplicates,
     drops: Drops,
-    /// Number of documents or lines that have ended.
     at: u64,
     hashes: Xxh3,
     /// Lines of the current document that are not blank, and those of them that are kept.
@@ -145,7 +137,6 @@ impl GroupState {
 }
 
 impl Dropping {
-    /// Whether the document or line that has begun is left out.
     fn is_in_duplicate(&self) -> bool {
         self.drops.contains(self.at)
     }
@@ -183,4 +174,73 @@ impl Dropping {
     fn is_complete(&self) -> bool {
         self.at == self.drops.len && self.hashes.digest() == self.drops.hash
     }
+}
+
+/// The hash that stands for no text: of a blank line, and of a document of such lines.
+pub(super) const BLANK: u64 = 0;
+
+/// A line or a document that has ended, as the xxh3-64 of a line without whitespace at its end, or of the hashes of a
+/// document's lines that are not blank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ended {
+    Line(u64),
+    Document(u64),
+}
+
+#[derive(Default)]
+pub(super) struct Hasher {
+    /// The state of a line of which only a beginning has been read …
+    begun: Option<Box<Xxh3>>,
+    /// … and the hash of what has been read of it, without whitespace at the end.
+    trimmed: u64,
+    document: u64,
+}
+
+impl Hasher {
+    /// Adds a text; returns what it ends.
+    pub fn push(&mut self, text: &str, mark: &Mark) -> Option<Ended> {
+        match mark {
+            Mark::Line if self.begun.is_none() => {
+                let text = text.trim_end();
+                let hash = if text.is_empty() { BLANK } else { not_blank(xxh3_64(text.as_bytes())) };
+                Some(self.end_line(hash))
+            }
+            Mark::Line => {
+                self.extend(text);
+                self.begun = None;
+                let hash = std::mem::replace(&mut self.trimmed, BLANK);
+                Some(self.end_line(hash))
+            }
+            Mark::Document => Some(Ended::Document(std::mem::replace(&mut self.document, BLANK))),
+            Mark::Partial => {
+                self.extend(text);
+                None
+            }
+            Mark::Begin(_) | Mark::InputGroup(_) => None,
+        }
+    }
+
+    fn extend(&mut self, text: &str) {
+        let state = self.begun.get_or_insert_default();
+        let (kept, blanks) = text.split_at(text.trim_end().len());
+        state.update(kept.as_bytes());
+        if !kept.is_empty() {
+            self.trimmed = not_blank(state.digest());
+        }
+        state.update(blanks.as_bytes());
+    }
+
+    fn end_line(&mut self, hash: u64) -> Ended {
+        if hash != BLANK {
+            let mut both = [0; 16];
+            both[..8].copy_from_slice(&self.document.to_le_bytes());
+            both[8..].copy_from_slice(&hash.to_le_bytes());
+            self.document = not_blank(xxh3_64(&both));
+        }
+        Ended::Line(hash)
+    }
+}
+
+fn not_blank(hash: u64) -> u64 {
+    if hash == BLANK { 1 } else { hash }
 }

@@ -14,7 +14,6 @@ mod snapped;
 
 pub(in crate::loader) use self::snapped::SnappedPacker;
 
-/// Special tokens per span: `[CLS]` before it and `[SEP]` after it.
 const SPECIALS_PER_SEGMENT: usize = 2;
 /// Remainders are cut to fill rows if packing would waste more than one row in this many.
 const WASTE_DIVISOR: usize = 50;
@@ -22,7 +21,6 @@ const WASTE_DIVISOR: usize = 50;
 const MIN_CUT_DIVISOR: u32 = 16;
 const NONE: u32 = u32::MAX;
 
-/// Packs blocks for one row length and seed. Reuses its working memory from block to block.
 pub(in crate::loader) struct BestFitPacker {
     sequence_length: usize,
     seed: u64,
@@ -34,7 +32,6 @@ impl BestFitPacker {
         Self { sequence_length, seed, open_rows: OpenRows::new(sequence_length) }
     }
 
-    /// The rows of `block`, a range of tokens of the shard with these document ends.
     pub(super) fn pack(&mut self, document_ends: &[u32], block: Range<u32>, counter: RngCounter) -> Rows {
         let full = self.max_span();
         let mut rows = Rows::default();
@@ -48,7 +45,6 @@ impl BestFitPacker {
         rows
     }
 
-    /// Sorts by decreasing length, equal lengths at random.
     fn sort_remainders(&self, remainders: &mut [Span], counter: RngCounter) {
         let mut ties = Stream::new(self.seed, Purpose::Tie, counter.words(0));
         shuffle(remainders, &mut ties);
@@ -59,8 +55,7 @@ impl BestFitPacker {
         (self.sequence_length - SPECIALS_PER_SEGMENT) as u32
     }
 
-    /// The row of each of `remainders`, sorted by decreasing length, among rows that have as few gaps as
-    /// best-fit decreasing leaves.
+    /// The row of each of `remainders`, sorted by decreasing length, as best-fit decreasing packs them.
     fn place(&mut self, remainders: &[Span]) -> Vec<u32> {
         self.open_rows.clear();
         remainders.iter().map(|span| self.open_rows.place(u32::from(span.len))).collect()
@@ -80,7 +75,6 @@ impl BestFitPacker {
     }
 }
 
-/// Appends `count` rows; `assigned` is the row of each remainder.
 fn append_rows(remainders: &[Span], assigned: &[u32], count: usize, rows: &mut Rows) {
     let mut sizes = vec![0_u32; count];
     assigned.iter().for_each(|&row| sizes[row as usize] += 1);
@@ -120,7 +114,6 @@ fn chain(remainders: &[Span], sequence_length: u32, rows: &mut Rows) {
     rows.end_row();
 }
 
-/// The intersections of the documents with `block`.
 fn parts(document_ends: &[u32], block: Range<u32>) -> impl Iterator<Item = Range<u32>> {
     let first = document_ends.partition_point(|&end| end <= block.start);
     let mut start = block.start;

@@ -11,7 +11,6 @@ use crate::error::Result;
 use crate::format::Shard;
 use crate::philox::{Purpose, Stream};
 
-/// Packs blocks for one row length and seed. Reuses its working memory from block to block.
 pub(in crate::loader) struct SnappedPacker {
     best_fit: BestFitPacker,
     points: CutPoints,

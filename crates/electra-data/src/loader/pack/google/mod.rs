@@ -20,9 +20,7 @@ use crate::error::Result;
 use crate::format::Shard;
 use crate::philox::{Purpose, Stream, probability};
 
-/// Probability that an example has only one text.
 const ONE_TEXT: u32 = probability(0.1);
-/// The target length of its only text.
 const UNREACHABLE: u32 = 100_000;
 /// Probability that a line too long for the first text joins it nevertheless.
 const FAIR: u32 = probability(0.5);
@@ -32,7 +30,6 @@ const MIN_TARGET: u32 = 5;
 /// Special tokens of an example with one text and with two: `[CLS]`, and `[SEP]` after each text.
 const SPECIALS: [u32; 2] = [2, 3];
 
-/// Builds the examples of blocks for one row length.
 pub(in crate::loader) struct GooglePacker {
     sequence_length: u32,
     seed: u64,
@@ -44,7 +41,6 @@ impl GooglePacker {
         Self { sequence_length: sequence_length as u32, seed, lengths: Vec::new() }
     }
 
-    /// The rows of the documents that begin in `block`, a range of the shard's tokens.
     pub(super) fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
         let draws = Stream::new(self.seed, Purpose::Example, counter.words(0));
         let mut builder = Builder::new(self.sequence_length, draws);
@@ -69,10 +65,8 @@ fn beginning_in(ends: &[u32], block: Range<u32>) -> Range<usize> {
     first_from(block.start)..first_from(block.end)
 }
 
-/// The state between two lines.
 struct Builder {
     sequence_length: u32,
-    /// Number of tokens at which the example is complete.
     target: u32,
     draws: Stream,
     /// Lines collected for the next example, as ranges of the shard's tokens, and their total length.
@@ -97,8 +91,7 @@ impl Builder {
         }
     }
 
-    /// Adds the lines of a document that begins at token `start`; its end also ends an example. Returns the
-    /// document's end, or `None` if the lengths overflow.
+    /// Adds a document's lines; its end ends an example, too. Returns its last token's end; `None` on overflow.
     fn add_document(&mut self, mut start: u32, lengths: &[u32]) -> Option<u32> {
         for &len in lengths {
             let end = start.checked_add(len)?;
@@ -141,8 +134,7 @@ impl Builder {
         };
     }
 
-    /// Distributes the collected lines over the two texts. A shorter line can join the first text even after
-    /// the second has begun.
+    /// Divides the lines among the two texts. A short line can join the first even after the second has begun.
     fn divide(&mut self) {
         let aim = match self.draws.happens(ONE_TEXT) {
             true => UNREACHABLE,

@@ -5,7 +5,6 @@ use proptest::prelude::*;
 use super::*;
 use crate::format::{Corpus, testing::write_corpus};
 
-/// The two texts of a row, as ranges of tokens.
 fn texts(row: &[Span]) -> [Vec<Range<u32>>; 2] {
     let second = row.iter().position(|span| span.boundary == Boundary::SecondText).unwrap_or(row.len());
     assert_eq!(row[0].boundary, Boundary::NewSegment);

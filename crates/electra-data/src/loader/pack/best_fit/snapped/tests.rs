@@ -21,7 +21,6 @@ fn corpus(dir: &std::path::Path, documents: &[Vec<u32>]) -> Corpus {
     Corpus::open(dir).unwrap()
 }
 
-/// The starts of lines, and those of documents.
 fn starts(documents: &[Vec<u32>]) -> (BTreeSet<u32>, BTreeSet<u32>) {
     let (mut lines, mut firsts, mut at) = (BTreeSet::new(), BTreeSet::new(), 0);
     for document in documents {
