@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -89,7 +89,10 @@ class Tokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Pieces]:
         """Ids of each text with their places in it, computed by the `tokenizers` crate on all cores without the GIL."""
-        return [_to_pieces(*three) for three in self._inner.encode_with_offsets(list(texts))]
+        return [
+            Pieces(_to_numpy(ids), _to_numpy(offsets).reshape(-1, 2), _to_numpy(words))
+            for ids, offsets, words in self._inner.encode_with_offsets(list(texts))
+        ]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of the ids; close to the original text, not always equal to it."""
@@ -205,17 +208,11 @@ class Corpus(Sequence[Ids]):
     def __getitem__(self, index: Any) -> Any:
         """Ids of a document: int32, shape [tokens]; a list of such arrays for a slice."""
         if isinstance(index, slice):
-            return [self._document(number) for number in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"document {number} of a corpus that has {len(self)}")
-        return self._document(number % len(self))
-
-    def __iter__(self) -> Iterator[Ids]:
-        return (self._document(number) for number in range(len(self)))
-
-    def _document(self, number: int) -> Ids:
-        return _to_numpy(self._inner.document(number))
+        return _to_numpy(self._inner.document(number % len(self)))
 
     @property
     def num_tokens(self) -> int:
@@ -304,10 +301,6 @@ def verify(path: StrPath) -> dict[str, Any]:
         more = "" if len(damaged) == 1 else f" ({len(damaged)} damaged places in all)"
         raise InputError("; also ".join(damaged) + more)
     return {"files": num_files, "bytes": num_bytes, "content_hash": Corpus(path).content_hash}
-
-
-def _to_pieces(ids: bytes, offsets: bytes, words: bytes) -> Pieces:
-    return Pieces(_to_numpy(ids), _to_numpy(offsets).reshape(-1, 2), _to_numpy(words))
 
 
 def _to_numpy(ids: bytes) -> Ids:

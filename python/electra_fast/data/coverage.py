@@ -1,15 +1,21 @@
 """Coverage of text by a vocabulary: the [UNK] rate, tokens per word, and warnings with the likely cause.
 
-`prepare` measures a sample of its inputs before it starts and the corpus at the end; `inspect` shows both rates.
+`prepare` measures a sample of its inputs before it starts and the corpus at the end; `inspect` shows both rates. More
+warnings are about losses that the [UNK] rate does not show: accents that the tokenizer drops, words so long that each
+becomes one [UNK], and letters that the text writes as several characters.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 from electra_fast import _data
-from electra_fast.data.text_sample import MAX_WORD_CHARS, encode
 
 # Text in the vocabulary's own language has well below 1 % [UNK].
 MOST_UNKNOWN = 0.01
@@ -17,6 +23,15 @@ MOST_UNKNOWN = 0.01
 MOST_FOREIGN = 0.9
 # Number of unknown words or characters to name.
 LISTED = 10
+# Limits of the sample of a stream of documents.
+SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 100, 1 << 18
+# Fractions of letters or words above which to warn, given this many occurrences: a rare café in English is no problem.
+MOST_DROPPED, MOST_LOST, MOST_DECOMPOSED, FEWEST = 0.005, 0.01, 0.01, 10
+# Two spellings merge if the rarer one has at least this fraction of the other's occurrences.
+FREQUENT = 0.01
+MAX_WORD_CHARS = 100
+# Anything but whitespace, punctuation and variation selectors; joiners and combining marks are parts of words.
+WORD = re.compile(r"[^\s!-/:-@\[-`{-~¡«»¿।॥\u2010-\u206f\u3000-\u303f\ufe00-\ufe0f\uff00-\uff0f\uff1a-\uff20]+")
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,6 @@ class Coverage:
 
     @property
     def unknown_share(self) -> float:
-        """[UNK] per token."""
         return self.unknown / max(1, self.tokens)
 
     @property
@@ -80,3 +94,124 @@ def _cause(words: Counter[str], letters: Counter[str], tokenizer: _data.Tokenize
         f"the vocabulary lacks {len(missing):,} of the text's {len(letters):,} characters, {_listing(most)}; train one "
         "on this text (with a --character-coverage nearer to 1 and a larger --size, if this one was)"
     )
+
+
+def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None, **reading: Any) -> list[str]:
+    """About 1 MiB of text: the start of each file, or the first documents, put back into `source`.
+
+    `run` is the tokenizer and the output folder of `prepare`, which its inputs must not contain.
+    """
+    if "texts" not in source:
+        return _data.text_sample(run, **source, **reading)
+    taken: list[Any] = []
+    characters = 0
+    for text in source["texts"]:
+        taken.append(text)
+        characters += len(text) if isinstance(text, str) else SAMPLE_CHARACTERS  # the run raises the error
+        if len(taken) == SAMPLE_DOCUMENTS or characters >= SAMPLE_CHARACTERS:
+            break
+    source["texts"] = chain(taken, source["texts"])
+    return [text[:SAMPLE_CHARACTERS] for text in taken if isinstance(text, str)]
+
+
+def sample_warnings(texts: Iterable[str], tokenizer: _data.Tokenizer) -> Iterator[str]:
+    """Yields a line for each way in which much of a sample is lost."""
+    words = Counter(word for text in texts for word in WORD.findall(text.lower()))
+    yield from _dropped_accents(words, tokenizer)
+    yield from _decomposed(words, tokenizer)
+    yield from _long_words(words, tokenizer)
+
+
+def encode(tokenizer: _data.Tokenizer, texts: Iterable[str]) -> list[list[int]]:
+    return [memoryview(ids).cast("I").tolist() for ids in tokenizer.encode_batch(list(texts))]
+
+
+def _clusters(word: str) -> Iterator[str]:
+    """The letters of a word, each with its accents and marks, in composed form."""
+    cluster = ""
+    for character in unicodedata.normalize("NFD", word):
+        if cluster and unicodedata.category(character) != "Mn":
+            yield unicodedata.normalize("NFC", cluster)
+            cluster = ""
+        cluster += character
+    yield unicodedata.normalize("NFC", cluster)
+
+
+def _bare(cluster: str) -> str:
+    letters = (each for each in unicodedata.normalize("NFD", cluster) if unicodedata.category(each) != "Mn")
+    return unicodedata.normalize("NFC", "".join(letters))
+
+
+def _dropped_accents(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterator[str]:
+    counts: Counter[str] = Counter()
+    spelled = {word: list(_clusters(word)) for word in words if not word.isascii()}
+    for word, clusters in spelled.items():
+        counts.update({cluster: words[word] * times for cluster, times in Counter(clusters).items()})
+    marked = {cluster: bare for cluster in counts if (bare := _bare(cluster)) != cluster}
+    unknown = tokenizer.special_tokens[1]
+    pairs = zip(marked, encode(tokenizer, marked), encode(tokenizer, marked.values()), strict=True)
+    dropped = {cluster for cluster, ids, bare in pairs if ids == bare and unknown not in ids}
+    letters = counts.total() + sum(len(word) * count for word, count in words.items() if word.isascii())
+    occurrences = sum(counts[cluster] for cluster in dropped)
+    if occurrences < FEWEST or occurrences <= MOST_DROPPED * letters:
+        return
+    most = ", ".join(f"{each} → {marked[each] or 'nothing'}" for each, _ in counts.most_common() if each in dropped)
+    yield (
+        f"warning: the vocabulary drops accents and marks: {occurrences / letters:.1%} of the letters of a sample lose "
+        f"theirs ({_shortened(most)}){_merged(words, spelled, {each: marked[each] for each in dropped})}; "
+        "`electra-fast vocab` without --strip-accents trains a vocabulary that keeps them"
+    )
+
+
+def _merged(words: Counter[str], spelled: dict[str, list[str]], dropped: dict[str, str]) -> str:
+    """Returns the share of words that dropping accents makes equal to another word, with examples."""
+    spellings: dict[str, Counter[str]] = defaultdict(Counter)
+    for word, count in words.items():
+        clusters = spelled.get(word, [word])
+        spellings["".join(dropped.get(each, each) for each in clusters)]["".join(clusters)] += count
+    merged = [frequent for forms in spellings.values() if len(frequent := _frequent(forms)) > 1]
+    if not merged:
+        return ""
+    merged.sort(key=lambda forms: -forms[1][1])
+    share = sum(count for forms in merged for _, count in forms) / words.total()
+    examples = ", ".join(" = ".join(word for word, _ in forms) for forms in merged[:5])
+    return f", and {share:.1%} of the words become equal to another ({examples})"
+
+
+def _frequent(forms: Counter[str]) -> list[tuple[str, int]]:
+    """The spellings other than rare variants of the most frequent one."""
+    [(_, most), *_] = ordered = forms.most_common()
+    return [(word, count) for word, count in ordered if count > 1 and count >= FREQUENT * most]
+
+
+def _decomposed(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterator[str]:
+    composed = {word: unicodedata.normalize("NFC", word) for word in words if not word.isascii()}
+    decomposed = [word for word, other in composed.items() if len(other) < len(word)]
+    count = sum(words[word] for word in decomposed)
+    if count < FEWEST or count <= MOST_DECOMPOSED * words.total():
+        return
+    asked = sorted(decomposed, key=lambda word: -words[word])[:100]
+    if encode(tokenizer, asked) != encode(tokenizer, (composed[word] for word in asked)):
+        yield (
+            f"warning: {count / words.total():.1%} of the words of a sample are written with separate accents or "
+            "parts of letters (Unicode NFD), which the vocabulary does not match with composed letters (NFC); "
+            "convert the text first: uconv -x nfc FILE > NEW-FILE"
+        )
+
+
+def _long_words(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterator[str]:
+    long = [word for word in words if len(word) > MAX_WORD_CHARS]
+    unknown = [tokenizer.special_tokens[1]]
+    lost = [word for word, ids in zip(long, encode(tokenizer, long), strict=True) if ids == unknown]
+    letters = sum(len(word) * count for word, count in words.items())
+    share = sum(len(word) * words[word] for word in lost) / max(1, letters)
+    if share > MOST_LOST:
+        yield (
+            f"warning: {share:.1%} of the letters of a sample are in words of more than {MAX_WORD_CHARS} characters, "
+            f"each of which is one [UNK] ({lost[0][:20]}…); separate words by spaces, or use a tokenizer.json that "
+            "needs none (SentencePiece)"
+        )
+
+
+def _shortened(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else text[:length].rsplit(", ", 1)[0] + ", …"

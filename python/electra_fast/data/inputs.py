@@ -30,7 +30,7 @@ def source(inputs: Any, kind: Kind, text_fields: list[str], invalid_utf8: Invali
         raise TypeError(f"inputs is {_abbreviated(inputs)}: give a path, a list of paths, or an iterable of str")
     if kind == "documents" or (kind == "auto" and not _are_paths(inputs)):
         return {"texts": _texts(inputs, text_fields, invalid_utf8)}
-    files = [_path(position, path) for position, path in enumerate(inputs)]
+    files = [_path(position, entry) for position, entry in enumerate(inputs)]
     if kind == "auto":
         _reject_short_texts(inputs)
     return {"files": files}
@@ -128,7 +128,6 @@ def _abbreviated(value: object) -> str:
 def reading_options(
     documents: Separator, text_field: str, invalid_utf8: InvalidUtf8, format: Format, skip_bad_records: int
 ) -> dict[str, Any]:
-    """Arguments of the Rust functions that say how to read files."""
     return {
         "documents": documents,
         "text_fields": [field.strip() for field in text_field.split(",") if field.strip()],
@@ -139,7 +138,6 @@ def reading_options(
 
 
 def not_negative(name: str, value: int) -> int:
-    """Validates an option that is a count."""
     if value < 0:
         raise InputError(f"{name} is {value}; give 0 or more")
     return value

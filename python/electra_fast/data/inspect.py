@@ -28,10 +28,9 @@ def inspect(directory: str | Path, *, sequence_length: int = DataConfig.sequence
     `google_`) give the number of rows, the tokens kept and dropped, and the share of positions filled.
     """
     corpus = Corpus(directory)
-    packings = _packings(directory, sequence_length, corpus.num_tokens)
     validation = Corpus(corpus.holdout) if corpus.holdout else None
     coverage = corpus.coverage()
-    return {
+    report = {
         "content_hash": corpus.content_hash,
         "documents": len(corpus),
         "tokens": corpus.num_tokens,
@@ -43,20 +42,15 @@ def inspect(directory: str | Path, *, sequence_length: int = DataConfig.sequence
         "held_out_documents": len(validation) if validation else 0,
         "held_out_tokens": validation.num_tokens if validation else 0,
         "sequence_length": sequence_length,
-        "rows": packings["best_fit_rows"],
-        "tokens_per_row": corpus.num_tokens / max(1, packings["best_fit_rows"]),
-        **packings,
     }
-
-
-def _packings(directory: str | Path, sequence_length: int, num_tokens: int) -> dict[str, Any]:
-    report: dict[str, Any] = {}
     for packing in _data.PACKINGS:
         kept, name = contents(directory, packing, sequence_length), packing.replace("-", "_")
+        if packing == "best-fit":
+            report |= {"rows": kept.rows, "tokens_per_row": corpus.num_tokens / max(1, kept.rows)}
         report |= {
             f"{name}_rows": kept.rows,
             f"{name}_tokens_kept": kept.tokens,
-            f"{name}_tokens_dropped": num_tokens - kept.tokens,
+            f"{name}_tokens_dropped": corpus.num_tokens - kept.tokens,
             f"{name}_fill": kept.fill,
         }
     return report

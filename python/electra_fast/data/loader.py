@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -28,15 +28,7 @@ _TOKEN_COLUMNS = ("input_ids", "token_type_ids", "position_ids", "segment_ids")
 _MASK_COLUMNS = ("masked_positions", "masked_ids", "masked_weights")
 
 
-class ArrowArray(Protocol):
-    """Any object that exports Arrow data through the PyCapsule interface."""
-
-    def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
-        """Returns capsules with the schema and the array."""
-
-
 def default_cache_dir() -> str:
-    """The default folder for the cached parts of corpora in object stores."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "electra-fast", "corpora")
 
@@ -196,7 +188,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+def to_torch(batch: RecordBatch | pa.RecordBatch, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Converts a record batch of a `BatchLoader` to tensors.
 
     On the CPU, all tensors but `cu_seqlens` share the batch's memory: nothing is copied, and writing to
@@ -343,12 +335,10 @@ def _pinned(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """The tensor on a device, copied asynchronously if that is a GPU."""
     return _pinned(tensor, target).to(target, non_blocking=True)
 
 
 def _views(buffer: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> dict[str, torch.Tensor]:
-    """Views of the fixed-size columns of some rows, in the one int32 buffer that holds a loader's batch."""
     count = rows.stop - rows.start
     tensors = {
         name: buffer.as_strided((count, width), (width, 1), first + rows.start * width)
@@ -359,7 +349,6 @@ def _views(buffer: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> 
 
 
 def _from_columns(columns: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a record batch of any Arrow library."""
     missing = {*_TOKEN_COLUMNS, *_MASK_COLUMNS, "segment_lengths"} - set(columns.schema.names)
     if missing:
         raise InputError(f"the record batch has no column {', '.join(sorted(missing))}; give one of a BatchLoader")
@@ -377,16 +366,7 @@ def _rows(column: Any) -> torch.Tensor:
 
 def _segment_ends(lengths: Any, row_length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Cumulative lengths of all segments and padding tails, starting with 0."""
-    offsets = lengths.offsets.to_numpy()
-    offsets = offsets - offsets[0]  # a slice keeps its parent's offsets, but `flatten` starts at the slice
-    first, last = offsets[:-1], offsets[1:]
-    ends = np.cumsum(lengths.flatten().to_numpy(), dtype=np.int32)
-    row_ends = np.arange(1, len(lengths) + 1, dtype=np.int32) * np.int32(row_length)
-    padding = row_ends - ends[last - 1]  # cumulative, including each row; every row has a segment
-    before = np.zeros_like(padding)
-    before[1:] = padding[:-1]
-    ends += np.repeat(before, last - first)
-    tails = row_ends[ends[last - 1] != row_ends]
-    merged: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate((np.zeros(1, np.int32), ends, tails))
-    merged.sort(kind="stable")  # merges two sorted runs
-    return merged
+    ends = {0}
+    for row, segments in enumerate(lengths.to_pylist()):
+        ends.update(itertools.accumulate(segments, initial=row * row_length), [(row + 1) * row_length])
+    return np.array(sorted(ends), dtype=np.int32)

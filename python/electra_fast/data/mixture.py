@@ -69,29 +69,17 @@ class Mixture:
         self.corpora = [Corpus(folder) for folder in self.folders]
         # A corpus alone has no share to compute; the loader says whether it can be read.
         self.weights = [1] if isinstance(corpora, (str, os.PathLike)) else _data.mixture_weights(entries)
+        self.shares = [weight / sum(self.weights) for weight in self.weights]  # of the rows
+        self.is_single = len(self.corpora) == 1
+        self.vocab_size = self.corpora[0].vocab_size
+        self.num_tokens = sum(corpus.num_tokens for corpus in self.corpora)
 
     def __str__(self) -> str:
         return ", ".join(self.folders)
 
     @property
-    def is_single(self) -> bool:
-        """True if there is only one corpus."""
-        return len(self.corpora) == 1
-
-    @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all corpora."""
         return Tokenizer.of(self.corpora[0])
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of entries; every id is smaller."""
-        return self.corpora[0].vocab_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all documents of all corpora."""
-        return sum(corpus.num_tokens for corpus in self.corpora)
 
     @property
     def content_hash(self) -> str:
@@ -101,11 +89,6 @@ class Mixture:
         return " ".join(
             f"{corpus.content_hash}:{weight}" for corpus, weight in zip(self.corpora, self.weights, strict=True)
         )
-
-    @property
-    def shares(self) -> list[float]:
-        """The share of each corpus in the rows; they add up to 1."""
-        return [weight / sum(self.weights) for weight in self.weights]
 
     @property
     def holdout(self) -> Corpora | None:
@@ -131,9 +114,8 @@ class Mixture:
             cache = cache[0], cache[1] // len(self.corpora)
         if self.is_single:
             return self.corpora[0].token_counts(cache)
-        parts = zip(self.shares, self.corpora, strict=True)
         expected = np.zeros(self.vocab_size)
-        for share, corpus in parts:
+        for share, corpus in zip(self.shares, self.corpora, strict=True):
             expected += share * self.num_tokens / corpus.num_tokens * corpus.token_counts(cache)
         return expected
 
@@ -207,21 +189,17 @@ def _members(state: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 def _divided(entry: str) -> tuple[str, str]:
     """Folder and weight of an entry "FOLDER:WEIGHT"; an existing folder of that whole name has no weight."""
     folder, _, weight = entry.rpartition(":")
-    return (folder, weight) if folder and _is_number(weight) and not Path(entry).exists() else (entry, "")
+    try:
+        float(weight)
+    except ValueError:
+        return entry, ""
+    return (folder, weight) if folder and not Path(entry).exists() else (entry, "")
 
 
 def _weight(folder: str, weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise InputError(f"{folder}: weight {weight!r}: must be a number above 0")
     return float(weight)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _absolute(folder: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from electra_fast import _data
 from electra_fast.data.corpus import Corpus, Tokenizer, location
-from electra_fast.data.coverage import Coverage, unknown_warning
+from electra_fast.data.coverage import Coverage, sample_texts, sample_warnings, unknown_warning
 from electra_fast.data.inputs import (
     Format,
     InvalidUtf8,
@@ -25,8 +25,7 @@ from electra_fast.data.inputs import (
     source,
 )
 from electra_fast.data.prepare_executor import prepare_on
-from electra_fast.data.prepare_report import PrepareReport, alphabet, guess, summary
-from electra_fast.data.text_sample import sample_texts, sample_warnings
+from electra_fast.data.prepare_report import PrepareReport, guess, summary, words_counted
 from electra_fast.data.tokenizer_folder import open_tokenizer
 from electra_fast.errors import InputError
 from electra_fast.progress import ReadingProgress
@@ -220,19 +219,9 @@ def train_vocab(
     text = source(inputs, kind, reading["text_fields"], invalid_utf8)
     with ReadingProgress("vocab", shown=progress) as bar:
 
-        def counted(
-            num_words: int,
-            num_bytes: tuple[int, int],
-            letters: tuple[int, int, int, int],
-            dropped_words: tuple[int, int],
-            most_dropped: str,
-        ) -> None:
-            counted_bytes, text_bytes = num_bytes
-            if counted_bytes < text_bytes:
-                share = f"{counted_bytes / 1e9:.2g} of {text_bytes / 1e9:.2g} GB"
-                bar.say(f"counted words in {share} of text (seed {seed}); sample=0 (--sample 0) counts all of it")
-            bar.say(alphabet(letters, dropped_words, most_dropped))
-            bar.say(f"merging the pieces of {num_words:,} words into a vocabulary")
+        def counted(*counts: Any) -> None:
+            for line in words_counted(seed, *counts):
+                bar.say(line)
 
         beginning = sample_texts(text, None, **reading) if progress else []
         report = _data.train_vocab(

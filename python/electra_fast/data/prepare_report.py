@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from electra_fast import _data
 from electra_fast.data.corpus import Tokenizer
@@ -20,12 +20,10 @@ LENGTHS = (128, 512)
 
 @dataclass(frozen=True)
 class RepeatCount:
-    """How many documents or lines are repeated."""
+    """Of `total` documents or lines with text, those that have occurred before: an estimate unless all were counted."""
 
     total: int
-    """Those with text."""
     repeated: int
-    """Those that have occurred before; an estimate if `sampled` is not 1."""
     sampled: int
     """One in how many of the distinct ones was counted."""
 
@@ -61,11 +59,9 @@ class PrepareReport:
     skipped_files: int
     """Files of other kinds, in folders or matched by globs, that were passed over."""
     skipped_bytes: int
-    """Bytes in them."""
     skipped_kinds: tuple[str, ...]
     """The endings of up to three kinds that have the most of these bytes."""
     read_bytes: int
-    """Bytes in the files that are read."""
     skipped_splits: tuple[str, ...]
     """Splits of saved datasets that were ignored in favor of `train`."""
     num_input_groups: int
@@ -79,11 +75,9 @@ class PrepareReport:
     """Documents without tokens, which are left out."""
     holdout_documents: int
     dropped_documents: int = 0
-    """Documents left out because they had occurred before."""
+    """Documents left out because they, or in `emptied_documents` all their lines, had occurred before."""
     emptied_documents: int = 0
-    """Documents left out because all their lines had occurred before."""
     dropped_lines: int = 0
-    """Lines left out because they had occurred before."""
     repeats: Repeats | None = None
     """Repeated text; `None` while incomplete, or if the corpus was complete before, or if an older release has prepared
     part of it."""
@@ -94,7 +88,6 @@ class PrepareReport:
     rebuilt_input_groups: int = 0
     """Input groups that an interrupted run had finished; prepared again, because their input had changed."""
     changed_input: str | None = None
-    """One of the files that had changed."""
     content_hash: str
     """32 hexadecimal digits; empty while incomplete."""
     unknown_share: float | None = None
@@ -104,22 +97,18 @@ class PrepareReport:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> PrepareReport:
-        """The report of `_data.prepare`."""
         if repeats := fields["repeats"]:
             documents, lines, most_repeated, error = repeats
             fields["repeats"] = Repeats(RepeatCount(*documents), RepeatCount(*lines), tuple(most_repeated), error)
         return cls(**fields)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The part of a corpus that the rows of one epoch contain."""
+class Contents(NamedTuple):
+    """What the rows of one epoch contain: tokens without special ones, and the fraction of positions not padding."""
 
     rows: int
     tokens: int
-    """Tokens of the corpus, without special tokens."""
     fill: float
-    """Fraction of positions that are not padding."""
 
 
 def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0, cut_at: str = "token") -> Contents:
@@ -127,7 +116,7 @@ def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int 
     options = {"sequence_length": sequence_length, "seed": seed, "packing": packing, "cut_at": cut_at}
     loader = _data.BatchLoader(weighted_folders(corpora), options)
     rows, tokens, positions = loader.contents()
-    return Contents(rows=rows, tokens=tokens, fill=positions / max(1, rows * sequence_length))
+    return Contents(rows, tokens, positions / max(1, rows * sequence_length))
 
 
 def google_drops(corpora: Corpora, num_tokens: int, sequence_length: int, *, seed: int) -> str:
@@ -140,24 +129,36 @@ def google_drops(corpora: Corpora, num_tokens: int, sequence_length: int, *, see
 
 
 def guess(tokenizer: Tokenizer) -> str:
-    """The note printed when only the entries of a vocab.txt tell its casing."""
     lowercase, strip_accents = tokenizer.options["lowercase"], tokenizer.options["strip_accents"]
     accents = "dropped" if strip_accents else "kept"
     found = f"uncased (text is lowercased, accents are {accents})" if lowercase else "cased"
     return f"{tokenizer.path}: taken as {found}, judging by its entries; --cased or --uncased settles it"
 
 
-def alphabet(letters: tuple[int, int, int, int], words: tuple[int, int], most: str) -> str:
-    """A line about the characters of a new vocabulary and the words that the omitted ones make [UNK]."""
+def words_counted(
+    seed: int,
+    num_words: int,
+    num_bytes: tuple[int, int],
+    letters: tuple[int, int, int, int],
+    words: tuple[int, int],
+    most: str,
+) -> Iterator[str]:
+    """Yields what `train_vocab` says of the counts of its text: the sample, the omitted characters, what they cost."""
+    counted, total = num_bytes
+    if counted < total:
+        share = f"{counted / 1e9:.2g} of {total / 1e9:.2g} GB"
+        yield f"counted words in {share} of text (seed {seed}); sample=0 (--sample 0) counts all of it"
     kept, dropped, occurrences, in_text = letters
-    if not dropped:
-        return f"characters: all {kept:,} of the words counted"
-    (lost, num_words), more = words, " …" if dropped > len(most) else ""
-    return (
-        f"characters: {kept:,} of the {kept + dropped:,} in the words counted; the others ({' '.join(most)}{more}) "
-        f"are {occurrences / in_text:.3%} of the text and make {lost / num_words:.3%} of the words [UNK] "
-        "(--character-coverage nearer to 1 keeps more)"
-    )
+    line = f"characters: all {kept:,} of the words counted"
+    if dropped:
+        (lost, occurring), more = words, " …" if dropped > len(most) else ""
+        line = (
+            f"characters: {kept:,} of the {kept + dropped:,} in the words counted; the others ({' '.join(most)}{more}) "
+            f"are {occurrences / in_text:.3%} of the text and make {lost / occurring:.3%} of the words [UNK] "
+            "(--character-coverage nearer to 1 keeps more)"
+        )
+    yield line
+    yield f"merging the pieces of {num_words:,} words into a vocabulary"
 
 
 def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason: str | None) -> Iterator[str]:
@@ -173,19 +174,18 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason:
     if report.already_complete:
         yield f"{os.fspath(out)}: already complete: {counts}{skipped}"
         return
-    crate_note = ""
-    if fallback_reason:
-        crate_note = f"; tokenized by the tokenizers crate, which is many times slower, because {fallback_reason}"
     if report.unhashed_input_groups:
         counted = f"{report.unhashed_input_groups} of {report.num_input_groups} input groups are not"
         yield f"{os.fspath(out)}: hashed, but {counted}; run it again when all partitions have been hashed{skipped}"
         return
+    if fallback_reason:
+        skipped += f"; tokenized by the tokenizers crate, which is many times slower, because {fallback_reason}"
     if not report.complete:
         missing = f"{report.missing_input_groups} of {report.num_input_groups} input groups are still missing"
         remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
         if _data.url_of(os.fspath(out)):
             remedy = "the part that is done last completes the corpus"
-        yield f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{crate_note}"
+        yield f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}"
         return
     empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
     dropped = ", ".join(
@@ -198,11 +198,11 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason:
         if count
     )
     validation = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""
-    yield f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}{crate_note}"
+    yield f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}"
     if dropped:
         yield f"  {dropped}"
     yield from _repeat_lines(report.repeats)
-    yield from _packing_lines(report, out)
+    yield from _packing_lines(report.num_tokens, out)
 
 
 def _repeat_lines(repeats: Repeats | None) -> Iterator[str]:
@@ -217,13 +217,13 @@ def _repeat_lines(repeats: Repeats | None) -> Iterator[str]:
             yield f"    {count:,} × {printable(text if len(text) <= SHOWN else text[:SHOWN] + '…')}"
 
 
-def _packing_lines(report: PrepareReport, out: str | os.PathLike[str]) -> Iterator[str]:
+def _packing_lines(num_tokens: int, out: str | os.PathLike[str]) -> Iterator[str]:
     for packing in _data.PACKINGS:
         parts = []
         for length in LENGTHS:
             kept = contents(out, packing, length)
-            dropped = report.num_tokens - kept.tokens
-            share = f" ({dropped / max(1, report.num_tokens):.1%})" if dropped else ""
+            dropped = num_tokens - kept.tokens
+            share = f" ({dropped / max(1, num_tokens):.1%})" if dropped else ""
             parts.append(
                 f"in rows of {length} keeps {kept.tokens:,} tokens and drops {dropped:,}{share}, fill {kept.fill:.1%}"
             )

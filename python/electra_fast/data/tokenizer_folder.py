@@ -39,20 +39,18 @@ IN_PYTHON = _classes(
 OF_PYTHON = (
     "never_split do_basic_tokenize word_tokenizer_type subword_tokenizer_type do_word_tokenize do_subword_tokenize"
 ).split()
-USUAL_NAMES = [names.split() for names in ("[PAD] <pad>", "[UNK] <unk>", "[CLS] <cls> <s>", "[SEP] <sep> </s>")]
-USUAL_NAMES.append(["[MASK]", "<mask>"])
+USUAL_NAMES = ("[PAD] <pad>", "[UNK] <unk>", "[CLS] <cls> <s>", "[SEP] <sep> </s>", "[MASK] <mask>")
 ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Case(NamedTuple):
-    """The settings of BERT's normalizer."""
+    """The settings of BERT's normalizer; with `chinese`, each Chinese character is a word."""
 
     lowercase: bool
     strip_accents: bool
     chinese: bool = True
-    """Whether Chinese characters are words by themselves."""
 
 
 def open_tokenizer(
@@ -98,13 +96,11 @@ class Configured:
         self.added = self.folder.add_tokens(self.rules)
 
     def tokenizer(self) -> _data.Tokenizer:
-        """The tokenizer with these settings written into its file."""
         case = None if self.case == self.rules.bert_case() else self.case
         return _rewritten(self.path, self.opened, case, self.added) if case or self.added else self.opened
 
 
 def _open_vocab(path: str, lowercase: bool | None, strip_accents: bool | None) -> tuple[_data.Tokenizer, bool]:
-    """Opens a `vocab.txt` with the settings in the other files of its folder."""
     folder = Folder(path)
     names = folder.names()
     plain = _data.Tokenizer(path, None, None, names)
@@ -120,8 +116,7 @@ def _open_vocab(path: str, lowercase: bool | None, strip_accents: bool | None) -
     case = case or guess
     if strip_accents is not None:
         case = case._replace(strip_accents=strip_accents)
-    is_guessed = case[:2] == guess[:2]
-    tokenizer = plain if is_guessed else _data.Tokenizer(path, case.lowercase, case.strip_accents, names)
+    tokenizer = plain if case[:2] == guess[:2] else _data.Tokenizer(path, case.lowercase, case.strip_accents, names)
     rules = Rules(tokenizer)
     added = folder.add_tokens(rules) if other is None else other.rules.own_tokens()
     if case.chinese and not added and _has_usual_names(tokenizer):
@@ -130,7 +125,6 @@ def _open_vocab(path: str, lowercase: bool | None, strip_accents: bool | None) -
 
 
 def _json_beside(vocab: str) -> Configured | None:
-    """The `tokenizer.json` beside a vocabulary with the same entries."""
     path = _beside(vocab, "tokenizer.json")
     if not os.path.exists(path):
         return None
@@ -152,7 +146,7 @@ def _case_beside(path: str, beside: str, stored: Case | None, given: tuple[bool,
 
 
 def _has_usual_names(tokenizer: _data.Tokenizer) -> bool:
-    ids = ([tokenizer.token_to_id(name) for name in names] for names in USUAL_NAMES)
+    ids = ([tokenizer.token_to_id(name) for name in names.split()] for names in USUAL_NAMES)
     return [next((i for i in each if i is not None), None) for each in ids] == list(tokenizer.special_tokens)
 
 
@@ -187,11 +181,9 @@ class Rules:
         self.num_entries: int = rules["num_entries"]
 
     def own_tokens(self) -> list[Object]:
-        """The added tokens besides the five, in the order of their ids."""
         return [token for number, token in sorted(self.added.items()) if number not in self.five]
 
     def id_of(self, name: str) -> int | None:
-        """The id of an entry or added token."""
         added = next((number for number, token in self.added.items() if token["content"] == name), None)
         return self.tokenizer.token_to_id(name) if added is None else added
 
@@ -234,10 +226,10 @@ class Folder:
         self.special = _object(_beside(file, "special_tokens_map.json")) if legacy else {}
         self.added = _object(_beside(file, "added_tokens.json")) if legacy else {}
         self.class_name, self.class_said = self._class()
+        self.is_bert = self.class_name in BERT
         self._refuse_python()
 
     def _class(self) -> tuple[str, str]:
-        """The class of `transformers`, and the setting that names it, with its file."""
         try:
             model = _object(_beside(self.file, "config.json"))
         except (OSError, InputError):
@@ -284,16 +276,9 @@ class Folder:
         return value if isinstance(value, bool) else None
 
     def names(self) -> tuple[str | None, ...]:
-        """The names given to the five roles."""
         return tuple(_content(self._setting(role)) for role in ROLES)
 
-    @property
-    def is_bert(self) -> bool:
-        """Whether `transformers` makes a tokenizer with BERT's rules of this folder."""
-        return self.class_name in BERT
-
     def stored_case(self) -> Case | None:
-        """The case that `tokenizer_config.json` stores."""
         lowercase, strip = self._flag("do_lower_case"), self._flag("strip_accents")
         return None if lowercase is None else Case(lowercase, lowercase if strip is None else strip)
 
@@ -321,8 +306,12 @@ class Folder:
 
     def checked_case(self, rules: Rules) -> Case | None:
         """The case of a `tokenizer.json`, as its class in `transformers` has it; None without BERT's rules."""
-        self._check_unknown(rules)
-        name = self.class_name
+        name, unknown = self.class_name, rules.five[1]
+        if rules.unknown is not None and rules.unknown != unknown:
+            ours, other = (_shown(rules.tokenizer.id_to_token(number)) for number in (unknown, rules.unknown))
+            self._refuse(
+                f"unk_token is {ours}, but the model in {self.file} makes {other} of unknown text; say the same in both"
+            )
         if name in BYTE_LEVEL and not rules.is_byte_level():
             self._refuse_rules("byte-level BPE")
         if name in SENTENCE_PIECE and not rules.is_sentence_piece():
@@ -339,14 +328,6 @@ class Folder:
             'which they follow; set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json if these '
             "rules are right"
         )
-
-    def _check_unknown(self, rules: Rules) -> None:
-        unknown = rules.five[1]
-        if rules.unknown is not None and rules.unknown != unknown:
-            name, other = (_shown(rules.tokenizer.id_to_token(number)) for number in (unknown, rules.unknown))
-            self._refuse(
-                f"unk_token is {name}, but the model in {self.file} makes {other} of unknown text; say the same in both"
-            )
 
     def _wanted_case(self, rules: Rules, has: Case) -> Case:
         lowercase, chinese = self._flag("do_lower_case"), self._flag("tokenize_chinese_chars")
@@ -399,8 +380,8 @@ class Folder:
                 found = rules.add(token)
                 new.append(token)
             if number not in (None, found):
-                place = f"{found} is its place in {self.file}; correct the id"
-                self._refuse(f"the added token {shown} has the id {number}, but {place}")
+                place = f"{found} is its place in {self.file}"
+                self._refuse(f"the added token {shown} has the id {number}, but {place}; correct the id")
         return new
 
     def _check_tokens_kept(self, rules: Rules, wanted: list[Object], drops: bool) -> None:
@@ -442,7 +423,6 @@ class Folder:
         return [*tokens, *((None, token) for token in named if token["content"] not in known)]
 
     def _named_tokens(self) -> Iterator[Object]:
-        """The tokens that have a role or are listed as special."""
         values = [self._setting(role) for role in NAMED]
         for key in ("additional_special_tokens", "extra_special_tokens"):
             for listed in (self.config.get(key), self.special.get(key)):
@@ -470,7 +450,6 @@ def _content(token: Any) -> str | None:
 
 
 def _added_token(token: Any, special: bool) -> Object | None:
-    """A token from its name or its table of flags."""
     if (content := _content(token)) is None:
         return None
     flags = {key: token.get(key) for key in FLAGS} if isinstance(token, dict) else {}
