@@ -1,16 +1,22 @@
 """Scores of fine-tuned models, computed by hand; what is said of models that have learned nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from electra_fast.errors import TrainingFailed
+from electra_fast.finetuning.batches import TrainingSet
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.classification import Classification, MultiLabel
 from electra_fast.finetuning.tasks.regression import Regression
 
+EMPTY = EncodedExamples(np.zeros(0, int), np.zeros(0, int), np.zeros(3, int), 0, ())
 TARGETS = np.array([0, 0, 1, 1, 1, 0])
 CLASSES = np.array([0, 1, 1, 1, 0, 0])  # 2 of each right, 1 of each wrong
 
@@ -128,3 +134,35 @@ def test_a_collapsed_regression_is_named():
     outputs = np.array([[2.51], [2.5], [2.52]]) / task.scale
     assert Regression().warning(task, outputs).startswith("all 3 predictions are about 2.51: try a lower")
     assert Regression().warning(task, np.array([[0.4], [0.5], [0.6]])) is None
+
+
+@pytest.mark.parametrize(("mean", "is_said"), [(1e6, True), (1e3, False)])
+def test_values_too_close_together_for_single_precision_are_named(mean, is_said):
+    """Around a million its steps are 1/16, more than a thousandth of the deviation."""
+    values = mean + np.array([-32.0, 32])
+    split = Split(name="train", path=Path(), texts=[("x",)] * 2, targets=values, ids=["0", "1"])
+    lines = [*Regression().describe(split, TrainingSet(EMPTY, values, np.ones(2)), FinetuneSection())]
+    assert any("single precision has steps of 0.0625" in line for line in lines) == is_said
+
+
+def test_values_are_stored_in_their_units_and_exactly():
+    task, method = replace(task_of("regression", "regression", scale=4.0), shift=1e8), Regression()
+    state = {"head.classifier.weight": torch.tensor([[0.5]]), "head.classifier.bias": torch.tensor([0.25])}
+    stored, settings = method.to_units(task, state)
+    assert stored["head.classifier.weight"].item() == 2 and settings == {"shift": 1e8 + 1}  # fp32 would have 1e8
+    found = method.with_units(replace(task, scale=1.0, shift=0.0), stored, settings | {"scale": 4.0})
+    assert (found.scale, found.shift) == (4.0, 1e8 + 1)
+    for own, bias in ((task, 0.25), (found, 0.0)):
+        loaded = method.from_units(own, stored, settings)
+        assert [tensor.item() for tensor in loaded.values()] == [0.5, bias]
+    assert method.in_units(found, [[0.5]]).item() == 1e8 + 3
+
+
+def test_the_first_split_chooses_the_thresholds_of_labels():
+    targets = np.tile(np.eye(2, dtype=np.float32), (300, 1))
+    split = Split(name="dev", path=Path(), texts=[("x",)] * 600, targets=targets, ids=[])
+    task, outputs = task_of("classification", "multi-label", "f1_micro"), 2.0 * targets - 4  # all below a half
+    first = MultiLabel().scores(task, split, None, outputs, {})
+    assert (first["f1_micro"], first["f1_micro_at_half"]) == (1, 0) and max(first["thresholds"].values()) < 0.2
+    second = MultiLabel().scores(task, split, None, outputs, {"thresholds": {"0": 0.4, "1": 0.1}})
+    assert second["f1_macro"] == 0.5 and "thresholds" not in second

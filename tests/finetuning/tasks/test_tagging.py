@@ -118,6 +118,8 @@ def test_spans_are_those_of_the_pipeline(tagger):
     folder = tagger[0] / "seed-0" / "model"
     texts = ["the object of module file", "the 😀 class returns שלום line", "value", ""]
     find = pipeline("token-classification", str(folder), aggregation_strategy="first")
+    call = 'pipeline("token-classification", "path/to/this/folder", aggregation_strategy="first")'
+    assert call in (folder / "README.md").read_text()
     for text, answer in zip(texts, ef.load_finetuned(folder).predict(texts), strict=True):
         theirs = [(each["start"], each["end"], each["entity_group"]) for each in find(text)] if text else []
         assert [(span["start"], span["end"], span["label"]) for span in answer["spans"]] == theirs
