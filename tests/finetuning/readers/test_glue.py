@@ -194,6 +194,12 @@ RTE = "index\tsentence1\tsentence2\tlabel\n"
 SIMILARITY = "the label is {!r}; it can be a number from 0 to 5"
 
 
+def test_ids_without_a_column_of_them_count_malformed_lines(tmp_path):
+    folder = write_task(tmp_path, "cola")
+    (folder / "train.tsv").write_text("short\n" + "".join(f"gj04\t{row % 2}\t\tword {row}\n" for row in range(150)))
+    assert glue.read("cola", folder).train.ids == [str(row) for row in range(1, 151)]
+
+
 @pytest.mark.parametrize(
     ("name", "file", "content", "message"),
     [
