@@ -190,26 +190,26 @@ def test_rotary_positions_in_the_published_encoder_are_relative(monkeypatch):
     for name in ("BertLayer", "Encoder", "Embeddings"):
         monkeypatch.setattr(model, name, getattr(model, name))
     config = ef.Config.preset("tiny", "google").override({"model.vocab_size": "64", "model.dropout": "0"})
-    ids, types, mask = torch.arange(5, 21), torch.zeros(16, dtype=torch.int64), AttentionMask.padded(1, 16, None, 0)
-    positions = torch.arange(16)
-
-    def states(network, at, queries=None):
-        with torch.no_grad():
-            embedded = network.embeddings(ids, at, types, torch.float32, Dropout(0.0, None, 0))
-            return network.discriminator(embedded, at, mask, Dropout(0.0, None, 0), queries)
-
-    def distance(network, at):
-        return (states(network, positions) - states(network, at)).abs().max().item()
-
+    ids, positions, mask = torch.arange(5, 21), torch.arange(16), AttentionMask.padded(1, 16, None, 0)
     learned = model.Electra(config).eval()
     use_rotary_positions()
-    rotary = model.Electra(config).eval()
+    rotary, none = model.Electra(config).eval(), Dropout(0.0, None, 0)
+
+    @torch.no_grad()
+    def states(network, at, queries=None):
+        embedded = network.embeddings(ids, at, ids * 0, torch.float32, none)
+        return network.discriminator(embedded, at, mask, none, queries)
+
     with torch.no_grad():
-        for network in (learned, rotary):
-            for layer in network.discriminator.layers:
-                layer.qkv.weight.mul_(20)  # so that attention is not uniform
-    assert distance(rotary, positions + 7) < 1e-4 and distance(learned, positions + 7) > 1e-2
-    assert distance(rotary, positions.flip(0)) > 1e-2
+        for layer in (*learned.discriminator.layers, *rotary.discriminator.layers):
+            layer.qkv.weight.mul_(20)  # so that attention is not uniform
+    for network, at, is_near in (
+        (rotary, positions + 7, True),
+        (learned, positions + 7, False),
+        (rotary, positions.flip(0), False),
+    ):
+        distance = (states(network, positions) - states(network, at)).abs().max()
+        assert distance < 1e-4 if is_near else distance > 1e-2
     # As fine-tuning reads it: some hidden states alone.
     some = torch.tensor([3, 11])
     queries = Queries(some, torch.ones(2, 16, dtype=torch.bool))

@@ -1,16 +1,73 @@
-"""`docs/scale.md` has the tables that `bench/scale.py` prints, and its numbers of parameters are the presets'."""
+"""`docs/scale.md`: the law of the committed runs (`bench/scaling_law.py`), and the tables of `bench/scale.py`."""
+
+import math
+from dataclasses import replace
 
 import pytest
 import scale
+import scaling_law
 from lib.groups import BENCH
+from lib.recipe_report import score
+from lib.recipe_studies import TFLOP
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
+from electra_fast.training.forecast import LAW, ScalingLaw
+
+PAGE = (BENCH.parent / "docs/scale.md").read_text(encoding="utf-8")
+KNOWN = ScalingLaw(floor=0.07, size=0.03, alpha=0.4, data=0.3, beta=0.7, epochs=12.0)
 
 
-def test_the_page_has_the_tables():
-    page = (BENCH.parent / "docs/scale.md").read_text(encoding="utf-8")
-    assert [table for table in scale.tables() if table not in page] == []
+def known_points():
+    runs = [(n, d, math.inf) for n in (1e5, 8e5, 3e6, 1e7) for d in (1e6, 4e6, 16e6, 64e6)]
+    runs += [(8e5, 4e6, 4e6 / epochs) for epochs in (8, 32, 128)]
+    return [scaling_law.Point("", *run, KNOWN.error(*run), 1) for run in runs]
+
+
+def test_the_fit_finds_a_known_law():
+    found = scaling_law.fit(known_points())
+    assert found == ScalingLaw(*(pytest.approx(each, rel=1e-3) for each in scaling_law.astuple(KNOWN)))
+
+
+def test_an_interval_has_no_width_without_noise_and_covers_the_law_with_noise():
+    noisy = [replace(each, error=each.error * (1.03 if i % 2 else 0.97)) for i, each in enumerate(known_points())]
+    expected = KNOWN.error(3e6, 2e7)
+    for points, least, most in ((known_points(), 0.0, 1e-3), (noisy, 0.01, 0.1)):
+        (low,), (high,) = scaling_law.intervals(points, 20, lambda law: [law.error(3e6, 2e7)])
+        assert low <= expected * 1.001 and high >= expected * 0.999
+        assert least <= (high - low) / expected <= most
+
+
+def test_the_constants_are_those_of_the_runs():
+    points = scaling_law.points()
+    fitted = scaling_law.fit(points)
+    assert len(points) >= 8
+    for each in points:
+        run = each.weights, each.tokens, each.text
+        assert LAW.error(*run) == pytest.approx(fitted.error(*run), rel=0.005), each
+
+
+def test_the_page_has_the_table_of_shapes():
+    assert all(f"| {' | '.join(row)} |" in PAGE for row in scaling_law.shapes_by_budget(LAW))
+
+
+def test_the_page_has_the_tasks_of_the_runs():
+    page = " ".join(PAGE.split())
+    found = {(line["name"], line["run"]["budget"]): line["result"] for line in scaling_law.lines()}
+    runs = [("2 layers of 64", 30), ("2 layers of 128", 30), ("2 layers of 128", 90), ("4 layers of 128", 90)]
+    small, wider, longer, deeper = (f"{score(found[name, tflop * TFLOP]):.1f}" for name, tflop in runs)
+    assert f"2 layers of 64 with 30 TFLOP have a mean of {small}, and 2 of 128 have {wider}" in page
+    assert f"With 90, 2 of 128 have {longer}, 4 of 128 have {deeper}" in page
+
+
+def test_variants_of_a_setting_are_not_its_seeds():
+    drawn = scaling_law.tasks()
+    assert [len(scores) for scores in drawn["2 layers of 64"].values()] == [1]
+    assert len(drawn["modern"][60.0]) == len(drawn["BertForMaskedLM"][60.0]) == 2
+
+
+def test_the_page_has_the_tables_of_arithmetic():
+    assert [table for table in scale.tables() if table not in PAGE] == []
 
 
 @pytest.mark.parametrize("preset", scale.MODELS)

@@ -109,21 +109,16 @@ class KernelCheck:
         calls = {key: each.calls for (key, name), each in self.records.items() if name == CALLS}
         whole = {}
         for backend in candidates:
-            found = {key: self.records.get((key, backend)) for key in keys}
-            if all(each is not None and each.is_right for each in found.values()):
-                times = {key: each.milliseconds or 0.0 for key, each in found.items() if each is not None}
-                whole[backend] = Record("", backend, sum(time * calls.get(key, 1) for key, time in times.items()))
+            found = {key: self.records[key, backend] for key in keys if (key, backend) in self.records}
+            if len(found) == len(keys) and all(each.is_right for each in found.values()):
+                times = ((each.milliseconds or 0.0) * calls.get(key, 1) for key, each in found.items())
+                whole[backend] = Record("", backend, sum(times))
         return _fastest(whole)
 
     @property
     def execution(self) -> str | None:
         """The fastest right execution of whole steps."""
         return _fastest({name: each for name, each in self.of(STEP).items() if not name.endswith(BY_KERNELS)})
-
-    @property
-    def digest(self) -> str:
-        """A name for the identity."""
-        return hashlib.sha256(json.dumps(dict(self.identity)).encode()).hexdigest()[:16]
 
     def lines(self, when: str) -> Iterator[str]:
         """Yields a summary, and a warning per problem."""
@@ -389,7 +384,7 @@ def settle_kernels(
             config = config.override({"model.attention": _without_kernels(available_attention(config, device))[0]})
         return config, {"*": REFERENCE} | given, []
     check = KernelCheck(identity_of(config, device, world_size))
-    cache = cache_folder() / f"{check.digest}.json"
+    cache = cache_folder() / f"{_digest(dict(check.identity))}.json"
     if not (folder and check.read(folder / FILE)) and not is_fresh:
         check.read(cache)
     known, start = list(check.answered), time.perf_counter()
@@ -506,8 +501,12 @@ def identity_of(config: Config, device: torch.device, world_size: int = 1) -> di
         "triton": version_or_none("triton"),
         "precision": config.train.precision,
         "rows": rows_per_micro_batch(config.train, world_size),
-        "shapes": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        "shapes": _digest(shapes),
     }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def agree_on_kernels(
