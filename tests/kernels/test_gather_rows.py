@@ -35,6 +35,7 @@ def test_equals_indexing(num_rows, width, num_gathered, dtype):
         assert ((gradient.double() - expected).abs() <= 8 * torch.finfo(dtype).eps * magnitude).all()
 
 
+@pytest.mark.slow
 def test_registered_for_autograd_and_compilation():
     x, index = torch.randn(7, 4, device=DEVICE, requires_grad=True), torch.tensor([3, 0, 3], device=DEVICE)
     torch.library.opcheck(gather_rows, (x, index))

@@ -36,7 +36,15 @@ def config(tiny_corpus):
 MORE = {"electra": {"objective.temperature": "1.5", "objective.disallow_correct": "true"}}
 
 
-@pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "two-stage"])  # which has those of the others
+# The one on two stages has those of the others.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "electra" else pytest.mark.slow)
+        for name in DIFFERENT
+        if name != "two-stage"
+    ],
+)
 def test_equals_the_references(tiny_corpus, config, name):
     check(tiny_corpus, config.override(DIFFERENT[name] | MORE.get(name, {})))
 
