@@ -202,7 +202,7 @@ def test_it_computes_in_fp64(runs, validation_corpus):
         assert (sample_softmax(logits, slot, torch.tensor([9, 0])) == expected).all()
 
 
-@pytest.mark.parametrize("source", ["modern", "unigram"])
+@pytest.mark.parametrize("source", [pytest.param("modern", marks=pytest.mark.slow), "unigram"])
 def test_samples_depend_on_neither_ranks_nor_threads(source, runs, validation_corpus):
     corpus = ef.Corpus(validation_corpus)
     corruptor = (

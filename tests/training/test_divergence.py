@@ -128,7 +128,7 @@ def test_rates_above_the_rule_are_lowered_to_it(tmp_path):
     assert "--optimizer.learning_rate 0.00025 or" in said
 
 
-@pytest.mark.parametrize(("rate", "ends"), [("0.03", False), ("5", True)])
+@pytest.mark.parametrize(("rate", "ends"), [pytest.param("0.03", False, marks=pytest.mark.slow), ("5", True)])
 def test_first_steps_without_a_warmup_may_explode(validation_corpus, tmp_path, rate, ends):
     """Adam without bias correction overshoots, and comes back; what is saved before that is no good checkpoint."""
     changes = {"optimizer.learning_rate": rate, "optimizer.warmup_steps": "0", "train.steps": "120"}

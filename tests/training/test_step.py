@@ -176,8 +176,14 @@ def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_
     assert totals[0] == totals[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "electra"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "all-tokens-mlm" else pytest.mark.slow)
+        for name in DIFFERENT
+        if name != "electra"
+    ],
+)
 def test_compiles_without_a_break(tiny_corpus, config, monkeypatch, name):
     """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
     torch.compiler.reset()  # other tests compile the same function
