@@ -11,6 +11,7 @@ use super::batch_loader::Loader;
 use super::tests::named;
 use crate::format::testing::{HEADER_BYTES, forge, rewrite_manifest, write_corpus};
 use crate::format::{Corpus, MANIFEST, Manifest, Shard, hash_hex, verify};
+use crate::store::test_server::TestServer;
 
 /// Seven documents, one with a blank line and one with a long line, in two shards.
 fn small_corpus() -> tempfile::TempDir {
@@ -216,6 +217,10 @@ fn damage_under_valid_checksums_is_found() {
         let (read, found) = (read_all(dir.path()), complaints(dir.path()));
         assert!(found.len() == 1 && read.len() == if lines { 2 } else { 5 }, "{read:?} {found:?}");
         assert!(read.iter().chain(&found).all(|error| error.contains(message)), "{read:?} {found:?}");
+        let server = TestServer::start(dir.path());
+        let remote = read_all(Path::new(&server.url));
+        let is_named = |error: &String| error.starts_with(&server.url) && error.contains(message);
+        assert!(remote.len() == read.len() && remote.iter().all(is_named), "{remote:?}");
     }
 }
 

@@ -171,9 +171,9 @@ fn words_of(batch: &TextBatch, characters: &Characters) -> Result<Levels> {
 mod tests {
     use super::*;
 
-    fn count(documents: &[String], sample: Option<u64>, threads: usize) -> WordCounts {
+    fn count(documents: &[String], sample: Option<u64>, seed: u64, threads: usize) -> WordCounts {
         let options =
-            VocabOptions { lowercase: true, strip_accents: true, sample, seed: 5, ..Default::default() };
+            VocabOptions { lowercase: true, strip_accents: true, sample, seed, ..Default::default() };
         let source = TextSource::Documents(Box::new(documents.iter().cloned().map(Ok)));
         WordCounts::of(source, &VocabOptions { threads: Some(threads), ..options }, &mut |_| true).unwrap()
     }
@@ -182,7 +182,7 @@ mod tests {
     fn text_without_blanks_is_counted_to_the_last_word() {
         let long = "x".repeat(1 << 20);
         let text = format!("{}{long}。{long}日{long}", "日本人です、Été。".repeat(40_000));
-        let found = count(&[text], None, 2).words;
+        let found = count(&[text], None, 5, 2).words;
         for (word, more) in [("日", 1), ("本", 0), ("人", 0), ("てす", 0), ("、", 0), ("ete", 0), ("。", 1)]
         {
             assert_eq!(found.get(word), Some(&(40_000 + more)), "{word}");
@@ -191,18 +191,19 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_does_not_depend_on_the_threads() {
+    fn a_sample_depends_on_the_seed_and_not_on_the_threads() {
         let documents: Vec<String> =
             (0..20_000).map(|n| format!("word{} every and word{}", n % 977, n % 31)).collect();
-        let first = count(&documents, Some(100_000), 1);
+        let first = count(&documents, Some(100_000), 5, 1);
         assert!((50_000..=100_000).contains(&first.sampled.bytes), "{:?}", first.sampled);
         let sampled = first.words["every"];
         assert!((2_000..6_000).contains(&sampled), "{sampled}");
         for threads in [2, 5] {
-            let again = count(&documents, Some(100_000), threads);
+            let again = count(&documents, Some(100_000), 5, threads);
             assert_eq!((again.words, again.sampled), (first.words.clone(), first.sampled));
         }
-        assert_eq!(count(&documents, None, 3).words["every"], 20_000);
+        assert_ne!(count(&documents, Some(100_000), 6, 1).words, first.words);
+        assert_eq!(count(&documents, None, 5, 3).words["every"], 20_000);
     }
 
     #[test]
