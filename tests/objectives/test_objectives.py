@@ -39,6 +39,8 @@ def test_an_objective_keeps_its_contract(name):
     for role, network in networks.items():
         assert all(hasattr(model, at) for at in network.heads) and f"{role}_head" in network.heads
         assert all(objective.describe(role))
+    has_option = objective.name == "electra" and not model.config.objective.corrective_weight
+    assert objective.could_have("corrective_head") == has_option
     stages, num_steps = objective.stages(), model.config.train.steps
     assert stages[0].first_step == 0 and sum(stage.num_steps for stage in stages) == num_steps
     assert objective.stage(0) == stages[0] and objective.stage(num_steps - 1) == stages[-1]
