@@ -115,7 +115,6 @@ def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None
 
 
 def sample_warnings(texts: Iterable[str], tokenizer: _data.Tokenizer) -> Iterator[str]:
-    """Yields a line for each way in which much of a sample is lost."""
     words = Counter(word for text in texts for word in WORD.findall(text.lower()))
     yield from _dropped_accents(words, tokenizer)
     yield from _decomposed(words, tokenizer)
@@ -179,7 +178,6 @@ def _merged(words: Counter[str], spelled: dict[str, list[str]], dropped: dict[st
 
 
 def _frequent(forms: Counter[str]) -> list[tuple[str, int]]:
-    """The spellings other than rare variants of the most frequent one."""
     [(_, most), *_] = ordered = forms.most_common()
     return [(word, count) for word, count in ordered if count > 1 and count >= FREQUENT * most]
 

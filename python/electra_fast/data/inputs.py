@@ -120,7 +120,6 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _abbreviated(value: object) -> str:
-    """A value on one line, truncated, with its type."""
     text = " ".join(repr(value).split())
     return f"{text[:40] + '…' if len(text) > 40 else text} ({type(value).__name__})"
 
@@ -156,7 +155,6 @@ def passed_over_warning(report: Mapping[str, Any]) -> str | None:
 
 
 def skipped_lines(count: int, first: Iterable[tuple[str, int, str]], list_file: str | None) -> str:
-    """A warning with the number of bad records, and the first of them, one per line."""
     more = f"; all of them are in {list_file}" if list_file else ""
     lines = [f"warning: {count:,} bad records were skipped{more}"]
     return "\n".join([*lines, *(f"  {file}:{line}: {reason}" for file, line, reason in first)])

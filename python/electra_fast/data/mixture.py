@@ -45,7 +45,6 @@ def absolute(corpora: Corpora) -> str | list[str] | dict[str, float]:
 
 
 def missing_folder(corpora: Corpora) -> str | None:
-    """The first folder that does not exist, URLs aside."""
     folders = (folder for folder, _ in weighted_folders(corpora))
     return next((folder for folder in folders if _data.url_of(folder) is None and not Path(folder).exists()), None)
 

@@ -27,7 +27,6 @@ class PairTemplate:
 
     @property
     def num_special(self) -> int:
-        """Special tokens of a pair."""
         return self.num_separators + 2
 
     def parts(self, cls: Any, sep: Any) -> tuple[Parts, Parts]:

@@ -96,7 +96,6 @@ def _run_tasks(
 
 
 def _tasks(groups: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
-    """The numbers of consecutive input groups of up to `TASK_BYTES` together."""
     task: list[int] = []
     size = 0
     for number, num_bytes in groups:

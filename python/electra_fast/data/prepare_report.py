@@ -162,7 +162,6 @@ def words_counted(
 
 
 def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason: str | None) -> Iterator[str]:
-    """Yields the lines of the result of `prepare`: what was written, left out, and is still missing."""
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
     if report.skipped_splits:
         skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"

@@ -195,7 +195,6 @@ class Rules:
         return number
 
     def bert_case(self) -> Case | None:
-        """BERT's rules with these settings, if it has them."""
         splits = self.splitter.get("type") == "BertPreTokenizer" and self.has_usual_pieces
         if self.normalizer.get("type") != "BertNormalizer" or not splits or not self.normalizer["clean_text"]:
             return None
@@ -363,7 +362,6 @@ class Folder:
             )
 
     def add_tokens(self, rules: Rules) -> list[Object]:
-        """The tokens that the files add, after adding them to `rules`."""
         wanted, new = self._added_tokens(), []
         decoder = "added_tokens_decoder" in self.config
         self._check_named(rules)
@@ -460,7 +458,6 @@ def _added_token(token: Any, special: bool) -> Object | None:
 
 
 def _object(path: str) -> Object:
-    """The object in a file; an empty one if there is no such file."""
     if not os.path.exists(path):
         return {}
     found = read_object(Path(path))
