@@ -13,6 +13,8 @@ from in_process import run
 
 from electra_fast.errors import Interrupted
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SHORT = """
 import sys
 import electra_fast.demo as module

@@ -267,11 +267,6 @@ for word in sys.argv[2:]:
 """,
     # what it would download is there
     "hf": "#!/bin/sh\n",
-    # one task, after its options
-    "srun": """#!/bin/bash
-while [[ $1 == -* ]]; do shift; done
-exec "$@"
-""",
     # one task of the array after another
     "sbatch": """#!/bin/bash -eu
 range=$(sed -n 's/^#SBATCH --array=//p' "$1")
