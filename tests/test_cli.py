@@ -161,7 +161,10 @@ def odd(folder):
     return odd
 
 
-@pytest.mark.parametrize("command", [*LINES.keys() - {"doctor"}, pytest.param("doctor", marks=pytest.mark.slow)])
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "command", [*sorted(LINES.keys() - {"doctor"}), pytest.param("doctor", marks=pytest.mark.slow)]
+)
 def test_lines_are_lines_and_what_is_in_them_stays_in_them(command, odd):
     assert {*LINES, "finetune", "demo", "reproduce"} == build_parser().commands.keys()
     words, num_lines = LINES[command]

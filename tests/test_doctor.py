@@ -15,6 +15,7 @@ from electra_fast.model.compute import choose_device
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
 
+@pytest.mark.process
 def test_one_screen(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "--preset", "tiny"]) == 0
@@ -26,6 +27,7 @@ def test_one_screen(tmp_path, monkeypatch, capsys):
     assert any("prepare" in line and "loader" in line and "M tokens/s" in line for line in lines)
 
 
+@pytest.mark.process
 def test_problems_are_said_with_remedies(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -41,6 +43,7 @@ def test_problems_are_said_with_remedies(tmp_path, monkeypatch, capsys):
     assert cache.startswith(f"{tmp_path}/file/electra-fast: ") and cache.endswith("to a folder that can be written")
 
 
+@pytest.mark.process
 def test_kernels_are_a_table(tiny_corpus, tmp_path, monkeypatch):
     """By the interpreter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -68,6 +68,7 @@ def batches(corpus, **options):
     return [content(batch) for batch in ef.BatchLoader(corpus, **arguments)]
 
 
+@pytest.mark.process
 def test_a_corpus_in_a_bucket_is_the_one_on_disk(local, remote):
     ours, theirs = ef.Corpus(local), ef.Corpus(remote)
     assert (len(ours), ours.num_tokens, ours.content_hash) == (len(theirs), theirs.num_tokens, theirs.content_hash)

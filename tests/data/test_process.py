@@ -90,6 +90,7 @@ def hashes(loader, count=None):
     return [hashlib.sha256(b"".join(column.tobytes() for column in batch)).hexdigest() for batch in flat]
 
 
+@pytest.mark.process
 def test_a_forked_child_continues_like_its_parent(loader):
     def work():
         return loader.state(), loader.num_rows, hashes(loader, 3), in_child(lambda: hashes(loader))
@@ -100,6 +101,7 @@ def test_a_forked_child_continues_like_its_parent(loader):
     assert rest == hashes(loader)
 
 
+@pytest.mark.process
 def test_a_child_restores_and_drops_what_it_inherits(loader):
     start = loader.state()
     expected = hashes(loader, 2)
@@ -117,6 +119,7 @@ def test_a_child_restores_and_drops_what_it_inherits(loader):
     assert in_child(unused.clear) is None
 
 
+@pytest.mark.process
 def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
     loader = BatchLoader(corpus, sequence_length=64, batch_size=23, num_threads=2)
     going = threading.Event()
@@ -143,6 +146,7 @@ def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
         assert line == "23 rows" or line.endswith("is unknown here; open a BatchLoader in this process"), line
 
 
+@pytest.mark.process
 def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     opened = Corpus(corpus)
     tokenizer = Tokenizer.of(opened)
@@ -159,6 +163,7 @@ def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     assert work() == in_child(work)
 
 
+@pytest.mark.process
 def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus, tmp_path):
     opened, text = Corpus(corpus), tmp_path / "other.txt"
     loader = BatchLoader(corpus, sequence_length=64, batch_size=8)

@@ -107,6 +107,7 @@ def has_ended(process, seconds=20.0):
     return False
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
     ("recipe", "generator", "num_processes", "accumulate"), [("google", "unigram", 2, 1), ("modern", "model", 3, 2)]
@@ -166,6 +167,7 @@ def test_a_worker_multiplies_as_its_run(monkeypatch):
     assert used == ["bf16"]
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("two_cores", "own_processor")
 def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
     """A run of two stages, against the same by one process, and resumed after the switch."""
@@ -186,6 +188,7 @@ def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_
     assert not workers_of(os.getpid())
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("two_cores", "hostile_folder")
 def test_an_error_in_a_worker_is_raised(tiny_corpus):
     step, rows = make_step(configured(tiny_corpus), 2), next(batches(tiny_corpus))
@@ -197,6 +200,7 @@ def test_an_error_in_a_worker_is_raised(tiny_corpus):
     assert torch.get_num_threads() == 2 and not workers_of(os.getpid())
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("two_cores")
 def test_a_killed_worker_ends_the_run_with_a_remedy(tiny_corpus):
     step, loader = make_step(configured(tiny_corpus), 2), batches(tiny_corpus)
@@ -246,6 +250,7 @@ def test_a_suspended_worker_is_named_and_a_signal_ends_the_run(started):
     assert "Traceback" not in run.said() and "run again to resume from the last one" in run.said().splitlines()[-1]
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("two_cores")
 def test_a_suspended_worker_takes_no_batch_however_large(tiny_corpus, monkeypatch):
     """It would block the run where it sends, until the worker goes on."""
@@ -287,6 +292,7 @@ print(first, min(faults() for _ in range(4)))  # the heap grows at first
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="settings of glibc")
 def test_memory_that_a_step_frees_stays_with_the_process(tmp_path):
     """In a process of its own, since the setting lasts."""

@@ -260,6 +260,7 @@ def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_pa
         assert settle_kernels(config, CPU, folder)[1] == kernels
 
 
+@pytest.mark.process
 def test_a_check_is_kept_for_other_runs_of_the_same_card_and_shapes(tiny_corpus, tmp_path, cache, monkeypatch):
     config = small_config(tiny_corpus, **{"model.attention": "auto"})
     settled, kernels, lines = settle_kernels(config, CPU, tmp_path / "run")
@@ -286,6 +287,7 @@ def test_an_attention_backend_that_was_asked_for_and_is_wrong_is_refused(tiny_co
 BUSY = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -335,6 +337,7 @@ def test_what_is_known_is_kept_when_the_check_ends_early(lost, tiny_corpus, tmp_
     assert check.read(next(cache.glob("*"))) and check.answered == ["attention: sdpa"]
 
 
+@pytest.mark.process
 def test_a_stop_ends_the_check_and_records_nothing(tiny_corpus, tmp_path, cache, faults):
     faults(layer_norm="hang")
     with stop_requests() as stop, pytest.raises(Interrupted, match="interrupted while kernels were checked"):

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-MAX_PROCESSES = 400
+MAX_PROCESSES = 100
 # Fixtures that start one, whichever test is the first to use them.
-FIXTURES = {"server", "exact_run"}
+FIXTURES = {"server", "exact_run", "s3"}
 EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 BEFORE = pytest.StashKey[int]()
 

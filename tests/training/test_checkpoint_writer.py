@@ -323,6 +323,7 @@ def test_a_write_whose_trace_an_interrupt_has_lost_keeps_its_buffers(tmp_path, g
     assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (2, 3)] == [2, 3]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["next step", "same step"])
 def test_a_kill_at_any_write_point_leaves_the_old_or_the_new_checkpoint(killed, name):
     values = []

@@ -185,6 +185,7 @@ def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
     checkpoint_folder.verify(checkpoint_folder.path_of(tmp_path / "run", step))
 
 
+@pytest.mark.process
 def test_other_commands_say_what_is_kept(tmp_path):
     os.mkfifo(tmp_path / "text.txt")  # nobody writes: the command waits
     command = [sys.executable, "-m", "electra_fast", "vocab", str(tmp_path / "text.txt"), "--out", str(tmp_path / "v")]

@@ -62,6 +62,7 @@ def trial_of(config, seconds=0.5):
     return Trial(settled, "cpu", 2, seconds, None, 10**9, 10**8, False)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available() or not Path("/proc/self/smaps_rollup").exists(), reason="a CPU's memory")
 def test_dry_run_measures_and_shows_the_first_batch(tiny_corpus, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -133,6 +133,7 @@ def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpu
     assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout")
 
 
+@pytest.mark.process
 def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("electra_fast.training.parallel_step.choose_num_processes", lambda *_: 2)
     size = Corpus(validation_corpus).vocab_size + 6

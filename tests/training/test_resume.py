@@ -242,6 +242,7 @@ sys.exit(99 if "torch" in sys.modules else set(codes) != {2})
 """
 
 
+@pytest.mark.process
 def test_mistakes_are_found_before_torch_is_imported(run):
     messages = {
         ("--optimizer.learning_rate", "1"): "allow-changes",
