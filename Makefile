@@ -59,7 +59,7 @@ help:
 	@echo "make test   build the wheel, install it in an empty environment, run the checks and each behaviour's test there"
 	@echo "make test-all  make test, and the slow tests: pages, examples, other libraries, stores, faults of ranks, fuzzers"
 	@echo "make dev    an environment with this source tree, to edit and run: ./.venv"
-	@echo "make check  after an edit: lint, Rust's unit tests, the tests that start no process, from ./.venv"
+	@echo "make check  after an edit: lint, Rust's unit tests, the tests that start no process and train no run, from ./.venv"
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make docs   the documentation's site, with its reference pages written anew: ./site"
 	@echo "make wheel  the release wheel: ./dist"
@@ -82,7 +82,7 @@ check: dev
 	cargo fmt --all --check
 	.venv/bin/mypy --strict --cache-dir $(CACHE)/$(TREE)/mypy
 	cargo test $(TIMEOUT) --release --locked --workspace --lib --quiet
-	.venv/bin/pytest --quiet $(WORKERS) -m 'not slow and not process' $(PYTEST)
+	.venv/bin/pytest --quiet $(WORKERS) -m 'not slow and not process and not long' $(PYTEST)
 
 test: lint bytecode test-rust
 	$(call pytest,not slow)

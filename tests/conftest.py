@@ -44,11 +44,13 @@ pytest_plugins = ("child_processes",)
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 600
 NUM_TOPICS = 40
-# Files of more than a minute, longest first: begun last, one of them would leave the other workers idle.
-LONG_FILES = (
-    *("test_documents.py", "test_ranks.py", "test_prepare_to_store.py", "test_reproduction.py", "test_mirror.py"),
-    *("test_demo.py", "test_step_processes.py", "test_examples.py", "test_kernel_choice.py", "test_loggers.py"),
-)
+# Files that train whole runs, longest first: begun last, one of them would leave the other workers idle. `make check`
+# leaves them out.
+LONG_FILES = """
+documents ranks prepare_to_store mirror demo reproduction kernels examples finetuning learning step_processes
+golden_losses selection finetuning_hardware step classifier_folder pretrain stall step_by_kernels resume generator_head
+memory export step_on_fake_cuda finetuning_reference divergence settings graphs model_by_kernels loss_scaling
+""".split()
 
 
 def pytest_configure() -> None:
@@ -60,8 +62,11 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves long files to the front: several workers take files in this order, each file whole (`--dist loadfile`)."""
-    order = {name: position for position, name in enumerate(LONG_FILES)}
+    order = {f"test_{name}.py": position for position, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    for item in items:
+        if item.path.name in order:
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session", autouse=True)
