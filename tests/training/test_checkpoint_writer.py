@@ -341,6 +341,7 @@ def test_a_kill_at_any_write_point_leaves_the_old_or_the_new_checkpoint(killed, 
     assert len(values) > 20  # four files, half-written, synced, renamed; the old ones removed
 
 
+@pytest.mark.process
 def test_an_interrupted_process_exits_after_its_write(killed):
     assert [entry.name for entry in (killed / "interrupted/checkpoints").iterdir()] == ["step-2"]
     assert saved_value(killed / "interrupted/checkpoints/step-2") == 2
