@@ -58,7 +58,7 @@ class GraphRunner(Generic[T]):
     def __init__(self, device: torch.device, captures: bool) -> None:
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+            self.stream = torch.cuda.Stream(device)
         self.captures: list[Preparation] = []
         self.captures_graphs = captures and device.type == "cuda"
         self._reason = ""

@@ -275,7 +275,7 @@ class Checker:
             start = time.perf_counter()
             call.run()
             return 1e3 * (time.perf_counter() - start)
-        run, stream = call.run, torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's own
+        run, stream = call.run, torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -289,7 +289,7 @@ class Checker:
                 if must_capture and self.request.config.train.execution != "eager":
                     raise
                 torch.cuda.synchronize(self.device)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             times: list[float] = []
             for _ in range(7):
                 begin.record(stream)

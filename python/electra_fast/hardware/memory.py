@@ -43,11 +43,11 @@ _SHARE = 0.9
 _GIB = 1 << 30
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make within the context: `now`, and the `peak`."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        super().__init__()
         self.now = self.peak = 0
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in given}
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}

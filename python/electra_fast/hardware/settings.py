@@ -286,7 +286,7 @@ def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
     def run_pass(precision: str) -> None:
         compute = choose_compute(config.override({"train.precision": precision}), CPU)
         output = stage.objective.forward(model, MicroBatch(batch, compute, key, denominators))
-        output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        output.loss.backward()
         model.zero_grad()
 
     return run_pass

@@ -153,7 +153,7 @@ class Backward(GradientComputation):
             for part in self._own_parts[group]:
                 key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
                 output = self._forward(self.model, MicroBatch(batches[part], self.compute, key, denominators))
-                output.loss.backward(self.loss_scale)  # type: ignore[no-untyped-call]  # torch's own
+                output.loss.backward(self.loss_scale)
                 totals.append(output.totals)
         return totals
 
@@ -229,7 +229,7 @@ class TrainStep(ABC):
         """The present, in seconds on a CPU; on a GPU an event after what has been launched."""
         if self.graphs.stream is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event = torch.cuda.Event(enable_timing=True)
         event.record(self.graphs.stream)
         return event
 

@@ -81,7 +81,7 @@ class TaskBackward(GradientComputation):
         with self._casts.current():
             losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
             loss = (losses * batch.weights).sum()
-            loss.backward(self.loss_scale)  # type: ignore[no-untyped-call]  # torch's own
+            loss.backward(self.loss_scale)
         return [{"loss": loss.detach()}]
 
 
