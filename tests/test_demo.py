@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 SHORT = """
 import sys
-import electra_fast.demo as module
+import electra_fast.demonstration as module
 from electra_fast.cli import main
 config = module.demo_config().replace({"train": {"steps": 500}})
 module.demo_config = lambda: config
@@ -82,7 +82,7 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
 
 
 def test_resumes_with_a_vocabulary_that_has_no_tokenizer_json_yet(tmp_path, monkeypatch, capfd):
-    import electra_fast.demo as module
+    import electra_fast.demonstration as module
 
     def interrupted(*_, **__):
         raise Interrupted(signal.SIGTERM)

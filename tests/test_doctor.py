@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from electra_fast import doctor
+from electra_fast.training import doctor
 from electra_fast.cli import main
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus

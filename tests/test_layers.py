@@ -27,7 +27,7 @@ PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
     {"__init__"},
-    {"demo", "doctor", "reproduction", "run_report"},
+    {"demonstration", "reproduction", "run_report"},
     {"finetuning"},
     {"training"},
     {"hardware"},
@@ -42,6 +42,7 @@ PACKAGE_LAYERS = [
     {"card"},
     {"progress", "interruption", "child_process"},
     {"files"},
+    {"results"},
     {"errors", "messages"},
 ]
 # Who may import the Rust extension, to use it or to report its version.
@@ -61,24 +62,24 @@ CRATE_USES = {
 # Most lines of a folder, Python and Rust. One option in, one option out: raise a number only in a commit that says for
 # which user, and lower it when something goes.
 LINES = {
-    "python/electra_fast/cli": 950,
-    "python/electra_fast/config": 1_300,
+    "python/electra_fast/cli": 1_300,
+    "python/electra_fast/config": 1_400,
     "python/electra_fast/data": 2_650,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,
-    "python/electra_fast/finetuning": 12_250,
+    "python/electra_fast/finetuning": 12_500,
     "python/electra_fast/hardware": 2_000,
-    "python/electra_fast/huggingface": 2_550,
+    "python/electra_fast/huggingface": 2_700,
     "python/electra_fast/model": 1_500,
     "python/electra_fast/objectives": 1_000,
     "python/electra_fast/ops": 1_750,
     "python/electra_fast/optimizers": 950,
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
-    "python/electra_fast/training": 4_950,
-    "python/electra_fast": 35_700,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast/training": 5_300,
+    "python/electra_fast": 36_700,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 30_600,
+    "tests": 31_000,
     "bench": 4_500,
     "crates": 23_500,
 }

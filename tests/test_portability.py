@@ -44,7 +44,8 @@ os.stat = lambda path, *rest, **named: refuse("open", [path]) or stat(path, *res
 # Commands, one after the other in one process. Optional packages of others do not survive the simulation.
 PROGRAM = """
 import json, sys
-from electra_fast import cli, doctor
+from electra_fast import cli
+from electra_fast.training import doctor
 
 doctor.EXTRAS = {}
 for command in json.loads(sys.argv[1]):

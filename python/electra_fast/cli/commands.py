@@ -27,6 +27,7 @@ from electra_fast.config.section import did_you_mean, format_value, nearest, tak
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, escape_unencodable, quietly, say, show
+from electra_fast.results import table_lines
 
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
@@ -126,7 +127,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
-    show([json.dumps(dict(report))] if as_json else _report_lines(report))
+    show([json.dumps(dict(report))] if as_json else table_lines(report))
 
 
 def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -135,25 +136,9 @@ def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if report["unigram_auc"] is not None and "corruption" not in report:
         auc, length = rest.pop("unigram_auc"), rest.pop("unigram_sequence_length")
         yield f"Comparable between models (replacements by frequency, rows of {length} tokens):"
-        yield from _report_lines({"unigram_auc": auc}, "  ")
+        yield from table_lines({"unigram_auc": auc}, "  ")
         yield "Not comparable between models (replacements by each model's own generator):"
-    yield from _report_lines(rest, "  ")
-
-
-def _report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    width = max(map(len, report))
-    for name, value in report.items():
-        if isinstance(value, Mapping) and any(isinstance(each, Mapping) for each in value.values()):
-            yield f"{indent}{name}"
-            yield from _report_lines(value, indent + "  ")
-        elif isinstance(value, Mapping):
-            yield f"{indent}{name:<{width}}  " + "  ".join(f"{key} {_number(each)}" for key, each in value.items())
-        else:
-            yield f"{indent}{name:<{width}}  {_number(value)}"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    yield from table_lines(rest, "  ")
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -223,7 +208,7 @@ READING = ("text_field", "documents", "invalid_utf8", "format", "skip_bad_record
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from electra_fast.demo import demo
+    from electra_fast.demonstration import demo
 
     demo(options.out)
 
@@ -290,7 +275,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     defaults = build_parser().commands["evaluate"]  # left out, since a kind of model refuses options of the other
     given = {name: value for name, value in _named(options, *names).items() if value != defaults.get_default(name)}
     report = evaluate(options.source, _corpora(options.data), **given)
-    lines = _evaluation_lines(report) if "unigram_auc" in report else _report_lines(report["scores"])
+    lines = _evaluation_lines(report) if "unigram_auc" in report else table_lines(report["scores"])
     show([json.dumps(report)] if options.json else lines)
     if options.out is not None:
         say(f"{options.out / 'report.md'}: {report['examples']:,} examples")
@@ -387,7 +372,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from electra_fast.doctor import doctor, report_lines
+    from electra_fast.training.doctor import doctor, report_lines
 
     say("doctor: examining this machine; with a GPU, this takes a minute or two")
     report = doctor(_config(options))

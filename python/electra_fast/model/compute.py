@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,8 +51,23 @@ def use_compute(compute: ComputeConfig) -> Iterator[None]:
         yield
 
 
-def choose_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def choose_device(name: str = AUTO) -> torch.device:
+    """Returns the device of a name: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`, which becomes current.
+
+    Raises ValueError for another name, or if the device is not there.
+    """
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise InputError(f"device = {name!r}: must be auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if (num_devices := torch.cuda.device_count()) <= (device.index or 0) or not torch.cuda.is_available():
+            seen = f"has {num_devices} GPUs" if num_devices else "has no GPU that torch can use; doctor says why"
+            raise InputError(f"device = {name!r}: this machine {seen}; leave it out, or give cpu")
+        if device.index is not None:
+            torch.cuda.set_device(device)  # Triton's kernels run on the current one
+    return device
 
 
 def choose_compute(config: Config, device: torch.device) -> ComputeConfig:

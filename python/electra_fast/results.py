@@ -1,0 +1,70 @@
+"""`Result`: what the public functions return, printed as their command prints it."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from electra_fast.messages import printable
+
+
+class Result(Mapping[str, Any]):
+    """A dataclass whose fields are also items: `result.steps` is `result["steps"]`.
+
+    `print(result)` and a notebook show what the command prints, `result.to_json()` is what it prints with `--json`.
+    Subclasses are decorated with `@dataclass(frozen=True, eq=False, repr=False)`, so that a result equals the
+    dictionary of its fields.
+    """
+
+    def lines(self) -> Iterator[str]:
+        """Yields what the command prints: a line per field."""
+        return table_lines(self)
+
+    def to_json(self) -> str:
+        """Returns one JSON object."""
+        return json.dumps(self, default=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.lines()))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        return [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # subclasses are dataclasses
+
+
+def table_lines(table: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yields a line per entry, names aligned; tables within it follow their name, indented."""
+    width = max(map(len, table), default=0)
+    for name, value in table.items():
+        if isinstance(value, Mapping) and any(isinstance(each, Mapping) for each in value.values()):
+            yield f"{indent}{name}"
+            yield from table_lines(value, indent + "  ")
+        elif isinstance(value, Mapping):
+            yield f"{indent}{name:<{width}}  " + "  ".join(f"{key} {_number(each)}" for key, each in value.items())
+        else:
+            yield f"{indent}{name:<{width}}  {_number(value)}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
