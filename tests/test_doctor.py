@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from electra_fast.training import doctor
 from electra_fast.cli import main
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.hardware import kernel_choice
 from electra_fast.model.compute import choose_device
+from electra_fast.training import doctor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
