@@ -27,7 +27,7 @@ LOG_EVERY = 20
 def train(preset: str, corpus: Path, out: Path, steps: int, kernels: str) -> list[dict[str, Any]]:
     keys = {"kernels": kernels, "steps": steps, "log_every": LOG_EVERY if steps > LOG_EVERY else 4}
     flags = [word for name, value in keys.items() for word in (f"--train.{name}", str(value))]
-    command = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", preset, "--data", str(corpus)]
+    command = [sys.executable, "-m", "electra_fast", "pretrain", str(corpus), "--preset", preset]
     subprocess.run([*command, "--out", str(out), "--optimizer.warmup_steps", "4", *flags], check=True)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

@@ -25,7 +25,7 @@ fi
 electra-fast prepare "$texts" --vocab "$out/run" --out "$out/shards" --holdout 0.02
 
 # The settings are in OUT/run/config.toml; `import` has printed why. For more than 20 M tokens: --train.steps 5000.
-electra-fast pretrain --data "$out/shards" --out "$out/run" "$@"
+electra-fast pretrain "$out/shards" --out "$out/run" "$@"
 electra-fast export "$out/run" --out "$out/model"
 
 # Whether it was worth it, only a task can tell: the encoder as it came, and as it is now.

@@ -44,7 +44,7 @@ srun --kill-on-bad-exit=0 --wait=60 torchrun \
     --rdzv-backend=c10d \
     --rdzv-endpoint="$(hostname):$((20000 + SLURM_JOB_ID % 40000))" \
     --rdzv-id="$SLURM_JOB_ID" \
-    -m electra_fast pretrain --data "$corpus" --out "$run" "$@" &
+    -m electra_fast pretrain "$corpus" --out "$run" "$@" &
 srun=$!
 wait "$srun"
 code=$?

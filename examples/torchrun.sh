@@ -37,4 +37,4 @@ exec torchrun \
     --rdzv-id=electra-fast \
     --max-restarts=3 \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 \
-    -m electra_fast pretrain --data "$corpus" --out "$run" "$@"
+    -m electra_fast pretrain "$corpus" --out "$run" "$@"

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     steps = [
         ("vocab", folder / "text.txt", "--out", folder / "vocab.txt", "--size", 200),
         ("prepare", folder / "text.txt", "--vocab", folder / "vocab.txt", "--out", folder / "shards", "--holdout", 0.1),
-        ("pretrain", "--preset", "tiny", "--data", folder / "shards", "--out", folder / "run", "--train.steps", 3,
+        ("pretrain", folder / "shards", "--preset", "tiny", "--out", folder / "run", "--train.steps", 3,
          "--train.log_every=1", "--train.batch_size", 4, "--data.sequence_length", 32),
         ("export", folder / "run", "--out", folder / "export"),
         ("import", folder / "export", "--out", folder / "imported"),
@@ -140,14 +140,14 @@ LINES = {
     "prepare": (("prepare", "text.txt", "--vocab", "vocab.txt", "--out", "again"), 3),
     "inspect": (("inspect", "shards"), 20),
     "verify": (("verify", "shards"), 3),
-    "pretrain": (("pretrain", "--dry-run", "--preset", "tiny", "--data", "shards", "--train.batch_size", 4), 100),
+    "pretrain": (("pretrain", "shards", "--dry-run", "--preset", "tiny", "--train.batch_size", 4), 100),
     "evaluate": (("evaluate", "run", "--data", "shards", "--batches", 1), 10),
     "predict": (("predict", "run", "text.txt", "--task", "errors", "--text", "text"), 400),
     "export": (("export", "run", "--out", "other"), 1),
     "import": (("import", "model/encoder", "--generator", "small", "--out", "adapted"), 5),
-    "flops": (("flops", "run/config.toml"), 10),
-    "plan": (("plan", "run/config.toml", "--data", "shards", "--tokens-per-second", "1k"), 8),
-    "doctor": (("doctor", "run/config.toml"), 8),
+    "flops": (("flops", "--config", "run/config.toml"), 10),
+    "plan": (("plan", "shards", "--config", "run/config.toml", "--tokens-per-second", "1k"), 8),
+    "doctor": (("doctor", "--config", "run/config.toml"), 8),
     "report": (("report", "run", "--out", "report.html"), 1),
 }
 
@@ -194,16 +194,16 @@ def test_a_run_goes_on_by_its_own_configuration_and_an_imported_one_by_flags(fol
     assert "step 3 of 3: finished" in done.stderr
     refused = fails("pretrain", "--out", folder / "run", "--train.batch_size", 8)
     assert "was started with train.batch_size = 4, now it is 8" in refused and "--allow-changes" in refused
-    imported = ("pretrain", "--out", folder / "imported", "--data", folder / "shards")
+    imported = ("pretrain", folder / "shards", "--out", folder / "imported")
     done = run(*imported, "--train.steps", 2, "--train.batch_size", 4)
     assert done.returncode == 0, done.stderr
     assert (folder / "imported/checkpoints/step-2").is_dir()
 
 
 def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
-    data = ("--data", "shards", "--preset", "tiny", "--train.steps", 1, "--train.batch_size", 4)
+    data = ("shards", "--preset", "tiny", "--train.steps", 1, "--train.batch_size", 4)
     monkeypatch.chdir(folder)
-    started = run("pretrain", "--out", tmp_path / "run", *data)
+    started = run("pretrain", *data, "--out", tmp_path / "run")
     assert started.returncode == 0, started.stderr
     assert "starts; 1 steps, " in started.stderr
     monkeypatch.chdir(tmp_path)
@@ -213,16 +213,16 @@ def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
     saved = tmp_path / "run/config.toml"
     saved.write_text(saved.read_text().replace(str(folder / "shards"), "moved"))
     said = fails("pretrain", "--out", tmp_path / "run")
-    assert f'{saved}: data.corpus = "moved": no such folder; give its new location with --data DIR' in said
-    assert run("pretrain", "--out", tmp_path / "run", "--data", folder / "shards").returncode == 0
+    assert f'{saved}: data.corpus = "moved": no such folder; give its new location: electra-fast pretrain DIR' in said
+    assert run("pretrain", folder / "shards", "--out", tmp_path / "run").returncode == 0
 
 
 def test_a_run_without_its_configuration(folder, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
     saved = tmp_path / "run/config.toml"
     saved.unlink()
-    for options in ((), ("--preset", "tiny", "--data", folder / "shards")):
-        said = fails("pretrain", "--out", tmp_path / "run", *options)
+    for options in ((), (folder / "shards", "--preset", "tiny")):
+        said = fails("pretrain", *options, "--out", tmp_path / "run")
         assert f"{saved}: missing, though there are checkpoints; copy {tmp_path / 'run/checkpoints/step-3'}" in said
     done = run("export", tmp_path / "run", "--out", tmp_path / "export")  # the checkpoint has its own
     assert done.returncode == 0, done.stderr
@@ -273,7 +273,7 @@ def test_help_states_the_default_of_every_option(command):
 
 
 def test_quiet_keeps_results_warnings_and_errors(folder, tmp_path, monkeypatch):
-    start = ("--data", folder / "shards", "--preset", "tiny", "--train.batch_size", 4, "--train.log_every", 1)
+    start = (folder / "shards", "--preset", "tiny", "--train.batch_size", 4, "--train.log_every", 1)
     for words, out in ((("-q", "pretrain"), "first"), (("pretrain", "--quiet"), "second")):
         done = run(*words, *start, "--train.steps", 3, "--optimizer.warmup_steps", 100, "--out", tmp_path / out)
         said = done.stderr.splitlines()
@@ -281,7 +281,7 @@ def test_quiet_keeps_results_warnings_and_errors(folder, tmp_path, monkeypatch):
         assert all(line.startswith("warning: ") for line in said) and any(
             "the model has learned" in line for line in said
         )
-    assert "no such" in fails("--quiet", "flops", tmp_path / "none.toml")
+    assert "no such" in fails("--quiet", "flops", "--config", tmp_path / "none.toml")
     loud = ("flops", "--objective.name", "two-stage")
     assert run("-q", *loud).stderr == "" != run(*loud).stderr  # the environment is as before
     assert run("-q", *loud).stdout == run(*loud).stdout != ""
@@ -317,7 +317,7 @@ def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
     data = ("--vocab", folder / "vocab.txt", "--out", tmp_path / "shards")
     assert run("prepare", folder / "text.txt", *data).returncode == 0
     size = ("--train.steps", 2, "--train.batch_size", 4)
-    done = run("pretrain", "--preset", "tiny", "--data", tmp_path / "shards", "--out", tmp_path / "run", *size)
+    done = run("pretrain", tmp_path / "shards", "--preset", "tiny", "--out", tmp_path / "run", *size)
     assert done.returncode == 0, done.stderr
     done = run("evaluate", tmp_path / "run", "--data", tmp_path / "shards", "--json")
     assert json.loads(done.stdout)["tokens"] > 0
@@ -327,7 +327,7 @@ def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
 def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
     shards = shutil.copytree(folder / "shards", tmp_path / "shards")
     size = ("--train.steps", 2, "--train.batch_size", 4)
-    assert run("pretrain", "--preset", "tiny", "--data", shards, "--out", tmp_path / "run", *size).returncode == 0
+    assert run("pretrain", shards, "--preset", "tiny", "--out", tmp_path / "run", *size).returncode == 0
     for source in ("run", "run/checkpoints/step-2"):
         own, named = (run("evaluate", tmp_path / source, *data, "--json") for data in ((), ("--data", shards)))
         assert own.stdout == named.stdout != "" and named.stderr == ""
@@ -340,7 +340,7 @@ def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
     assert f"run: {shards} has changed since" in fails("evaluate", tmp_path / "run")
 
 
-DATA = "pretrain --preset tiny --data {folder}/shards --out {folder}/none"
+DATA = "pretrain {folder}/shards --preset tiny --out {folder}/none"
 MISTAKES = {
     f"{DATA} --train.stepz 3": "did you mean train.steps?",
     f"{DATA} --train.steps many": "must be an integer",
@@ -362,17 +362,18 @@ MISTAKES = {
     "vocab x.txt --sample 1.5GB --size 1e3": "x.txt: not found",
     "verify {folder}/shards --steps 8": "unrecognized arguments: --steps 8; see",
     "pretrain --preset smal": "did you mean small?",
-    "pretrain config.toml other.toml": "unrecognized arguments: other.toml",
-    "pretrain {tmp}/none.toml": "no such configuration",
-    "pretrain --preset tiny --out {tmp}/run": "--data",
-    "pretrain --preset tiny --data {tmp} --out {tmp}/run": "manifest.json",
+    "pretrain config.toml": "config.toml: a configuration is given with --config",
+    "flops run/config.toml": "run/config.toml; a configuration is given with --config",
+    "pretrain --config {tmp}/none.toml": "no such configuration",
+    "pretrain --preset tiny --out {tmp}/run": "needs a corpus",
+    "pretrain {tmp} --preset tiny --out {tmp}/run": "manifest.json",
     "evaluate {tmp}/nothing --data {folder}/shards": "{tmp}/nothing",
     "prepare {tmp}/*.txt --vocab {folder}/vocab.txt --out {tmp}/s": "No file",
     "prepare x.txt --out y": "required: --vocab",
-    "pretrain {tmp}/c.toml": "c.toml: train.steps = 'ten' must be an integer",
+    "pretrain --config {tmp}/c.toml": "c.toml: train.steps = 'ten' must be an integer",
     "qqq": "qqq: no such command; --help lists them",
     "--train.steps 3": "required: COMMAND",
-    **{f"pretrain {{tmp}}/run.{end}": "configurations are TOML" for end in ("yaml", "YML", "json", "cfg")},
+    **{f"pretrain --config {{tmp}}/run.{end}": "configurations are TOML" for end in ("yaml", "YML", "json", "cfg")},
 }
 
 

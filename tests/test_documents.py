@@ -44,12 +44,12 @@ NOT_RUN = {"the tests have no access to PyTorch's index"}
 # What makes blocks a matter of seconds; each text is in some block.
 SMALLER = {
     "electra_fast pretrain ": "electra_fast pretrain --train.steps 12 --train.batch_size 2 ",
-    "pretrain --data s3": "pretrain --preset tiny --data s3",
+    "pretrain s3": "pretrain --preset tiny s3",
     "electra-fast pretrain ": "electra-fast pretrain --train.steps 12 --train.batch_size 2 ",
     "--preset small": "--preset tiny",
     "--preset mini": "--preset tiny",
     'preset = "mini"': 'preset = "tiny"',
-    "--preset base --data": "--preset tiny --data",
+    "--preset base --out": "--preset tiny --out",
     "--train.steps 5000": "--train.steps 12",
     "--train.steps 110k": "--train.steps 16",
     "--train.steps 2000": "--train.steps 12",

@@ -46,7 +46,7 @@ with own.with_suffix(".jsonl").open("a") as file:
     print(json.dumps([sys.argv[1:], dict(os.environ)]), file=file)
 sys.exit(int(os.environ.get("FAKE_" + own.name.upper(), "0")))
 """
-PRETRAIN = ["pretrain", "--data", "/a corpus", "--out", "/a run", "--preset", "small", "--train.steps", "7"]
+PRETRAIN = ["pretrain", "/a corpus", "--out", "/a run", "--preset", "small", "--train.steps", "7"]
 ARGUMENTS = ["/a corpus", "/a run", *PRETRAIN[5:]]
 
 

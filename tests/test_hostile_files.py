@@ -129,7 +129,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.process
 def test_sizes_beyond_memory_are_one_line(tiny_corpus, tmp_path):
-    command = [sys.executable, "-c", TOO_LARGE, "pretrain", "--preset", "tiny", "--data", tiny_corpus]
+    command = [sys.executable, "-c", TOO_LARGE, "pretrain", tiny_corpus, "--preset", "tiny"]
     command += ["--out", tmp_path / "run", "--model.hidden_size", "8192"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     *_, last = found.stderr.splitlines()

@@ -45,7 +45,7 @@ def test_a_long_error_keeps_both_its_ends(length):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["pretrain", HOSTILE + "\nelectra-fast: done.toml"],
+        ["pretrain", "--config", HOSTILE + "\nelectra-fast: done.toml"],
         ["finetune", "--task", HOSTILE, "--model", "m", "--out", "o"],
         ["pretrain", "--" + HOSTILE],
         ["verify", "\n" + HOSTILE],

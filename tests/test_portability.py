@@ -58,7 +58,7 @@ def test_from_text_to_predictions(tmp_path, tiny_text, tiny_vocab):
     text.write_text("\n\n".join(tiny_text))
     sst2, tasks = write_sst2(tmp_path / "SST-2"), tmp_path / "tasks"
     model = tasks / "sst2/seed-0/model"
-    settings = ["--preset", "tiny", "--data", shards, "--train.steps", "8", "--train.batch_size", "8"]
+    settings = [shards, "--preset", "tiny", "--train.steps", "8", "--train.batch_size", "8"]
     overrides = [word for name, value in QUICK.items() for word in (f"--{name}", value)]
     commands = [
         ["prepare", text, "--vocab", tiny_vocab, "--out", shards, "--holdout", "0.1"],

@@ -232,8 +232,7 @@ def test_a_wrong_mixture_is_one_line_and_exit_code_2(folders, tiny_text, tmp_pat
         ef.prepare(iter(tiny_text[:5]), vocab=str(tmp_path / "vocab.txt"), out=foreign, progress=False)
         capsys.readouterr()
     monkeypatch.chdir(folders)
-    flags = [word for entry in data for word in ("--data", entry)]
-    assert main(["pretrain", "--preset", "tiny", *flags, "--out", str(tmp_path / "run")]) == 2
+    assert main(["pretrain", *data, "--preset", "tiny", "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("electra-fast: error: ") and said.count("\n") == 1
     assert message in said.replace(f"{folders}/", "")

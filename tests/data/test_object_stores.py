@@ -111,7 +111,7 @@ def losses(folder):
 @pytest.mark.slow
 def test_training_and_evaluation_read_from_a_bucket(local, remote, tmp_path):
     for name, data in (("disk", str(local)), ("bucket", remote)):
-        done = run(*PRETRAIN, "--data", data, "--out", tmp_path / name)
+        done = run(*PRETRAIN, data, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "bucket") == losses(tmp_path / "disk")
     evaluated = run("evaluate", tmp_path / "bucket", "--data", remote, "--json")
@@ -297,7 +297,7 @@ def test_missing_credentials_are_one_line(remote, monkeypatch):
 def test_a_small_cache_is_refused(remote, tmp_path):
     with pytest.raises(InputError, match=r"cache_bytes = 1000: 3 shuffle windows of s3://.* need \d+; give at least"):
         ef.BatchLoader(remote, sequence_length=64, batch_size=8, cache_bytes=1000)
-    done = run(*PRETRAIN, "--data", remote, "--out", tmp_path / "run", "--data.cache_bytes", "1000")
+    done = run(*PRETRAIN, remote, "--out", tmp_path / "run", "--data.cache_bytes", "1000")
     assert done.returncode == 2 and "give at least" in done.stderr.splitlines()[-1]
 
 

@@ -139,8 +139,8 @@ COMMANDS = {
     "prepare --out": ["prepare", "TEXT", "--vocab", "VOCAB", "--out", "URL"],
     "prepare --vocab": ["prepare", "TEXT", "--vocab", "URL", "--out", "OUT"],
     "vocab": ["vocab", "URL", "--out", "OUT"],
-    "pretrain": ["pretrain", "--preset", "tiny", "--data", "URL", "--out", "OUT"],
-    "a mixture": ["pretrain", "--preset", "tiny", "--data", "CORPUS:0.5", "--data", "URL:0.5", "--out", "OUT"],
+    "pretrain": ["pretrain", "URL", "--preset", "tiny", "--out", "OUT"],
+    "a mixture": ["pretrain", "CORPUS:0.5", "URL:0.5", "--preset", "tiny", "--out", "OUT"],
     "evaluate": ["evaluate", "RUN", "--data", "URL"],
 }
 

@@ -78,7 +78,7 @@ def test_a_full_disk_at_any_moment_is_named_and_a_new_run_starts_afterwards(vali
     for number in range(1, 9):
         calls = iter(range(1, 1000))
         monkeypatch.setattr(os, "fsync", lambda file, at=number, n=calls: full() if next(n) == at else original(file))
-        done = run("pretrain", *SMALL, "--data", corpus, "--out", out)
+        done = run("pretrain", corpus, *SMALL, "--out", out)
         if done.returncode == 0:
             break
         num_refused += 1

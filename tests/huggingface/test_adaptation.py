@@ -207,7 +207,7 @@ def test_an_encoder_is_adapted_from_the_command_line(
     for command in (
         ("import", model, "--generator", "small", "--out", tmp_path / "run"),
         ("prepare", tmp_path / "text.txt", "--vocab", tmp_path / "run", "--out", tmp_path / "shards"),
-        ("pretrain", "--out", tmp_path / "run", "--data", tmp_path / "shards", *fast),
+        ("pretrain", tmp_path / "shards", "--out", tmp_path / "run", *fast),
         ("export", tmp_path / "run", "--out", tmp_path / "out"),
     ):
         done = run(*command)

@@ -27,7 +27,7 @@ SMALL = ("--data.sequence_length", "16", "--train.batch_size", "4", "--train.mat
 def arguments(corpus, glue, out, experiment="tying", budget="9e9", **options):
     flags = {"--preset": "tiny", "--recipe": "modern", "--budget": budget, "--seeds": 1, "--task": "sst2,mrpc"}
     words = [str(word) for pair in (flags | options).items() if pair[1] is not None for word in pair]
-    paths = ["--data", str(corpus), "--tasks", str(glue), "--out", str(out)]
+    paths = [str(corpus), "--glue", str(glue), "--out", str(out)]
     return ["reproduce", experiment, *paths, *SMALL, *QUICK, *words]
 
 

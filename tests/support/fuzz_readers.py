@@ -93,10 +93,10 @@ def make_targets(root: Path) -> Iterator[Target]:
     yield Target("corpus, verify", corpus, ("verify", "{folder}"), specials=True)
     settings = TINY | {"train.steps": "3", "train.checkpoint_every": "1", "data.sequence_length": "16"}
     pretrain = ("pretrain", "--preset", "tiny", *tiny_reading.flags(settings))
-    yield Target("corpus, pretrain", corpus, (*pretrain, "--data", "{folder}", "--out", "{out}"), specials=True)
+    yield Target("corpus, pretrain", corpus, (*pretrain, "{folder}", "--out", "{out}"), specials=True)
 
     run = root / "run"
-    _call([*pretrain, "--data", str(corpus), "--out", str(run)])
+    _call([*pretrain, str(corpus), "--out", str(run)])
     resume = ("pretrain", "--out", "{folder}", "--train.steps", "4")
     yield Target("checkpoint, resume", run, resume, "checkpoints/step-3/*", _reseal_checkpoints)
     export = ("export", "{folder}", "--out", "{out}")

@@ -43,7 +43,7 @@ def tiny_config(recipe="google", **changes):
 
 def command(corpora, out, recipe="google", **changes):
     """The command of a run on a corpus, or on a list of them."""
-    data = [word for each in (corpora if isinstance(corpora, list) else [corpora]) for word in ("--data", str(each))]
+    data = [str(each) for each in (corpora if isinstance(corpora, list) else [corpora])]
     flags = [word for name, value in (TINY | changes).items() for word in (f"--{name}", value)]
     start = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", "tiny", "--recipe", recipe]
     return [*start, *data, "--out", str(out), *flags]

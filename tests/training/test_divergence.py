@@ -102,14 +102,14 @@ def test_a_run_that_explodes_keeps_its_checkpoints_and_can_go_back(whole_run, va
     out = shutil.copytree(whole_run, tmp_path / "run")
     before = {path.name for path in (out / "checkpoints").iterdir()}
     flags = [f"--{name}={value}" for name, value in (TINY | DIVERGES).items()]
-    command = ["pretrain", "--preset", "tiny", "--recipe", "google", "--data", validation_corpus, "--out", out, *flags]
+    command = ["pretrain", validation_corpus, "--preset", "tiny", "--recipe", "google", "--out", out, *flags]
     for _ in range(2):  # and however often it is repeated
         done = cli(*command, "--allow-changes")
         assert done.returncode == 2 and {path.name for path in (out / "checkpoints").iterdir()} == before
     (said,) = [line for line in done.stderr.splitlines() if "error" in line]
     loss = min(line["loss"] for line in lines(out, "evaluations.jsonl"))
     assert "the loss rose to" in said and f"step-24 is the best checkpoint (validation loss {loss:.4g})" in said
-    assert f"electra-fast pretrain --out {out} --from step-24 --optimizer.learning_rate 0.001" in said
+    assert f"electra-fast pretrain --out {out} --from-step 24 --optimizer.learning_rate 0.001" in said
     words = said.split("electra-fast ")[-1].split()
     done = cli(*words)
     assert done.returncode == 0 and "finished" in done.stderr
@@ -160,7 +160,7 @@ class TestGoingBack:
         assert cli("pretrain", "--out", out, *flags, "--allow-changes").returncode == 0
         assert checkpoint_folder.steps(out) == [21, 24, 27] and (out / "changes.jsonl").read_text()
         again = ("pretrain", "--out", out, "--train.steps", 24)
-        done = cli(*again, "--from", "step-21", "--train.max_minutes", 1e-9)
+        done = cli(*again, "--from-step", "step-21", "--train.max_minutes", 1e-9)
         assert done.returncode == 75 and "checkpoint written at step 22 of 24" in done.stderr
         assert "step-27: renamed to left-step-27" in done.stderr
         assert cli(*again, "--train.max_minutes", 0).returncode == 0
@@ -168,7 +168,7 @@ class TestGoingBack:
         assert (out / "changes.jsonl").read_text() == "" and checkpoint_folder.steps(out) == [21, 22, 24]
 
     def test_other_keys_are_changes_like_any_other(self, out):
-        other = ("pretrain", "--out", out, "--from", "21", "--optimizer.beta1", 0.5)
+        other = ("pretrain", "--out", out, "--from-step", "21", "--optimizer.beta1", 0.5)
         before = sorted(out.rglob("*"))
         done = cli(*other)
         assert done.returncode == 2 and "optimizer.beta1 = 0.9, now it is 0.5" in done.stderr
@@ -181,7 +181,7 @@ class TestGoingBack:
         for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
             with monkeypatch.context() as patch:
                 patch.setenv(variable, "1")
-                assert cli("pretrain", "--out", out, "--from", "step-3").returncode == 0
+                assert cli("pretrain", "--out", out, "--from-step", "step-3").returncode == 0
         assert checkpoint_folder.steps(out) == [21, 24]
 
     def test_what_is_not_there_is_refused(self, out, validation_corpus, tmp_path):
@@ -189,7 +189,7 @@ class TestGoingBack:
             ("step-20", "no checkpoint step-20 here; it has step-21, step-24"),
             ("best", "'best' is"),
         ):
-            done = cli("pretrain", "--out", out, "--from", flag)
+            done = cli("pretrain", "--out", out, "--from-step", flag)
             assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
         with pytest.raises(FileNotFoundError, match="no checkpoint step-3 here; it has none"):
             pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "new", from_step=3)

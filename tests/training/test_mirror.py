@@ -65,7 +65,7 @@ def fetch(url, folder):
 def test_a_run_resumes_on_an_empty_machine_to_the_bit(whole_run, validation_corpus, tmp_path, url, capsys):
     assert train(validation_corpus, tmp_path / "run", url, stop_at=4) == 5
     shutil.rmtree(tmp_path / "run")
-    arguments = ("--data", validation_corpus, "--out", tmp_path / "run", "--train.mirror", url)
+    arguments = (validation_corpus, "--out", tmp_path / "run", "--train.mirror", url)
     found = electra_fast("pretrain", *arguments)  # the mirror has the configuration
     assert found.returncode == 0 and f"{url}: downloaded step-5\n" in found.stderr, found.stderr
     assert_same_run(tmp_path / "run", whole_run)

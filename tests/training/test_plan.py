@@ -45,7 +45,7 @@ def test_counts_are_those_of_the_run(whole_run, validation_corpus):
 def test_the_first_steps_are_measured(tiny_corpus, monkeypatch, capsys):
     seconds = []
     monkeypatch.setattr(planning, "measure", lambda config: seconds.append(config) or trial_of(config))
-    assert cli.main(["plan", "--preset", "tiny", "--data", str(tiny_corpus), "--json"]) == 0
+    assert cli.main(["plan", str(tiny_corpus), "--preset", "tiny", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_per_second"] == 64 * 32 / 0.5
     memory = found["memory"]
@@ -66,7 +66,7 @@ def trial_of(config, seconds=0.5):
 @pytest.mark.skipif(torch.cuda.is_available() or not Path("/proc/self/smaps_rollup").exists(), reason="a CPU's memory")
 def test_dry_run_measures_and_shows_the_first_batch(tiny_corpus, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    command = ["pretrain", "--preset", "tiny", "--data", str(tiny_corpus), "--train.precision", "fp32", "--dry-run"]
+    command = ["pretrain", str(tiny_corpus), "--preset", "tiny", "--train.precision", "fp32", "--dry-run"]
     assert cli.main([*command, "--out", "run"]) == 0
     out = capfd.readouterr().out
     for part in ("[optimizer]", "muon_learning_rate = 0.0112", "tokens/s, measured on this cpu", "row 1:", "[MASK]("):

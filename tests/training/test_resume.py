@@ -248,7 +248,7 @@ def test_mistakes_are_found_before_torch_is_imported(run):
         ("--optimizer.learning_rate", "1"): "allow-changes",
         ("--train.stepz", "1"): "did you mean train.steps?",
         ("--train.steps", "3"): "is at step 24 already",
-        ("--data", "nowhere"): "nowhere: not found",
+        ("nowhere",): "nowhere: not found",
     }
     commands = [["pretrain", "--out", str(run), *change] for change in messages]
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)]
@@ -261,15 +261,15 @@ def test_mistakes_are_found_before_torch_is_imported(run):
 def test_a_run_keeps_its_recipe_where_a_command_without_one_means_another(run, validation_corpus, tmp_path):
     """The fixture's run is of recipe `google`."""
     keys = TINY | {"train.steps": str(STEPS + 2)}
-    flags = ["--data", validation_corpus, "--out", run, *(f"--{name}={value}" for name, value in keys.items())]
-    remedy = r'resume with --out alone, or with --recipe google \(recipe = "google" in CONFIG.toml\)'
+    flags = [validation_corpus, "--out", run, *(f"--{name}={value}" for name, value in keys.items())]
+    remedy = r'resume with --out alone, or with --recipe google \(recipe = "google" in the file\)'
     for more in ([], ["--allow-changes"]):
         done = in_process.run("pretrain", "--preset", "tiny", *more, *flags)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert re.search(rf"started with model.architecture = 'bert', now it is 'modern', .*{remedy}", done.stderr)
     (tmp_path / "own.toml").write_text('preset = "tiny"\nrecipe = "google"\n')
     copies = [shutil.copytree(run, tmp_path / name) for name in "abc"]
-    starts = (["--preset", "tiny", "--recipe", "google", *flags], [tmp_path / "own.toml", *flags])
+    starts = (["--preset", "tiny", "--recipe", "google", *flags], ["--config", tmp_path / "own.toml", *flags])
     for copy, start in zip(copies, (*starts, ["--train.steps", STEPS + 2]), strict=True):
         done = in_process.run("pretrain", *start, "--out", copy)
         assert done.returncode == 0 and f"resumes at step {STEPS} of {STEPS + 2}" in done.stderr

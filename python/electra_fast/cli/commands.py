@@ -156,7 +156,7 @@ def _config(options: argparse.Namespace) -> Config:
             return mirrored
     if options.config is not None:
         if options.preset or options.recipe:
-            raise InputError("give CONFIG.toml or --preset, not both (the file itself may set `preset` and `recipe`)")
+            raise InputError("give --config or --preset, not both (the file itself may set `preset` and `recipe`)")
         return Config.load(options.config, options.overrides)
     objective = options.overrides.get("objective.name", "electra")
     preset = Config.preset(options.preset or DEFAULT_PRESET, options.recipe or DEFAULT_RECIPE, objective)
@@ -188,16 +188,17 @@ def _require_corpus(options: argparse.Namespace, config: Config) -> None:
     """Raises FileNotFoundError, naming the configuration file, if the corpus that it names is missing."""
     from electra_fast.data.mixture import missing_folder
 
-    named_here = options.data is not None or "data.corpus" in options.overrides
+    named_here = bool(options.corpora) or "data.corpus" in options.overrides
     if options.config and not named_here and (missing := missing_folder(config.data.corpus)):
         raise FileNotFoundError(
-            f'{options.config}: data.corpus = "{missing}": no such folder; give its new location with --data DIR'
+            f'{options.config}: data.corpus = "{missing}": no such folder; give its new location: '
+            f"electra-fast {options.command} DIR"
         )
 
 
 def _corpora(folders: list[str] | None) -> str | list[str] | None:
-    """Returns the folders given with --data; a single one may contain colons."""
-    return folders[0] if folders and len(folders) == 1 else folders
+    """Returns the given folders, None for none; a single one may contain colons."""
+    return folders[0] if folders and len(folders) == 1 else folders or None
 
 
 def _named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def _pretrain(options: argparse.Namespace) -> int:
         options.from_step = None
     config = _config(options)
     _require_corpus(options, config)
-    data = _corpora(options.data)
+    data = _corpora(options.corpora)
     if options.dry_run:
         from electra_fast.training.plan import dry_run
 
@@ -295,7 +296,7 @@ def _import(options: argparse.Namespace) -> None:
     import_folder(options.directory, options.out, generator=options.generator)
     say(
         f"{options.out}: a run at step 0 with a new learning-rate schedule and no optimizer state; "
-        f"train it with `electra-fast pretrain --out {options.out} --data DIR`"
+        f"train it with `electra-fast pretrain CORPUS --out {options.out}`"
     )
 
 
@@ -341,10 +342,10 @@ def _reproduce(options: argparse.Namespace) -> None:
     from electra_fast.reproduction.reproduce import reproduce
 
     names = (
-        *("data", "tasks", "out", "preset", "recipe", "budget", "minutes", "seeds", "task"),
+        *("glue", "out", "preset", "recipe", "budget", "minutes", "seeds", "task"),
         *("finetune_seeds", "corrupted_by", "overrides"),
     )
-    results = reproduce(options.experiment, **_named(options, *names))
+    results = reproduce(options.experiment, options.corpus, **_named(options, *names))
     show([json.dumps(results)] if options.json else (options.out / "table.md").read_text(encoding="utf-8").split("\n"))
 
 
@@ -366,7 +367,7 @@ def _plan(options: argparse.Namespace) -> None:
         _require_corpus(options, config)
     elif options.config or options.preset or options.recipe or options.overrides:
         raise InputError("--hours proposes a configuration and takes none; leave it out to plan one of your own")
-    data = _corpora(options.data)
+    data = _corpora(options.corpora)
     found = plan(config, data=data, **_named(options, "tokens_per_second", "hours", "gpu_memory", "gpus"))
     show([json.dumps(found)] if options.json else report_lines(found))
 

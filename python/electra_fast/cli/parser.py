@@ -30,6 +30,7 @@ CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
 # The default of columns where a fine-tuned model knows them.
 AS_TRAINED = "as in training"
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
+_CONFIG_HINT = "a configuration is given with --config"
 Arguments = argparse._ActionsContainer
 """A parser or a group of its arguments."""
 
@@ -49,6 +50,8 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in parser._actions for flag in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments") and message.endswith(".toml"):
+            message += f"; {_CONFIG_HINT}"
         raise InputError(f"{message}; see `{self.prog} --help`")
 
 
@@ -192,13 +195,13 @@ def _verify(sub: Parser) -> None:
 
 
 def _pretrain(sub: Parser) -> None:
-    _add_config(sub, "configuration (default: that of the run in --out, else of --preset)")
     _add_corpora(sub)
     _path(sub, "--out", "run folder (default: train.out of the configuration)")
+    _add_config(sub, "configuration (default: that of the run in --out, else of --preset)")
     _flag(sub, "--dry-run", "show the resolved configuration, the plan and the first batch; no run")
     _flag(sub, "--allow-changes", "resume with changed configuration keys")
     help = "go back to this checkpoint: renames later checkpoints, removes later log lines (default: the last one)"
-    _option(sub, "--from", None, help, "step-N", dest="from_step", type=_checkpoint_step)
+    _option(sub, "--from-step", None, help, "N", type=_checkpoint_step)
     sub.epilog = _key_help(Config())
 
 
@@ -311,15 +314,15 @@ def _predict(sub: Parser) -> None:
 
 def _reproduce(sub: Parser) -> None:
     _option(sub, "experiment", None, "objectives, generators, tying or sizes", "EXPERIMENT")
-    _path(sub, "--data", "corpus with a validation part (prepare --holdout)", required=True)
-    _path(sub, "--tasks", "folder of the GLUE tasks' folders", required=True)
+    _path(sub, "corpus", "corpus with a validation part (prepare --holdout)", "CORPUS")
+    _path(sub, "--glue", "folder of the GLUE tasks' folders", "DIR", required=True)
     _path(sub, "--out", "output folder for the table, the plot and all runs", required=True)
     _add_preset(sub, DEFAULT_PRESET, "google")
     _option(sub, "--budget", None, "true FLOPs of pre-training per run, e.g. 3e15", "FLOPS", type=number(float))
     help = "instead of --budget: about how long a run of the first row pre-trains on this machine"
     _option(sub, "--minutes", None, help, "M", type=number(float, "minutes"))
     _option(sub, "--seeds", 3, "runs per row, with seeds 0 to N-1", "N")
-    _option(sub, "--task", "glue", "tasks, as for finetune; glue: all in --tasks")
+    _option(sub, "--task", "glue", "tasks, as for finetune; glue: all in --glue")
     _option(sub, "--finetune-seeds", 1, "fine-tuning runs per task, of which the median counts", "N")
     _option(sub, "--corrupted-by", "unigram", "source of replacements in evaluation, as for evaluate", "FOLDER")
     _flag(sub, "--json", "print results.json")
@@ -358,10 +361,10 @@ def _flops(sub: Parser) -> None:
 
 
 def _plan(sub: Parser) -> None:
-    _add_config(sub, "configuration, such as RUN/config.toml, in place of --preset")
     _add_corpora(sub)
+    _add_config(sub, "configuration, such as RUN/config.toml, in place of --preset")
     speed = sub.add_mutually_exclusive_group()
-    help = "speed to assume, such as a GPU's elsewhere (default: measured here in seconds, which needs --data)"
+    help = "speed to assume, such as a GPU's elsewhere (default: measured here in seconds, on CORPUS)"
     _option(speed, "--tokens-per-second", None, help, "X", type=number(float))
     help = "propose preset and steps for this time on this machine and corpus"
     _option(speed, "--hours", None, help, "H", type=number(float))
@@ -412,10 +415,16 @@ def _add_json(sub: Parser) -> None:
 
 def _add_corpora(sub: Parser) -> None:
     help = (
-        "corpus; repeat to mix corpora, in proportion to WEIGHT or else to their tokens (default: data.corpus of the "
+        "corpus; several are mixed in proportion to WEIGHT or else to their tokens (default: data.corpus of the "
         "configuration)"
     )
-    _option(sub, "--data", None, help, "FOLDER[:WEIGHT]", action="append")
+    sub.add_argument("corpora", nargs="*", type=_corpus, metavar="CORPUS[:WEIGHT]", help=help)
+
+
+def _corpus(text: str) -> str:
+    if text.endswith((".toml", ".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(f"{text}: {_CONFIG_HINT}")
+    return text
 
 
 def _add_quiet(parser: Parser, default: Any) -> None:
@@ -446,7 +455,7 @@ def _add_inputs(sub: Parser) -> None:
 
 
 def _add_config(sub: Parser, meaning: str) -> None:
-    _path(sub, "config", meaning, "CONFIG.toml", nargs="?")
+    _path(sub, "--config", meaning, "FILE.toml")
     _add_preset(sub)
     sub.epilog = "and configuration keys, as --section.key value; `electra-fast pretrain --help` lists them"
 

@@ -191,7 +191,7 @@ class DataConfig(Section):
 
     corpus: str | list[str] | dict[str, float] = config_key(
         "",
-        'corpus folder (--data), or several to mix: ["FOLDER:WEIGHT", ...] or {FOLDER = WEIGHT, ...}',
+        'corpus folder, or several to mix: ["FOLDER:WEIGHT", ...] or {FOLDER = WEIGHT, ...}',
         takes_several=True,
     )
     sequence_length: int = config_key(128, "tokens per row, including [CLS] and [SEP]", low=8, high=32768)

@@ -64,9 +64,9 @@ class RunSettings:
 
 def reproduce(
     experiment: str,
+    corpus: str | Path,
     *,
-    data: str | Path,
-    tasks: str | Path,
+    glue: str | Path,
     out: str | Path,
     preset: str = "small",
     recipe: str = "google",
@@ -85,15 +85,15 @@ def reproduce(
 
     Args:
         experiment: `objectives`, `generators`, `tying` or `sizes`.
-        data: Corpus with a validation part (`prepare --holdout`).
-        tasks: Folder of the GLUE tasks' folders.
+        corpus: Folder of a corpus with a validation part (`prepare --holdout`).
+        glue: Folder of the GLUE tasks' folders.
         out: Output folder.
         preset: Size of the model.
         recipe: Recipe of pre-training.
         budget: True model FLOPs of a run's pre-training, which determine the steps of each row.
         minutes: Instead of `budget`: approximate duration of a pre-training of the first row on this machine.
         seeds: Runs per row: seeds 0 to `seeds - 1`.
-        task: Tasks as for `finetune`; `glue`: all in `tasks`.
+        task: Tasks as for `finetune`; `glue`: all in the folder `glue`.
         finetune_seeds: Fine-tuning runs per task of each run; their median is the score.
         corrupted_by: Corruptor for the evaluation of every row, as for `evaluate`.
         overrides: Configuration keys of pre-training, and of fine-tuning (`finetune.`).
@@ -109,24 +109,24 @@ def reproduce(
     # Scores are after the last step, as the paper's: the best of several would be flattered.
     finetuning = {"finetune.precision": common_precision(), "finetune.select": "last"}
     finetuning |= {name: value for name, value in keys.items() if name not in pretraining}
-    corpus = Corpus(data)
-    if corpus.holdout is None:
-        raise InputError(f"{data}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
-    all_tasks = read_tasks(task, Path(tasks), {}, {})
-    made = make_experiment(experiment, base_config(Config.preset(preset, recipe), corpus, pretraining), pretraining)
+    text = Corpus(corpus)
+    if text.holdout is None:
+        raise InputError(f"{corpus}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
+    all_tasks = read_tasks(task, Path(glue), {}, {})
+    made = make_experiment(experiment, base_config(Config.preset(preset, recipe), text, pretraining), pretraining)
     first = made.rows[0].config
     recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises if a key is wrong
     if budget is not None:
         row_configs(made, budget, pretraining)  # raises if it is too small
-    corruptor = _corruptor(corrupted_by, corpus, first.data.sequence_length)
+    corruptor = _corruptor(corrupted_by, text, first.data.sequence_length)
     sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
-    settings = RunSettings(Path(data), Path(tasks), list(sizes), finetune_seeds, finetuning, corruptor)
+    settings = RunSettings(Path(corpus), Path(glue), list(sizes), finetune_seeds, finetuning, corruptor)
     identity = {
         "experiment": experiment,
         "preset": preset,
         "recipe": recipe,
         "overrides": keys,
-        "corpus": corpus.content_hash,
+        "corpus": text.content_hash,
         "examples": sizes,
         "finetune_seeds": finetune_seeds,
         "corrupted_by": corruptor,

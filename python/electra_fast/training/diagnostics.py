@@ -71,7 +71,7 @@ def recovery_advice(run: Path, state: TrainState, config: Config) -> str:
         good = f"the best checkpoint ({state.best_by} loss {state.best_loss:.4g})"
     before = Config.load(checkpoint_folder.path_of(run, step) / "config.toml").optimizer
     rates = _lower(optimizer, before, usual)
-    command = f"electra-fast pretrain --out {run} --from step-{step} {rates} --allow-changes"
+    command = f"electra-fast pretrain --out {run} --from-step {step} {rates} --allow-changes"
     return f"step-{step} is {good}; go back to it with lower rates: {command}"
 
 

@@ -103,7 +103,7 @@ def plan(
         raise InputError(f"gpus = {gpus} must be at least 1, and needs gpu_memory")
     if hours is not None:
         if config is not None or tokens_per_second is not None or gpu_memory is not None or not data:
-            raise InputError("hours proposes a configuration for a corpus (--data), and takes no other option")
+            raise InputError("hours proposes a configuration for a corpus, and takes no other option")
         return _proposed(data, hours)
     if config is None:
         raise InputError("plan needs a configuration, or hours to propose one")
@@ -230,8 +230,7 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     folders = [data] if isinstance(data, (str, os.PathLike)) else list(data)
     if isinstance(data, Mapping):
         folders = [f"{folder}:{weight}" for folder, weight in data.items()]
-    words = ["electra-fast", "pretrain", "--preset", preset, "--recipe", DEFAULT_RECIPE]
-    words += [word for folder in folders for word in ("--data", str(folder))]
+    words = ["electra-fast", "pretrain", *map(str, folders), "--preset", preset, "--recipe", DEFAULT_RECIPE]
     words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     return report | {
         "proposal": {
@@ -256,7 +255,7 @@ def _fewest_tokens(preset: str) -> int:
 def dry_run(config: Config, data: Corpora | None) -> Iterator[str]:
     """Yields the resolved configuration, the plan, and rows of the first batch as text."""
     if not (data or config.data.corpus):
-        raise InputError("pretrain --dry-run needs a corpus (--data DIR, data.corpus)")
+        raise InputError("pretrain --dry-run needs a corpus (electra-fast pretrain CORPUS)")
     found = plan(config, data=data)
     yield from (*found["config"].rstrip().split("\n"), "")
     yield from report_lines(found)
@@ -329,7 +328,7 @@ def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
     checkpoint, all_of_them = (_bytes(found[name]) for name in ("checkpoint_bytes", "checkpoints_bytes"))
     yield f"disk            {checkpoint} per checkpoint, at most {all_of_them}"
     if found["seconds"] is None:
-        yield "time            unknown: give a corpus (--data) to measure it, or --tokens-per-second"
+        yield "time            unknown: give a corpus to measure it, or --tokens-per-second"
     else:
         machine = "this cpu" if found["device"] == "cpu" else "one GPU"
         where = f"measured on {machine} in {found['precision']}" if found["is_measured"] else "as given"

@@ -89,7 +89,7 @@ def pretrain(
     )
     if not config.data.corpus or not config.train.out:
         raise InputError(
-            "pretrain needs a corpus (--data DIR, data.corpus) and a folder for the run (--out, train.out)"
+            "pretrain needs a corpus (electra-fast pretrain CORPUS) and a folder for the run (--out, train.out)"
         )
     launch = Launch.from_environment()
     start = time.monotonic() - (launcher_seconds() if launch.attempt else 0.0)

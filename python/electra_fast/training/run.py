@@ -254,7 +254,7 @@ def _how_to_resume(name: str, directory: Path) -> str:
     presets = {each: Config.preset(DEFAULT_PRESET, each) for each in RECIPES}
     recipes = [each for each, config in presets.items() if config.value(name) == saved.value(name)]
     recipe = min(recipes, key=lambda each: len(presets[each].differences(saved)))
-    return f'resume with --out alone, or with --recipe {recipe} (recipe = "{recipe}" in CONFIG.toml)'
+    return f'resume with --out alone, or with --recipe {recipe} (recipe = "{recipe}" in the file)'
 
 
 def _since(recorded: Changes, changes: Changes) -> Changes:
