@@ -29,7 +29,7 @@ GROUPS = {
     "Text and corpora": "prepare train_vocab verify Corpus Tokenizer BatchLoader to_torch",
     "Pre-training": "Config pretrain plan evaluate report reproduce",
     "Models": "load export import_folder Electra",
-    "Fine-tuning and prediction": "finetune load_finetuned load_error_detector",
+    "Fine-tuning and prediction": "finetune load_finetuned detect load_error_detector",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining",
 }
 # What the functions return or call, of which there is more to say.

@@ -73,7 +73,7 @@ NAMES = "日本 é 😀 \x85"
 def test_any_encoding_of_the_terminal_gets_every_answer(whole_run, tmp_path, monkeypatch, encoding):
     """JSON is UTF-8 or ASCII; text that people read has Python's escapes for what the encoding lacks."""
     (tmp_path / "names.txt").write_text(f"{NAMES}\nnext\n", encoding="utf-8")
-    words = [str(each) for each in ("predict", whole_run, tmp_path / "names.txt", "--task", "errors")]
+    words = [str(each) for each in ("detect", whole_run, tmp_path / "names.txt")]
     streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
     assert main([*words, "--threshold", "0"]) == 0
@@ -134,7 +134,8 @@ def test_inspect_and_verify(folder):
 
 
 ODD = "odd\n\x1b[2J\u202e"
-# How each command prints lines, and how many at least; `finetune` is in test_messages, `demo` and `reproduce` are slow.
+# How each command prints lines, and how many at least; `finetune` is in test_messages, `predict` prints
+# as `detect` does, `demo` and `reproduce` are slow.
 LINES = {
     "vocab": (("vocab", "text.txt", "--out", "entries/vocab.txt", "--size", 150), 2),
     "prepare": (("prepare", "text.txt", "--vocab", "vocab.txt", "--out", "again"), 3),
@@ -142,7 +143,7 @@ LINES = {
     "verify": (("verify", "shards"), 3),
     "pretrain": (("pretrain", "shards", "--dry-run", "--preset", "tiny", "--train.batch_size", 4), 100),
     "evaluate": (("evaluate", "run", "--data", "shards", "--batches", 1), 10),
-    "predict": (("predict", "run", "text.txt", "--task", "errors", "--text", "text"), 400),
+    "detect": (("detect", "run", "text.txt", "--text", "text"), 400),
     "export": (("export", "run", "--out", "other"), 1),
     "import": (("import", "model/encoder", "--generator", "small", "--out", "adapted"), 5),
     "flops": (("flops", "--config", "run/config.toml"), 10),
@@ -166,7 +167,7 @@ def odd(folder):
     "command", [*sorted(LINES.keys() - {"doctor"}), pytest.param("doctor", marks=pytest.mark.slow)]
 )
 def test_lines_are_lines_and_what_is_in_them_stays_in_them(command, odd):
-    assert {*LINES, "finetune", "demo", "reproduce"} == build_parser().commands.keys()
+    assert {*LINES, "finetune", "predict", "demo", "reproduce"} == build_parser().commands.keys()
     words, num_lines = LINES[command]
     names = {each.name for each in odd.iterdir()} | {"again", "other", "adapted", "report.html"}
     done = run(*(odd / word if str(word).partition("/")[0] in names else word for word in words))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, train_vocab
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
-    from electra_fast.finetuning.error_detection import load_error_detector
+    from electra_fast.finetuning.error_detection import detect, load_error_detector
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.predict import evaluate, load_finetuned
     from electra_fast.huggingface.export import export, import_folder, load
@@ -35,7 +35,7 @@ _NAMES = {
     "data.loader": "BatchLoader to_torch",
     "data.prepare": "prepare train_vocab",
     "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
-    "finetuning.error_detection": "load_error_detector",
+    "finetuning.error_detection": "detect load_error_detector",
     "finetuning.finetune": "finetune",
     "finetuning.predict": "evaluate load_finetuned",
     "huggingface.export": "export import_folder load",
@@ -59,6 +59,7 @@ __all__ = [
     "Tokenizer",
     "TrainingFailed",
     "__version__",
+    "detect",
     "evaluate",
     "export",
     "finetune",

@@ -78,15 +78,14 @@ def test_a_model_of_another_task_is_named(trained, squad_folder, tmp_path):
     questions, lines = squad_folder / "dev-v1.1.json", tmp_path / "lines.txt"
     for task, name, file in (("squad2", "question-answering", lines), ("tagging", "tagging", questions)):
         model = trained(task, "bert", "google")[1] / task / "seed-0" / "model"
-        for more in ([], ["--task", "errors"]):
-            run = in_process.run("predict", model, file, *more)
-            assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
-            assert more or f"is for {name}" in run.stderr
+        for command, message in (("predict", f"is for {name}"), ("detect", "")):
+            run = in_process.run(command, model, file)
+            assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and message in run.stderr
 
 
 def test_errors_in_text_from_the_command_line(whole_run, tmp_path):
     (tmp_path / "lines.txt").write_text("A method of teh class.\n\nנame 😀\n")
-    command = ("predict", whole_run, tmp_path / "lines.txt", "--task", "errors")
+    command = ("detect", whole_run, tmp_path / "lines.txt")
     run = in_process.run(*command, "--threshold", "0")
     assert run.returncode == 0, run.stderr
     first, empty, last = (json.loads(line) for line in run.stdout.splitlines())

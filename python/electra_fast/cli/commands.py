@@ -352,10 +352,17 @@ def _reproduce(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.predict import predict_file
 
-    names = ("text", "quoting", "delimiter", "no_header", "format", "skip_bad_rows", "task", "precision")
+    names = ("text", "quoting", "delimiter", "no_header", "format", "skip_bad_rows", "precision", "device")
     optional = _named(options, "threshold", "top_k", "n_best", "null_threshold")
     given = {name: value for name, value in optional.items() if value is not None}
     predict_file(options.model, options.file, options.out, **_named(options, *names), **given)
+
+
+def _detect(options: argparse.Namespace) -> None:
+    from electra_fast.finetuning.error_detection import detect
+
+    names = ("out", "threshold", "text", "quoting", "delimiter", "no_header", "format", "skip_bad_rows")
+    detect(options.model, options.file, **_named(options, *names, "precision", "device"))
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -398,6 +405,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "evaluate": _evaluate,
     "finetune": _finetune,
     "predict": _predict,
+    "detect": _detect,
     "reproduce": _reproduce,
     "export": _export,
     "import": _import,

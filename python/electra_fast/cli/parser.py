@@ -276,26 +276,11 @@ def _finetune(sub: Parser) -> None:
 
 
 def _predict(sub: Parser) -> None:
-    help = "fine-tuned model, e.g. DIR/TASK/seed-0/model; with --task errors: run or export"
-    _path(sub, "model", help, "MODEL")
+    _path(sub, "model", "fine-tuned model, e.g. DIR/TASK/seed-0/model", "MODEL")
+    _add_file(sub, "; tagging: .conll; question-answering: SQuAD's .json")
     help = (
-        "file or URL: .txt (one text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow; tagging: .conll; "
-        "question-answering: SQuAD's .json; a pipe, or - for standard input, is answered as it arrives"
-    )
-    _path(sub, "file", help, "FILE")
-    help = (
-        "format of FILE (default: by its extension; of a pipe, by its first line: jsonl if that is an object, else txt)"
-    )
-    formats = ("txt", "tsv", "csv", "jsonl", "json", "parquet", "arrow")
-    _option(sub, "--format", "", help, choices=formats)
-    help = (
-        "errors: find words that do not belong, with a pre-trained discriminator (default: what the model was "
-        "fine-tuned for)"
-    )
-    _option(sub, "--task", None, help, choices=("errors",))
-    help = (
-        "lowest probability of a marked word (errors), or of a chosen label (several labels per text) (default: "
-        "errors: 0.5; labels: each its own, from the model's config.json)"
+        "several labels per text: lowest probability of a chosen label (default: each its own, from the model's "
+        "config.json)"
     )
     _option(sub, "--threshold", None, help, "P", type=float)
     help = "classification: only the K best labels, best first (default: all)"
@@ -303,13 +288,18 @@ def _predict(sub: Parser) -> None:
     _option(sub, "--n-best", None, "question-answering: list the N best answers", "N", type=int)
     help = "question-answering: no answer where null_odds exceed X (default: from the model's config.json)"
     _option(sub, "--null-threshold", None, help, "X", type=float)
-    help = (
-        "dtype of activations; auto: bf16 on CUDA, or fp16 before Ampere, the faster of fp32 and bf16 in a short test "
-        "on a CPU"
-    )
-    _option(sub, "--precision", "auto", help, choices=PRECISIONS)
+    _add_inference(sub)
     _path(sub, "--out", "output file (default: standard output)")
     _add_text(sub, AS_TRAINED)
+
+
+def _detect(sub: Parser) -> None:
+    _path(sub, "model", "run, checkpoint, export or Hugging Face discriminator", "MODEL")
+    _add_file(sub)
+    _option(sub, "--threshold", 0.5, "lowest probability of a marked word", "P")
+    _add_inference(sub)
+    _path(sub, "--out", "output file (default: standard output)")
+    _add_text(sub, "text")
 
 
 def _reproduce(sub: Parser) -> None:
@@ -399,6 +389,11 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
         "predict labels, values, tags or answers, as JSON lines that keep each row's other columns",
         _predict,
     ),
+    "detect": (
+        "find words that do not belong, such as typing errors, by a pre-trained model, as JSON lines with each row's "
+        "other columns",
+        _detect,
+    ),
     "reproduce": ("run the paper's comparisons at equal compute; rerun with the same --out to resume", _reproduce),
     "export": ("export a run as Hugging Face folders: encoder/, discriminator/ and generator/", _export),
     "import": ("create a run from exported folders, to continue training", _import),
@@ -463,6 +458,26 @@ def _add_config(sub: Parser, meaning: str) -> None:
 def _add_preset(sub: Parser, preset: str | None = None, recipe: str | None = None) -> None:
     _option(sub, "--preset", preset, f"size: {', '.join(SIZES)} (default: {DEFAULT_PRESET})")
     _option(sub, "--recipe", recipe, f"recipe: {', '.join(RECIPES)} (default: {recipe or DEFAULT_RECIPE})")
+
+
+def _add_file(sub: Parser, more: str = "") -> None:
+    help = (
+        f"file or URL: .txt (one text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow{more}; a pipe, or - for "
+        "standard input, is answered as it arrives"
+    )
+    _path(sub, "file", help, "FILE")
+    help = "format of FILE; auto: by its extension; of a pipe, by its first line: jsonl if that is an object, else txt"
+    formats = ("auto", "txt", "tsv", "csv", "jsonl", "json", "parquet", "arrow")
+    _option(sub, "--format", "auto", help, choices=formats)
+
+
+def _add_inference(sub: Parser) -> None:
+    help = (
+        "dtype of activations; auto: bf16 on CUDA, or fp16 before Ampere, the faster of fp32 and bf16 in a short test "
+        "on a CPU"
+    )
+    _option(sub, "--precision", "auto", help, choices=PRECISIONS)
+    _option(sub, "--device", "auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N")
 
 
 def _add_label(own: Arguments, default: str) -> None:

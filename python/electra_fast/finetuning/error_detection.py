@@ -1,6 +1,6 @@
-"""Marks words that do not belong, such as typing errors, by the replaced-token detector of a pre-trained model.
+"""`detect`: marks words that do not belong, such as typing errors.
 
-No training is needed: the discriminator of a run, a checkpoint or a Hugging Face folder predicts.
+No training is needed: the discriminator of a run, a checkpoint or a Hugging Face folder predicts which were replaced.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.encoding import text_chunks
 from electra_fast.finetuning.inference import choose_inference, rounded
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
-from electra_fast.finetuning.prediction_input import ExampleReader
+from electra_fast.finetuning.prediction_input import ExampleReader, Source, reading_options
+from electra_fast.finetuning.prediction_output import answer_file
 from electra_fast.finetuning.readers.rows import Row, check_unicode, text_of
+from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.config import own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
@@ -112,7 +114,59 @@ class ErrorDetector(ExampleReader):
         return [probabilities[own] for own in places]
 
 
-def load_error_detector(source: str | Path, threshold: float = 0.5, precision: Precision = "auto") -> ErrorDetector:
+def detect(
+    model: str | Path,
+    file: str | Path,
+    *,
+    out: str | Path | None = None,
+    threshold: float = 0.5,
+    text: str | Sequence[str] = (),
+    quoting: Quoting = "auto",
+    delimiter: str = "",
+    no_header: bool = False,
+    format: str = "auto",
+    skip_bad_rows: int = 0,
+    precision: Precision = "auto",
+    device: str = AUTO,
+) -> int:
+    """Finds words that do not belong in the texts of a file, without fine-tuning; writes lines of JSON in its order.
+
+    The fields are `score`, `errors` and `words` (`PretrainedModel.detect`) and the other columns of a row; those named
+    like a field of the answer are in its field `input`. Except for .json files, the input may be larger than memory. A
+    pipe, or `-` for standard input, is answered as it comes.
+
+    Args:
+        model: A run, a checkpoint, an export or a Hugging Face discriminator.
+        file: The texts: .txt, one per line, .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL.
+        out: The output file; by default standard output.
+        threshold: Probability from which a word counts as an error, 0 to 1.
+        text: The text column of a table; by default `text`.
+        quoting: Quotes around the cells of a table, as for `finetune`.
+        delimiter: Their separator; by default by extension and first line.
+        no_header: The first line is data; the columns are named 0, 1, 2, ...
+        format: Read the file as if it had this extension; `auto` is by its own or, of a pipe, by its first line.
+        skip_bad_rows: Number of unusable rows that may be left out.
+        precision: Of the activations; `auto` is bf16 on CUDA, on a CPU the faster in a short measurement.
+        device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
+
+    Returns:
+        The number of texts.
+
+    Raises:
+        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
+        Interrupted: At a signal.
+    """
+    detector = load_error_detector(model, threshold, precision, device)
+    columns = (text,) if isinstance(text, str) else tuple(text)
+    reading = reading_options(quoting, delimiter, no_header, format, skip_bad_rows)
+    source = Source(path=Path(file), text=columns, num_texts=1, **reading)
+    purpose = f"{model} finds errors in texts"
+    return answer_file(detector.predict, detector, source, out, preface=detector.note, purpose=purpose)
+
+
+def load_error_detector(
+    source: str | Path, threshold: float = 0.5, precision: Precision = "auto", device: str = AUTO
+) -> ErrorDetector:
     """Loads the detector of a run (its latest checkpoint), a checkpoint, an export or a Hugging Face discriminator.
 
     Inputs are as long as in pre-training; if the folder does not record that, as long as the model has positions.
@@ -122,7 +176,12 @@ def load_error_detector(source: str | Path, threshold: float = 0.5, precision: P
     model, sequence_length = _read_discriminator(source)
     tokenizer = Tokenizer(tokenizer_folder(source, model.config.model.vocab_size))
     return ErrorDetector(
-        model, tokenizer, choose_device(), sequence_length=sequence_length, threshold=threshold, precision=precision
+        model,
+        tokenizer,
+        choose_device(device),
+        sequence_length=sequence_length,
+        threshold=threshold,
+        precision=precision,
     )
 
 

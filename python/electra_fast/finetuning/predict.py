@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import os
-import signal
-import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,17 +14,15 @@ import torch
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.object_store import local_file
-from electra_fast.errors import InputError, Interrupted
-from electra_fast.files.atomic_files import replace_file, temporary_file
-from electra_fast.files.json_files import json_text
+from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.config import FinetuneSection
-from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, is_finetuned, read_finetuned
-from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
+from electra_fast.finetuning.prediction_input import Source, open_examples, reading_options
+from electra_fast.finetuning.prediction_output import answer_file
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
 from electra_fast.finetuning.readers.labels import truncated
-from electra_fast.finetuning.readers.rows import Row, with_columns
 from electra_fast.finetuning.readers.table_formats import MemoryTable, is_table
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.report.report import make_report, write_report
@@ -38,9 +31,6 @@ from electra_fast.finetuning.task_data import options_of, refuse, with_tuples
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
 from electra_fast.model.compute import Precision, choose_device
-
-# Examples that are read, sorted by length and predicted together.
-_CHUNK = 4096
 
 
 class FinetunedModel:
@@ -161,10 +151,11 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
         raise InputError(f"config.json: {SETTINGS_KEY}: {error}") from None
 
 
-def load_finetuned(folder: str | Path, *, precision: Precision = "auto") -> FinetunedModel:
+def load_finetuned(folder: str | Path, *, precision: Precision = "auto", device: str = AUTO) -> FinetunedModel:
     """Loads a folder that `finetune` wrote, or one of `transformers`' classes for these tasks.
 
     `precision` is that of the activations; `auto` is bf16 on CUDA, on a CPU the faster in a short measurement.
+    `device` is `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
@@ -175,7 +166,7 @@ def load_finetuned(folder: str | Path, *, precision: Precision = "auto") -> Fine
             f"{tokenizer.path}: has {tokenizer.vocab_size:,} entries, but the model has "
             f"{finetuned.shape.vocab_size:,}; put the model's own tokenizer there"
         )
-    return FinetunedModel(finetuned, tokenizer, choose_device(), precision)
+    return FinetunedModel(finetuned, tokenizer, choose_device(device), precision)
 
 
 def predict_file(
@@ -187,10 +178,10 @@ def predict_file(
     quoting: Quoting = "auto",
     delimiter: str = "",
     no_header: bool = False,
-    format: str = "",
+    format: str = "auto",
     skip_bad_rows: int = 0,
-    task: str | None = None,
     precision: Precision = "auto",
+    device: str = AUTO,
     **settings: Any,
 ) -> int:
     """Writes an answer per example of a file, as lines of JSON in its order, to `out` or standard output.
@@ -199,99 +190,18 @@ def predict_file(
     as it comes. An answer also has the other columns of its row; those named like a field of the answer are in its
     field `input`. Returns the number of examples.
 
-    `model` is a fine-tuned folder, or for the task `errors` a run, a checkpoint or an export. `text` names the text
-    columns; by default those of training, or the usual ones. `format` reads the file as if it had this extension.
-    `settings` are those of `FinetunedModel.predict`; `threshold` also for `errors`.
+    `model` is a fine-tuned folder. `text` names the text columns; by default those of training, or the usual ones.
+    `format` reads the file as if it had this extension. `settings` are those of `FinetunedModel.predict`.
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
     """
-    if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
-        raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
-    options: dict[str, Any] = {
-        "quoting": quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter, no_header),
-        "format": f".{format}" if format else "",
-        "skip_bad_rows": skip_bad_rows,
-    }
-    predictor: Any
-    if task == "errors":
-        refuse(settings, ("threshold",), "not for errors")
-        predictor, settings = load_error_detector(model, precision=precision, **settings), {}
-        reader, source = predictor, Source(path=Path(file), text=tuple(text), num_texts=1, **options)
-    else:
-        predictor = load_finetuned(model, precision=precision)
-        reader = predictor.task_type
-        refuse(settings, reader.prediction_settings, f"not for {predictor.kind}")
-        source = predictor.source(Path(file), text, **options)
-    with contextlib.ExitStack() as stack:
-        source = dataclasses.replace(source, path=stack.enter_context(local_file(source.path)))
-        try:
-            examples = stack.enter_context(open_examples(reader, source))
-            first = list(itertools.islice(examples.rows, 1))  # report errors before anything is written
-        except InputError as error:
-            raise InputError(f"{error}; {model} is for {task or predictor.kind}") from None
-        rows = itertools.chain(first, examples.rows)
-        return _predict(predictor, source.path, dataclasses.replace(examples, rows=rows), out, settings)
-
-
-def _predict(
-    predictor: Any, file: Path, examples: Examples, out: str | Path | None, settings: Mapping[str, Any]
-) -> int:
-    count, num_notes, started = 0, len(examples.notes), time.monotonic()
-    for note in filter(None, (predictor.note, *examples.notes)):
-        say(note)
-    try:
-        with _output(Path(out) if out is not None else None) as stream:
-            for chunk in _chunks(examples):
-                answers = predictor.predict([example for example, _ in chunk], **settings)
-                stream.writelines(
-                    json_text(with_columns(answer, row), stream.encoding)
-                    for answer, (_, row) in zip(answers, chunk, strict=True)
-                )
-                count += len(chunk)
-                stream.flush()
-    except KeyboardInterrupt as stop:
-        number, kept = getattr(stop, "signal", signal.SIGINT), "are written" if out is None else f"are not in {out}"
-        raise Interrupted(number, f"interrupted; {file}: {count:,} predictions {kept}") from None
-    seconds = time.monotonic() - started
-    for note in examples.notes[num_notes:]:
-        say(note)
-    say(f"{file}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)")
-    return count
-
-
-def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
-    """Yields as many examples as are predicted together or have arrived, also those before an error."""
-    chunk: list[tuple[Any, Row]] = []
-    error = None
-    try:
-        for each in examples.rows:
-            chunk.append(each)
-            if len(chunk) == _CHUNK or examples.is_idle():
-                yield chunk
-                chunk = []
-    except InputError as stop:
-        error = stop
-    if chunk:
-        yield chunk
-    if error is not None:
-        raise error
-
-
-@contextlib.contextmanager
-def _output(path: Path | None) -> Iterator[TextIO]:
-    """Opens standard output, or a file that is renamed when complete; pipes and devices are written directly."""
-    if path is None:
-        yield sys.stdout
-        return
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as stream:
-            yield stream
-        return
-    path = path.resolve()
-    with temporary_file(path) as temporary:
-        with temporary.open("w", encoding="utf-8") as stream:
-            yield stream
-        os.replace(temporary, path)
+    predictor = load_finetuned(model, precision=precision, device=device)
+    reader = predictor.task_type
+    refuse(settings, reader.prediction_settings, f"not for {predictor.kind}")
+    reading = reading_options(quoting, delimiter, no_header, format, skip_bad_rows)
+    source = predictor.source(Path(file), text, **reading)
+    predict, purpose = partial(predictor.predict, **settings), f"{model} is for {predictor.kind}"
+    return answer_file(predict, reader, source, out, preface=predictor.note, purpose=purpose)
 
 
 def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, Any]:

@@ -92,6 +92,17 @@ class Examples:
     notes: list[str]
 
 
+def reading_options(
+    quoting: Quoting, delimiter: str, no_header: bool, format: str, skip_bad_rows: int
+) -> dict[str, Any]:
+    """Returns arguments of a `Source` for options of `predict` and `detect`."""
+    return {
+        "quoting": quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter, no_header),
+        "format": "" if format == "auto" else f".{format}",
+        "skip_bad_rows": skip_bad_rows,
+    }
+
+
 @contextlib.contextmanager
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
     """Opens a source. Raises FileNotFoundError, or InputError naming what cannot be used."""

@@ -186,7 +186,7 @@ def _use(architecture: str, role: str, headless: bool, has_onnx: bool) -> str:
         parts = [
             "The probability that each token does not belong in its text:",
             _TAGGING if by_pipeline else _LOADING.format(name=architecture, more="") + _DETECTING,
-            "or by words: `electra-fast predict path/to/this/folder FILE --task errors`. For fine-tuning, take the "
+            "or by words: `electra-fast detect path/to/this/folder FILE`. For fine-tuning, take the "
             "folder encoder/, which was exported with this one.",
         ]
     else:

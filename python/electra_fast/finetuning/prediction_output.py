@@ -1,0 +1,125 @@
+"""Answers the examples of a file, a pipe or standard input as lines of JSON, for `predict` and `detect`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from electra_fast.data.object_store import local_file
+from electra_fast.errors import InputError, Interrupted
+from electra_fast.files.atomic_files import temporary_file
+from electra_fast.files.json_files import json_text
+from electra_fast.finetuning.prediction_input import ExampleReader, Examples, Source, open_examples
+from electra_fast.finetuning.readers.rows import Row, with_columns
+from electra_fast.finetuning.task import Prediction
+from electra_fast.messages import say
+
+# Examples that are read, sorted by length and predicted together.
+_CHUNK = 4096
+
+
+def answer_file(
+    predict: Callable[[list[Any]], list[Prediction]],
+    reader: ExampleReader,
+    source: Source,
+    out: str | Path | None,
+    *,
+    preface: str,
+    purpose: str,
+) -> int:
+    """Writes an answer per example of a source, as lines of JSON in its order; returns their number.
+
+    An answer also has the other columns of its row; those named like a field of the answer are in its field `input`.
+
+    Args:
+        predict: Answers examples.
+        reader: Reads them.
+        source: The file. Except for .json, it may be larger than memory; a pipe is answered as it comes.
+        out: A file, complete or not there; None for standard output.
+        preface: A line for the user before the first answer, if any.
+        purpose: What the model is for, for the error about a file that has no examples for it.
+
+    Raises:
+        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
+        Interrupted: At a signal.
+    """
+    if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
+        raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
+    with contextlib.ExitStack() as stack:
+        source = dataclasses.replace(source, path=stack.enter_context(local_file(source.path)))
+        try:
+            examples = stack.enter_context(open_examples(reader, source))
+            first = list(itertools.islice(examples.rows, 1))  # report errors before anything is written
+        except InputError as error:
+            raise InputError(f"{error}; {purpose}") from None
+        rows = itertools.chain(first, examples.rows)
+        return _answer(predict, source.path, dataclasses.replace(examples, rows=rows), out, preface)
+
+
+def _answer(
+    predict: Callable[[list[Any]], list[Prediction]], file: Path, examples: Examples, out: str | Path | None, preface: str
+) -> int:
+    count, num_notes, started = 0, len(examples.notes), time.monotonic()
+    for line in filter(None, (preface, *examples.notes)):
+        say(line)
+    try:
+        with _output(Path(out) if out is not None else None) as stream:
+            for chunk in _chunks(examples):
+                answers = predict([example for example, _ in chunk])
+                stream.writelines(
+                    json_text(with_columns(answer, row), stream.encoding)
+                    for answer, (_, row) in zip(answers, chunk, strict=True)
+                )
+                count += len(chunk)
+                stream.flush()
+    except KeyboardInterrupt as stop:
+        number, kept = getattr(stop, "signal", signal.SIGINT), "are written" if out is None else f"are not in {out}"
+        raise Interrupted(number, f"interrupted; {file}: {count:,} predictions {kept}") from None
+    seconds = time.monotonic() - started
+    for line in examples.notes[num_notes:]:
+        say(line)
+    say(f"{file}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)")
+    return count
+
+
+def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
+    """Yields as many examples as are predicted together or have arrived, also those before an error."""
+    chunk: list[tuple[Any, Row]] = []
+    error = None
+    try:
+        for each in examples.rows:
+            chunk.append(each)
+            if len(chunk) == _CHUNK or examples.is_idle():
+                yield chunk
+                chunk = []
+    except InputError as stop:
+        error = stop
+    if chunk:
+        yield chunk
+    if error is not None:
+        raise error
+
+
+@contextlib.contextmanager
+def _output(path: Path | None) -> Iterator[TextIO]:
+    """Opens standard output, or a file that is renamed when complete; pipes and devices are written directly."""
+    if path is None:
+        yield sys.stdout
+        return
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as stream:
+            yield stream
+        return
+    path = path.resolve()
+    with temporary_file(path) as temporary:
+        with temporary.open("w", encoding="utf-8") as stream:
+            yield stream
+        os.replace(temporary, path)
