@@ -65,7 +65,11 @@ def answer_file(
 
 
 def _answer(
-    predict: Callable[[list[Any]], list[Prediction]], file: Path, examples: Examples, out: str | Path | None, preface: str
+    predict: Callable[[list[Any]], list[Prediction]],
+    file: Path,
+    examples: Examples,
+    out: str | Path | None,
+    preface: str,
 ) -> int:
     count, num_notes, started = 0, len(examples.notes), time.monotonic()
     for line in filter(None, (preface, *examples.notes)):
