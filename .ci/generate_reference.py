@@ -132,7 +132,7 @@ def configuration() -> str:
         f"## Fine-tuning\n\nDefaults are those of the recipe `fast`.\n\n{_keys(FinetuningConfig())}",
         "## Recipes of fine-tuning\n",
         _columns(
-            {name: FinetuningConfig().replace({"finetune": keys}) for name, keys in FINETUNING_RECIPES.items()},
+            {name: FinetuningConfig().override(keys) for name, keys in FINETUNING_RECIPES.items()},
             RULES,
         ),
     ]

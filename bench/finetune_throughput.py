@@ -48,7 +48,7 @@ TRAINERS = {
 
 def make_encoder(folder: Path, vocab: Path, recipe: str, preset: str) -> None:
     tokenizer = ef.Tokenizer(vocab)
-    config = ef.Config.preset(preset, recipe).replace({"model": {"vocab_size": tokenizer.vocab_size}})
+    config = ef.Config.preset(preset, recipe).override({"model.vocab_size": tokenizer.vocab_size})
     write_tokenizer(folder / "tokenizer", tokenizer, config.model.max_positions)
     (folder / "config.toml").write_text(config.to_toml())
     checkpoint.save(folder, ef.Electra(config), None, TrainState(), keep=1)
@@ -108,14 +108,14 @@ def write_model(
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     names = INPUT_NAMES[encoder.shape.architecture]
     copy_tokenizer(encoder.tokenizer, folder, names, {"model_max_length": length})
-    finetuned = Finetuned(encoder.shape, "hf", kind, labels, length, None, state, settings)
+    finetuned = Finetuned(encoder.shape, "transformers", kind, labels, length, None, state, settings)
     write_finetuned(folder, finetuned, special_ids(folder), head_dropout)
 
 
 def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
     """The job of a task, and the folder of its untrained model."""
     encoder, data = load_encoder(options.model), glue.read(task, options.data)
-    config = recipe_config("fast", task, encoder.shape, {"finetune.head": "hf"} | options.overrides)
+    config = recipe_config("fast", task, encoder.shape, {"finetune.head": "transformers"} | options.overrides)
     job = make_job(data, config, encoder, Path(), choose_device())
     folder = options.cache / "finetune" / f"{task}-{encoder.content_hash[:12]}"
     labels, dropout = data.task.labels or ("value",), job.config.head_dropout

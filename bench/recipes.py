@@ -124,21 +124,21 @@ class Study:
     def config(self, job: Job) -> tuple[ef.Config, int]:
         """A run's configuration, and the number of steps that its budget buys: 0 for an untrained model."""
         setting = job.setting
-        is_modern = setting.keys.get("model.architecture") == "modern"
+        is_modern = setting.keys.get("model.architecture") == "modernbert"
         sizes = {**self.scale.keys, **(self.scale.modern_keys if is_modern else {})}
         keys = {**COMMON, **sizes, **setting.keys, "model.vocab_size": str(self.opened.vocab_size)}
         config = ef.Config.preset(self.scale.preset, "google").override({**keys, "train.seed": str(job.seed)})
-        config = config.replace({"train": {"batch_size": round(setting.batch_factor * config.train.batch_size)}})
+        config = config.override({"train.batch_size": round(setting.batch_factor * config.train.batch_size)})
         tokens = config.train.batch_size * config.data.sequence_length
         if setting.tokens_per_second:
             steps = round(3600 * job.hours * setting.tokens_per_second / tokens)
         else:
             steps = round(job.budget / (tokens * flops_per_token(config).total + update_flops(config)))
         every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
-        config = config.replace({"train": every})
+        config = config.override(every)
         rates = config.resolved().optimizer
         resolved = {"learning_rate": rates.learning_rate, "muon_learning_rate": rates.muon_learning_rate}
-        return config.replace({"optimizer": resolved}), steps
+        return config.override(resolved), steps
 
     def part(self, parts: int) -> Path:
         """The corpus of 1 / parts of the text: every `parts`-th piece of 1,000 tokens."""
@@ -184,7 +184,7 @@ class Study:
 
     def _validation(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yields the batches of validation text, each with the number of its first row."""
-        config = ef.Config.preset(self.scale.preset, "google").replace({"train": {"batch_size": EVAL_ROWS}})
+        config = ef.Config.preset(self.scale.preset, "google").override({"train.batch_size": EVAL_ROWS})
         config, corpora = _common_config(config, self.sequence_length), Mixture(self.corpus).holdout
         loader = ef.BatchLoader.from_config(config, corpus=corpora, seed=SEED, epochs=1)
         for number, batch in enumerate(islice(loader, self.scale.eval_batches)):

@@ -19,7 +19,7 @@ SHORT = """
 import sys
 import electra_fast.demonstration as module
 from electra_fast.cli import main
-config = module.demo_config().replace({"train": {"steps": 500}})
+config = module.demo_config().override(steps=500)
 module.demo_config = lambda: config
 sys.exit(main(["demo", "--out", sys.argv[1]]))
 """

@@ -55,7 +55,7 @@ SMALLER = {
     "--train.steps 2000": "--train.steps 12",
     "--train.batch_size 1024": "--train.batch_size 2",
     "--train.batch_size 8192": "--train.batch_size 4",
-    '"mini").replace({"train": {"steps": 5000}})': '"tiny").replace({"train": {"steps": 12, "batch_size": 2}})',
+    '"mini").override(steps=5000)': '"tiny").override(steps=12, batch_size=2)',
     "electra-fast finetune ": "electra-fast finetune --finetune.epochs 1 ",
     "ef.finetune(": 'ef.finetune(overrides={"finetune.epochs": "1"}, task=',
     "--hours 8": "--hours 0.01",

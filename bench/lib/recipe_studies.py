@@ -76,7 +76,7 @@ MODERN = Setting(
     "modern",
     {
         **CORRECTED,
-        "model.architecture": "modern",
+        "model.architecture": "modernbert",
         "data.mask_prob": "0.25",
         "optimizer.name": "muon",
         "optimizer.learning_rate": "0",
@@ -95,7 +95,7 @@ _MINI = Scale(
     finetuned_from=30 * TFLOP,
     corruptor={
         **CORRECTED,
-        "model.architecture": "modern",
+        "model.architecture": "modernbert",
         "optimizer.name": "adamw",
         "optimizer.learning_rate": "2e-3",
         "objective.disc_weight": "25",
@@ -219,7 +219,7 @@ def _transformers(trainer: str, architecture: str, tokens_per_second: float) -> 
 HOUR = (
     (replace(MODERN, name="electra-fast", batch_factor=2, tokens_per_second=16_000),),
     _transformers("BertForMaskedLM", "bert", 10_200),
-    _transformers("ModernBertForMaskedLM", "modern", 11_100),
+    _transformers("ModernBertForMaskedLM", "modernbert", 11_100),
 )
 """Models after an hour: our default, and those of `transformers` at four learning rates, all with the preset's batch of
 32 rows. The speeds were measured alone on two cores of an AMD EPYC, each in its faster precision, bf16.

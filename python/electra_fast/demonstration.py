@@ -71,8 +71,7 @@ def demo(out: Path) -> None:
 
 def demo_config() -> Config:
     """The demo's run: `tiny` in recipe `modern`, for a minute on two cores, in rows that a screen can show."""
-    rows = {"data": {"sequence_length": 32}, "train": {"batch_size": 64, "steps": 1200}}
-    return Config.preset("tiny", "modern").replace(rows)
+    return Config.preset("tiny", "modern").override(sequence_length=32, batch_size=64, steps=1200)
 
 
 def documentation() -> Iterator[str]:

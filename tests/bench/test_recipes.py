@@ -64,7 +64,7 @@ def test_budgets_count_the_update_as_torch_counts_it(study):
 def test_modern_is_compared_as_it_is_shipped(study):
     study.scale = studies.SCALES["mini"]
     compared = study.config(recipes.Job(studies.MODERN, 1e14, 0))[0].resolved()
-    shipped = ef.Config.preset("mini", "modern").replace({"train": {"steps": compared.train.steps}}).resolved()
+    shipped = ef.Config.preset("mini", "modern").override({"train.steps": compared.train.steps}).resolved()
     others = {"model.vocab_size", "train.log_every", "train.checkpoint_every", *studies.COMMON, *study.scale.keys}
     assert {*shipped.differences(compared)} <= others
 

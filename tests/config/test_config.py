@@ -12,9 +12,10 @@ import pytest
 
 from electra_fast.cli import commands
 from electra_fast.cli.parser import build_parser
-from electra_fast.config.config import Config, ObjectiveConfig, by_section
+from electra_fast.config.config import Config, ObjectiveConfig
 from electra_fast.config.presets import OBJECTIVE_SPECS, RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
-from electra_fast.config.section import Configuration
+from electra_fast.config.section import RENAMED_VALUES, Configuration, present_names
+from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.hardware.flops import flops_per_token
 
@@ -79,7 +80,7 @@ def test_recipes_differ_where_the_sources_do() -> None:
         assert (optimizer.epsilon, optimizer.weight_decay, optimizer.beta1, optimizer.beta2) == (1e-6, 0.01, 0.9, 0.999)
         assert (config.model.architecture, config.model.dropout, config.model.attention_dropout) == ("bert", 0.1, 0.1)
     modern = Config.preset("tiny", "modern")
-    assert (modern.model.architecture, modern.model.dropout, modern.optimizer.name) == ("modern", 0.0, "muon")
+    assert (modern.model.architecture, modern.model.dropout, modern.optimizer.name) == ("modernbert", 0.0, "muon")
 
 
 NASTY = [*"\"'\\\n\r\t\b\x1f\x7f\x85\u2028\ufeff#=[]{},: é\U0001f642", "${x}", "\\u0041", '"""', "a.b", "true", "1"]
@@ -111,10 +112,10 @@ def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Confi
     for name in configuration.key_names() * 12:
         value = random_value(rng, configuration, name)
         try:
-            config = configuration().replace(by_section({name: value}))
+            config = configuration().override({name: value})
         except ValueError:  # no such choice, or other keys have to change with it
             continue
-        found = configuration().replace(tomllib.loads(config.to_toml()))
+        found = configuration()._replace(tomllib.loads(config.to_toml()))
         assert found == config and found.value(name) == value and type(found.value(name)) is type(value)
         changed |= found.differences(configuration()).keys()
     assert len(changed) > 0.6 * len(configuration.key_names())
@@ -136,8 +137,37 @@ def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Confi
     ],
 )
 def test_units_and_typed_values(name: str, given: object, value: object) -> None:
-    for config in (Config().override({name: given}), Config().replace(by_section({name: given}))):
+    for config in (Config().override({name: given}), Config.of_table(Config.tables_of([(name, given)]))):
         assert config.value(name) == value and type(config.value(name)) is type(value)
+
+
+def test_keys_have_names_without_a_section() -> None:
+    config = Config.preset("tiny", "google").override({"model.num_layers": 1}, steps="5k", lr=1e-3, mask_prob=0.3)
+    assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (1, 5000, 1e-3)
+    assert config.data.mask_prob == 0.3 and FinetuningConfig().override(lr=1e-5).finetune.learning_rate == 1e-5
+    assert {Config.full_name(name) for name in Config.SHORT_NAMES} <= {*Config.key_names()}
+    for changes, by_name, message in (
+        ({}, {"num_layers": 1}, "num_layers may be model.num_layers or generator.num_layers; give the whole key"),
+        ({"train.steps": 1}, {"steps": 2}, "train.steps is given twice, as 1 and 2"),
+        ({}, {"mlm_probability": 1}, "unknown key mlm_probability; did you mean data.mask_prob?"),
+    ):
+        with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+            config.override(changes, **by_name)
+    assert config.override({"train.steps": 7}, steps=7).train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [(name, old, new) for name, pairs in RENAMED_VALUES.items() for old, new in pairs.items()]
+)
+def test_a_renamed_value_is_read_from_files_and_answered_elsewhere(name: str, old: str, new: str) -> None:
+    section, _, key = name.partition(".")
+    configuration = FinetuningConfig if section == "finetune" else Config
+    assert new in (configuration.choices(name) or ()) and old not in (configuration.choices(name) or ())
+    assert present_names({section: {key: old, "x": old}, "y": old}) == {section: {key: new, "x": old}, "y": old}
+    if section != "finetune":
+        assert Config.of_table({"recipe": "modern", section: {key: old}}).value(name) == new
+    with pytest.raises(InputError, match=f'^{name} = "{old}": now called "{new}"$'):
+        configuration().override({name: old})
 
 
 def test_every_key_is_in_the_toml_with_its_meaning() -> None:
@@ -183,8 +213,10 @@ def test_a_preset_and_a_recipe_mean_the_same_everywhere(preset: str | None, reci
     config = Config.preset(preset or "small", recipe or "modern")
     path = write(tmp_path, "".join(f'{name} = "{value}"\n' for name, value in given.items()))
     flags = (word for name, value in given.items() for word in (f"--{name}", value))
-    assert config == Config.load(path) == of_command_line(path) == of_command_line(*flags)
-    assert given or (config == Config() and (config.model.architecture, config.data.packing) == ("modern", "best-fit"))
+    assert config == Config.load(path) == of_command_line("--config", path) == of_command_line(*flags)
+    assert given or (
+        config == Config() and (config.model.architecture, config.data.packing) == ("modernbert", "best-fit")
+    )
 
 
 @pytest.mark.parametrize("preset", SIZES)
@@ -202,7 +234,7 @@ def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: 
     set_by_presets = {
         *itertools.chain(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
     } - YOUNGER_KEYS.keys()
-    assert Config.of_table(by_section({name: config.value(name) for name in set_by_presets})) == older
+    assert Config.of_table(Config.tables_of((name, config.value(name)) for name in set_by_presets)) == older
     assert Config.of_table({"optimizer": tables["optimizer"]}).objective == ObjectiveConfig()  # not of a run
 
 
@@ -261,7 +293,7 @@ def test_differences_name_the_keys() -> None:
         ("[data]\nmask_prob = 0", "data.mask_prob = 0.0 must be above 0 and at most 0.9"),
         ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be at least 0"),
         ("[model]\nnum_heads = 5", "model.num_heads = 5 does not divide model.hidden_size = 256"),
-        ('[model]\narchitecture = "modern"\nhidden_size = 12\nnum_heads = 4', "model.num_heads = 3 is odd"),
+        ('[model]\narchitecture = "modernbert"\nhidden_size = 12\nnum_heads = 4', "model.num_heads = 3 is odd"),
         ('recipe = "paper"\n[model]\nlocal_attention = 8', "model.local_attention = 8 needs model.architecture = "),
         ("[data]\nsequence_length = 1024", "sequence_length = 1024 is longer than model.max_positions = 512; raise"),
         ("[train]\naccumulate = true", "train.accumulate = True must be an integer, not true or false"),
@@ -290,7 +322,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ("overrides", "message"),
     [
         ({"train.stepz": "1"}, "unknown key train.stepz; did you mean train.steps?"),
-        ({"steps": "1"}, "unknown key steps; did you mean train.steps?"),
+        ({"step": "1"}, "unknown key step; did you mean train.steps?"),
         ({"qqqqqqqq": "1"}, "unknown key qqqqqqqq; --help lists them"),
         ({"train.lr": "1"}, "unknown key train.lr; did you mean optimizer.learning_rate?"),
         ({"model.num_layer": "1"}, "unknown key model.num_layer; did you mean model.num_layers?"),
@@ -345,4 +377,4 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_mlm_needs_no_generator_of_whole_heads() -> None:
-    Config().replace({"objective": {"name": "mlm"}, "generator": {"fraction": 0.3}})
+    Config().override({"objective.name": "mlm", "generator.fraction": 0.3})

@@ -80,7 +80,7 @@ class TestNames:
         kinds = "must be a string, a list of strings, or a table of numbers"
         for value, message in ((["wiki", 3], kinds), ({"wiki": True}, kinds), ({}, "is empty; name at least one")):
             with pytest.raises(ValueError, match=message):
-                Config().replace({"data": {"corpus": value}})
+                Config().override({"data.corpus": value})
 
     def test_names_are_short_where_they_differ(self, folders, tmp_path):
         assert Mixture([folders / "wiki", folders / "books"]).names() == ["wiki", "books"]

@@ -48,9 +48,8 @@ def two_cores():
 
 def configured(corpus, recipe="google", **train):
     changes = {"vocab_size": ef.Corpus(corpus).vocab_size, "dropout": 0.0, "attention_dropout": 0.0}
-    config = ef.Config.preset("tiny", recipe).replace({"model": changes})
-    train = {"batch_size": 12, "steps": FEW_STEPS} | train
-    return config.replace({"train": train, "data": {"sequence_length": 64}}).resolved()
+    config = ef.Config.preset("tiny", recipe).override(changes)
+    return config.override({"batch_size": 12, "steps": FEW_STEPS, "sequence_length": 64} | train).resolved()
 
 
 def make_step(config, num_processes, execution="eager"):
@@ -115,7 +114,7 @@ def has_ended(process, seconds=20.0):
 def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num_processes, accumulate):
     """Operations have one thread each; what comes between the steps has all cores."""
     config, seen = configured(tiny_corpus, recipe, accumulate=accumulate), []
-    config = config.replace({"generator": {"kind": generator}, "objective": {"corrective_weight": 0.0}})
+    config = config.override({"generator.kind": generator, "objective.corrective_weight": 0.0})
 
     def note(function):
         return lambda *args: (seen.append(torch.get_num_threads()), function(*args))[1]
@@ -268,8 +267,8 @@ def test_as_many_processes_as_torch_has_threads_that_divide_the_rows(monkeypatch
     config = ef.Config.preset("tiny", "google")
     assert choose_num_processes(config, CPU) == 2
     assert choose_num_processes(config, torch.device("cuda")) == 1
-    assert choose_num_processes(config.replace({"train": {"batch_size": 15}}), CPU) == 1
-    assert choose_num_processes(config.replace({"train": {"batch_size": 4, "accumulate": 4}}), CPU) == 1
+    assert choose_num_processes(config.override({"train.batch_size": 15}), CPU) == 1
+    assert choose_num_processes(config.override({"train.batch_size": 4, "train.accumulate": 4}), CPU) == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert choose_num_processes(config, CPU) == 8
     monkeypatch.delattr(os, "memfd_create")

@@ -41,7 +41,7 @@ SENTENCES = ["The class of a value", "false", "A method with a list of names, an
 PAIRS = [("The class", "a value of it"), ("false", "true"), ("An object and a list", "")]
 
 
-@pytest.fixture(scope="module", params=["bert", "modern"])
+@pytest.fixture(scope="module", params=["bert", "modernbert"])
 def encoder(request, tmp_path_factory, tiny_vocab):
     return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab, request.param)
 
@@ -79,7 +79,7 @@ def test_logits_and_answers_are_those_of_transformers(sst2):
 
 def test_published_head_on_electra_has_equal_logits(encoder_folder, tmp_path):
     """gelu(z) - gelu(-z) = z lets ElectraClassificationHead compute the raw head."""
-    folder = trained("mrpc", encoder_folder, tmp_path, write_mrpc, **{"finetune.head": "google"})
+    folder = trained("mrpc", encoder_folder, tmp_path, write_mrpc, **{"finetune.head": "published"})
     np.testing.assert_allclose(ef.load_finetuned(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
     weight = load_file(folder / "model.safetensors")["classifier.dense.weight"]
     assert torch.equal(weight[0], -weight[2]) and not weight[4:].any()
@@ -87,8 +87,8 @@ def test_published_head_on_electra_has_equal_logits(encoder_folder, tmp_path):
 
 
 def test_published_head_on_modernbert_is_used_as_its_card_says(tmp_path, tiny_vocab):
-    encoder = save_encoder(tmp_path / "encoder", tiny_vocab, "modern")
-    folder = trained("sst2", encoder, tmp_path, write_sst2, **{"finetune.head": "google"})
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab, "modernbert")
+    folder = trained("sst2", encoder, tmp_path, write_sst2, **{"finetune.head": "published"})
     card = (folder / "README.md").read_text()
     code = card.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(folder))
     found = {}
@@ -98,7 +98,7 @@ def test_published_head_on_modernbert_is_used_as_its_card_says(tmp_path, tiny_vo
     with torch.no_grad():
         theirs = found["logits"].detach().numpy()
         np.testing.assert_allclose(ef.load_finetuned(folder).outputs(["a text"]), theirs, atol=1e-5)
-    assert AutoModel.from_pretrained(folder).config.electra_fast_head == "google"
+    assert AutoModel.from_pretrained(folder).config.electra_fast_head == "published"
 
 
 def test_pairs_of_roberta_are_joined_as_in_transformers(tmp_path):
@@ -165,7 +165,8 @@ def test_thresholds_follow_the_dev_split(encoder_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "head"), [("bert", "google"), pytest.param("modern", "hf", marks=pytest.mark.slow)]
+    ("architecture", "head"),
+    [("bert", "published"), pytest.param("modernbert", "transformers", marks=pytest.mark.slow)],
 )
 def test_a_calibrated_model_has_its_temperature_in_its_weights(tmp_path, tiny_vocab, architecture, head):
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)

@@ -256,7 +256,9 @@ def assert_trained_alike(found, expected):
         torch.testing.assert_close(found[1][name], parameter, rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize(("task", "head"), [("mrpc", "hf"), ("squad2", "google"), ("tagging", "hf")])
+@pytest.mark.parametrize(
+    ("task", "head"), [("mrpc", "transformers"), ("squad2", "published"), ("tagging", "transformers")]
+)
 def test_batches_of_fixed_shape_train_the_same(job_of, task, head):
     """The batches that CUDA graphs replay."""
     job = job_of(task, **{"finetune.head": head})
@@ -267,7 +269,10 @@ def test_batches_of_fixed_shape_train_the_same(job_of, task, head):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("task", "head"), [("mrpc", "hf"), ("squad2", "google"), ("squad1", "hf"), ("tagging", "hf")])
+@pytest.mark.parametrize(
+    ("task", "head"),
+    [("mrpc", "transformers"), ("squad2", "published"), ("squad1", "transformers"), ("tagging", "transformers")],
+)
 def test_graphs_train_as_eager_steps_do(job_of, task, head):
     job = job_of(task, device="cuda", **{"finetune.head": head})
     assert_trained_alike(trained(job, job.pack, "graph"), trained(job, job.pack))
@@ -282,7 +287,7 @@ class GeneratorsOfTheDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("head", ["google", "hf"])
+@pytest.mark.parametrize("head", ["published", "transformers"])
 def test_the_first_values_are_the_same_on_every_device(job_of, head):
     model = job_of("mrpc", **{"finetune.head": head}).work.model()
     with FakeTensorMode(allow_non_fake_inputs=True), GeneratorsOfTheDevice():

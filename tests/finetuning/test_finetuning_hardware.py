@@ -105,7 +105,7 @@ class TestFinetuning:
         monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
         assert finetune(tmp_path, seeds=3) == chosen
 
-    @pytest.mark.parametrize(("task", "head"), [("stsb", "hf"), ("squad2", "google")])
+    @pytest.mark.parametrize(("task", "head"), [("stsb", "transformers"), ("squad2", "published")])
     def test_the_real_measurement(self, job_of, bf16_cpu, task, head):
         before, threads = torch.get_rng_state(), torch.get_num_threads()
         job = job_of(task, **AUTO, **{"finetune.head": head})

@@ -15,7 +15,7 @@ from electra_fast.finetuning.training.step import FinetuningWork
 from electra_fast.optimizers.optimizer import lr_scale
 
 SMALL, BASE, LARGE = (
-    Config.preset(size, "google").replace({"model": {"vocab_size": 100}}).model for size in ("small", "base", "large")
+    Config.preset(size, "google").override({"model.vocab_size": 100}).model for size in ("small", "base", "large")
 )
 
 
@@ -31,20 +31,20 @@ def names_of(shape):
 
 def test_google_rates_by_depth():
     """Derivation in `lr_factors`: d ** (n + 2 - depth), embeddings at 0, layer i at i + 1, the head at n + 2."""
-    factors = lr_factors(names_of(SMALL), 12, FinetuneSection(layer_decay=0.8, layer_decay_form="google"))
+    factors = lr_factors(names_of(SMALL), 12, FinetuneSection(layer_decay=0.8, layer_decay_form="squared"))
     assert factors["embeddings.token"] == factors["encoder.projection.weight"] == pytest.approx(0.044, abs=5e-4)
     assert factors["embeddings.norm.bias"] == factors["embeddings.token"]
     assert factors["encoder.layers.0.qkv.weight"] == pytest.approx(0.055, abs=5e-4)
     assert factors["encoder.layers.11.feed_forward_norm.bias"] == pytest.approx(0.64)
     assert factors["head.classifier.weight"] == 1
     names = ["embeddings.token", "encoder.layers.23.qkv.weight"]
-    large = lr_factors(names, 24, FinetuneSection(layer_decay=0.9, layer_decay_form="google"))
+    large = lr_factors(names, 24, FinetuneSection(layer_decay=0.9, layer_decay_form="squared"))
     assert list(large.values()) == pytest.approx([0.0646, 0.81], rel=1e-3)
 
 
 def test_paper_rates_have_no_leftover_depth():
     """A modern encoder's norms have the depth of what they norm."""
-    shape = Config.preset("small", "modern").replace({"model": {"vocab_size": 100}}).model
+    shape = Config.preset("small", "modern").override({"model.vocab_size": 100}).model
     factors = lr_factors(names_of(shape), 12, FinetuneSection(layer_decay=0.5))
     assert factors["encoder.input_norm.weight"] == factors["embeddings.token"] == 0.5**13
     assert factors["encoder.output_norm.weight"] == factors["encoder.layers.11.geglu_in.weight"] == 0.5
@@ -67,11 +67,11 @@ def test_linear_schedule():
 
 
 TABLE_6 = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "warmup_fraction": 0.1, "batch_size": 32, "dropout": 0.1}
-TABLE_6 |= {"attention_dropout": 0.1, "head": "google", "head_dropout": 0.1, "clip_norm": 1, "sequence_length": 128}
+TABLE_6 |= {"attention_dropout": 0.1, "head": "published", "head_dropout": 0.1, "clip_norm": 1, "sequence_length": 128}
 PAPER = {"weight_decay": 0.0, "schedule": "linear", "loss_reduction": "mean", "order": "shuffle"}
-PAPER |= {"bias_correction": True, "layer_decay_form": "paper", "both_orders": False}
+PAPER |= {"bias_correction": True, "layer_decay_form": "plain", "both_orders": False}
 GOOGLE = {"weight_decay": 0.01, "schedule": "product", "loss_reduction": "sum", "order": "buffer"}
-GOOGLE |= {"bias_correction": False, "layer_decay_form": "google"}
+GOOGLE |= {"bias_correction": False, "layer_decay_form": "squared"}
 
 
 def assert_settings(recipe, task, shape, expected):
@@ -95,7 +95,7 @@ def test_fast_has_the_encoders_dropout():
     by_width = ((replace(SMALL, hidden_size=width), rate) for width, rate in widths.items())
     for shape, rate in (*by_width, (BASE, 1e-4), (LARGE, 5e-5)):
         expected = {"dropout": 0.0, "attention_dropout": 0.2, "learning_rate": rate, "layer_decay": 0.9, "epochs": 3}
-        expected |= {"schedule": "linear", "head": "hf", "bias_correction": True}
+        expected |= {"schedule": "linear", "head": "transformers", "bias_correction": True}
         assert_settings("fast", "stsb", replace(shape, dropout=0.0, attention_dropout=0.2), expected)
 
 
@@ -145,7 +145,7 @@ def default_configs(recipe):
 @pytest.mark.parametrize("recipe", RULES)
 def test_the_shown_defaults_are_those_of_runs(recipe):
     """A value that runs may differ in is shown as a rule, and a rule has the values that it gives."""
-    found, own = {}, FinetuningConfig().replace({"finetune": RECIPES[recipe]})
+    found, own = {}, FinetuningConfig().override(RECIPES[recipe])
     for config, name in itertools.product(default_configs(recipe), FinetuningConfig.key_names()):
         found.setdefault(name.partition(".")[2], set()).add(format_value(config.value(name)))
     rules = RULES[recipe]
@@ -165,8 +165,13 @@ def test_only_fast_weights_rare_classes_and_every_key_can_be_overridden():
     weights = {("fast", "classification"): "auto", ("fast", "sst2"): "none", ("paper", "classification"): "none"}
     for (recipe, task), expected in weights.items():
         assert_settings(recipe, task, SMALL, {"class_weights": expected})
-    for name, value in {"epochs": "2.5", "head": "google", "both_orders": "true", "class_weights": "balanced"}.items():
+    for name, value in {
+        "epochs": "2.5",
+        "head": "published",
+        "both_orders": "true",
+        "class_weights": "balanced",
+    }.items():
         config = recipe_config("fast", "mrpc", SMALL, {f"finetune.{name}": value}).finetune
         assert str(getattr(config, name)).lower() == value
-    with pytest.raises(InputError, match="finetune.head = 'x' must be one of hf, google"):
+    with pytest.raises(InputError, match="finetune.head = 'x' must be one of transformers, published"):
         recipe_config("fast", "mrpc", SMALL, {"finetune.head": "x"})

@@ -132,7 +132,7 @@ def reading_losses(model, encoded, targets, head):
         types = torch.tensor(encoded.token_types[place])
         hidden, p = model.hidden(encoded.ids[place], encoded.token_types[place]), model.parameters_of_head()
         at, to, impossible = targets[i]
-        if head == "hf":
+        if head == "transformers":
             start, end = model.outputs(encoded.ids[place], encoded.token_types[place]).unbind(1)
             return (F.cross_entropy(start, at) + F.cross_entropy(end, to)) / 2
         start, end, unanswerable = joint_reference(p, hidden, types)
@@ -168,11 +168,11 @@ def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folde
     order = training_order(config, len(features.question), seed=0)
     recipe_reference.train(model, batch_loss, order, recipe, config.learning_rate)
     stored = load_file(folder / "model.safetensors")
-    prefix = "qa_outputs." if config.head == "hf" else "head."
+    prefix = "qa_outputs." if config.head == "transformers" else "head."
     for key, wanted in model.parameters_of_head().items():
         if key in ("classifier.bias", "start.bias", "end.bias"):
             continue  # it shifts all logits of a softmax: its gradient is rounding alone, which Adam amplifies
-        theirs = stored[prefix + key.removeprefix("classifier.") if config.head == "hf" else prefix + key]
+        theirs = stored[prefix + key.removeprefix("classifier.") if config.head == "transformers" else prefix + key]
         torch.testing.assert_close(theirs, wanted, rtol=1e-5, atol=1e-5, msg=key)
         assert (wanted - before[key.replace(".", "_")]).abs().max() > 1e-5
     for key, wanted in model.electra.state_dict().items():

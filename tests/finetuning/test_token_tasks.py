@@ -33,10 +33,10 @@ def trained(tiny_vocab, squad_folder, conll_folder, tmp_path_factory):
 @pytest.mark.parametrize(
     ("task", "architecture", "head"),
     [
-        ("squad2", "bert", "google"),
-        pytest.param("squad2", "modern", "hf", marks=pytest.mark.slow),
-        ("tagging", "bert", "google"),
-        pytest.param("tagging", "modern", "google", marks=pytest.mark.slow),
+        ("squad2", "bert", "published"),
+        pytest.param("squad2", "modernbert", "transformers", marks=pytest.mark.slow),
+        ("tagging", "bert", "published"),
+        pytest.param("tagging", "modernbert", "published", marks=pytest.mark.slow),
     ],
 )
 def test_every_head_survives_its_folder(trained, squad_folder, tmp_path, monkeypatch, task, architecture, head):

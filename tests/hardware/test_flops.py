@@ -44,23 +44,19 @@ RTD_HEAD = 2 * 256**2 + 11 * 256
         ("small", {}, "electra_small"),
         ("base", {}, "electra_base"),
         ("large", {}, "electra_400k"),
-        ("large", {"train": {"steps": 1_750_000}}, "electra_1.75M"),
-        ("small", {"objective": {"name": "mlm"}, "train": {"steps": 1_450_000}}, "bert_small"),
-        ("base", {"objective": {"name": "mlm"}, "train": {"steps": 1_000_000}}, "bert_base"),
-        (
-            "large",
-            {"objective": {"name": "mlm"}, "train": {"steps": 1_000_000, "batch_size": 256}},
-            "bert_large",
-        ),
+        ("large", {"train.steps": 1_750_000}, "electra_1.75M"),
+        ("small", {"objective.name": "mlm", "train.steps": 1_450_000}, "bert_small"),
+        ("base", {"objective.name": "mlm", "train.steps": 1_000_000}, "bert_base"),
+        ("large", {"objective.name": "mlm", "train.steps": 1_000_000, "train.batch_size": 256}, "bert_large"),
     ],
 )
-def test_presets_cost_the_published_totals(preset: str, changes: dict[str, dict[str, object]], name: str) -> None:
-    assert published_training_flops(Config.preset(preset, "google").replace(changes)) == PUBLISHED[name]
+def test_presets_cost_the_published_totals(preset: str, changes: dict[str, object], name: str) -> None:
+    assert published_training_flops(Config.preset(preset, "google").override(changes)) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize(("key", "value"), [("architecture", "modern"), ("heads", "plain")])
+@pytest.mark.parametrize(("key", "value"), [("architecture", "modernbert"), ("heads", "plain")])
 def test_other_encoders_have_no_published_count(key: str, value: str) -> None:
-    config = Config.preset("tiny", "google").replace({"model": {key: value}})
+    config = Config.preset("tiny", "google").override({f"model.{key}": value})
     assert published_training_flops(config) is report(config)["published_total"] is None
 
 
@@ -69,7 +65,7 @@ def test_other_encoders_have_no_published_count(key: str, value: str) -> None:
     [("small", (62, 5, 3.5), 70), ("base", (570, 77, 21), 668), ("large", (1969, 153, 28), 2150)],
 )
 def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], total: float) -> None:
-    flops = flops_per_token(Config.preset(preset, "google").replace({"data": {"mask_prob": 0.15}}))
+    flops = flops_per_token(Config.preset(preset, "google").override({"data.mask_prob": 0.15}))
     found = (flops.discriminator, flops.generator, flops.generator_head)
     assert [x / 1e6 for x in found] == pytest.approx(parts, rel=0.05)
     assert flops.total / 1e6 == pytest.approx(total, rel=0.005)
@@ -77,9 +73,13 @@ def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], tot
 
 
 OTHER_SHAPES = {
-    "modern": {"model.architecture": "modern"},
+    "modern": {"model.architecture": "modernbert"},
     "a projection": {"model.embedding_size": "32", "model.num_layers": "3"},
-    "a projection, modern mlm": {"model.architecture": "modern", "objective.name": "mlm", "model.embedding_size": "32"},
+    "a projection, modern mlm": {
+        "model.architecture": "modernbert",
+        "objective.name": "mlm",
+        "model.embedding_size": "32",
+    },
     "no projection": {"model.embedding_size": "64"},
     "generator first": {"objective.generator_first": "9", "model.tying": "none", "generator.embedding_size": "16"},
 }
@@ -184,8 +184,8 @@ def test_objectives_that_a_configuration_cannot_have_are_left_open(changes: dict
 
 
 def test_local_attention_counts_the_window() -> None:
-    config = Config.preset("tiny", "modern").replace({"model": {"num_layers": 4}, "objective": {"name": "mlm"}})
-    local = config.replace({"model": {"local_attention": 8}})  # layers 1 and 2
+    config = Config.preset("tiny", "modern").override({"model.num_layers": 4, "objective.name": "mlm"})
+    local = config.override({"model.local_attention": 8})  # layers 1 and 2
     length, hidden = config.data.sequence_length, config.model.hidden_size
     saved = flops_per_token(config).generator - flops_per_token(local).generator
     assert saved == 3 * 2 * 4 * (length - 9) * hidden

@@ -150,7 +150,7 @@ def test_equal_embeddings_are_shared(tmp_path: Path) -> None:
 )
 def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str) -> None:
     """With a projection beside the table, or multiplied into it."""
-    whole = make_run(tmp_path / "run", recipe, {"model": {"embedding_size": 48}})
+    whole = make_run(tmp_path / "run", recipe, {"model.embedding_size": 48})
     export(tmp_path / "run", tmp_path / "out")
     for number, generator in enumerate(("small", "same-layers:1", str(tmp_path / "run"), str(tmp_path / "out"))):
         import_folder(tmp_path / source, tmp_path / str(number), generator=generator)
@@ -174,7 +174,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "model", "model: only the discriminator; a generator predicts masked tokens")
     changes: dict[str, tuple[str, dict[str, Any], str]] = {
         "headless": ("ElectraModel", {}, "headless: an encoder without a masked-language-model head"),
-        "others": ("ModernBertForMaskedLM", {}, "others: architecture = 'modern', but the discriminator's is 'bert'"),
+        "others": (
+            "ModernBertForMaskedLM",
+            {},
+            "others: architecture = 'modernbert', but the discriminator's is 'bert'",
+        ),
         "more": ("ElectraForMaskedLM", {"vocab_size": 240}, "more: vocab_size = 240, but the discriminator's is 200"),
         "odd": ("ElectraForMaskedLM", {"intermediate_size": 60}, "odd: intermediate_size = 60, but generator.fraction"),
         "wide": ("ElectraForMaskedLM", {"num_attention_heads": 8}, "the generator .*wide: generator.fraction = 2"),

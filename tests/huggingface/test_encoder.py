@@ -245,12 +245,12 @@ def own_hidden(model: Electra, role: str) -> Tensor:
     return hidden.view(*IDS.shape, -1)
 
 
-MLM: Changes = {"objective": {"name": "mlm"}}
+MLM: Changes = {"objective.name": "mlm"}
 
 
 @pytest.mark.parametrize(
     ("recipe", "changes"),
-    [("google", {}), ("modern", {"model": {"embedding_size": 48}}), ("google", MLM)],
+    [("google", {}), ("modern", {"model.embedding_size": 48}), ("google", MLM)],
 )
 def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, recipe: str, changes: Changes) -> None:
     model = make_run(tmp_path / "run", recipe, changes)
@@ -278,7 +278,7 @@ def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, r
 
 
 def test_a_token_type_that_never_occurred_is_a_copy_of_the_other(tmp_path: Path) -> None:
-    model = make_run(tmp_path / "run", "google", {"data": {"packing": "best-fit"}})
+    model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit"})
     export(tmp_path / "run", tmp_path / "out")
     own = model.embeddings.token_type
     assert not torch.equal(own[0], own[1])

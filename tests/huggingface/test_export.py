@@ -30,8 +30,8 @@ from electra_fast.training.pretrain import pretrain
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", *(f"w{i}" for i in range(191))]
 IDS = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(20) < torch.tensor([[20], [11]])).long()
-Changes = dict[str, dict[str, Any]]
-ONE_SIZE: Changes = {"generator": {"fraction": 1.0}}
+Changes = dict[str, Any]
+ONE_SIZE: Changes = {"generator.fraction": 1.0}
 
 
 def randomise(model: Electra) -> Electra:
@@ -47,12 +47,8 @@ def randomise(model: Electra) -> Electra:
 
 def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
     """A run as written by `pretrain`, with one checkpoint."""
-    fixed: Changes = {
-        "model": {"vocab_size": 200},
-        "data": {"corpus": "/secret/shards"},
-        "train": {"out": "/secret", "steps": 3},
-    }
-    config = Config.preset("tiny", recipe).replace(changes).replace(fixed)
+    fixed = {"model.vocab_size": 200, "data.corpus": "/secret/shards", "train.out": "/secret", "train.steps": 3}
+    config = Config.preset("tiny", recipe).override(changes).override(fixed)
     model = randomise(Electra(config))
     vocabulary = folder.parent / "vocab.txt"
     vocabulary.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
@@ -87,22 +83,24 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 SHAPES = [
-    ("google", {"model": {"norm_eps": 1e-3}}),
-    ("google", {"model": {"embedding_size": 64, "tying": "none"}, "generator": {"num_layers": 1}}),
-    ("google", {"model": {"tying": "all"}} | ONE_SIZE),
-    ("google", {"objective": {"name": "mlm"}}),
-    ("modern", {"model": {"embedding_size": 48}}),  # neither encoder has the table's width
+    ("google", {"model.norm_eps": 1e-3}),
+    ("google", {"model.embedding_size": 64, "model.tying": "none", "generator.num_layers": 1}),
+    ("google", {"model.tying": "all"} | ONE_SIZE),
+    ("google", {"objective.name": "mlm"}),
+    ("modern", {"model.embedding_size": 48}),  # neither encoder has the table's width
     ("modern", {}),  # the generator has the table's width
-    ("modern", {"model": {"embedding_size": 64}}),  # the discriminator has the table's width
-    ("modern", {"model": {"tying": "none", "embedding_size": 64}} | ONE_SIZE),
-    ("modern", {"model": {"tying": "all", "embedding_size": 48}} | ONE_SIZE),
-    ("modern", {"model": {"embedding_size": 48}, "objective": {"name": "mlm"}}),
-    ("modern", {"model": {"embedding_size": 96}}),  # the table is wider than both
+    ("modern", {"model.embedding_size": 64}),  # the discriminator has the table's width
+    ("modern", {"model.tying": "none", "model.embedding_size": 64} | ONE_SIZE),
+    ("modern", {"model.tying": "all", "model.embedding_size": 48} | ONE_SIZE),
+    ("modern", {"model.embedding_size": 48, "objective.name": "mlm"}),
+    ("modern", {"model.embedding_size": 96}),  # the table is wider than both
     (
         "modern",
         {
-            "model": {"norm_eps": 1e-3, "local_attention": 2, "local_rope_theta": 500.0},
-            "generator": {"num_layers": 4},
+            "model.norm_eps": 1e-3,
+            "model.local_attention": 2,
+            "model.local_rope_theta": 500.0,
+            "generator.num_layers": 4,
         },
     ),
 ]
@@ -137,9 +135,9 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
     import_folder(tmp_path / "out", tmp_path / "again")
     again = load(tmp_path / "again")
     assert_same(logits(again), expected)
-    forgotten = {"data": {"corpus": ""}, "train": {"out": ""}}
+    forgotten = {"data.corpus": "", "train.out": ""}
     assert again.config == Config.load(tmp_path / "again" / "config.toml")
-    differences = model.config.replace(forgotten).differences(again.config)
+    differences = model.config.override(forgotten).differences(again.config)
     if model.config.objective.name == "mlm":
         differences = {name: pair for name, pair in differences.items() if not name.startswith("generator.")}
         differences.pop("model.tying", None)
@@ -165,7 +163,7 @@ def type_tables(export_folder: Path) -> list[torch.Tensor]:
 
 def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path) -> None:
     """Only the export has the copy; transformers and a model loaded from the export agree on token type 1."""
-    model = make_run(tmp_path / "run", "google", {"data": {"packing": "best-fit"}, "model": {"tying": "none"}})
+    model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit", "model.tying": "none"})
     export(tmp_path / "run", tmp_path / "out")
     tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
     for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
@@ -191,8 +189,7 @@ def others_folders(folder: Path) -> None:
 
 
 def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_corpus: Path) -> None:
-    few = {"data": {"sequence_length": 16}, "train": {"steps": 2, "batch_size": 4}}
-    config = Config.preset("tiny", "modern").replace(few | {"optimizer": {"learning_rate": 1e-3}})
+    config = Config.preset("tiny", "modern").override(sequence_length=16, steps=2, batch_size=4, lr=1e-3)
     pretrain(config, data=tiny_corpus, out=tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     import_folder(tmp_path / "out", tmp_path / "again")
@@ -203,11 +200,14 @@ def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_co
 @pytest.mark.parametrize("origin", ["best-fit", "google", "others"])
 def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, tiny_corpus: Path, origin: str) -> None:
     """Survives import, training without pairs, a resume, and two more exports."""
-    config = Config.preset("tiny", "google").replace(
+    config = Config.preset("tiny", "google").override(
         {
-            "data": {"packing": "google" if origin == "google" else "best-fit", "sequence_length": 16},
-            "train": {"steps": 2, "batch_size": 4, "checkpoint_every": 1},
-            "optimizer": {"warmup_steps": 0},
+            "data.packing": "google" if origin == "google" else "best-fit",
+            "data.sequence_length": 16,
+            "train.steps": 2,
+            "train.batch_size": 4,
+            "train.checkpoint_every": 1,
+            "optimizer.warmup_steps": 0,
         }
     )
     pretrain(config, data=tiny_corpus, out=tmp_path / "run")
@@ -222,7 +222,7 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
             tensors["electra.embeddings.token_type_embeddings.weight"][1] += 1
             save_file(tensors, path, metadata={"format": "pt"})
     import_folder(tmp_path / "out", tmp_path / "again")
-    config = config.replace({"data": {"packing": "best-fit"}})
+    config = config.override({"data.packing": "best-fit"})
     pretrain(config, data=tiny_corpus, out=tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-2")
     pretrain(config, data=tiny_corpus, out=tmp_path / "again")
@@ -250,7 +250,7 @@ def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path) -> None:
 
 
 def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: Path) -> None:
-    changes: Changes = {"model": {"embedding_size": 48}}
+    changes: Changes = {"model.embedding_size": 48}
     make_run(tmp_path / "run", "modern", changes)
     model = load(tmp_path / "run")
     fresh = Electra(model.config)
@@ -267,7 +267,7 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
 
 
 def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
-    expected = logits(make_run(tmp_path / "run", "modern", {"model": {"embedding_size": 48}}))
+    expected = logits(make_run(tmp_path / "run", "modern", {"model.embedding_size": 48}))
     export(tmp_path / "run", tmp_path / "out")
     discriminator = load(tmp_path / "out" / "discriminator")
     assert_same(logits(discriminator), {"discriminator": expected["discriminator"]})
@@ -288,7 +288,7 @@ def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
 def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> None:
     """`transformers` reads it without a missing tensor; for us the folder is what it was without it."""
     run, out = tmp_path / "run", tmp_path / "out"
-    make_run(run, recipe, {"model": {"embedding_size": 48}, "data": {"packing": "best-fit"}})
+    make_run(run, recipe, {"model.embedding_size": 48, "data.packing": "best-fit"})
     export(run, out)
     name = "ElectraModel" if recipe == "google" else "ModernBertModel"
     encoder, info = transformers.AutoModel.from_pretrained(out / "encoder", output_loading_info=True)
@@ -315,7 +315,7 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
 
 
 def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", "google", {"objective": {"name": "replace-mlm"}, "data": {"masking": "paper"}})
+    make_run(tmp_path / "run", "google", {"objective.name": "replace-mlm", "data.masking": "paper"})
     export(tmp_path / "run", tmp_path / "out")
     hf_model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "encoder")
     assert_same({"encoder": hf_logits(hf_model)}, {"encoder": load(tmp_path / "out").encoder_logits(IDS, MASK)})

@@ -28,9 +28,9 @@ from electra_fast.model.model import Electra
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
-def write_folders(folder: Path, recipe: str, changes: dict[str, dict[str, Any]]) -> None:
+def write_folders(folder: Path, recipe: str, changes: dict[str, Any]) -> None:
     """A random model as discriminator/ and generator/."""
-    config = Config.preset("tiny", recipe).replace(changes).replace({"model": {"vocab_size": 200}})
+    config = Config.preset("tiny", recipe).override(changes, vocab_size=200)
     model = randomise(Electra(config))
     for role in ("discriminator", "generator"):
         (folder / role).mkdir(parents=True)
@@ -39,10 +39,10 @@ def write_folders(folder: Path, recipe: str, changes: dict[str, dict[str, Any]])
 
 def test_factoring_tells_a_shared_table_from_two() -> None:
     random = torch.Generator().manual_seed(0)
-    config = Config.preset("tiny", "modern").replace({"model": {"embedding_size": 24, "vocab_size": 90}})
+    config = Config.preset("tiny", "modern").override({"model.embedding_size": 24, "model.vocab_size": 90})
     shapes = {"discriminator": config.model, "generator": config.generator_shape()}
     one, two = (torch.randn(90, 24, generator=random) @ torch.randn(24, 32, generator=random) for _ in range(2))
-    inputs = {role: f"{role}.{huggingface_weights.INPUT_TABLE['modern']}" for role in shapes}
+    inputs = {role: f"{role}.{huggingface_weights.INPUT_TABLE['modernbert']}" for role in shapes}
     tables = {inputs["discriminator"]: one.repeat(1, 2), inputs["generator"]: one}
     assert huggingface_weights.factored(tables, shapes) is not None
     assert huggingface_weights.factored(tables | {inputs["generator"]: two}, shapes) is None
@@ -94,12 +94,12 @@ def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int,
 
 
 @pytest.mark.parametrize(
-    ("architecture", "how"), [("bert", "with a prefix"), ("modern", "bare"), ("bert", "our own export")]
+    ("architecture", "how"), [("bert", "with a prefix"), ("modernbert", "bare"), ("bert", "our own export")]
 )
 def test_encoders_without_heads_continue_with_new_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, how: str
 ) -> None:
-    same_width: dict[str, dict[str, Any]] = {"model": {"embedding_size": 64}, "generator": {"fraction": 1.0}}
+    same_width: dict[str, dict[str, Any]] = {"model.embedding_size": 64, "generator.fraction": 1.0}
     recipe, changes = ("google", {}) if architecture == "bert" else ("modern", same_width)
     write_folders(tmp_path / "whole", recipe, changes)
     expected, base = {}, "electra" if architecture == "bert" else "model"
@@ -231,7 +231,7 @@ def test_a_config_that_does_not_fit_is_named(
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    write_folders(tmp_path / "out", "modern", {"model": {"embedding_size": 48}})
+    write_folders(tmp_path / "out", "modern", {"model.embedding_size": 48})
     path = tmp_path / "out" / "discriminator" / "model.safetensors"
     tensors = load_file(path)
 

@@ -23,10 +23,8 @@ HUB = {"datasets": ["acme/webtext", "squad"], "base_model": "google/electra-base
 REMARK = "Token type 1 never occurred in training."
 
 
-def trained(folder: Path, corpus: Path, recipe: str, packing: str, **sections: dict[str, object]) -> Config:
-    config = Config.preset("tiny", recipe).replace(
-        {"data": {"packing": packing, "sequence_length": 32}, "train": TRAIN, **sections}
-    )
+def trained(folder: Path, corpus: Path, recipe: str, packing: str, **changes: object) -> Config:
+    config = Config.preset("tiny", recipe).override(TRAIN | changes, packing=packing, sequence_length=32)
     pretrain(config, data=corpus, out=folder)
     return config
 
@@ -122,7 +120,7 @@ def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpu
 
 
 def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: Path) -> None:
-    trained(tmp_path / "run", tiny_corpus, "google", "best-fit", objective={"name": "mlm"})
+    trained(tmp_path / "run", tiny_corpus, "google", "best-fit", **{"objective.name": "mlm"})
     export(tmp_path / "run", tmp_path / "out")
     text = (tmp_path / "out" / "generator" / "README.md").read_text(encoding="utf-8")
     assert "# Masked language model" in text and "objective `mlm`" in text

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.slow
 TEXTS = ["The cats sat", "w1 w2 w3 cat w4", "w5", "the w6 sat w7 w8 w9 the cats"]
 PAIRS = [("w1 the cat", "cats sat"), ("w2", "w3 w4 w5 w6"), ("the", "w7"), ("w8 w9", "w1")]
 RECIPES = {
-    "bert": ("google", {"data": {"packing": "best-fit"}, "model": {"embedding_size": 16, "hidden_size": 32}}),
-    "modern": ("modern", {"model": {"hidden_size": 32, "local_attention": 4, "global_attention_every": 2}}),
+    "bert": ("google", {"data.packing": "best-fit", "model.embedding_size": 16, "model.hidden_size": 32}),
+    "modernbert": ("modern", {"model.hidden_size": 32, "model.local_attention": 4, "model.global_attention_every": 2}),
 }
 Export = tuple[str, Path]
 
@@ -48,7 +48,7 @@ def offline() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["bert", "modern"])
+@pytest.fixture(scope="module", params=["bert", "modernbert"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
     """Architecture and folder of an export; token type 1 of the first never occurred in training."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -95,7 +95,7 @@ def test_automatic_classes_load_with_any_number_of_labels(exported: Export, task
     architecture, out = exported
     numbers = [{}] if task == "QuestionAnswering" else [{"num_labels": 2}, {"num_labels": 3}]
     folders = [(out / "encoder", number) for number in numbers]
-    if architecture == "modern" and task != "QuestionAnswering":
+    if architecture == "modernbert" and task != "QuestionAnswering":
         folders.append((out / "discriminator", {"num_labels": 2}))
     encoder = transformers.AutoModel.from_pretrained(out / "encoder").state_dict()
     for folder, number in folders:
@@ -129,7 +129,7 @@ def test_pipelines(exported: Export) -> None:
         )
     np.testing.assert_allclose(features, expected.last_hidden_state[0].numpy(), atol=1e-6)
 
-    if architecture == "modern":  # of ElectraForPreTraining there is none
+    if architecture == "modernbert":  # of ElectraForPreTraining there is none
         found = transformers.pipeline("token-classification", folder["discriminator"], ignore_labels=[])(TEXTS[1])
         with torch.no_grad():
             ids = tokenized(out / "discriminator", [TEXTS[1]])["input_ids"]
@@ -221,7 +221,7 @@ def test_the_code_in_cards_runs_as_it_is_written(exported: Export) -> None:
             assert names["vectors"].shape == (2, 32)
         elif folder.name == "generator":
             assert len(names["found"]) == 5
-        elif architecture == "modern":
+        elif architecture == "modernbert":
             assert {each["entity"] for each in names["found"]} <= {"original", "replaced"}
         else:
             assert all(0 <= probability <= 1 for probability in names["probabilities"])
@@ -246,7 +246,7 @@ def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
 
 
 def test_onnx_of_a_detector_with_local_attention(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", *RECIPES["modern"])
+    make_run(tmp_path / "run", *RECIPES["modernbert"])
     export(tmp_path / "run", tmp_path / "out")
     folder = tmp_path / "out/discriminator"
     write_onnx(folder, "logits")
@@ -255,7 +255,7 @@ def test_onnx_of_a_detector_with_local_attention(tmp_path: Path) -> None:
 
 def test_export_with_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    make_run(run, "google", {"objective": {"name": "mlm"}, "model": {"num_layers": 1}})
+    make_run(run, "google", {"objective.name": "mlm", "model.num_layers": 1})
     done = in_process.run("export", run, "--out", out, "--onnx")
     assert done.returncode == 0 and not done.stdout
     line = r"/encoder/model.onnx: last_hidden_state within [\d.]+e-\d\d of torch's; one example of 128 tokens takes"

@@ -52,8 +52,8 @@ def test_a_compiled_step_has_no_atomic_float_adds(tiny_corpus):
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
-    model = {"vocab_size": ef.Corpus(tiny_corpus).vocab_size, "num_layers": 1}
-    config = ef.Config.preset("tiny", "google").replace({"model": model})
+    size = ef.Corpus(tiny_corpus).vocab_size
+    config = ef.Config.preset("tiny", "google").override({"model.num_layers": 1}, vocab_size=size)
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
     model, rng_key = ef.Electra(config).train(), RngKey(torch.tensor([1, 2]))
     objective = objective_of(config)

@@ -62,7 +62,7 @@ def logits_and_gradients(model, key=KEY, replaced_logits=replaced_logits):
 
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")  # torch 2.11's own
 @pytest.mark.parametrize(
-    ("architecture", "tying"), [pytest.param("bert", "all", marks=pytest.mark.slow), ("modern", "none")]
+    ("architecture", "tying"), [pytest.param("bert", "all", marks=pytest.mark.slow), ("modernbert", "none")]
 )
 def test_kernels_equal_references_and_compile_without_a_graph_break(architecture, tying):
     """torch.compile traces the whole discriminator and its gradients through the kernels."""

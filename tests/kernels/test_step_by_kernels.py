@@ -29,8 +29,8 @@ def trained(corpus, config, attention="sdpa"):
 def config(tiny_corpus):
     sizes = {"num_layers": 1, "hidden_size": 32, "embedding_size": 16, "num_heads": 2, "intermediate_size": 64}
     model = {"vocab_size": ef.Corpus(tiny_corpus).vocab_size, "dropout": 0.0, "attention_dropout": 0.0, **sizes}
-    config = ef.Config.preset("tiny", "google").replace({"model": model, "generator": {"fraction": 1.0}})
-    return config.replace({"train": {"batch_size": 4, "accumulate": 2, "steps": 1}})
+    config = ef.Config.preset("tiny", "google").override({f"model.{name}": value for name, value in model.items()})
+    return config.override({"train.batch_size": 4, "train.accumulate": 2, "train.steps": 1, "generator.fraction": 1.0})
 
 
 MORE = {"electra": {"objective.temperature": "1.5", "objective.disallow_correct": "true"}}
@@ -66,4 +66,4 @@ def check(corpus, config, attention="sdpa"):
 @pytest.mark.skipif(DEVICE == "cuda", reason="compares in fp32, which this backend has not on a GPU")
 def test_short_attention_equals_its_reference(tiny_corpus, config):
     """With two networks, without dropout, whose keys only kernels have on a CPU."""
-    check(tiny_corpus, config.replace({"model": {"architecture": "modern"}}), "short")
+    check(tiny_corpus, config.override({"model.architecture": "modernbert"}), "short")

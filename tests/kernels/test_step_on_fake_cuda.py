@@ -51,8 +51,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real thin
     ],
 )
 def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):
-    changes = {"optimizer": {"name": optimizer}, "model": {"dropout": dropout, "attention_dropout": dropout}}
-    config = ef.Config.preset("tiny", recipe).replace(changes).resolved()
+    changes = {"optimizer.name": optimizer, "model.dropout": dropout, "model.attention_dropout": dropout}
+    config = ef.Config.preset("tiny", recipe).override(changes).resolved()
     check_step(tiny_corpus, config, attention, monkeypatch)
 
 
@@ -85,7 +85,7 @@ def check_step(tiny_corpus, config, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
     monkeypatch.setattr(launch, "card", lambda _: Card("H200", (9, 0)))
     monkeypatch.setattr(torch, "_fused_adamw_", fused_adamw)
-    config = config.replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size}})
+    config = config.override({"model.vocab_size": ef.Corpus(tiny_corpus).vocab_size})
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
     network = ef.Electra(config).train()
     with FakeTensorMode():
@@ -227,11 +227,15 @@ def test_a_step_calls_what_its_check_said(recipe, card, changes, monkeypatch):
 
 
 TASKS = [
-    ("google", "classification", "google"),
-    ("google", "classification", "hf"),
-    ("google", "question-answering", "google"),
+    ("google", "classification", "published"),
+    ("google", "classification", "transformers"),
+    ("google", "question-answering", "published"),
 ]
-TASKS += [("modern", "classification", "hf"), ("google", "tagging", "hf"), ("modern", "tagging", "google")]
+TASKS += [
+    ("modern", "classification", "transformers"),
+    ("google", "tagging", "transformers"),
+    ("modern", "tagging", "published"),
+]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])

@@ -44,7 +44,7 @@ def chosen(
         ("xformers", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
         ("short", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
         ("flex", {"attention_dropout": 0.1}, "model.attention_dropout = 0.0"),
-        ("xformers", {"local_attention": 8, "architecture": "modern"}, "model.local_attention = 0"),
+        ("xformers", {"local_attention": 8, "architecture": "modernbert"}, "model.local_attention = 0"),
         ("short", {}, "rows of at most 128 tokens, and these differ in length"),
         ("short", {"row_length": 129}, "rows of at most 128 tokens, and these have 129"),
         ("short", {"row_length": 128, "num_heads": 2}, "heads of at most 64 dimensions, and these have 128"),
@@ -60,7 +60,7 @@ def test_a_backend_names_a_missing_requirement(backend: str, changes: dict[str, 
 
 def test_a_backend_that_can_run_is_taken() -> None:
     for backend, changes in (
-        ("varlen", {"local_attention": 8, "architecture": "modern"}),
+        ("varlen", {"local_attention": 8, "architecture": "modernbert"}),
         ("short", {"row_length": 128, "attention_dropout": 0.1}),
         ("flex", {"dtype": torch.float32}),
     ):
@@ -121,9 +121,7 @@ def test_xformers_is_used_only_if_its_extension_loads(
 
 @pytest.mark.parametrize(("length", "fraction", "expected"), [(128, 0.25, "short"), (512, 0.25, "varlen")])
 def test_a_run_chooses_by_its_rows(length: int, fraction: float, expected: str) -> None:
-    config = Config.preset("small", "google").replace(
-        {"data": {"sequence_length": length}, "generator": {"fraction": fraction}}
-    )
+    config = Config.preset("small", "google").override({"data.sequence_length": length, "generator.fraction": fraction})
     assert choose_compute(config, CUDA).attention == expected
 
 

@@ -19,13 +19,13 @@ from electra_fast.model.model import Electra
 from electra_fast.ops import operations as ops
 
 SPECIAL_IDS = {"pad": 0, "cls": 2, "sep": 3}
-BASE_E = {"model": {"embedding_size": 128, "num_layers": 2}}  # the full depth is tried once
-TINY_E = {"model": {"embedding_size": 64}}
+BASE_E = {"model.embedding_size": 128, "model.num_layers": 2}  # the full depth is tried once
+TINY_E = {"model.embedding_size": 64}
 
 
-def make(preset: str, recipe: str, changes: dict[str, dict[str, object]], vocab_size: int) -> Electra:
+def make(preset: str, recipe: str, changes: dict[str, object], vocab_size: int) -> Electra:
     """A model whose every parameter is random: norms about 1, biases not 0."""
-    config = Config.preset(preset, recipe).replace(changes).replace({"model": {"vocab_size": vocab_size}})
+    config = Config.preset(preset, recipe).override(changes, vocab_size=vocab_size)
     model = Electra(config).eval()
     random = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def inputs(vocab_size: int, length: int, padded: bool, architecture: str) -> dic
     ],
 )
 def test_logits_equal_those_of_transformers(
-    tmp_path: Path, preset: str, recipe: str, changes: dict[str, dict[str, object]]
+    tmp_path: Path, preset: str, recipe: str, changes: dict[str, object]
 ) -> None:
     model = make(preset, recipe, changes, vocab_size=1000)
     batches = [inputs(1000, 32, padded, model.config.model.architecture) for padded in (False, True)]
@@ -115,7 +115,7 @@ def test_the_mask_and_the_token_types_matter(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 @pytest.mark.parametrize("role", ["discriminator", "generator"])
 def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role: str) -> None:
-    changes: dict[str, dict[str, object]] = {"generator": {"fraction": 1.0}, "model": {"tying": "none"}}
+    changes: dict[str, object] = {"generator.fraction": 1.0, "model.tying": "none"}
     if recipe == "modern":  # a projection that is multiplied into the table has no gradient of its own there
         changes["model"]["embedding_size"] = 64
     model = make("tiny", recipe, changes, vocab_size=200)
@@ -150,7 +150,7 @@ def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
-    model = make("tiny", recipe, {"generator": {"fraction": 1.0}}, vocab_size=100)
+    model = make("tiny", recipe, {"generator.fraction": 1.0}, vocab_size=100)
     lengths = [[11, 9], [13, 7]]
     segment_ids, positions, borders = flat_segments(lengths, 20)
     ids = torch.randint(4, 100, (40,), generator=torch.Generator().manual_seed(2))
@@ -186,9 +186,9 @@ def test_a_row_longer_than_the_position_table_is_refused() -> None:
 
 
 def test_tying_shares_what_it_says() -> None:
-    same: dict[str, dict[str, object]] = {"generator": {"fraction": 1.0}}
+    same: dict[str, dict[str, object]] = {"generator.fraction": 1.0}
     counts = {
-        tying: sum(p.numel() for p in make("tiny", "google", same | {"model": {"tying": tying}}, 100).parameters())
+        tying: sum(p.numel() for p in make("tiny", "google", same | {"model.tying": tying}, 100).parameters())
         for tying in ("none", "embeddings", "all")
     }
     embeddings = (100 + 128 + 2 + 2) * 32
@@ -198,7 +198,7 @@ def test_tying_shares_what_it_says() -> None:
 
 
 def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
-    model = Electra(Config.preset("small", "google").replace({"model": {"vocab_size": 1000}}))
+    model = Electra(Config.preset("small", "google").override({"model.vocab_size": 1000}))
     weight = torch.cat([p.detach().flatten() for p in model.discriminator.layers.parameters() if p.dim() == 2]) / 0.02
     assert weight.abs().max() <= 2 + 1e-6
     assert abs(weight.mean()) < 0.002
@@ -207,7 +207,7 @@ def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
     assert abs(inside - 0.6827 / 0.9545) < 0.001
     assert all(p.eq(0).all() for name, p in model.named_parameters() if name.endswith("bias"))
     state = torch.get_rng_state()
-    again = Electra(model.config.replace({"train": {"seed": 1}}))
+    again = Electra(model.config.override({"train.seed": 1}))
     assert not torch.equal(again.embeddings.token, model.embeddings.token)
     assert torch.equal(Electra(model.config).embeddings.token, model.embeddings.token)
     assert torch.equal(torch.get_rng_state(), state)
@@ -216,7 +216,7 @@ def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
 @pytest.mark.parametrize("recipe", ["google", "paper"])
 def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str) -> None:
     """TensorFlow's default; the standard deviations at `small` are those of the published code."""
-    model = Electra(Config.preset("small", recipe).replace({"model": {"vocab_size": 100}}))
+    model = Electra(Config.preset("small", recipe).override({"model.vocab_size": 100}))
     deviations = {
         "discriminator.projection": 0.0722,
         "generator.projection": 0.1021,
@@ -231,7 +231,7 @@ def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str
         assert abs(weight.mean()) < 4 * deviation / weight.numel() ** 0.5, name
     for name in ("embeddings.token", "discriminator_head.dense.weight", "generator_head.dense.weight"):
         assert model.get_parameter(name).abs().max() <= 0.04 + 1e-6, name
-    modern = Electra(Config.preset("small", "modern").replace({"model": {"vocab_size": 100}}))
+    modern = Electra(Config.preset("small", "modern").override({"model.vocab_size": 100}))
     assert modern.discriminator_head.classifier.weight.abs().max() <= 256**-0.5
 
 
@@ -250,7 +250,7 @@ def test_discriminator_logits_of_bf16_states_are_products_in_fp32() -> None:
     assert ((dweight[0] - upstream_T @ exact_TD).abs() <= bound_D).all()
     torch.testing.assert_close(dx_TD, (upstream_T[:, None] * exact_D).bfloat16())
     for recipe in ("google", "modern"):
-        head = Electra(Config.preset("small", recipe).replace({"model": {"vocab_size": 100}})).discriminator_head
+        head = Electra(Config.preset("small", recipe).override({"model.vocab_size": 100})).discriminator_head
         found_T = head(x_TD)
         assert found_T.dtype == torch.float32 and found_T.unique().numel() > 1990
 

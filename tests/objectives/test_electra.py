@@ -14,7 +14,7 @@ from electra_fast.ops import operations as ops
 VOCAB, LENGTH, SLOTS, MASK = 50, 12, 3, 4
 COMPUTE = ComputeConfig("sdpa", torch.float32)
 KEY = torch.tensor([11, 3])
-LOCAL = {"model.architecture": "modern", "model.local_attention": "4", "model.global_attention_every": "2"}
+LOCAL = {"model.architecture": "modernbert", "model.local_attention": "4", "model.global_attention_every": "2"}
 
 
 def make_config(**changes: str) -> Config:

@@ -72,7 +72,7 @@ class Transcription:
         if self.config.model.heads == "plain":
             return self.sigmoid("discriminator_head", state)
         x = F.gelu(linear(head.dense, state))
-        if self.config.model.architecture == "modern":
+        if self.config.model.architecture == "modernbert":
             x = self.normed(head, x)
         return torch.sigmoid(linear(head.classifier, x)[0])
 
@@ -154,7 +154,11 @@ class Transcription:
     ("name", "architecture", "tying"),
     [(name, "bert", "none") for name in VARIANTS if name != "electra"]
     + [("electra", "bert", "embeddings"), ("all-tokens-mlm", "bert", "embeddings")]
-    + [("corrective", "modern", "none"), ("all-tokens-mlm", "modern", "none"), ("local attention", "modern", "none")],
+    + [
+        ("corrective", "modernbert", "none"),
+        ("all-tokens-mlm", "modernbert", "none"),
+        ("local attention", "modernbert", "none"),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}

@@ -21,7 +21,7 @@ from electra_fast.reproduction.experiments import (
 
 
 def experiment(name, preset="mini", recipe="modern", overrides=None):
-    base = Config.preset(preset, recipe).replace({"model": {"vocab_size": 8192}})
+    base = Config.preset(preset, recipe).override({"model.vocab_size": 8192})
     return make_experiment(name, base, overrides or {})
 
 

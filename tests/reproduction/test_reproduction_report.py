@@ -21,7 +21,7 @@ FACTS = {
 
 
 def made(name="tying"):
-    return make_experiment(name, Config.preset("tiny", "modern").replace({"model": {"vocab_size": 600}}), {})
+    return make_experiment(name, Config.preset("tiny", "modern").override({"model.vocab_size": 600}), {})
 
 
 def run(seed, cola, rte, auc=0.7):

@@ -111,7 +111,7 @@ def make_targets(root: Path) -> Iterator[Target]:
     _call(["export", str(run), "--out", str(exported)])
     yield Target("hugging face, import", exported, ("import", "{folder}", "--out", "{out}"))
     encoder = tiny_task.save_encoder(root / "encoder", vocab)
-    modern = tiny_task.save_encoder(root / "modern", vocab, "modern")
+    modern = tiny_task.save_encoder(root / "modern", vocab, "modernbert")
     data = root / "data"
     tiny_task.write_sst2(data / "classification")
     tiny_reading.write_conll(data / "tagging", train=8, dev=4)

@@ -55,7 +55,7 @@ def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validati
 
 def first_loss(losses, window=100, name="electra"):
     """The step at which the losses of the generator and the discriminator at each step are found lost for good."""
-    config = Config.preset("small", "paper").replace({"model": {"vocab_size": 30_522}})
+    config = Config.preset("small", "paper").override({"model.vocab_size": 30_522})
     objective, history = objective_of(config.with_objective(name)), LossHistory()
     for step in range(window, 3000, window):
         found = dict(zip(("generator_loss", "discriminator_loss"), losses(step), strict=True))

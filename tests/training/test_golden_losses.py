@@ -51,15 +51,10 @@ def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, An
     """A line per step of a run: its metrics, those left out that the objective does not have."""
     config = ef.Config.preset("tiny", recipe).override(VARIANTS[name] | {"data.masking": MASKING[recipe]})
     rates = {"learning_rate": 4e-3, "muon_learning_rate": 0.01} if recipe == "modern" else {}
-    config = config.replace(
-        {
-            "data": {"sequence_length": 32},
-            "optimizer": {"warmup_steps": 5, **rates},
-            "train": {"steps": STEPS, "batch_size": 16, "accumulate": 2, "log_every": 1}
-            | {"precision": "fp32", "matmul": "default"},  # as recorded
-        }
-    )
-    ef.pretrain(config.replace({"train": {"eval_every": 0}}), data=corpus, out=out)
+    train = {"steps": STEPS, "batch_size": 16, "accumulate": 2, "log_every": 1, "eval_every": 0}
+    as_recorded = {"precision": "fp32", "matmul": "default"}
+    config = config.override(rates | train | as_recorded, sequence_length=32, warmup_steps=5)
+    ef.pretrain(config, data=corpus, out=out)
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     kept = ("step", *METRICS)
     run = {"run": f"{recipe} {name}"}

@@ -46,7 +46,7 @@ def test_an_unknown_or_missing_logger_is_refused(validation_corpus, tmp_path, mo
     with pytest.raises(ef.InputError, match="train.loggers = .* must be among tensorboard, wandb, mlflow"):
         tiny_config(**{"train.loggers": "tensorboard,comet"})
     monkeypatch.setattr("electra_fast.training.loggers.find_spec", lambda name: None)
-    assert tiny_config().replace({"train": {"loggers": []}}).train.loggers == []
+    assert tiny_config().override({"train.loggers": []}).train.loggers == []
     config = tiny_config(**{"train.loggers": "wandb"})
     with pytest.raises(ef.InputError, match="train.loggers: wandb is not installed; pip install wandb"):
         ef.pretrain(config, data=validation_corpus, out=tmp_path / "run")

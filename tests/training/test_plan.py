@@ -22,7 +22,7 @@ from electra_fast.training.plan import Trial, _on_line
 
 def told(config, corpus):
     mixture = planning.Mixture(corpus)
-    resolved = planning.resolved(config.replace({"data": {"corpus": str(corpus)}}), mixture)
+    resolved = planning.resolved(config.override({"data.corpus": str(corpus)}), mixture)
     return " ".join(warnings(resolved, mixture, size(resolved, mixture, 10**6)))
 
 

@@ -118,7 +118,7 @@ def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
     assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
     pretrain(config, data=tiny_corpus, out=tmp_path / "run")
-    pretrain(config.replace({"data": {"packing": "best-fit"}}), data=tiny_corpus, out=tmp_path / "other")
+    pretrain(config.override({"data.packing": "best-fit"}), data=tiny_corpus, out=tmp_path / "other")
     assert "drops" not in capsys.readouterr().err
 
 

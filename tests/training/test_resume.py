@@ -203,12 +203,11 @@ class TestRates:
 
     def test_they_follow_the_steps_of_a_stage(self):
         config = Config.preset("small", "modern").with_objective("two-stage")
-        stage, whole = (config.replace({"train": {"steps": steps}}).resolved() for steps in (20_000, 10_000))
-        electra = Config.preset("small", "modern").replace({"train": {"steps": 10_000}}).resolved()
+        stage, whole = (config.override({"train.steps": steps}).resolved() for steps in (20_000, 10_000))
+        electra = Config.preset("small", "modern").override({"train.steps": 10_000}).resolved()
         assert stage.optimizer == electra.optimizer != whole.optimizer
         assert stage.optimizer.warmup_steps == 500
-        asked = {"train": {"steps": 100}, "optimizer": {"warmup_steps": 120}}
-        whole = Config.preset("tiny", "modern").replace(asked)
+        whole = Config.preset("tiny", "modern").override(steps=100, warmup_steps=120)
         assert not list(low_peak_warnings(whole))
         (told,) = low_peak_warnings(whole.with_objective("two-stage"))
         assert "the learning rate never passes 42%" in told
@@ -266,7 +265,7 @@ def test_a_run_keeps_its_recipe_where_a_command_without_one_means_another(run, v
     for more in ([], ["--allow-changes"]):
         done = in_process.run("pretrain", "--preset", "tiny", *more, *flags)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert re.search(rf"started with model.architecture = 'bert', now it is 'modern', .*{remedy}", done.stderr)
+        assert re.search(rf"started with model.architecture = 'bert', now it is 'modernbert', .*{remedy}", done.stderr)
     (tmp_path / "own.toml").write_text('preset = "tiny"\nrecipe = "google"\n')
     copies = [shutil.copytree(run, tmp_path / name) for name in "abc"]
     starts = (["--preset", "tiny", "--recipe", "google", *flags], ["--config", tmp_path / "own.toml", *flags])

@@ -33,7 +33,7 @@ STEPS = 4
 def config(tiny_corpus):
     changes = {"model.vocab_size": str(ef.Corpus(tiny_corpus).vocab_size), "model.num_layers": "2"}
     config = ef.Config.preset("tiny", "google").override(changes)
-    return config.replace({"train": {"batch_size": 8, "steps": STEPS}, "data": {"sequence_length": 64}})
+    return config.override({"train.batch_size": 8, "train.steps": STEPS, "data.sequence_length": 64})
 
 
 def open_loader(corpus, config):
@@ -52,7 +52,7 @@ def trained(corpus, config, execution="eager"):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
-    config = config.replace({"train": {"accumulate": accumulate}})
+    config = config.override({"train.accumulate": accumulate})
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     objective, size = objective_of(config), 8 // accumulate
@@ -98,7 +98,7 @@ def test_an_ordinary_step_is_read_in_few_files(tiny_corpus, tmp_path, monkeypatc
 
     monkeypatch.setattr(BatchLoader, "__next__", recorded_from_the_12th_to_the_next)
     train = {"steps": 20, "batch_size": 16, "log_every": 100, "precision": "fp32", "matmul": "default"}
-    config = ef.Config.preset("tiny", recipe).replace({"train": train, "data": {"sequence_length": 64}})
+    config = ef.Config.preset("tiny", recipe).override(train, sequence_length=64)
     ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
     num_changes = sum(before != after for before, after in itertools.pairwise(files))
     assert 5 < len(set(files)) <= 12 and 100 < num_changes <= 150
@@ -146,7 +146,7 @@ def assert_captured_in_time(step, since):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_graphs_equal_eager_steps(tiny_corpus, config, name):
     """Of two stages each has a graph of its own."""
-    config, totals = config.override(VARIANTS[name]).replace({"train": {"steps": 16}}), []
+    config, totals = config.override(VARIANTS[name]).override({"train.steps": 16}), []
     for execution in ("eager", "graph"):
         model = ef.Electra(config).to("cuda")
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
@@ -161,7 +161,7 @@ def test_graphs_equal_eager_steps(tiny_corpus, config, name):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
 def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_it(tiny_corpus, config):
-    config, totals = config.replace({"train": {"steps": 12}, "model": {"dropout": 0.1, "attention_dropout": 0.0}}), []
+    config, totals = config.override({"train.steps": 12, "model.dropout": 0.1, "model.attention_dropout": 0.0}), []
     for execution in ("eager", "graph"):
         model = ef.Electra(config).to("cuda").train()
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
@@ -258,7 +258,7 @@ def test_the_timer_leaves_out_pauses(tiny_corpus, config):
 
 def test_the_check_of_a_run_times_whole_steps(tiny_corpus, config):
     """Its request, which goes to a process of its own, says how."""
-    config, told = config.replace({"data": {"corpus": str(tiny_corpus)}}), []
+    config, told = config.override({"data.corpus": str(tiny_corpus)}), []
     compute = replace(COMPUTE, kernels=(("*", "reference"),))
     request = Request("steps", config, type(objective_of(config)), "cpu", compute, 2, ("eager",), time_steps=time_steps)
     request = pickle.loads(pickle.dumps(request))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from electra_fast import _data
 from electra_fast.config.presets import (
@@ -32,19 +32,19 @@ from electra_fast.config.section import (
     Configuration,
     Scalar,
     Section,
-    Value,
     config_key,
     did_you_mean,
+    present_names,
     read_toml,
 )
 from electra_fast.errors import InputError
 
-Architecture = Literal["bert", "modern"]
+Architecture = Literal["bert", "modernbert"]
 
 # Ten times the largest published encoders; larger sizes are mistakes that would fill the memory.
 MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
-NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
+NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modernbert": 1e-5}
 # A longer repr has one key per line.
 MAX_REPR_LINE = 100
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
@@ -80,7 +80,7 @@ class ModelConfig(Section):
     """`[model]`: the resulting encoder; with replaced-token detection, the discriminator."""
 
     architecture: Architecture = config_key(
-        "modern", "post-norm layers with learned positions, or pre-norm layers with rotary positions and GeGLU"
+        "modernbert", "post-norm layers with learned positions, or pre-norm layers with rotary positions and GeGLU"
     )
     vocab_size: int = config_key(0, "vocabulary size; 0: that of the corpus", low=0, high=1 << 24)
     max_positions: int = config_key(512, "longest sequence in tokens", low=8, high=32768)
@@ -101,11 +101,11 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "short", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: on CUDA in 16 bits short (rows up to 128, Hopper) or varlen, else sdpa"
     )
-    norm_eps: float = config_key(0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modern", low=0, high=1)
-    rope_theta: float = config_key(10_000.0, "base of the rotary angles (modern)", low=1)
+    norm_eps: float = config_key(0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modernbert", low=0, high=1)
+    rope_theta: float = config_key(10_000.0, "base of the rotary angles (modernbert)", low=1)
     local_rope_theta: float = config_key(10_000.0, "base of the rotary angles in layers with local attention", low=1)
     local_attention: int = config_key(
-        0, "window of local attention in tokens, half to each side (modern); 0: all layers are global", low=0
+        0, "window of local attention in tokens, half to each side (modernbert); 0: all layers are global", low=0
     )
     global_attention_every: int = config_key(
         3, "with local attention, every N-th layer is global, starting with the first", low=1
@@ -125,13 +125,13 @@ class ModelConfig(Section):
             raise InputError(
                 f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}"
             )
-        if self.architecture == "modern" and self.hidden_size // self.num_heads % 2:
+        if self.architecture == "modernbert" and self.hidden_size // self.num_heads % 2:
             raise InputError(
                 f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads} is odd; "
                 "rotary positions need an even head width"
             )
         if self.architecture == "bert" and self.local_attention:
-            raise InputError(f'model.local_attention = {self.local_attention} needs model.architecture = "modern"')
+            raise InputError(f'model.local_attention = {self.local_attention} needs model.architecture = "modernbert"')
 
     @property
     def eps(self) -> float:
@@ -230,7 +230,9 @@ class OptimizerConfig(Section):
     """`[optimizer]`: the update rule and its schedule."""
 
     name: Literal["adamw", "lamb", "muon"] = config_key("muon", "update rule")
-    learning_rate: float = config_key(0.0, "peak learning rate; 0 (modern): 0.2 / sqrt(steps), at most 0.004", low=0)
+    learning_rate: float = config_key(
+        0.0, "peak learning rate; 0 (modernbert): 0.2 / sqrt(steps), at most 0.004", low=0
+    )
     warmup_steps: int = config_key(-1, "steps of linear warmup; -1: 5% of the steps, at most 10,000", low=-1)
     schedule: Literal["linear", "product"] = config_key(
         "linear", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
@@ -338,6 +340,15 @@ class TrainConfig(Section):
 class Config(Configuration):
     """Everything that a run depends on besides its corpus, in the sections of `config.toml`."""
 
+    SHORT_NAMES: ClassVar[Mapping[str, str]] = {
+        "steps": "train.steps",
+        "batch_size": "train.batch_size",
+        "lr": "optimizer.learning_rate",
+        "sequence_length": "data.sequence_length",
+        "precision": "train.precision",
+        "seed": "train.seed",
+    }
+
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     generator: GeneratorConfig = dataclasses.field(default_factory=GeneratorConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
@@ -363,9 +374,9 @@ class Config(Configuration):
             )
         if train.sharding == "full" and train.reduce == "exact":
             raise InputError('train.sharding = "full" needs train.reduce = "fast", since it sums in another order')
-        if self.optimizer.learning_rate == 0 and model.architecture != "modern":
+        if self.optimizer.learning_rate == 0 and model.architecture != "modernbert":
             raise InputError(
-                'optimizer.learning_rate = 0 (derived from train.steps) needs model.architecture = "modern"; '
+                'optimizer.learning_rate = 0 (derived from train.steps) needs model.architecture = "modernbert"; '
                 "give a rate above 0"
             )
         self._check_objective()
@@ -447,7 +458,7 @@ class Config(Configuration):
         for key, allowed in OBJECTIVE_SPECS[name].needs.items():
             if self.value(key) not in allowed:
                 changes[key] = allowed[0]
-        return self.replace(by_section(changes))
+        return self.override(changes)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
@@ -464,15 +475,15 @@ class Config(Configuration):
     @classmethod
     def of_table(cls, table: Mapping[str, Any], overrides: Mapping[str, object] | None = None) -> Config:
         """Returns the configuration of a TOML file that was parsed."""
-        sections = {name: keys for name, keys in table.items() if name not in ("preset", "recipe")}
-        tables = (sections, cls.tables_of(overrides or {}))
+        sections = present_names({name: keys for name, keys in table.items() if name not in ("preset", "recipe")})
+        tables = (sections, cls.tables_of((overrides or {}).items()))
         objective = "electra"
         for section in (each.get("objective") for each in tables):
             if isinstance(section, Mapping):
                 objective = str(section.get("name", objective))
         preset, recipe = table.get("preset", DEFAULT_PRESET), table.get("recipe", DEFAULT_RECIPE)
         config = cls.preset(str(preset), str(recipe), objective)
-        return (config.override(YOUNGER_KEYS) if _is_whole(sections) else config).replace(*tables)
+        return (config.override(YOUNGER_KEYS) if _is_whole(sections) else config)._replace(*tables)
 
     @classmethod
     def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
@@ -484,7 +495,7 @@ class Config(Configuration):
             raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
         if recipe not in RECIPES:
             raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
-        config = cls().replace(by_section(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {})))
+        config = cls().override(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {}))
         return config.with_objective(objective)
 
 
@@ -493,11 +504,3 @@ def _is_whole(sections: Mapping[str, Any]) -> bool:
     needed = set().union(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values()) - YOUNGER_KEYS.keys()
     given = (f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, Mapping) for key in keys)
     return needed <= set(given)
-
-
-def by_section(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    tables: dict[str, dict[str, Value]] = {}
-    for name, value in values.items():
-        section, _, key = name.partition(".")
-        tables.setdefault(section, {})[key] = value
-    return tables

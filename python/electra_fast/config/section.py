@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Final, Literal, Self, get_args, get_origin, get_type_hints
 
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import check_depth, reason_of
@@ -79,6 +79,13 @@ REMOVED_KEYS: dict[str, tuple[Scalar, str]] = {
 }
 """Keys that older files may still give, but only at the value that was the default; and what holds without the key."""
 
+RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "model.architecture": {"modern": "modernbert"},
+    "finetune.head": {"google": "published", "hf": "transformers"},
+    "finetune.layer_decay_form": {"paper": "plain", "google": "squared"},
+}
+"""Former values by key: in a file each is read as its present name, elsewhere answered with it."""
+
 
 def config_key(
     default: Scalar,
@@ -116,6 +123,9 @@ class Section:
 class Configuration:
     """Sections by name. Validation raises and never rewrites a value."""
 
+    SHORT_NAMES: ClassVar[Mapping[str, str]] = {}
+    """Keys that `override` and the command line also take by a name without a section."""
+
     @classmethod
     def key_names(cls) -> list[str]:
         """Returns every key as `section.key`, in order."""
@@ -146,7 +156,7 @@ class Configuration:
         (field,) = (f for f in dataclasses.fields(_sections(cls)[section]) if f.name == key)
         return field
 
-    def replace(self, *tables: Mapping[str, Any]) -> Self:
+    def _replace(self, *tables: Mapping[str, Any]) -> Self:
         """Returns a copy with each `table[section][key]` replaced; unknown names raise with the nearest match."""
         sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, values in itertools.chain.from_iterable(table.items() for table in tables):
@@ -163,18 +173,32 @@ class Configuration:
             sections[name] = dataclasses.replace(sections[name], **integers_as_floats(sections[name], read))
         return type(self)(**sections)
 
-    def override(self, overrides: Mapping[str, object]) -> Self:
-        """Returns a copy with values by `section.key`, e.g. `{"train.steps": 100}`; strings as on the command line."""
-        return self.replace(self.tables_of(overrides))
+    def override(self, changes: Mapping[str, object] | None = None, /, **by_name: object) -> Self:
+        """Returns a copy with other values; a string is read as on the command line, as in `"10k"` or `"1/3"`.
+
+        Examples:
+            config.override({"train.steps": 5000, "generator.fraction": "1/3"})
+            config.override(steps=5000, lr=1e-3, mask_prob=0.3)
+
+        Args:
+            changes: Values by `section.key`.
+            by_name: Values by a key's last part, if no other section has such a key, or by its short name on the
+                command line, as `lr`.
+
+        Raises:
+            InputError: An unknown key or value, with the nearest one; a name that several sections have, with all keys.
+        """
+        return self._replace(self.tables_of([*(changes or {}).items(), *by_name.items()]))
 
     @classmethod
-    def tables_of(cls, overrides: Mapping[str, object]) -> dict[str, dict[str, object]]:
-        """Returns values by `section.key` as `table[section][key]`; unknown keys raise with the nearest match."""
+    def tables_of(cls, overrides: Iterable[tuple[str, object]]) -> dict[str, dict[str, object]]:
+        """Returns values by name as `table[section][key]`; unknown names raise with the nearest match."""
         table: dict[str, dict[str, object]] = {}
         known = cls.key_names()
-        for name, value in overrides.items():
-            section, dot, key = name.partition(".")
-            if not dot or name not in {*known, *REMOVED_KEYS}:
+        for given, value in overrides:
+            name = cls.full_name(given)
+            section, _, key = name.partition(".")
+            if name not in {*known, *REMOVED_KEYS}:
                 meant = nearest(name, known)
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
                 raise InputError(f"unknown key {name}{hint}")
@@ -183,11 +207,20 @@ class Configuration:
                 value = parse_several(name, value)
                 if metadata["choices"] and isinstance(value, str):
                     value = list(comma_separated(value)) if value else ""
-            table.setdefault(section, {})[key] = value
+            if value not in [table.setdefault(section, {}).setdefault(key, value)]:
+                raise InputError(f"{name} is given twice, as {table[section][key]!r} and {value!r}")
         return table
 
+    @classmethod
+    def full_name(cls, name: str) -> str:
+        """Returns `section.key` for a short name or a key's last part; raises InputError if several keys have it."""
+        keys = [key for key in cls.key_names() if key.endswith(f".{name}")]
+        if name not in cls.SHORT_NAMES and len(keys) > 1:
+            raise InputError(f"{name} may be {' or '.join(keys)}; give the whole key")
+        return cls.SHORT_NAMES.get(name, keys[0] if keys else name)
+
     def to_toml(self) -> str:
-        """Returns the whole configuration as TOML, each key with its meaning; `replace` restores it exactly."""
+        """Returns the whole configuration as TOML, each key with its meaning; `Config.load` restores it exactly."""
         lines = []
         for section in dataclasses.fields(self):
             lines.append(f"[{section.name}]")
@@ -245,6 +278,21 @@ def _is_removed(section: str, key: str, value: object) -> bool:
     return True
 
 
+def present_names(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a file's `table[section][key]`, with `RENAMED_VALUES` under their present names."""
+    return {
+        section: {key: present_name(f"{section}.{key}", value) for key, value in keys.items()}
+        if isinstance(keys, Mapping)
+        else keys
+        for section, keys in sections.items()
+    }
+
+
+def present_name(name: str, value: Any) -> Any:
+    """Returns a file's value of `section.key` under its present name."""
+    return RENAMED_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
 def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     kind = _kind(field)
     if isinstance(value, str):
@@ -274,6 +322,8 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
     elif type(value) is not expected and not _is_auto(field, value):
         raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
     _check_text(name, value)
+    if (now := present_name(name, value)) is not value:
+        raise InputError(f'{name} = "{value}": now called "{now}"')
     if choices and any(each not in (field.default, *choices) for each in (value if type(value) is list else [value])):
         several = "among" if field.metadata["takes_several"] else "one of"
         raise InputError(f"{name} = {value!r} must be {several} {', '.join(choices)}")

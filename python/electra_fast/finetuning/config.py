@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from electra_fast.config.config import ModelConfig, OptimizerConfig
 from electra_fast.config.section import LOGGERS, Configuration, Scalar, Section, config_key, did_you_mean
@@ -21,8 +21,8 @@ class FinetuneSection(Section):
 
     learning_rate: float = config_key(3e-4, "peak learning rate of the head", low=0, open_low=True)
     layer_decay: float = config_key(0.9, "factor on the learning rate per layer below the head", low=0, high=1)
-    layer_decay_form: Literal["paper", "google"] = config_key(
-        "paper", "factor of the top layer: layer_decay, or its square as in the published code (google)"
+    layer_decay_form: Literal["plain", "squared"] = config_key(
+        "plain", "factor of the top layer: layer_decay, or its square as in the published code"
     )
     epochs: float = config_key(3.0, "passes over the training data", low=0, high=1_000, open_low=True)
     batch_size: int = config_key(32, "examples per step", low=1, high=65_536)
@@ -49,9 +49,9 @@ class FinetuneSection(Section):
     sequence_length: int = config_key(128, "maximum tokens per example, including [CLS] and [SEP]", low=8, high=32768)
     dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
     attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
-    head: Literal["hf", "google"] = config_key(
-        "hf",
-        "hf: the head of the transformers class for the task; google: that of the published code, a linear layer, or "
+    head: Literal["transformers", "published"] = config_key(
+        "transformers",
+        "transformers: the head of its class for the task; published: that of the published code, a linear layer, or "
         "for questions an end that depends on the start and a classifier of unanswerable questions",
     )
     head_dropout: float = config_key(0.1, "dropout in the head", low=0, high=0.99)
@@ -75,7 +75,7 @@ class FinetuneSection(Section):
     n_best_size: int = config_key(20, "answers kept per question", low=1, high=1000)
     beam_size: int = config_key(20, "answer starts considered, and ends per start", low=1, high=1000)
     answerable_weight: float = config_key(
-        0.5, "weight of the loss of the classifier of unanswerable questions (head google)", low=0
+        0.5, "weight of the loss of the classifier of unanswerable questions (head published)", low=0
     )
     precision: Literal["auto", "fp32", "fp16", "bf16"] = config_key(
         "auto",
@@ -120,6 +120,14 @@ class FinetuneSection(Section):
 class FinetuningConfig(Configuration):
     """The configuration of fine-tuning."""
 
+    SHORT_NAMES: ClassVar[Mapping[str, str]] = {
+        "epochs": "finetune.epochs",
+        "batch_size": "finetune.batch_size",
+        "lr": "finetune.learning_rate",
+        "sequence_length": "finetune.sequence_length",
+        "precision": "finetune.precision",
+    }
+
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
 
     @classmethod
@@ -132,22 +140,22 @@ class FinetuningConfig(Configuration):
 _PAPER: dict[str, Scalar] = {
     "select": "last",
     "schedule": "linear",
-    "layer_decay_form": "paper",
+    "layer_decay_form": "plain",
     "weight_decay": 0.0,
     "bias_correction": True,
     "loss_reduction": "mean",
-    "head": "google",
+    "head": "published",
     "order": "shuffle",
 }
 # `configure_finetuning.py`, `optimization.py` and `preprocessing.py` of the published code.
 _GOOGLE: dict[str, Scalar] = {
     "select": "last",
     "schedule": "product",
-    "layer_decay_form": "google",
+    "layer_decay_form": "squared",
     "weight_decay": 0.01,
     "bias_correction": False,
     "loss_reduction": "sum",
-    "head": "google",
+    "head": "published",
     "order": "buffer",
 }
 RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": {}}
@@ -215,7 +223,7 @@ def recipe_config(
     keys = RECIPES[recipe] | _by_encoder(recipe, shape) | _by_task(recipe, task)
     keys = {"sequence_length": FinetuneSection.sequence_length} | keys | dict(type_defaults or {})
     keys["sequence_length"] = min(int(keys["sequence_length"]), shape.max_positions)
-    config = FinetuningConfig().replace({"finetune": keys}).override(overrides)
+    config = FinetuningConfig().override(keys).override(overrides)
     if recipe == "fast" and num_examples:
         epochs = config.finetune.epochs
         if "finetune.epochs" not in overrides:
@@ -224,7 +232,7 @@ def recipe_config(
             for_classes = min(math.ceil(num_classes * per_class / per_epoch), MAX_EPOCHS_FOR_CLASSES)
             epochs = max(epochs, math.ceil(MIN_STEPS / per_epoch), for_classes)
         suited = {"epochs": epochs, "evals_per_epoch": min(1.0, MAX_EVALUATIONS / epochs)}
-        config = config.replace({"finetune": suited}).override(overrides)
+        config = config.override(suited).override(overrides)
     return config
 
 
@@ -257,11 +265,11 @@ def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -
     The published code gives embeddings and their projection depth 0, layer i (0-based) depth i + 1, and the head depth
     n + 2 with n the number of layers, so that the exponent n + 2 - depth is 2 in the top layer and n + 2 in the
     embeddings: with n = 12 and a decay of 0.8, 0.64 and 0.044. No layer has depth n + 1, which the code's author calls
-    a leftover; in the form `paper` the head takes that depth, and all exponents but its own are one less.
+    a leftover; in the form `plain` the head takes that depth, and all exponents but its own are one less.
 
     A modern encoder's first norm counts as embeddings, its last one, whose input is the top layer's, as the top layer.
     """
-    head_depth = num_layers + (2 if config.layer_decay_form == "google" else 1)
+    head_depth = num_layers + (2 if config.layer_decay_form == "squared" else 1)
     factors = {}
     for name in names:
         if match := _LAYER.match(name):

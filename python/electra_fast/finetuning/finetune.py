@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
+from electra_fast.config.section import present_names
 from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
@@ -246,7 +247,9 @@ def _check_folder(job: Job) -> None:
     if not path.exists() and job.folder.exists() and _visible(job.folder):
         raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
     made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoints/step-*")]
-    if made and (found := first_difference(read_object(path) | {"hardware": None}, now | {"hardware": None})):
+    if made and (
+        found := first_difference(present_names(read_object(path)) | {"hardware": None}, now | {"hardware": None})
+    ):
         raise InputError(f"{job.folder}: {found}; give the same to resume, or another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(now | {"hardware": job.hardware}, indent=2) + "\n")

@@ -128,9 +128,9 @@ class ModernHead(nn.Module):
 
 def make_head(head: str, shape: ModelConfig, num_outputs: int, *, on_tokens: bool) -> nn.Module:
     """Returns the module of `finetune.head`, for the hidden states of [CLS] or of all tokens."""
-    if shape.architecture == "modern" and head == "hf":
+    if shape.architecture == "modernbert" and head == "transformers":
         return ModernHead(shape, num_outputs)
-    return (ElectraHead if head == "hf" and not on_tokens else LinearHead)(shape, num_outputs)
+    return (ElectraHead if head == "transformers" and not on_tokens else LinearHead)(shape, num_outputs)
 
 
 class EncoderWithHead(nn.Module, ABC):
@@ -176,7 +176,7 @@ class TaskModel(EncoderWithHead):
     def initialize_head(self, seed: int) -> None:
         """Sets biases to 0 and norms to 1, and draws matrices.
 
-        They are Glorot uniform in the head `google`, as is TensorFlow's default, else normal with a standard deviation
+        They are Glorot uniform in the head `published`, as is TensorFlow's default, else normal with a deviation
         of 0.02, as in `transformers`.
         """
         random = torch.Generator().manual_seed(seed)
@@ -184,7 +184,7 @@ class TaskModel(EncoderWithHead):
             values = torch.empty(parameter.shape)  # drawn on the CPU: the same head on every device
             if parameter.dim() < 2:
                 values.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif self.head_kind == "google":
+            elif self.head_kind == "published":
                 glorot_uniform_(values, random)
             else:
                 values.normal_(0.0, 0.02, generator=random)

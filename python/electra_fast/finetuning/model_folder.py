@@ -17,6 +17,7 @@ from torch import Tensor
 
 from electra_fast.checkpoint import write_tensors
 from electra_fast.config.config import ModelConfig
+from electra_fast.config.section import present_name
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.finetuning.config import FinetuneSection
@@ -36,7 +37,7 @@ from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
 
 # Our keys in config.json.
 HEAD_KEY = "electra_fast_head"
-"""For a head without a class in `transformers`: "google"."""
+"""For a head without a class in `transformers`: "published"."""
 KIND_KEY = "electra_fast_kind"
 """The task type, which a head without a class does not tell."""
 LENGTH_KEY = "electra_fast_sequence_length"
@@ -48,7 +49,7 @@ COLUMNS_KEY, LABEL_COLUMNS_KEY = "electra_fast_text_columns", "electra_fast_labe
 SETTINGS_KEY = "electra_fast_settings"
 """The task type's settings for prediction."""
 RAW_CLASSES = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
-_FAMILIES = {"bert": "Electra", "modern": "ModernBert"}
+_FAMILIES = {"bert": "Electra", "modernbert": "ModernBert"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Finetuned:
     """A fine-tuned model as its folder describes it.
 
     Args:
-        head: `hf` or `google`.
+        head: `transformers` or `published`.
         kind: The task type, a key of `TASK_TYPES`.
         labels: Names of the head's outputs by class id.
         num_texts: 1 if an example is a text, 2 if it is a pair; None if the folder does not say.
@@ -86,7 +87,7 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
     shape, kind, task_type = finetuned.shape, finetuned.kind, TASK_TYPES[finetuned.kind]
     architecture = shape.architecture
     head, state = task_type.to_transformers(architecture, finetuned.head, finetuned.state, shape.hidden_size)
-    name = RAW_CLASSES[architecture] if head == "google" else class_name(architecture, kind)
+    name = RAW_CLASSES[architecture] if head == "published" else class_name(architecture, kind)
     table = {"architectures": [name]} | describe_encoder(shape, special_ids)
     table |= {
         "classifier_dropout": head_dropout,
@@ -104,9 +105,9 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
         table[KIND_KEY] = kind
     if finetuned.settings:
         table[SETTINGS_KEY] = dict(finetuned.settings)
-    if architecture == "modern":
+    if architecture == "modernbert":
         table |= {"classifier_pooling": "cls", "classifier_activation": "gelu", "classifier_bias": False}
-    if head == "google":
+    if head == "published":
         table[HEAD_KEY] = head
     write_object(folder / "config.json", table)
     tensors = weights.encoder_to_hf(state, shape)
@@ -131,7 +132,7 @@ def read_finetuned(folder: Path) -> Finetuned:
             f"{' and '.join(MODEL_TYPES)} are read: fine-tune it with `electra-fast finetune --model {folder}`"
         )
     architecture = MODEL_TYPES[table["model_type"]]
-    head = str(table.get(HEAD_KEY, "hf"))
+    head = present_name("finetune.head", str(table.get(HEAD_KEY, "transformers")))
     labels = _labels(path, table)
     kind = _kind(folder, table, architecture, len(labels))
     task_type, hf, pooling = TASK_TYPES[kind], TASK_TYPES[kind].hf, table.get("classifier_pooling", "cls")

@@ -66,7 +66,7 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
 def _encoder(shape: ModelConfig, length: int) -> int:
     """Returns forward FLOPs per token."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    matrices = 3 if shape.architecture == "modern" else 2  # GeGLU has a second input matrix
+    matrices = 3 if shape.architecture == "modernbert" else 2  # GeGLU has a second input matrix
     layer = 2 * 4 * hidden * hidden + 2 * matrices * hidden * inner
     window = min(length, 2 * (shape.local_attention // 2) + 1)
     attended = sum(window if shape.is_local(i) else length for i in range(shape.num_layers))
@@ -87,7 +87,7 @@ def _head(kind: str, shape: ModelConfig) -> int:
     table = 2 * width * _vocabulary(shape)
     if is_plain:
         return _projection(shape) + table
-    if shape.architecture == "modern":
+    if shape.architecture == "modernbert":
         return 2 * hidden * hidden + _projection(shape) + table
     return 2 * hidden * width + table
 

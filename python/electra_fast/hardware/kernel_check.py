@@ -319,7 +319,7 @@ class Checker:
     def _step(self, execution: str) -> tuple[Record, dict[str, float]]:
         request, device = self.request, self.device
         one_batch = {"batch_size": request.num_rows, "accumulate": 1, "reduce": "fast", "sharding": "none"}
-        config = request.config.replace({"train": one_batch}).resolved()
+        config = request.config.override(one_batch).resolved()
         _free_memory()
         with use_choices({} if execution.endswith(BY_KERNELS) else dict(request.compute.kernels)):
             assert request.time_steps is not None

@@ -452,11 +452,15 @@ def expected_seconds(config: Config, device: torch.device, folder: Path) -> floa
 
 def _of_encoder(shape: ModelConfig, compute: ComputeConfig, length: int, num_rows: int) -> Config:
     """Returns a configuration without a corpus, whose check is that of an encoder outside of pre-training."""
-    names = [each.name for each in dataclasses.fields(ModelConfig)]
-    keys = {name: getattr(shape, name) for name in names} | {"vocab_size": 1024, "attention": compute.attention}
-    data = {"sequence_length": min(length, shape.max_positions)}
-    train = {"batch_size": num_rows, "accumulate": 1, "execution": "eager", "precision": PRECISIONS[compute.dtype]}
-    return Config.preset(DEFAULT_PRESET, "paper", "mlm").replace({"model": keys, "data": data, "train": train})
+    keys = dataclasses.asdict(shape) | {"vocab_size": 1024, "attention": compute.attention}
+    return Config.preset(DEFAULT_PRESET, "paper", "mlm").override(
+        {f"model.{name}": value for name, value in keys.items()},
+        sequence_length=min(length, shape.max_positions),
+        batch_size=num_rows,
+        accumulate=1,
+        execution="eager",
+        precision=PRECISIONS[compute.dtype],
+    )
 
 
 def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: bool) -> Config:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from electra_fast.config.config import AUTO, Config, GeneratorConfig, ModelConfig, by_section
+from electra_fast.config.config import AUTO, Config, GeneratorConfig, ModelConfig
 from electra_fast.config.presets import ADAPTATION, DEFAULT_PRESET
 from electra_fast.config.section import Scalar, format_value
 from electra_fast.data.corpus import Tokenizer
@@ -87,7 +87,7 @@ def _read(source: Path, roles: Iterable[str]) -> _Network:
 def _has_known_head(folder: Path) -> bool:
     table = read_table(folder)
     names = set(named_classes(folder / "config.json", table)) & {*CLASSES.values()}
-    if names == {CLASSES["modern", "discriminator"]}:  # which may as well be a tagger
+    if names == {CLASSES["modernbert", "discriminator"]}:  # which may as well be a tagger
         labels = table.get("id2label")
         return isinstance(labels, dict) and "replaced" in labels.values()
     return bool(names)
@@ -124,17 +124,17 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
 def _config(main: _Network, small: _Network | None, generator: str, tying: str) -> Config:
     shape = main.shape
     num_heads = max(1, round(shape.num_heads * GeneratorConfig.fraction)) if small is None else small.shape.num_heads
-    sizes: dict[str, Scalar] = {"fraction": num_heads / shape.num_heads}
+    changes: dict[str, Scalar] = {"generator.fraction": num_heads / shape.num_heads}
     if small is not None:
         for key in ("num_layers", "embedding_size"):
             own, other = getattr(small.shape, key), getattr(shape, key)
-            sizes[key] = 0 if own == other else own
+            changes[f"generator.{key}"] = 0 if own == other else own
     model = asdict(shape) | {"tying": tying, "attention": AUTO}
-    settings = {key: value for values, _ in ADAPTATION for key, value in values.items()}
-    length = min(int(settings["data.sequence_length"]), shape.max_positions)
-    changes = by_section(settings | {"data.sequence_length": length})
+    changes |= {f"model.{key}": value for key, value in model.items()}
+    changes |= {key: value for values, _ in ADAPTATION for key, value in values.items()}
+    changes["data.sequence_length"] = min(int(changes["data.sequence_length"]), shape.max_positions)
     try:
-        return Config.preset(DEFAULT_PRESET, "paper").replace({"model": model, "generator": sizes}, changes)
+        return Config.preset(DEFAULT_PRESET, "paper").override(changes)
     except InputError as error:
         raise InputError(f"{main.source} with the generator {generator}: {error}") from None
 

@@ -96,7 +96,7 @@ def model_card(
 
 def _fields(config: Config, role: str, headless: bool) -> dict[str, Any]:
     task = {"discriminator": "replaced-token-detection", "encoder": "masked-lm", "generator": "fill-mask"}[role]
-    is_modern = config.model.architecture == "modern"
+    is_modern = config.model.architecture == "modernbert"
     pipeline = "feature-extraction" if headless else "fill-mask" if role != "discriminator" else None
     if role == "discriminator" and is_modern and not headless:
         pipeline = "token-classification"

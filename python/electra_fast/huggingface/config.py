@@ -26,16 +26,16 @@ OWN_KEY = "electra_fast"
 TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
 """Our key in config.json: true if token type 1 occurred in training; if not, `export` copied the row of type 0."""
 
-MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modern"}
+MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modernbert"}
 _TYPE_OF: dict[str, str] = {architecture: name for name, architecture in MODEL_TYPES.items()}
 CLASSES = {
     ("bert", "discriminator"): "ElectraForPreTraining",
     ("bert", "generator"): "ElectraForMaskedLM",
-    ("modern", "discriminator"): "ModernBertForTokenClassification",
-    ("modern", "generator"): "ModernBertForMaskedLM",
+    ("modernbert", "discriminator"): "ModernBertForTokenClassification",
+    ("modernbert", "generator"): "ModernBertForMaskedLM",
     # Last, since a single folder with a masked language model is read as a generator.
     ("bert", "encoder"): "ElectraForMaskedLM",
-    ("modern", "encoder"): "ModernBertForMaskedLM",
+    ("modernbert", "encoder"): "ModernBertForMaskedLM",
 }
 
 DETECTOR_LABELS = ("original", "replaced")
@@ -56,7 +56,7 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
         "hidden_dropout_prob": ("dropout", 0.1),
         "attention_probs_dropout_prob": ("attention_dropout", 0.1),
     },
-    "modern": {
+    "modernbert": {
         "vocab_size": ("vocab_size", 50368),
         "hidden_size": ("hidden_size", 768),
         "num_hidden_layers": ("num_layers", 22),
@@ -67,7 +67,7 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
         "attention_dropout": ("attention_dropout", 0.0),
     },
 }
-_EPS_KEY = {"bert": "layer_norm_eps", "modern": "norm_eps"}
+_EPS_KEY = {"bert": "layer_norm_eps", "modernbert": "norm_eps"}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 # Fixed settings of our encoders, equal to the defaults in transformers; `settings` has what is accepted.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         "is_decoder": False,
         "position_embedding_type": "absolute",
     },
-    "modern": {
+    "modernbert": {
         "hidden_activation": "gelu",
         "norm_bias": False,
         "attention_bias": False,
@@ -87,7 +87,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 # Fixed settings of the pre-training heads.
 _FIXED_HEAD: dict[str, dict[str, Any]] = {
     "bert": {},
-    "modern": {"classifier_activation": "gelu", "classifier_bias": False, "decoder_bias": True},
+    "modernbert": {"classifier_activation": "gelu", "classifier_bias": False, "decoder_bias": True},
 }
 
 
@@ -106,11 +106,11 @@ def describe(config: Config, role: str, special_ids: Mapping[str, int], headless
     table |= describe_encoder(shape, special_ids)
     if not headless:
         table |= _FIXED_HEAD[shape.architecture]
-    if shape.architecture == "modern" and role == "discriminator" and not headless:
+    if shape.architecture == "modernbert" and role == "discriminator" and not headless:
         table["id2label"] = {str(i): label for i, label in enumerate(DETECTOR_LABELS)}
         table["label2id"] = {label: i for i, label in enumerate(DETECTOR_LABELS)}
     # A published folder must not reveal local paths.
-    own = config.replace({"data": {"corpus": ""}, "train": {"out": ""}})
+    own = config.override({"data.corpus": "", "train.out": ""})
     return table | {OWN_KEY: dataclasses.asdict(own)}
 
 
@@ -121,7 +121,7 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
     table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
     table |= {_EPS_KEY[architecture]: shape.eps, "pad_token_id": special_ids["pad"]}
     table |= {"tie_word_embeddings": not weights.is_multiplied(shape)}
-    return table | _modern_extras(shape, special_ids) if architecture == "modern" else table
+    return table | _modern_extras(shape, special_ids) if architecture == "modernbert" else table
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig
 def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
     """Returns the shape of an encoder of any class. Raises ValueError for settings that our encoders do not support.
 
-    The embeddings of `modern` are as wide as its layers, even if a projection was multiplied into them.
+    The embeddings of `modernbert` are as wide as its layers, even if a projection was multiplied into them.
     """
     path, architecture = folder / "config.json", MODEL_TYPES[table["model_type"]]
     values = {key: table.get(hf_key, default) for hf_key, (key, default) in SIZE_KEYS[architecture].items()}
@@ -204,11 +204,11 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
     if eps == 0:  # in our configuration, the default
         raise InputError(f"{path}: {_EPS_KEY[architecture]} = 0 is not supported; it must be above 0")
     values["norm_eps"] = 0.0 if eps == NORM_EPS[architecture] else eps
-    if architecture == "modern":
+    if architecture == "modernbert":
         values["embedding_size"] = values["hidden_size"]
     try:
         shape = ModelConfig(architecture=architecture, **integers_as_floats(ModelConfig, values))
-        return _with_layers(shape, table) if architecture == "modern" else shape
+        return _with_layers(shape, table) if architecture == "modernbert" else shape
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -222,7 +222,7 @@ def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
         return
     if name not in classes:
         raise InputError(f"{path}: architectures = {original(table)['architectures']!r}; a {role} is {name}")
-    if (architecture, role) == ("modern", "discriminator"):
+    if (architecture, role) == ("modernbert", "discriminator"):
         num_detector_labels(path, table)
 
 
@@ -310,7 +310,7 @@ def token_type_1_trained(folder: Path) -> bool:
 
 def preset_of_size(shape: ModelConfig) -> Config:
     """Returns defaults for a model that we did not export: the preset of its size, or else `small`."""
-    recipe = "modern" if shape.architecture == "modern" else "google"
+    recipe = "modern" if shape.architecture == "modernbert" else "google"
     for config in (Config.preset(name, recipe) for name in SIZES):
         if (config.model.num_layers, config.model.hidden_size) == (shape.num_layers, shape.hidden_size):
             return config

@@ -183,7 +183,7 @@ def _read_to_continue(source: Path) -> Electra:
     # Chosen when training starts, since its length and hardware may differ from the exported run's.
     rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
-    if model.config.model.architecture == "modern":
+    if model.config.model.architecture == "modernbert":
         left = model.config.override(dict.fromkeys(rates, "0")).resolved()
         fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}
     model.config = model.config.override(fresh)

@@ -1,8 +1,8 @@
 """Hugging Face folders: models as config.json and model.safetensors, which `transformers` loads.
 
-`bert` encoders become Electra, `modern` ones ModernBERT. They load without our code, and we read and write them without
-`transformers`. `export` combines two such folders and a tokenizer; `config` translates config.json, `weights` the
-tensors.
+`bert` encoders become Electra, `modernbert` ones ModernBERT. They load without our code, and we read and write them
+without `transformers`. `export` combines two such folders and a tokenizer; `config` translates config.json, `weights`
+the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from electra_fast.checkpoint import load_model, require_finite, write_tensors
 from electra_fast.config.config import Config, ModelConfig
 from electra_fast.config.presets import OBJECTIVE_SPECS
-from electra_fast.config.section import Scalar
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface import weights
@@ -236,7 +235,7 @@ def _check_tables(folder: _Folder) -> None:
     """Checks the input table's shape, and that an output table that is not separate equals the input table."""
     shape, tensors, architecture = folder.shape, folder.tensors, folder.shape.architecture
     table, output = INPUT_TABLE[architecture], OUTPUT_TABLE[architecture]
-    width = shape.hidden_size if architecture == "modern" else shape.embedding_size
+    width = shape.hidden_size if architecture == "modernbert" else shape.embedding_size
     multiplied = folder.role != "discriminator" and weights.is_multiplied(shape)
     try:
         for name in (table, output) if multiplied else (table,):
@@ -287,7 +286,7 @@ def check_agreement(path: Path, generator: ModelConfig, role: str, shape: ModelC
 def _products(*folders: _Folder) -> State:
     tables = {}
     for folder in folders:
-        names = (INPUT_TABLE["modern"], OUTPUT_TABLE["modern"])
+        names = (INPUT_TABLE["modernbert"], OUTPUT_TABLE["modernbert"])
         for name in names if weights.is_multiplied(folder.shape) else names[:1]:
             if name in folder.tensors:
                 tables[f"{folder.role}.{name}"] = folder.tensors[name]
@@ -337,23 +336,20 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
     names = (base.objective.name, *OBJECTIVE_SPECS)
     objective = next(name for name in names if OBJECTIVE_SPECS[name].roles[-1] == main.role)
     base = base if objective == base.objective.name else base.with_objective(objective)
-    generator: dict[str, Scalar] = {}
+    changes = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()} | {
+        "model.tying": tying or base.model.tying,
+        "model.attention": base.model.attention,
+        "data.sequence_length": min(base.data.sequence_length, shape.max_positions),
+    }
     if "generator" in folders or own is None:
-        generator = {
-            "kind": "model",
-            "fraction": small.num_heads / shape.num_heads,
-            "num_layers": 0 if small.num_layers == shape.num_layers else small.num_layers,
-            "embedding_size": 0 if small.embedding_size == shape.embedding_size else small.embedding_size,
+        changes |= {
+            "generator.kind": "model",
+            "generator.fraction": small.num_heads / shape.num_heads,
+            "generator.num_layers": 0 if small.num_layers == shape.num_layers else small.num_layers,
+            "generator.embedding_size": 0 if small.embedding_size == shape.embedding_size else small.embedding_size,
         }
     try:
-        config = base.replace(
-            {
-                "model": dataclasses.asdict(shape)
-                | {"tying": tying or base.model.tying, "attention": base.model.attention},
-                "generator": generator,
-                "data": {"sequence_length": min(base.data.sequence_length, shape.max_positions)},
-            }
-        )
+        config = base.override(changes)
     except InputError as error:
         raise InputError(f"{main.config_file}: {error}") from None
     if len(folders) == 2:

@@ -24,10 +24,13 @@ from electra_fast.model.networks import PARTS
 State = dict[str, Tensor]
 Pair = tuple[str, tuple[str, ...]]
 
-PREFIX = {"bert": "electra.", "modern": "model."}
+PREFIX = {"bert": "electra.", "modernbert": "model."}
 """Prefix of the encoder's tensors in classes with heads; `ElectraModel` and `ModernBertModel` save them without it."""
-INPUT_TABLE = {"bert": "electra.embeddings.word_embeddings.weight", "modern": "model.embeddings.tok_embeddings.weight"}
-OUTPUT_TABLE = {"bert": "generator_lm_head.weight", "modern": "decoder.weight"}
+INPUT_TABLE = {
+    "bert": "electra.embeddings.word_embeddings.weight",
+    "modernbert": "model.embeddings.tok_embeddings.weight",
+}
+OUTPUT_TABLE = {"bert": "generator_lm_head.weight", "modernbert": "decoder.weight"}
 
 _BERT_LAYER = {
     "attention_out": "attention.output.dense",
@@ -93,7 +96,7 @@ def _bert_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> It
 
 def _modern_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> Iterator[Pair]:
     if not is_multiplied(shape):
-        yield f"{embeddings}.token", (INPUT_TABLE["modern"],)
+        yield f"{embeddings}.token", (INPUT_TABLE["modernbert"],)
     yield f"{encoder}.input_norm.weight", ("model.embeddings.norm.weight",)
     for i in range(shape.num_layers):
         for part, hf_part in _MODERN_LAYER.items():
@@ -114,18 +117,18 @@ def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
 
 
 def is_multiplied(shape: ModelConfig) -> bool:
-    return shape.architecture == "modern" and shape.embedding_size != shape.hidden_size
+    return shape.architecture == "modernbert" and shape.embedding_size != shape.hidden_size
 
 
 def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
     """Returns one folder's tensors, fp32 and contiguous, without an output table that is tied to the input table."""
     embeddings, encoder, head = PARTS[role]
     tensors = encoder_to_hf(state, shape, embeddings, encoder) | _renamed(state, _head_pairs(role, shape, head))
-    if shape.architecture == "modern" and role == "discriminator":
+    if shape.architecture == "modernbert" and role == "discriminator":
         for name in _DETECTOR_ROWS:  # the logit of "original" is 0, so a softmax gives the sigmoid of the other
             tensors[name] = torch.cat([torch.zeros_like(tensors[name]), tensors[name]])
     if is_multiplied(shape) and role != "discriminator":
-        tensors[OUTPUT_TABLE["modern"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
+        tensors[OUTPUT_TABLE["modernbert"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
     return tensors
 
 
@@ -134,12 +137,12 @@ def encoder_to_hf(
 ) -> State:
     """Returns the tensors `electra.*` or `model.*` of an encoder whose two modules have these names, contiguous fp32.
 
-    With `modern`, a projection from embedding to hidden size is multiplied into the table.
+    With `modernbert`, a projection from embedding to hidden size is multiplied into the table.
     """
     tensors = _renamed(state, encoder_pairs(shape, embeddings, encoder))
     if is_multiplied(shape):
         projection_DE = state[f"{encoder}.projection.weight"]
-        tensors[INPUT_TABLE["modern"]] = _product(state[f"{embeddings}.token"], projection_DE.T)
+        tensors[INPUT_TABLE["modernbert"]] = _product(state[f"{embeddings}.token"], projection_DE.T)
     return tensors
 
 
@@ -208,7 +211,7 @@ def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) ->
         if name in exact:
             continue
         _, encoder, head = PARTS[role]
-        if hf_name == INPUT_TABLE["modern"]:
+        if hf_name == INPUT_TABLE["modernbert"]:
             state[f"{encoder}.projection.weight"] = factor_ED.T.float().contiguous()
         else:
             state[f"{head}.projection.weight"] = factor_ED.float().contiguous()

@@ -168,7 +168,7 @@ def fastest_matmul(shape: ModelConfig, device: torch.device) -> str:
 def _layers(shape: ModelConfig) -> list[tuple[int, int]]:
     """(inputs, outputs) of a layer's four linear layers."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    into = 2 * inner if shape.architecture == "modern" else inner
+    into = 2 * inner if shape.architecture == "modernbert" else inner
     return [(hidden, 3 * hidden), (hidden, hidden), (hidden, into), (inner, hidden)]
 
 

@@ -1,7 +1,7 @@
 """The networks: embeddings, encoders and what an objective makes of them, over one flat buffer of tokens.
 
 Two architectures share one shape of code: `bert`, the paper's post-norm encoder (exports to
-`transformers`' Electra), and `modern`, pre-norm with rotary positions, GeGLU and no biases (exports
+`transformers`' Electra), and `modernbert`, pre-norm with rotary positions, GeGLU and no biases (exports
 to ModernBERT). The objective determines the networks of a model.
 
 Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension.
@@ -34,7 +34,7 @@ ATTENTION_CALL = 1 << 14
 
 
 class Norm(nn.Module):
-    """LayerNorm; without bias in the `modern` architecture."""
+    """LayerNorm; without bias in the `modernbert` architecture."""
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Embeddings(nn.Module):
         dropout: Dropout,
     ) -> Tensor:
         sparse = self.has_sparse_gradient and 4 * len(input_ids_T) < len(self.token)
-        if self.architecture == "modern":
+        if self.architecture == "modernbert":
             return ops.gather_rows(self.token, input_ids_T, sparse=sparse).to(dtype)
         ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
         norm = self.norm
@@ -202,7 +202,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        modern = config.architecture == "modern"
+        modern = config.architecture == "modernbert"
         differs = config.embedding_size != config.hidden_size
         self.head_dim = config.hidden_size // config.num_heads
         self.rope_theta, self.local_rope_theta = config.rope_theta, config.local_rope_theta
@@ -241,15 +241,15 @@ class Encoder(nn.Module):
 class MaskedLMHead(nn.Module):
     """Hidden states → logits over the vocabulary through the embedding table; [M, D] → [M, V].
 
-    `bert`: dense D → E, gelu, norm, table. `modern`: dense D → D, gelu, norm, projection D → E, table. Plain heads of
-    both: projection D → E, table, without a bias. There is a projection only where D and E differ.
+    `bert`: dense D → E, gelu, norm, table. `modernbert`: dense D → D, gelu, norm, projection D → E, table. Plain heads
+    of both: projection D → E, table, without a bias. There is a projection only where D and E differ.
     """
 
     bias: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        is_plain, is_modern = config.heads == "plain", config.architecture == "modern"
+        is_plain, is_modern = config.heads == "plain", config.architecture == "modernbert"
         hidden, embedding, bias_V = config.hidden_size, config.embedding_size, torch.zeros(config.vocab_size)
         inner = hidden if is_plain or is_modern else embedding
         self.dense = None if is_plain else Linear(hidden, inner, bias=not is_modern)
@@ -285,12 +285,12 @@ class MaskedLMHead(nn.Module):
 class DiscriminatorHead(nn.Module):
     """Hidden states → one logit per token, positive = "replaced"; [T, D] → fp32 [T].
 
-    `bert`: dense, gelu, dense(1). `modern`: dense, gelu, norm, dense(1).
+    `bert`: dense, gelu, dense(1). `modernbert`: dense, gelu, norm, dense(1).
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        modern = config.architecture == "modern"
+        modern = config.architecture == "modernbert"
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=not modern)
         self.norm = Norm(config.hidden_size, config) if modern else None
         self.classifier = Linear(config.hidden_size, 1)
@@ -311,7 +311,7 @@ class LogitHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.classifier = Linear(config.hidden_size, 1, bias=config.architecture == "modern")
+        self.classifier = Linear(config.hidden_size, 1, bias=config.architecture == "modernbert")
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return ops.token_logits(x_TD, self.classifier.weight, self.classifier.bias)
@@ -485,11 +485,11 @@ def initialize(model: nn.Module, architecture: str, seed: int) -> None:
 
     `bert`, as the published code: normal of standard deviation 0.02 truncated at two of them; Glorot
     uniform, TensorFlow's default, where that code names no initializer: the projection E → D and the
-    discriminator's classifier. `modern`: tables by the normal; matrices uniform of variance
+    discriminator's classifier. `modernbert`: tables by the normal; matrices uniform of variance
     1 / (3 inputs), those that write to the residual stream 0, so that every layer starts as the identity.
     """
     random = torch.Generator().manual_seed(seed)
-    modern = architecture == "modern"
+    modern = architecture == "modernbert"
     for name, parameter in model.named_parameters():
         if parameter.is_meta:  # has no values, and torch would import its compiler to draw none
             continue

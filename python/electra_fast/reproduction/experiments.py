@@ -7,12 +7,12 @@ rows of `generators` and `tying` have equal steps instead.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from electra_fast.config.config import AUTO, Config
-from electra_fast.config.section import did_you_mean
+from electra_fast.config.section import Scalar, did_you_mean
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import InputError
 from electra_fast.hardware.flops import flops_per_token
@@ -84,7 +84,7 @@ def with_steps(row: Row, budget: float) -> Config:
 
     Raises ValueError if these are too few for training or for the warmup.
     """
-    config = row.config.replace({"train": {"steps": 100_000}})  # an even number, for objectives of two stages
+    config = row.config.override({"train.steps": 100_000})  # an even number, for objectives of two stages
     per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
     steps = round(budget / per_step)
     needed = max(MIN_STEPS, 2 * config.optimizer.warmup_steps)
@@ -94,15 +94,15 @@ def with_steps(row: Row, budget: float) -> Config:
             f"a budget of {budget:.3g} FLOPs is {steps} steps of {row.name}, and {what} needs {needed}; "
             f"give --budget {1.01 * needed * per_step:.3g} or more"
         )
-    return config.replace({"train": {"steps": steps}})
+    return config.override({"train.steps": steps})
 
 
 def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str]) -> Config:
     """Returns a preset with the corpus and the precision that all rows share."""
-    changes: dict[str, Any] = {"data": {"corpus": str(corpus.path)}, "model": {"vocab_size": corpus.vocab_size}}
+    changes: dict[str, Scalar] = {"data.corpus": os.path.abspath(corpus.path), "model.vocab_size": corpus.vocab_size}
     if config.train.precision == AUTO and "train.precision" not in overrides:
-        changes["train"] = {"precision": common_precision()}
-    return config.replace(changes)
+        changes["train.precision"] = common_precision()
+    return config.override(changes)
 
 
 def common_precision() -> str:
@@ -118,13 +118,13 @@ def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, s
         config = with_steps(row, budget)
         steps = config.train.steps
         often = {
-            "log_every": max(1, steps // 100),
-            "checkpoint_every": max(1, steps // 20),
-            "keep_checkpoints": 1,
-            "eval_every": 0,  # rows are evaluated at the end, on the same replacements
+            "train.log_every": max(1, steps // 100),
+            "train.checkpoint_every": max(1, steps // 20),
+            "train.keep_checkpoints": 1,
+            "train.eval_every": 0,  # rows are evaluated at the end, on the same replacements
         }
-        chosen = {name: value for name, value in often.items() if f"train.{name}" not in overrides}
-        configs[row.name] = config.replace({"train": chosen})
+        chosen = {name: value for name, value in often.items() if name not in overrides}
+        configs[row.name] = config.override(chosen)
     return configs
 
 
@@ -198,7 +198,7 @@ def _sizes(base: Config) -> Experiment:
     rows, model, names = [], base.model, ("hidden_size", "intermediate_size", "embedding_size")
     widths = [model.hidden_size // divisor for divisor in (4, 2, 1)]
     for width, divisor in zip(widths, (4, 2, 1), strict=True):
-        config = base.replace({"model": {name: max(1, getattr(model, name) // divisor) for name in names}})
+        config = base.override({f"model.{name}": max(1, getattr(model, name) // divisor) for name in names})
         is_published = (width, config.model.num_layers) in PUBLISHED_SHAPES
         paper = {group: scores[width] if is_published else None for group, scores in PUBLISHED.items()}
         electra, bert = config.with_objective("electra"), _bert(config)

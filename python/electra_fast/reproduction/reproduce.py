@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from electra_fast.config.config import Config
+from electra_fast.config.section import present_name
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged, ElectraFastError, InputError, TrainingFailed
@@ -145,7 +146,7 @@ def reproduce(
         start, failed = time.monotonic(), []
         for number, folder in enumerate(waiting):
             row, seed = runs[folder]
-            config, name = configs[row].replace({"train": {"seed": seed}}), f"{row} seed {seed}"
+            config, name = configs[row].override({"train.seed": seed}), f"{row} seed {seed}"
             size = training_size(config)
             amount = f"{size['steps']:,} steps, {size['tokens'] / 1e6:,.2f} M tokens, {size['flops']:.3e} FLOPs"
             say(f"{name}: {amount}; run {len(runs) - len(waiting) + number + 1} of {len(runs)}")
@@ -193,6 +194,8 @@ def _settle(out: Path, identity: Mapping[str, Any], first: Config) -> dict[str, 
     path, asked = out / IDENTITY, identity["asked"]
     if path.exists():
         known = read_object(path)
+        if isinstance(given := known.get("overrides"), dict):
+            known["overrides"] = {name: present_name(name, value) for name, value in given.items()}
         if found := first_difference({name: known.get(name) for name in identity}, identity):
             raise InputError(f"{out}: {found}; give the same to resume, or another --out")
         return known

@@ -103,16 +103,16 @@ def evaluate(
     model.limit_vocabulary(mixture.vocab_size)
     config = model.config
     if batch_size is not None:
-        config = config.replace({"train": {"batch_size": batch_size, "accumulate": 1}})
+        config = config.override({"train.batch_size": batch_size, "train.accumulate": 1})
     # fp32, references, and the backend that runs everywhere, independent of training.
     kernels = (("*", "reference"),) if target.type == "cuda" else ()
     compute = ComputeConfig("sdpa", torch.float32, fastest_matmul(model.config.model, target), kernels)
     if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
-        config = config.replace({"objective": {"corrective_weight": 0.0}})
+        config = config.override({"objective.corrective_weight": 0.0})
     report: dict[str, Number | str]
     if corrupted_by is None:
         own_length = min(config.data.sequence_length, config.model.max_positions)
-        config = config.replace({"data": {"sequence_length": sequence_length or own_length}})
+        config = config.override({"data.sequence_length": sequence_length or own_length})
         report = {**_evaluate_own(source, model, mixture, corpora, config, compute, max_batches)}
         length = sequence_length or min(UNIGRAM_LENGTH, max_positions(model) or UNIGRAM_LENGTH)
     else:
@@ -245,8 +245,7 @@ def _evaluate_corrupted(
 
 def _of_discriminator(config: Config) -> Config:
     """Returns a configuration that judges the discriminator over all tokens, with no segments kept unchanged."""
-    own_heads = {"contrastive_weight": 0.0, "corrective_weight": 0.0}
-    return config.with_objective("electra").replace({"objective": own_heads})
+    return config.with_objective("electra").override(contrastive_weight=0.0, corrective_weight=0.0)
 
 
 def _filled(batches: _Batches, corruptor: Corruptor, batch_size: int) -> _Batches:
@@ -398,13 +397,9 @@ def _corruptor(corrupted_by: str | Path, mixture: Mixture, device: torch.device)
 
 def _common_config(config: Config, length: int) -> Config:
     """Returns a configuration whose rows do not depend on how a model was trained."""
-    rows = {
-        **{"sequence_length": length, "packing": "best-fit", "cut_at": "token"},
-        **{"masking": "paper", "mask_prob": 0.15},
-    }
+    rows = {"sequence_length": length, "packing": "best-fit", "cut_at": "token", "masking": "paper", "mask_prob": 0.15}
     # `_check_length` checks this model's positions, which the configuration would limit as for training.
-    limit = {"max_positions": max(config.model.max_positions, length)}
-    return config.replace({"data": rows, "model": limit})
+    return config.override(rows, max_positions=max(config.model.max_positions, length))
 
 
 def _check_length(

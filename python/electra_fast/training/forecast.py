@@ -104,7 +104,7 @@ def _has_large_generator(config: Config) -> bool:
 
 def has_rule(config: Config) -> bool:
     """Returns whether learning rates can be derived from the number of steps, as in recipe `modern`."""
-    return config.model.architecture == "modern" and config.optimizer.name == "muon"
+    return config.model.architecture == "modernbert" and config.optimizer.name == "muon"
 
 
 def by_rule(config: Config) -> OptimizerConfig:
@@ -191,5 +191,5 @@ LAW = ScalingLaw(floor=0.0001, size=0.1008, alpha=0.1918, data=0.3229, beta=0.70
 
 def layer_weights(shape: ModelConfig) -> int:
     """Returns the weights of all layers' matrices, which the law calls the size."""
-    hidden, matrices = shape.hidden_size, 3 if shape.architecture == "modern" else 2
+    hidden, matrices = shape.hidden_size, 3 if shape.architecture == "modernbert" else 2
     return shape.num_layers * hidden * (4 * hidden + matrices * shape.intermediate_size)

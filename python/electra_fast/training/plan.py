@@ -107,7 +107,7 @@ def plan(
         return _proposed(data, hours)
     if config is None:
         raise InputError("plan needs a configuration, or hours to propose one")
-    config = config.replace({"data": {"corpus": absolute(data if data is not None else config.data.corpus)}})
+    config = config.override({"data.corpus": absolute(data if data is not None else config.data.corpus)})
     mixture = Mixture(config.data.corpus) if config.data.corpus else None
     if mixture is None:
         config = config.resolved().override({"model.vocab_size": config.model.vocab_size or PUBLISHED_VOCABULARY})
@@ -196,7 +196,7 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     mixture = Mixture(absolute(data))
 
     def tried(preset: str) -> _Candidate:
-        config = Config.preset(preset).replace({"data": {"corpus": absolute(data)}})
+        config = Config.preset(preset).override({"data.corpus": absolute(data)})
         trial = measure(resolved(config, mixture))
         as_often = config.override({"train.steps": str(_TENTH), "train.eval_every": "1"})
         training = _SHARE * 3600 * hours - _evaluations(as_often, mixture, trial, 1.0)
@@ -259,7 +259,7 @@ def dry_run(config: Config, data: Corpora | None) -> Iterator[str]:
     found = plan(config, data=data)
     yield from (*found["config"].rstrip().split("\n"), "")
     yield from report_lines(found)
-    config = config.replace({"data": {"corpus": absolute(data or config.data.corpus)}})
+    config = config.override({"data.corpus": absolute(data or config.data.corpus)})
     yield from ("", "first rows of the first batch; masked tokens in brackets:")
     yield from rows_as_text(config, _SHOWN_ROWS)
 

@@ -77,14 +77,12 @@ def pretrain(
         Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) to any rank requested a stop, and a checkpoint
             was written. It is a `KeyboardInterrupt`, so that a notebook stops.
     """
-    config = config.replace(
+    config = config.override(
         {
             # Absolute, so that the run can be resumed from any directory.
-            "data": {"corpus": absolute(data if data is not None else config.data.corpus)},
-            "train": {
-                "out": str(out if out is not None else config.train.out),
-                "mirror": checked_url(config.train.mirror),
-            },
+            "data.corpus": absolute(data if data is not None else config.data.corpus),
+            "train.out": str(out if out is not None else config.train.out),
+            "train.mirror": checked_url(config.train.mirror),
         }
     )
     if not config.data.corpus or not config.train.out:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from electra_fast import _data
-from electra_fast.config.config import AUTO, FREE_KEYS, HARDWARE_KEYS, Config, by_section
+from electra_fast.config.config import AUTO, FREE_KEYS, HARDWARE_KEYS, Config
 from electra_fast.config.presets import DEFAULT_PRESET, OBJECTIVE_SPECS, RECIPES
-from electra_fast.config.section import Scalar, Value
+from electra_fast.config.section import Value, present_name
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
@@ -130,7 +130,7 @@ def _open(folder: Path, config: Config, mixture: Mixture, allow_changes: bool, f
 def config_at(folder: Path, step: int) -> Config:
     """Returns a run's configuration at a checkpoint, with the current number of steps and free keys."""
     then, now = (Config.load(path / "config.toml") for path in (checkpoint_folder.at_step(folder, step), folder))
-    return then.replace(by_section({name: now.value(name) for name in {*FREE_KEYS, "train.steps"}}))
+    return then.override({name: now.value(name) for name in {*FREE_KEYS, "train.steps"}})
 
 
 def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
@@ -149,7 +149,7 @@ def _resumed_run(
     recorded = {} if goes_back else _recorded(folder, state.step)
     if not is_import:
         if saved.data.lanes == AUTO:  # a run from before there were lanes
-            saved = _with(saved, "data", lanes=1)
+            saved = saved.override(lanes=1)
         if config.data.lanes == AUTO:
             config = config.override({"data.lanes": _last_value("data.lanes", saved, recorded)})
         # Values derived from the steps stay those of the run's start.
@@ -157,7 +157,7 @@ def _resumed_run(
         config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
     size = config.model.vocab_size or saved.model.vocab_size
-    config = resolved(_with(config.override(kept), "model", vocab_size=size), mixture)
+    config = resolved(config.override(kept, vocab_size=size), mixture)
     for name in GROWING:
         was, now = saved.value(name), config.value(name)
         if float(str(now)) < float(str(was)):
@@ -214,12 +214,8 @@ def resolved(config: Config, mixture: Mixture) -> Config:
             "entries; leave the key out, or prepare with the model's vocabulary"
         )
     if config.data.lanes == AUTO:
-        config = _with(config, "data", lanes=_data.auto_lanes(mixture.folders, config.train.batch_size))
-    return _with(config.resolved(), "model", vocab_size=config.model.vocab_size or mixture.vocab_size)
-
-
-def _with(config: Config, section: str, **values: Scalar) -> Config:
-    return config.replace({section: values})
+        config = config.override(lanes=_data.auto_lanes(mixture.folders, config.train.batch_size))
+    return config.resolved().override(vocab_size=config.model.vocab_size or mixture.vocab_size)
 
 
 def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, allow_changes: bool) -> None:
@@ -271,7 +267,8 @@ def _recorded(folder: Path, step: int) -> Changes:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
         try:
             record = parse_json(line)
-            for name, (was, now) in record["changes"].items() if record["step"] >= step else ():
+            for name, pair in record["changes"].items() if record["step"] >= step else ():
+                was, now = (present_name(name, value) for value in pair)
                 found[name] = (found.get(name, (was, now))[0], now)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"{path}: line {number} is not a record of changes ({error}); remove it") from None

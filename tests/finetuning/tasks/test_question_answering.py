@@ -18,7 +18,7 @@ from electra_fast.finetuning.tasks.question_answering import QuestionAnswering
 def readers(encoder_folder, squad_folder, tmp_path_factory):
     """Both versions of SQuAD, two seeds, and what the command printed; the second with the published head."""
     found = {}
-    for name, head in (("squad1", "hf"), ("squad2", "google")):
+    for name, head in (("squad1", "transformers"), ("squad2", "published")):
         out = tmp_path_factory.mktemp(name)
         run = in_process.run(
             *("finetune", "--task", name, "--model", encoder_folder, "--data", squad_folder, "--out", out),

@@ -39,7 +39,7 @@ def targets():
     return torch.tensor([[8, 11, 0], [0, 0, 0], [9, 9, 0], [0, 0, 1], [8, 20, 0]])
 
 
-@pytest.fixture(scope="module", params=["bert", "modern"])
+@pytest.fixture(scope="module", params=["bert", "modernbert"])
 def encoder(request, tmp_path_factory, tiny_vocab):
     return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab, request.param)
 

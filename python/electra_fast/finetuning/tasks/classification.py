@@ -73,14 +73,14 @@ def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
     return HfForm(
         ending="SequenceClassification",
         head_names={
-            ("bert", "hf"): {
+            ("bert", "transformers"): {
                 "head.dense.weight": "classifier.dense.weight",
                 "head.dense.bias": "classifier.dense.bias",
                 "head.classifier.weight": "classifier.out_proj.weight",
                 "head.classifier.bias": "classifier.out_proj.bias",
             },
-            ("modern", "hf"): MODERN_HEAD,
-            ("modern", "google"): CLASSIFIER,
+            ("modernbert", "transformers"): MODERN_HEAD,
+            ("modernbert", "published"): CLASSIFIER,
         },
         problem_type=problem_type,
         pipeline="text-classification",
@@ -225,17 +225,17 @@ class SequenceType(TaskType):
         Electra's head is out(gelu(dense(x))), and gelu(z) - gelu(-z) = z: two units of `dense` carry each output.
         ModernBERT's head has a norm after the activation and cannot express it.
         """
-        if (architecture, head) != ("bert", "google"):
+        if (architecture, head) != ("bert", "published"):
             return head, state
         weight_CD, bias_C = state["head.classifier.weight"].float(), state["head.classifier.bias"].float()
         num_outputs = len(bias_C)
         if 2 * num_outputs > width:
             raise InputError(
                 f"a raw head of {num_outputs} labels does not fit into ElectraForSequenceClassification of width "
-                f'{width}; use finetune.head = "hf"'
+                f'{width}; use finetune.head = "transformers"'
             )
         both, unused = torch.cat((torch.eye(num_outputs), -torch.eye(num_outputs))), width - 2 * num_outputs
-        return "hf", {
+        return "transformers", {
             **state,
             "head.dense.weight": nn.functional.pad(both @ weight_CD, (0, 0, 0, unused)),
             "head.dense.bias": nn.functional.pad(both @ bias_C, (0, unused)),

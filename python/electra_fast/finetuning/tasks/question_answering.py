@@ -59,13 +59,13 @@ class QuestionAnswering(TaskType):
     hf = HfForm(
         ending="QuestionAnswering",
         head_names={
-            ("bert", "hf"): {
+            ("bert", "transformers"): {
                 "head.classifier.weight": "qa_outputs.weight",
                 "head.classifier.bias": "qa_outputs.bias",
             },
-            ("modern", "hf"): MODERN_HEAD,
-            ("bert", "google"): JOINT_HEAD,
-            ("modern", "google"): JOINT_HEAD,
+            ("modernbert", "transformers"): MODERN_HEAD,
+            ("bert", "published"): JOINT_HEAD,
+            ("modernbert", "published"): JOINT_HEAD,
         },
         pipeline="question-answering",
         usage="{command}, or `{class_name}.from_pretrained`, whose logits are those of an answer's start and end.",
@@ -112,7 +112,7 @@ class QuestionAnswering(TaskType):
             )
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
-        if config.head == "google":
+        if config.head == "published":
             return JointReader(shape, config.beam_size, config.answerable_weight)
         return TwoLogitReader(shape, config.beam_size, config.head_dropout)
 

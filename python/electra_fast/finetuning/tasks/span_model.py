@@ -47,7 +47,7 @@ class TwoLogitReader(TaskModel):
     """
 
     def __init__(self, shape: ModelConfig, beam_size: int = 20, head_dropout: float = 0.0) -> None:
-        super().__init__(shape, make_head("hf", shape, 2, on_tokens=True), "hf", head_dropout)
+        super().__init__(shape, make_head("transformers", shape, 2, on_tokens=True), "transformers", head_dropout)
         self.beam_size = beam_size
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
@@ -98,7 +98,7 @@ class JointReader(TaskModel):
     head: JointHead
 
     def __init__(self, shape: ModelConfig, beam_size: int = 20, answerable_weight: float = 0.5) -> None:
-        super().__init__(shape, JointHead(shape), "google")
+        super().__init__(shape, JointHead(shape), "published")
         self.beam_size, self.answerable_weight = beam_size, answerable_weight
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:

@@ -104,7 +104,11 @@ class Tagging(TaskType):
     num_texts = 1
     hf = HfForm(
         ending="TokenClassification",
-        head_names={("bert", "hf"): CLASSIFIER, ("modern", "hf"): MODERN_HEAD, ("modern", "google"): CLASSIFIER},
+        head_names={
+            ("bert", "transformers"): CLASSIFIER,
+            ("modernbert", "transformers"): MODERN_HEAD,
+            ("modernbert", "published"): CLASSIFIER,
+        },
         pipeline="token-classification",
         entity_options=', aggregation_strategy="first"',
     )
@@ -249,7 +253,7 @@ class Tagging(TaskType):
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
     ) -> tuple[str, Mapping[str, Tensor]]:
         """Names Electra's head, which is the same layer for both."""
-        return ("hf" if architecture == "bert" else head), state
+        return ("transformers" if architecture == "bert" else head), state
 
     def summary(self, task: Task, num_texts: int) -> str:
         return f"Tags each word of a text with one of {', '.join(task.labels)}."

@@ -120,7 +120,7 @@ def write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) 
         "## Scores\n\n" + "\n".join(_card_scores(job, result)),
         "## Training\n\n" + "\n".join(_card_training(folder, job, result)),
         f"## Use\n\n{usage}",
-        hf.converted_head_note if job.config.head == "google" and not is_raw else "",
+        hf.converted_head_note if job.config.head == "published" and not is_raw else "",
     )
     (folder / "README.md").write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
 
