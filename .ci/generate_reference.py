@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import electra_fast as ef
-from electra_fast.cli.parser import CONFIGURED, Parser, build_parser
+from electra_fast.cli.arguments import KeyOption, Parser
+from electra_fast.cli.parser import CONFIGURED, build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.presets import RECIPES, SIZES
 from electra_fast.config.section import Configuration, format_value
@@ -65,9 +66,9 @@ def commands() -> str:
     parser = build_parser()
     parts = [
         "# Commands\n",
-        "`electra-fast COMMAND --help` prints the same. Results go to standard output, progress and notes to standard",
-        "error. A mistake is one line and exit code 2; a run stopped by a signal exits with 128 plus its number, and",
-        "one that reached `train.max_minutes` with 75.\n",
+        "`electra-fast COMMAND --help-all` prints the same and every key, `--help` the ten main options. Results go to",
+        "standard output, progress and notes to standard error. A mistake is one line and exit code 2; a run stopped",
+        "by a signal exits with 128 plus its number, and one that reached `train.max_minutes` with 75.\n",
     ]
     for name, command in parser.commands.items():
         parts += [f"## {name}\n", _sentence(command.description or ""), *_arguments(name, command)]
@@ -75,22 +76,19 @@ def commands() -> str:
 
 
 def _arguments(name: str, command: Parser) -> list[str]:
-    groups = [
-        [each for each in group._group_actions if each.dest not in ("help", "quiet")]
-        for group in command._action_groups
-    ]
-    positional, options, *others = groups
-    words = " ".join(["electra-fast", name, "[OPTIONS]", *(_value(command, each) for each in positional)])
-    header = ["argument", "meaning", "default"]
-    parts = [
-        f"\n```text\n{words}\n```\n",
-        table(header, [_argument(command, each) for each in [*positional, *options]]),
-    ]
-    for group, actions in zip(command._action_groups[2:], others, strict=True):
-        parts += [
-            f"{_sentence(group.title or '')[:-1]}:\n",
-            table(header, [_argument(command, each) for each in actions]),
-        ]
+    of_every_command = ("help", "help_all", "quiet")
+    short = [each for each in command._actions if isinstance(each, KeyOption) and len(each.option_strings) > 1]
+    tables: dict[str, list[argparse.Action]] = {"": []}
+    for group in command._action_groups:
+        title = "" if group in (command._positionals, command._optionals) else f"{_sentence(group.title or '')[:-1]}:\n"
+        actions = [each for each in group._group_actions if each.dest not in of_every_command]
+        if not any(isinstance(each, KeyOption) for each in actions):
+            tables.setdefault(title, []).extend(actions)
+    tables[""] += short
+    parts = [f"\n```text\n{command.synopsis()}\n```\n"]
+    for title, actions in tables.items():
+        parts += [title] * bool(title)
+        parts.append(table(["argument", "meaning", "default"], [_argument(command, each) for each in actions]))
     if name in CONFIGURED:
         parts += ["And [configuration keys](configuration.md), as `--section.key value`.\n"]
     return parts
@@ -103,7 +101,7 @@ def _value(command: Parser, action: argparse.Action) -> str:
 def _argument(command: Parser, action: argparse.Action) -> list[str]:
     value = _value(command, action)
     names = ", ".join(f"`{flag} {value}`".replace(" `", "`") for flag in action.option_strings) or f"`{value}`"
-    help = action.help or ""
+    help = (action.help or "").replace("%%", "%")
     if stated := re.search(r"(.*) \(default: (.*)\)$", help):
         return [names, *stated.groups()]
     if action.required:

@@ -31,7 +31,6 @@ from tiny_task import BAD, GOOD, WORDS, sentences
 import electra_fast as ef
 from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config
-from electra_fast.config.section import take_overrides
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.onnx import write_onnx
 
@@ -80,9 +79,8 @@ class Cluster:
 
 
 def assert_command_line_is_valid(arguments):
-    rest, overrides = take_overrides(arguments)
-    options = build_parser().parse_args(rest)
-    Config.preset(options.preset).override(overrides)
+    options = build_parser().parse(arguments)
+    Config.preset(options.preset).override(options.overrides)
     assert options.command == "pretrain" and options.data and options.out
 
 

@@ -200,9 +200,7 @@ def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path)
 
 
 def of_command_line(*words: object) -> Config:
-    options = build_parser().parse_args(["flops", *map(str, words)])
-    options.overrides = {}
-    return commands._config(options)
+    return commands._config(build_parser().parse(["flops", *map(str, words)]))
 
 
 @pytest.mark.parametrize("preset", [None, *SIZES])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import itertools
 import json
 import os
 import signal
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast import _data
-from electra_fast.cli.parser import CONFIGURED, PrintCompletion, build_parser
+from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, OBJECTIVE_SPECS
-from electra_fast.config.section import did_you_mean, format_value, nearest, take_overrides
+from electra_fast.config.section import format_value
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, escape_unencodable, quietly, say, show
@@ -53,11 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_unencodable()
     options = argparse.Namespace(command=None)
     try:
-        rest, overrides = take_overrides(sys.argv[1:] if arguments is None else arguments)
-        options = _parse(rest if rest or overrides else ["--help"])
-        if overrides and options.command not in CONFIGURED:
-            raise InputError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
-        options.overrides = overrides
+        options = build_parser().parse(sys.argv[1:] if arguments is None else arguments)
         with quietly() if options.quiet else contextlib.nullcontext():
             return HANDLERS[options.command](options) or 0
     except KeyboardInterrupt as interruption:
@@ -100,30 +95,6 @@ def _message(error: Exception, out: object) -> str:
     if is_full and "free some space" not in text:  # the data engine's message has it
         text += "; free some space there, or choose another disk, and run the same command again"
     return text
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments, after checking for unknown commands and flags, for which it suggests known ones.
-
-    For a misspelled flag, argparse alone would report that a required argument is missing.
-    """
-    parser = build_parser()
-    shells = ("bash", "zsh", "tcsh")
-    parser.add_argument("--print-completion", action=PrintCompletion, choices=shells, help="print a completion script")
-    if arguments and arguments[0].startswith("--print-completion"):
-        parser.parse_args(arguments)
-    words = list(itertools.takewhile(lambda word: word != "--", arguments))
-    command = next((word for word in words if not word.startswith("-")), None)
-    if command is not None and command not in HANDLERS:
-        raise InputError(f"{command}: no such command{did_you_mean(command, HANDLERS)}")
-    flags = parser.flags_of(command)
-    keys = [f"--{name}" for each in CONFIGURED.get(command or "", ()) for name in each.key_names()]
-    for word in words:
-        name = word.partition("=")[0]
-        is_known = any(flag.startswith(name) for flag in flags)  # argparse accepts prefixes
-        if word.startswith("--") and not is_known and (meant := nearest(name, flags, keys)):
-            raise InputError(f"unrecognized arguments: {name}; did you mean {' or '.join(meant)}?")
-    return parser.parse_args(arguments)
 
 
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:

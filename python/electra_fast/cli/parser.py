@@ -6,101 +6,32 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from electra_fast import __version__
+from electra_fast.cli.arguments import CONFIG_HINT, HelpAll, Parser, PrintCompletion, number
 from electra_fast.config.config import Config, DataConfig
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZES
-from electra_fast.config.section import Configuration, comma_separated, format_value, parse_number
-from electra_fast.errors import InputError
+from electra_fast.config.section import Configuration, comma_separated
 from electra_fast.finetuning.config import DEFAULT_RECIPE as FINETUNING_RECIPE
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.model.networks import PARTS
 
-# Commands that take `--section.key value`.
-CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
-    "pretrain": (Config,),
-    "flops": (Config,),
-    "plan": (Config,),
-    "doctor": (Config,),
-    "finetune": (FinetuningConfig,),
-    "reproduce": (Config, FinetuningConfig),
+# Commands that take `--section.key value`, and the defaults that their help states.
+CONFIGURED: dict[str, tuple[Configuration, ...]] = {
+    "pretrain": (Config(),),
+    "flops": (Config(),),
+    "plan": (Config(),),
+    "doctor": (Config(),),
+    "finetune": (FinetuningConfig(),),
+    "reproduce": (Config.preset(DEFAULT_PRESET, "google"), FinetuningConfig()),
 }
 # The default of columns where a fine-tuned model knows them.
 AS_TRAINED = "as in training"
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
-_CONFIG_HINT = "a configuration is given with --config"
 Arguments = argparse._ActionsContainer
 """A parser or a group of its arguments."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports an error as one line, without the usage. Reads integers as the configuration does: 10000, 10k or 1e4."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.register("type", int, number(int))
-        self._negative_number_matcher = re.compile(r"-[\d.,=]")  # values such as `--labels -1,0,1` are not options
-        self.commands: dict[str, Parser] = {}
-
-    def flags_of(self, command: str | None) -> list[str]:
-        """Returns the flags of a command or, for None, those that precede it."""
-        parser = self.commands.get(command or "", self)
-        return [flag for action in parser._actions for flag in action.option_strings]
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments") and message.endswith(".toml"):
-            message += f"; {_CONFIG_HINT}"
-        raise InputError(f"{message}; see `{self.prog} --help`")
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Appends its default to the help of every option that takes a value."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
-        has_no_default = (
-            action.required or action.nargs == 0 or not action.option_strings or default is argparse.SUPPRESS
-        )
-        if has_no_default or "(default:" in text:
-            return text
-        return f"{text} (default: none)" if default in (None, (), "") else f"{text} (default: %(default)s)"
-
-
-class PrintCompletion(argparse.Action):
-    """Prints the completion script of a shell, by the package `shtab`, and exits."""
-
-    def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, shell: Any, _option: Any = None) -> NoReturn:
-        assert isinstance(parser, Parser)
-        try:
-            import shtab
-        except ImportError:
-            raise InputError("--print-completion needs shtab: pip install shtab") from None
-        # Offered, while the command itself answers other values with the closest of these.
-        values = {"preset": list(SIZES), "recipe": list(RECIPES)}
-        for name, sub in parser.commands.items():
-            for action in sub._actions:
-                action.choices = values.get(action.dest, action.choices)
-                if action.type is Path:
-                    action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's protocol
-            for configuration in CONFIGURED.get(name, ()):
-                for key in configuration.key_names():
-                    text = configuration.describe_key(key).replace("%", "%%")
-                    choices = configuration.choices(key)
-                    sub.add_argument(f"--{key}", help=text, choices=choices, default=argparse.SUPPRESS)
-        print(shtab.complete(parser, shell))
-        parser.exit()
-
-
-def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
-    def read(text: str) -> int | float:
-        try:
-            return parse_number(text, kind, unit)
-        except InputError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 def _option(to: Arguments, name: str, default: Any, help: str, metavar: str | None = None, **more: Any) -> None:
@@ -127,13 +58,23 @@ def build_parser() -> Parser:
     """Returns the parser of all commands; `command` in its result names the chosen one."""
     parser = Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
     parser.add_argument("-V", "--version", action="version", version=f"electra-fast {__version__}")
-    _add_quiet(parser, default=False)
+    # Offered, while the command itself answers other values with the closest of these.
+    offered = {"preset": list(SIZES), "recipe": list(RECIPES)}
+    shells = ("bash", "zsh", "tcsh")
+    hidden = {"choices": shells, "const": offered, "help": argparse.SUPPRESS}
+    parser.add_argument("--print-completion", action=PrintCompletion, **hidden)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, add_arguments) in COMMANDS.items():
-        sub: Parser = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
-        _add_quiet(sub, default=argparse.SUPPRESS)  # keeps what stands before the command
-        add_arguments(sub)
-        parser.commands[name] = sub
+    for group, names in GROUPS.items():
+        for name in names:
+            summary, add_arguments, shown = COMMANDS[name]
+            sub: Parser = commands.add_parser(name, help=summary, description=summary)
+            sub.add_argument("--help-all", action=HelpAll, nargs=0, help="show every option and key")
+            add_arguments(sub)
+            for defaults in CONFIGURED.get(name, ()):
+                sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1)
+            sub.shown = [f"--{option}" for option in shown.split()]
+            parser.commands[name] = sub
+        parser.groups[group] = commands._choices_actions[-len(names) :]
     return parser
 
 
@@ -202,7 +143,6 @@ def _pretrain(sub: Parser) -> None:
     _flag(sub, "--allow-changes", "resume with changed configuration keys")
     help = "go back to this checkpoint: renames later checkpoints, removes later log lines (default: the last one)"
     _option(sub, "--from-step", None, help, "N", type=_checkpoint_step)
-    sub.epilog = _key_help(Config())
 
 
 def _evaluate(sub: Parser) -> None:
@@ -272,7 +212,6 @@ def _finetune(sub: Parser) -> None:
     _option(own, "--folds", None, help, "K", type=int)
     help = "rows with one value in this column stay together when --train is split (equal texts always do)"
     _option(own, "--group", "", help, "COLUMN")
-    sub.epilog = _key_help(FinetuningConfig())
 
 
 def _predict(sub: Parser) -> None:
@@ -316,7 +255,6 @@ def _reproduce(sub: Parser) -> None:
     _option(sub, "--finetune-seeds", 1, "fine-tuning runs per task, of which the median counts", "N")
     _option(sub, "--corrupted-by", "unigram", "source of replacements in evaluation, as for evaluate", "FOLDER")
     _flag(sub, "--json", "print results.json")
-    sub.epilog = _key_help(Config.preset(DEFAULT_PRESET, "google"), FinetuningConfig())
 
 
 def _export(sub: Parser) -> None:
@@ -369,38 +307,78 @@ def _report(sub: Parser) -> None:
     _path(sub, "--out", "page to write", "FILE.html", default=Path("report.html"))
 
 
-COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
-    "demo": ("train and export a model in 1 to 3 minutes, without downloads", _demo),
-    "vocab": ("train a WordPiece vocabulary", _vocab),
-    "prepare": ("tokenize text into a corpus of shards; rerun with the same --out to resume", _prepare),
-    "inspect": ("summarize a corpus and show one of its packed, masked rows as text", _inspect),
-    "verify": ("verify all checksums of a corpus", _verify),
-    "pretrain": ("train a model; rerun with the same --out to resume", _pretrain),
-    "evaluate": (
-        "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on a "
-        "corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC",
-        _evaluate,
+# In the order of work.
+GROUPS = {
+    "Build": ("demo", "vocab", "prepare", "inspect", "verify", "plan", "pretrain", "export", "import"),
+    "Use": ("finetune", "predict", "detect", "evaluate"),
+    "Look": ("report", "doctor", "flops"),
+    "Research": ("reproduce",),
+}
+# What a command is for, its arguments, and the options of its --help; "" for all.
+COMMANDS: dict[str, tuple[str, Callable[[Parser], None], str]] = {
+    "demo": ("train and export a model in 1 to 3 minutes, without downloads", _demo, ""),
+    "vocab": (
+        "train a WordPiece vocabulary",
+        _vocab,
+        "out size cased strip-accents text format documents threads json",
     ),
+    "prepare": (
+        "tokenize text into a corpus of shards; rerun with the same --out to resume",
+        _prepare,
+        "vocab out holdout drop-duplicates text format documents partition threads json",
+    ),
+    "inspect": ("summarize a corpus and show one of its packed, masked rows as text", _inspect, ""),
+    "verify": ("verify all checksums of a corpus", _verify, ""),
+    "plan": (
+        "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise",
+        _plan,
+        "config preset recipe hours gpu-memory gpus steps batch-size lr json",
+    ),
+    "pretrain": (
+        "train a model; rerun with the same --out to resume",
+        _pretrain,
+        "out config preset recipe steps batch-size lr precision device dry-run",
+    ),
+    "export": ("export a run as Hugging Face folders: encoder/, discriminator/ and generator/", _export, ""),
+    "import": ("create a run from exported folders, to continue training", _import, ""),
     "finetune": (
         "fine-tune an encoder on GLUE, SQuAD or your own data; rerun with the same --out to resume",
         _finetune,
+        "task train dev test text label glue out seeds epochs",
     ),
     "predict": (
         "predict labels, values, tags or answers, as JSON lines that keep each row's other columns",
         _predict,
+        "out text format threshold top-k n-best batch-size device precision",
     ),
     "detect": (
         "find words that do not belong, such as typing errors, by a pre-trained model, as JSON lines with each row's "
         "other columns",
         _detect,
+        "out threshold text precision device",
     ),
-    "reproduce": ("run the paper's comparisons at equal compute; rerun with the same --out to resume", _reproduce),
-    "export": ("export a run as Hugging Face folders: encoder/, discriminator/ and generator/", _export),
-    "import": ("create a run from exported folders, to continue training", _import),
-    "doctor": ("examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem", _doctor),
-    "flops": ("count the FLOPs of a configuration: the paper's count and the true one", _flops),
-    "plan": ("tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise", _plan),
-    "report": ("write one page about runs: curves, configurations, evaluations, fine-tuning, samples", _report),
+    "evaluate": (
+        "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on a "
+        "corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC",
+        _evaluate,
+        "out text label sequence-length batch-size max-batches corrupted-by device precision json",
+    ),
+    "report": ("write one page about runs: curves, configurations, evaluations, fine-tuning, samples", _report, ""),
+    "doctor": (
+        "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem",
+        _doctor,
+        "config preset recipe device precision json",
+    ),
+    "flops": (
+        "count the FLOPs of a configuration: the paper's count and the true one",
+        _flops,
+        "config preset recipe steps batch-size sequence-length json",
+    ),
+    "reproduce": (
+        "run the paper's comparisons at equal compute; rerun with the same --out to resume",
+        _reproduce,
+        "glue out preset recipe budget minutes seeds task finetune-seeds json",
+    ),
 }
 
 
@@ -418,13 +396,8 @@ def _add_corpora(sub: Parser) -> None:
 
 def _corpus(text: str) -> str:
     if text.endswith((".toml", ".yaml", ".yml")):
-        raise argparse.ArgumentTypeError(f"{text}: {_CONFIG_HINT}")
+        raise argparse.ArgumentTypeError(f"{text}: {CONFIG_HINT}")
     return text
-
-
-def _add_quiet(parser: Parser, default: Any) -> None:
-    help = "no progress and no notes, only warnings and errors"
-    parser.add_argument("-q", "--quiet", action="store_true", default=default, help=help)
 
 
 def _checkpoint_step(text: str) -> int:
@@ -452,7 +425,6 @@ def _add_inputs(sub: Parser) -> None:
 def _add_config(sub: Parser, meaning: str) -> None:
     _path(sub, "--config", meaning, "FILE.toml")
     _add_preset(sub)
-    sub.epilog = "and configuration keys, as --section.key value; `electra-fast pretrain --help` lists them"
 
 
 def _add_preset(sub: Parser, preset: str | None = None, recipe: str | None = None) -> None:
@@ -500,11 +472,3 @@ def _add_text(to: Arguments, default: str) -> None:
     help = "cell separator, also comma, semicolon, tab, pipe (default: by extension and first line)"
     _option(to, "--delimiter", "", help, "CHARACTER")
     _option(to, "--skip-bad-rows", 0, "most unusable rows to skip, over all files", "N")
-
-
-def _key_help(*defaults: Configuration) -> str:
-    return "configuration keys, as --section.key value (other presets and recipes have other defaults):\n" + "\n".join(
-        f"  --{name:<30} {each.describe_key(name)} (default: {each.rule(name) or format_value(each.value(name))})"
-        for each in defaults
-        for name in each.key_names()
-    )

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -477,28 +477,6 @@ def _quantity(text: str, factors: Mapping[str, int | Fraction]) -> Fraction:
     return total
 
 
-def take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes `--section.key value` and `--section.key=value` out of the arguments.
-
-    argparse cannot: it reads the value of an unknown option as a positional argument.
-    """
-    rest: list[str] = []
-    overrides: dict[str, str] = {}
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") or "." not in name:
-            rest.append(word)
-            continue
-        if not equals:
-            if not words or words[0].startswith("--"):
-                raise InputError(f"{name} needs a value")
-            value = words.pop(0)
-        overrides[name.removeprefix("--")] = value
-    return rest, overrides
-
-
 def comma_separated(text: str) -> tuple[str, ...]:
     """Splits a list at its commas and strips each part; double quotes protect a comma."""
     (record,) = csv.reader([text], skipinitialspace=True)
@@ -515,7 +493,7 @@ def nearest(argument: str, *known: Iterable[str]) -> list[str]:
     close = [meant] if meant else difflib.get_close_matches(name, words, n=1, cutoff=0.7)
     found = [each for word in close for each in words[word]]
     section = argument.lstrip("-").partition(".")[0]
-    return [each for each in found if each.startswith(f"{section}.")] or found
+    return [each for each in found if each.lstrip("-").startswith(f"{section}.")] or found
 
 
 def _plain(name: str) -> str:
