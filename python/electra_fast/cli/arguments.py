@@ -23,8 +23,8 @@ METAVARS = {bool: "true|false", int: "N", float: "X"}
 class Parser(argparse.ArgumentParser):
     """Reports an error as one line, without the usage. Reads integers as the configuration does: 10000, 10k or 1e4."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"allow_abbrev": False, "formatter_class": _Help})
         self.register("type", int, number(int))
         self._positionals.title = "arguments"
         self.shown: list[str] = []

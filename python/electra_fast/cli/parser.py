@@ -61,8 +61,8 @@ def build_parser() -> Parser:
     # Offered, while the command itself answers other values with the closest of these.
     offered = {"preset": list(SIZES), "recipe": list(RECIPES)}
     shells = ("bash", "zsh", "tcsh")
-    hidden = {"choices": shells, "const": offered, "help": argparse.SUPPRESS}
-    parser.add_argument("--print-completion", action=PrintCompletion, **hidden)
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--print-completion", action=PrintCompletion, choices=shells, const=offered, help=hidden)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for group, names in GROUPS.items():
         for name in names:
