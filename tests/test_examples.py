@@ -46,7 +46,7 @@ with own.with_suffix(".jsonl").open("a") as file:
 sys.exit(int(os.environ.get("FAKE_" + own.name.upper(), "0")))
 """
 PRETRAIN = ["pretrain", "/a corpus", "--out", "/a run", "--preset", "small", "--train.steps", "7"]
-ARGUMENTS = ["/a corpus", "/a run", *PRETRAIN[5:]]
+ARGUMENTS = ["/a corpus", "/a run", *PRETRAIN[4:]]
 
 
 class Cluster:
@@ -81,7 +81,7 @@ class Cluster:
 def assert_command_line_is_valid(arguments):
     options = build_parser().parse(arguments)
     Config.preset(options.preset).override(options.overrides)
-    assert options.command == "pretrain" and options.data and options.out
+    assert options.command == "pretrain" and options.corpora and options.out
 
 
 def torchrun_options(arguments):
