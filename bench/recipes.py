@@ -112,7 +112,7 @@ class Study:
         if not self._is_of_the_log():
             corruptor = Job(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
             torch.set_num_threads(CORRUPTOR_THREADS)
-            ef.pretrain(self.config(corruptor)[0], data=self.corpus, out=self.out / "corruptor")
+            ef.pretrain(self.corpus, config=self.config(corruptor)[0], out=self.out / "corruptor")
 
     @property
     def _ruler(self) -> Path:

@@ -38,7 +38,7 @@ ef.prepare(texts, vocab=vocab, out=out / "shards", holdout=0.01)
 #   base   100,000 steps are 10 hours of an H200
 # With little text, start from a multilingual encoder instead: `electra-fast import`.
 config = ef.Config.preset(preset).override({"train.steps": str(steps)})
-ef.pretrain(config, data=out / "shards", out=out / "run")
+ef.pretrain(out / "shards", config=config, out=out / "run")
 metrics = ef.evaluate(out / "run", out / "shards", sequence_length=config.data.sequence_length)
 print(f"replaced words are found with an AUC of {metrics['unigram_auc']:.3f} (0.5 is chance)")
 

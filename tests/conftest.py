@@ -183,7 +183,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, validation_corpus: Path)
     from electra_fast.training.pretrain import pretrain
 
     out = tmp_path_factory.mktemp("whole") / "run"
-    pretrain(tiny_config(), data=validation_corpus, out=out)
+    pretrain(validation_corpus, config=tiny_config(), out=out)
     return out
 
 

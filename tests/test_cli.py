@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     for step in steps:
         done = run(*step)
         assert done.returncode == 0, done.stderr
-        assert done.stdout == ""
+        assert len(done.stdout.splitlines()) <= 1  # the result alone
     return folder
 
 
@@ -214,7 +214,9 @@ def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
     saved = tmp_path / "run/config.toml"
     saved.write_text(saved.read_text().replace(str(folder / "shards"), "moved"))
     said = fails("pretrain", "--out", tmp_path / "run")
-    assert f'{saved}: data.corpus = "moved": no such folder; give its new location: electra-fast pretrain DIR' in said
+    assert (
+        f'{saved}: data.corpus = "moved": no such folder; give its new location: electra-fast pretrain CORPUS' in said
+    )
     assert run("pretrain", folder / "shards", "--out", tmp_path / "run").returncode == 0
 
 

@@ -154,7 +154,7 @@ def make_shards(path, get):
 
 def make_run(path, get, seed=0):
     changes = {"train.steps": "12", "train.batch_size": "2", "train.log_every": "2", "train.seed": str(seed)}
-    ef.pretrain(ef.Config.preset("tiny").override(changes), data=get("shards"), out=path)
+    ef.pretrain(get("shards"), config=ef.Config.preset("tiny").override(changes), out=path)
 
 
 def make_wheel(path, get):

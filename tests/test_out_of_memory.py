@@ -72,7 +72,7 @@ def test_training_names_the_next_value(whole_run, validation_corpus, tmp_path, l
     limit(Backward, "run", lambda *_: False)
     config = tiny_config(**{"train.steps": "27", "train.accumulate": str(accumulate)})
     with pytest.raises(OutOfMemory, match=f"run: step 24: {SHORT}{remedy}"):
-        ef.pretrain(config, data=validation_corpus, out=run)
+        ef.pretrain(validation_corpus, config=config, out=run)
 
 
 def test_a_graph_that_fails_meanwhile_hides_nothing(whole_run, validation_corpus, tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_a_graph_that_fails_meanwhile_hides_nothing(whole_run, validation_corpus
 
     monkeypatch.setattr(Backward, "run", run)
     with pytest.raises(OutOfMemory, match=r"--train.accumulate 4"):
-        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+        ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run")
 
 
 def test_finetuning_names_half_the_batch(encoder_folder, glue_folder, tmp_path, limit):

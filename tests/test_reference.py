@@ -35,8 +35,8 @@ def test_everything_public_has_a_docstring(name):
 @pytest.mark.parametrize("objective", ["electra", "all-tokens-mlm", "adversarial"])
 def test_every_key_of_a_log_is_described(objective, validation_corpus, tmp_path):
     ef.pretrain(
-        tiny_config("modern", **{"objective.name": objective, "train.precision": "fp16"}),
-        data=validation_corpus,
+        validation_corpus,
+        config=tiny_config("modern", **{"objective.name": objective, "train.precision": "fp16"}),
         out=tmp_path,
     )
     page = (TREE / "docs/reference/metrics.md").read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ def do(folder: Path) -> dict[str, Any]:
         if job["trainer"]:
             recipe_trainer.train(job["trainer"], config, num_steps, job["corpus"], run)
         elif num_steps:
-            ef.pretrain(config, data=job["corpus"], out=run)
+            ef.pretrain(job["corpus"], config=config, out=run)
         else:
             _write_untrained(config, job["corpus"], run)
     except Diverged as error:

@@ -51,7 +51,7 @@ def demo(out: Path) -> None:
         train_vocab([str(corpus)], out=vocab, size=VOCAB_SIZE, lowercase=True)
     # The casing is explicit, because a kill may have left vocab.txt without its tokenizer.json.
     prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True, strip_accents=False)
-    pretrain(demo_config(), data=shards, out=run)
+    pretrain(shards, config=demo_config(), out=run)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
     export(run, out / "export")
     rows = verdicts(run, Corpus(shards))

@@ -146,7 +146,7 @@ def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monk
 @pytest.mark.slow
 def test_a_run_is_never_done_twice(study, monkeypatch):
     corruptor = ef.Config.preset("tiny", "google").override({"train.steps": "2", "objective.name": "mlm"})
-    ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
+    ef.pretrain(study.corpus, config=corruptor, out=study.out / "corruptor")
     glue = study.out / "glue"
     (glue / "RTE").mkdir(parents=True)
     lines = ["index\tsentence1\tsentence2\tlabel", "0\ta b\tc d\tentailment", "1\te f\tg h\tnot_entailment"]

@@ -49,7 +49,7 @@ def mixed(folders):
 def whole(tmp_path_factory, mixed):
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("mixed") / "run"
-    pretrain(tiny_config(), data=mixed, out=out)
+    pretrain(mixed, config=tiny_config(), out=out)
     return out
 
 
@@ -141,7 +141,7 @@ class TestMixture:
         assert Mixture([folders / name for name in ("wiki", "news", "books")]).holdout == parts
         assert Mixture(folders / "news").holdout is None and Mixture(folders / "wiki").holdout == parts[0]
         data, out = [folders / name for name in ("wiki", "books", "news")], tmp_path / "run"
-        pretrain(tiny_config(**{"train.steps": "1", "data.packing": "best-fit"}), data=data, out=out)
+        pretrain(data, config=tiny_config(**{"train.steps": "1", "data.packing": "best-fit"}), out=out)
         expected = [BatchLoader(part, **OPTIONS).num_rows for part in parts]
         assert evaluate(out, data, mlm_examples=3)["rows"] == sum(expected)
 
@@ -176,8 +176,8 @@ class TestTraining:
         data, longer = {str(folders / "wiki"): 1, str(folders / "books"): 1}, tiny_config(**{"train.steps": "28"})
         message = r"trained on the corpus with content hash .*:7 .*:3, and .*:1 .*:1; leave"
         with pytest.raises(ValueError, match=message):
-            pretrain(longer, data=data, out=run)
-        pretrain(longer, data=data, out=run, allow_changes=True)
+            pretrain(data, config=longer, out=run)
+        pretrain(data, config=longer, out=run, allow_changes=True)
         assert "those that were there before go on where they were" in capsys.readouterr().err
         after = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader["corpora"]
         loader = BatchLoader.from_config(longer, corpus=data)
@@ -186,20 +186,20 @@ class TestTraining:
         for _ in range(4):
             next(loader)
         assert after == loader.state()["corpora"] and [member["turns"] for member in after] == [16, 16]
-        pretrain(tiny_config(**{"train.steps": "32"}), data=data, out=run)
+        pretrain(data, config=tiny_config(**{"train.steps": "32"}), out=run)
 
     def test_from_one_corpus_to_several(self, folders, tmp_path, capsys):
         config = tiny_config(**{"train.steps": "4"})
-        pretrain(config, data=folders / "wiki", out=tmp_path / "run")
+        pretrain(folders / "wiki", config=config, out=tmp_path / "run")
         longer = tiny_config(**{"train.steps": "8"})
-        pretrain(longer, data=[folders / "news", folders / "wiki"], out=tmp_path / "run", allow_changes=True)
+        pretrain([folders / "news", folders / "wiki"], config=longer, out=tmp_path / "run", allow_changes=True)
         assert "their order starts anew, with another epoch" in capsys.readouterr().err
         news, wiki = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")).loader["corpora"]
         assert wiki["epoch"] > news["epoch"] == 0
 
     def test_a_unigram_generator_draws_from_the_mixture(self, mixed, tmp_path):
         changes = {"generator.kind": "unigram", "train.steps": "1", "model.tying": "none"}
-        pretrain(tiny_config(**changes), data=mixed, out=tmp_path / "run")
+        pretrain(mixed, config=tiny_config(**changes), out=tmp_path / "run")
         expected = alias_table(torch.from_numpy(Mixture(mixed).token_counts()))
         assert (ef.load(tmp_path / "run").proposal.table_V2 == expected).all()
 

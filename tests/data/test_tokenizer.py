@@ -230,7 +230,7 @@ def tiny_config():
 def folder(tmp_path_factory, tiny_corpus, tiny_vocab):
     """A run and its export, and corpora with the run's vocabulary and with others."""
     folder = tmp_path_factory.mktemp("told-apart")
-    pretrain(tiny_config(), data=tiny_corpus, out=folder / "run")
+    pretrain(tiny_corpus, config=tiny_config(), out=folder / "run")
     export(folder / "run", folder / "export")
     words = tiny_vocab.read_text(encoding="utf-8").split()[len(SPECIAL) :]
     write_vocab(folder / "shuffled.txt", *reversed(words))
@@ -272,8 +272,8 @@ class TestVocabulariesToldApart:
         assert evaluate(folder / "run", folder / "same", max_batches=1)["rows"]
         import_folder(folder / "export", tmp_path / "imported")
         with pytest.raises(ValueError, match="is not the vocabulary of the corpus"):
-            pretrain(tiny_config(), data=folder / "cased", out=tmp_path / "imported")
-        assert pretrain(tiny_config(), data=folder / "same", out=tmp_path / "imported").step == 1
+            pretrain(folder / "cased", config=tiny_config(), out=tmp_path / "imported")
+        assert pretrain(folder / "same", config=tiny_config(), out=tmp_path / "imported").step == 1
 
     def test_two_models_have_one_vocabulary(self, folder, tmp_path):
         mixed = shutil.copytree(folder / "export", tmp_path / "mixed")
@@ -291,7 +291,7 @@ class TestVocabulariesToldApart:
         shutil.rmtree(run / "tokenizer")
         for use in (
             lambda: evaluate(run, folder / "same"),
-            lambda: pretrain(tiny_config(), data=folder / "same", out=run),
+            lambda: pretrain(folder / "same", config=tiny_config(), out=run),
         ):
             with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
                 use()

@@ -138,7 +138,7 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
 
     monkeypatch.setattr(rules, "orthogonalize", orthogonalize)
     config = configured(tiny_corpus, "modern", precision="bf16", steps=1, execution="eager")
-    ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    ef.pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     assert dtypes == {torch.bfloat16}
     compute = ComputeConfig("sdpa", torch.bfloat16)
     work = PretrainingWork(config, type(objective_of(config)), compute, "eager", {}, config.model.vocab_size)
@@ -174,15 +174,15 @@ def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_
     changes |= {"objective.corrective_weight": "0", "train.keep_checkpoints": "9"}
     changes |= {"model.dropout": "0", "model.attention_dropout": "0"}
     config = tiny_config("modern", **changes)
-    ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
+    ef.pretrain(validation_corpus, config=config, out=tmp_path / "two")
     torch.set_num_threads(1)
-    ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
+    ef.pretrain(validation_corpus, config=config, out=tmp_path / "one")
     two, one = (lines(tmp_path / name) for name in ("two", "one"))
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
     torch.set_num_threads(2)
     shutil.copytree(tmp_path / "two", tmp_path / "run")
     truncate(tmp_path / "run", STEPS // 2 + 3)
-    ef.pretrain(config, data=validation_corpus, out=tmp_path / "run")
+    ef.pretrain(validation_corpus, config=config, out=tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "two")
     assert not workers_of(os.getpid())
 

@@ -95,7 +95,7 @@ class TestMeasurement:
         timed(0.4, 0.25)
         products(2.5)
         out, other = tmp_path / "run", tmp_path / "other"
-        pretrain(auto_config(), data=validation_corpus, out=out)
+        pretrain(validation_corpus, config=auto_config(), out=out)
         told = said(capsys)
         line = "forward and backward of 4 rows of 16 tokens take 0.4 s in fp32, 0.25 s in bf16"
         assert f"train.precision = auto: bf16 ({line})" in told
@@ -109,7 +109,7 @@ class TestMeasurement:
         shutil.rmtree(checkpoint_folder.latest(other))
         timed(0.1, 0.2)  # whatever a measurement would find now
         products(0.4)
-        pretrain(auto_config(), data=validation_corpus, out=other)
+        pretrain(validation_corpus, config=auto_config(), out=other)
         assert_same_run(other, out)
         assert hardware_values(other) == expected and not (other / "changes.jsonl").exists()
         assert "auto" not in said(capsys)
@@ -120,13 +120,13 @@ class TestMeasurement:
         for name, result in (("measure_products", measure_products), ("measure", measure)):
             noted = lambda config, name=name, result=result: found.append((name, config)) or result(config)  # noqa: E731
             monkeypatch.setattr(hardware, name, noted)
-        pretrain(auto_config(**few), data=validation_corpus, out=tmp_path / "auto")
+        pretrain(validation_corpus, config=auto_config(**few), out=tmp_path / "auto")
         assert "forward and backward of 4 rows of 16 tokens take" in said(capsys)
         values = hardware_values(tmp_path / "auto")
         assert [name for name, _ in found] == ["measure_products", "measure"]
         assert found[1][1].train.matmul == values["train.matmul"] != AUTO
         chosen = {name: values[name] for name in ("train.precision", "train.matmul")}
-        pretrain(auto_config(**few, **chosen), data=validation_corpus, out=tmp_path / "given")
+        pretrain(validation_corpus, config=auto_config(**few, **chosen), out=tmp_path / "given")
         assert_same_run(tmp_path / "auto", tmp_path / "given")
         assert "forward and backward" not in said(capsys)
 
@@ -163,7 +163,7 @@ class TestRules:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "amx_tile": True})
         for name in ("measure", "measure_products"):
             monkeypatch.setattr(hardware, name, lambda _: pytest.fail("a measurement"))
-        pretrain(auto_config(**{"train.steps": "4"}), data=validation_corpus, out=tmp_path / "run")
+        pretrain(validation_corpus, config=auto_config(**{"train.steps": "4"}), out=tmp_path / "run")
         assert hardware_values(tmp_path / "run") == CHOSEN
         assert "auto" not in said(capsys)
 
@@ -175,7 +175,7 @@ class TestRules:
 class TestResume:
     def test_the_same_command_keeps_what_was_chosen(self, whole_run, run, validation_corpus, timed, capsys):
         shutil.rmtree(checkpoint_folder.latest(run))
-        pretrain(auto_config(), data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=auto_config(), out=run)
         assert_same_run(run, whole_run)
         assert hardware_values(run) == CHOSEN and not (run / "changes.jsonl").exists()
         assert "auto" not in said(capsys)
@@ -183,10 +183,10 @@ class TestResume:
     def test_another_precision_needs_permission(self, run, validation_corpus, timed, capsys):
         changed = auto_config(**{"train.precision": "bf16", "train.steps": "27"})
         with pytest.raises(ValueError, match=r"train.precision = 'fp32', now it is 'bf16'; .* pass --allow-changes"):
-            pretrain(changed, data=validation_corpus, out=run)
-        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+            pretrain(validation_corpus, config=changed, out=run)
+        pretrain(validation_corpus, config=changed, out=run, allow_changes=True)
         assert "changed at step 24: train.precision = 'fp32' is now 'bf16'" in said(capsys)
-        pretrain(auto_config(**{"train.steps": "27"}), data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=auto_config(**{"train.steps": "27"}), out=run)
         assert hardware_values(run)["train.precision"] == "bf16"
 
 
@@ -239,7 +239,7 @@ class TestAnotherDevice:
         """A run of a GPU, or another processor, resumed on this CPU."""
         recorded = {"train.execution": "graph", "model.attention": "varlen", "train.matmul": "onednn"}
         recorded_as(run, **recorded)
-        pretrain(auto_config(), data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=auto_config(), out=run)
         told = said(capsys)
         for key, value in recorded.items():
             assert f'{key} = auto: {CHOSEN[key]}, as the "{value}" recorded in this run cannot run here' in told
@@ -254,10 +254,10 @@ class TestAnotherDevice:
         asked = []
         choose = lambda config, *_: asked.append(config.train.accumulate) or (4, "4 micro-batches fit")  # noqa: E731
         monkeypatch.setattr(hardware, "choose_accumulate", choose)
-        pretrain(auto_config(), data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=auto_config(), out=run)
         assert not asked and hardware_values(run)["train.accumulate"] == 2  # as given
         shutil.rmtree(checkpoint_folder.latest(run))
-        pretrain(auto_config(**{"train.accumulate": AUTO}), data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=auto_config(**{"train.accumulate": AUTO}), out=run)
         assert 'train.accumulate = auto: 4, as the "2" recorded in this run cannot run here' in said(capsys)
         assert asked == [2] and hardware_values(run)["train.accumulate"] == 4
         assert not (run / "changes.jsonl").exists()
@@ -266,8 +266,8 @@ class TestAnotherDevice:
         recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
-            pretrain(auto_config(), data=validation_corpus, out=run)
-        assert pretrain(auto_config(), data=validation_corpus, out=run).step == STEPS
+            pretrain(validation_corpus, config=auto_config(), out=run)
+        assert pretrain(validation_corpus, config=auto_config(), out=run).step == STEPS
         assert len((run / "changes.jsonl").read_text().splitlines()) == 1
 
     @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ class TestAnotherDevice:
     def test_what_was_given_and_cannot_run_is_refused(self, run, validation_corpus, timed, key, value, need):
         recorded_as(run, **{key: value})
         with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}" needs {need}'):
-            pretrain(Config.load(run / "config.toml"), data=validation_corpus, out=run)
+            pretrain(validation_corpus, config=Config.load(run / "config.toml"), out=run)
 
     def test_better_choices_are_named_but_not_made(self, whole_run, run, validation_corpus, timed, monkeypatch, capsys):
         """A run of a CPU, resumed where all three choices would be others."""
@@ -297,7 +297,7 @@ class TestAnotherDevice:
             return lambda config, _: better[name] if config.value(name) == AUTO else config.value(name)
 
         monkeypatch.setattr(hardware, "_RULES", {name: rule(name) for name in better})
-        pretrain(auto_config(), data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=auto_config(), out=run)
         told = said(capsys)
         assert (
             "model.attention = sdpa, train.precision = fp32, train.execution = eager: kept as recorded in this run"
@@ -306,7 +306,7 @@ class TestAnotherDevice:
         options = "--model.attention varlen --train.precision bf16 --train.execution graph --allow-changes"
         assert f"a new run on this device would have {options}\n" in told
         assert_same_run(run, whole_run)
-        pretrain(tiny_config(**{"model.attention": "sdpa"}), data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=tiny_config(**{"model.attention": "sdpa"}), out=run)
         assert "a new run on this device would have --train.execution graph\n" in said(capsys)
 
 
@@ -319,8 +319,8 @@ class TestNothingRecorded:
         timed(0.2, 0.1)
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
-            pretrain(Config.load(tmp_path / "again/config.toml"), data=validation_corpus, out=tmp_path / "again")
-        pretrain(Config.load(tmp_path / "again/config.toml"), data=validation_corpus, out=tmp_path / "again")
+            pretrain(validation_corpus, config=Config.load(tmp_path / "again/config.toml"), out=tmp_path / "again")
+        pretrain(validation_corpus, config=Config.load(tmp_path / "again/config.toml"), out=tmp_path / "again")
         assert hardware_values(checkpoint_folder.latest(tmp_path / "again")) == {
             **CHOSEN,
             "train.precision": "bf16",

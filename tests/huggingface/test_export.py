@@ -190,7 +190,7 @@ def others_folders(folder: Path) -> None:
 
 def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_corpus: Path) -> None:
     config = Config.preset("tiny", "modern").override(sequence_length=16, steps=2, batch_size=4, lr=1e-3)
-    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     import_folder(tmp_path / "out", tmp_path / "again")
     optimizer = Config.load(tmp_path / "again" / "config.toml").optimizer
@@ -210,7 +210,7 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
             "optimizer.warmup_steps": 0,
         }
     )
-    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     was_copied = origin != "google"
     assert [torch.equal(*table) for table in type_tables(tmp_path / "out")] == [was_copied] * 2
@@ -223,9 +223,9 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
             save_file(tensors, path, metadata={"format": "pt"})
     import_folder(tmp_path / "out", tmp_path / "again")
     config = config.override({"data.packing": "best-fit"})
-    pretrain(config, data=tiny_corpus, out=tmp_path / "again")
+    pretrain(tiny_corpus, config=config, out=tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-2")
-    pretrain(config, data=tiny_corpus, out=tmp_path / "again")
+    pretrain(tiny_corpus, config=config, out=tmp_path / "again")
     export(tmp_path / "again", tmp_path / "more")
     was_copied = origin == "best-fit"
     assert [torch.equal(*table) for table in type_tables(tmp_path / "more")] == [was_copied] * 2

@@ -25,7 +25,7 @@ REMARK = "Token type 1 never occurred in training."
 
 def trained(folder: Path, corpus: Path, recipe: str, packing: str, **changes: object) -> Config:
     config = Config.preset("tiny", recipe).override(TRAIN | changes, packing=packing, sequence_length=32)
-    pretrain(config, data=corpus, out=folder)
+    pretrain(corpus, config=config, out=folder)
     return config
 
 
@@ -128,7 +128,7 @@ def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: P
     export(tmp_path / "again", tmp_path / "more")
     text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
     assert "Exported from Hugging Face folders" in text and "steps of" not in text and REMARK in text
-    pretrain(Config.load(tmp_path / "again" / "config.toml"), data=tiny_corpus, out=tmp_path / "again")
+    pretrain(tiny_corpus, config=Config.load(tmp_path / "again" / "config.toml"), out=tmp_path / "again")
     export(tmp_path / "again", tmp_path / "more")
     text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
     assert "continued from an imported model" in text and "3 of 3 steps" in text and REMARK in text

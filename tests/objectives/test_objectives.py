@@ -101,7 +101,7 @@ def resumed(original, to, step, data, settings):
     """A copy of a run that goes on from its checkpoint of a step."""
     shutil.copytree(original, to)
     truncate(to, step)
-    pretrain(settings, data=data, out=to)
+    pretrain(data, config=settings, out=to)
     return to
 
 
@@ -115,7 +115,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         VARIANTS | DIFFERENT
     )[name]
     settings = tiny_config(**changes)
-    pretrain(settings, data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=settings, out=tmp_path / "run")
     first, *_, last = lines(tmp_path / "run")
     assert all(value is None or math.isfinite(value) for value in last.values())
     if "adversarial" not in name and "random" not in name:
@@ -150,13 +150,13 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     ef.import_folder(tmp_path / "hf", tmp_path / "imported")
     assert ef.load(tmp_path / "imported").config.objective == ours.config.objective
     few = settings.override({"train.steps": "2", "optimizer.warmup_steps": "1", "train.eval_every": "0"})
-    assert pretrain(few, data=validation_corpus, out=tmp_path / "imported").step == 2
+    assert pretrain(validation_corpus, config=few, out=tmp_path / "imported").step == 2
 
 
 @pytest.mark.slow
 def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_path, capsys):
     settings = tiny_config(**VARIANTS["all-tokens-mlm"] | {"train.steps": "2", "train.eval_every": "0"})
-    pretrain(settings, data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=settings, out=tmp_path / "run")
     capsys.readouterr()
     ef.export(tmp_path / "run", tmp_path / "hf")
     assert "note: copy_head: not exported, since no class of transformers has this head" in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
 def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_corpus, tmp_path, capsys):
     """An export has none: it is evaluated, and an import trains, on those of the corpus."""
     changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
-    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     ef.export(tmp_path / "run", tmp_path / "hf")
     expected = ef.evaluate(tmp_path / "run", validation_corpus)
     assert "note" not in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
     assert "token counts are not exported; those of the corpus are used" in capsys.readouterr().err
 
     ef.import_folder(tmp_path / "hf", tmp_path / "imported")
-    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "imported")
+    pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "imported")
     table = alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts()))
     for name in ("run", "imported"):
         assert torch.equal(ef.load(tmp_path / name).proposal.table_V2, table)
@@ -204,5 +204,5 @@ def test_a_new_total_does_not_break_a_resume(whole_run, validation_corpus, tmp_p
     (latest / "state.json").unlink()
     assert state.log_window.totals.pop("contrastive_loss") == 0
     checkpoint_folder.seal(latest, state)
-    pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run")
     assert_same_run(tmp_path / "run", whole_run)

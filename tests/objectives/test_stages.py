@@ -30,7 +30,7 @@ def run_of(tmp_path_factory, validation_corpus):
     def run(name):
         if name not in runs:
             runs[name] = tmp_path_factory.mktemp("stages") / "run"
-            pretrain(tiny_config(**CHANGES[name]), data=validation_corpus, out=runs[name])
+            pretrain(validation_corpus, config=tiny_config(**CHANGES[name]), out=runs[name])
         return runs[name]
 
     return run
@@ -43,7 +43,7 @@ def resumed(original, to, step, data, changes):
     """A copy of a run that goes on from its checkpoint of a step."""
     shutil.copytree(original, to)
     truncate(to, step)
-    pretrain(tiny_config(**changes), data=data, out=to)
+    pretrain(data, config=tiny_config(**changes), out=to)
     return to
 
 
@@ -87,7 +87,7 @@ def test_the_discriminator_and_what_it_shares_begin_later(run_of):
 def test_embeddings_of_its_own_train_with_the_generator(validation_corpus, tmp_path):
     """And the end of a stage has a checkpoint, after which nothing else would have been due."""
     changes = GENERATOR_FIRST | {"model.tying": "none", "train.steps": "10", "objective.generator_first": "7"}
-    pretrain(tiny_config("modern", **changes), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config("modern", **changes), out=tmp_path / "run")
     assert changed(tmp_path / "run", 3, 7) == (GENERATOR | {"generator_embeddings"}, OWN | {"embeddings"})
 
 
@@ -134,7 +134,7 @@ def test_a_stage_is_not_judged_before_its_warmup(run_of, validation_corpus, tmp_
 def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
     """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
     changes = {"objective.name": "mlm", "data.masking": "paper", "train.steps": str(SWITCH), "train.log_every": "5"}
-    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     alone, whole = weights(tmp_path / "run"), read(run_of("two-stage"), SWITCH)
     assert all(torch.equal(alone[name], whole[name]) for name in alone)
 
@@ -150,8 +150,10 @@ def test_a_run_can_be_extended_but_its_switch_stays(run_of, validation_corpus, t
     ):
         run = shutil.copytree(run_of(name), tmp_path / name)
         with pytest.raises(ValueError, match=said):
-            pretrain(tiny_config(**CHANGES[name] | change), data=validation_corpus, out=run, allow_changes=True)
-    assert pretrain(tiny_config(**GENERATOR_FIRST | {"train.steps": "26"}), data=validation_corpus, out=run).step == 26
+            pretrain(validation_corpus, config=tiny_config(**CHANGES[name] | change), out=run, allow_changes=True)
+    assert (
+        pretrain(validation_corpus, config=tiny_config(**GENERATOR_FIRST | {"train.steps": "26"}), out=run).step == 26
+    )
     rate = (1 - (24 - FIRST) / (26 - FIRST)) * 1e-3
     said = f"the learning rate of step 24 is {rate:.3g} (it was 0) and falls to 0 at step 26"
     assert said in capsys.readouterr().err

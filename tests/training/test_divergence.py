@@ -134,7 +134,7 @@ def test_first_steps_without_a_warmup_may_explode(validation_corpus, tmp_path, r
     changes = {"optimizer.learning_rate": rate, "optimizer.warmup_steps": "0", "train.steps": "120"}
     config = tiny_config(**changes, **{"train.checkpoint_every": "20", "train.eval_every": "0", "train.log_every": "2"})
     with pytest.raises(Diverged) if ends else contextlib.nullcontext():
-        pretrain(config, data=validation_corpus, out=tmp_path / "run")
+        pretrain(validation_corpus, config=config, out=tmp_path / "run")
     assert max(line["loss"] for line in lines(tmp_path / "run")[:10]) > 83  # twice that of uniform answers
     state = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run"))
     assert state.step == (100 if ends else 120)
@@ -144,7 +144,7 @@ def test_first_steps_without_a_warmup_may_explode(validation_corpus, tmp_path, r
 def test_a_diverged_run_may_go_on(whole_run, validation_corpus, tmp_path):
     out = shutil.copytree(whole_run, tmp_path / "run")
     config = tiny_config(**DIVERGES, **{"train.stop_on_divergence": "false", "train.keep_checkpoints": "1"})
-    assert pretrain(config, data=validation_corpus, out=out, allow_changes=True).is_finished
+    assert pretrain(validation_corpus, config=config, out=out, allow_changes=True).is_finished
     assert checkpoint_folder.steps(out) == [24, 48]  # the best is still there
 
 
@@ -192,8 +192,8 @@ class TestGoingBack:
             done = cli("pretrain", "--out", out, "--from-step", flag)
             assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
         with pytest.raises(FileNotFoundError, match="no checkpoint step-3 here; it has none"):
-            pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "new", from_step=3)
+            pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "new", from_step=3)
         (out / "checkpoints/step-21/model.safetensors").write_bytes(b"")
         with pytest.raises(ValueError, match=r"step-21/model.safetensors: damaged"):
-            pretrain(tiny_config(), data=validation_corpus, out=out, from_step=21)
+            pretrain(validation_corpus, config=tiny_config(), out=out, from_step=21)
         assert checkpoint_folder.steps(out) == [21, 24]

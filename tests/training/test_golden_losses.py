@@ -54,7 +54,7 @@ def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, An
     train = {"steps": STEPS, "batch_size": 16, "accumulate": 2, "log_every": 1, "eval_every": 0}
     as_recorded = {"precision": "fp32", "matmul": "default"}
     config = config.override(rates | train | as_recorded, sequence_length=32, warmup_steps=5)
-    ef.pretrain(config, data=corpus, out=out)
+    ef.pretrain(corpus, config=config, out=out)
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     kept = ("step", *METRICS)
     run = {"run": f"{recipe} {name}"}

@@ -73,7 +73,7 @@ def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path,
     rare = {"train.checkpoint_every": "1000"} if "checkpoint" not in point else {}
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match=r"checkpoint written; run again") as caught:
         calls = interrupt_at(patch, point, number)
-        ef.pretrain(tiny_config(**rare), data=validation_corpus, out=tmp_path / "run")
+        ef.pretrain(validation_corpus, config=tiny_config(**rare), out=tmp_path / "run")
     assert calls[0] >= POINTS[point][2] and caught.value.signal == number
     step = checkpoint_folder.steps(tmp_path / "run")[-1]
     assert f"interrupted at step {step} of {STEPS}" in str(caught.value)
@@ -85,7 +85,7 @@ def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path,
 def test_a_signal_after_the_last_step_ends_a_finished_run(whole_run, validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(POINTS, "the last line", (JsonLines, "write", STEPS // 4 + STEPS // 8))
     interrupt_at(monkeypatch, "the last line", signal.SIGTERM)
-    assert ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run").step == STEPS
+    assert ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", whole_run)
 
 
@@ -94,7 +94,7 @@ def test_a_second_signal_stops_at_once(validation_corpus, tmp_path, monkeypatch)
     for point in ("a step", "before the last checkpoint"):
         interrupt_at(monkeypatch, point, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as caught:
-        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+        ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run")
     assert not isinstance(caught.value, Interrupted)
     assert checkpoint_folder.steps(tmp_path / "run") == [3, 6]
 
@@ -111,7 +111,7 @@ def test_ignored_signals_stay_ignored(monkeypatch):
 
 def test_another_thread_can_train(whole_run, validation_corpus, tmp_path):
     def work():
-        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+        ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run")
 
     thread = threading.Thread(target=work)
     thread.start()

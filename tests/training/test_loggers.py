@@ -22,7 +22,7 @@ def test_callbacks_get_the_lines_of_the_logs(validation_corpus, tmp_path, capsys
         raise ZeroDivisionError("of mine")
 
     given = {f"on_{name}": each.append for name, each in seen.items()} | {"on_log": faulty}
-    ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run", **given)
+    ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run", **given)
     times = {"tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest", "checkpoint_seconds"}
     assert [{name: each[name] for name in each if name not in times} for each in seen["log"]] == lines(tmp_path / "run")
     assert seen["evaluation"] == lines(tmp_path / "run", "evaluations.jsonl")
@@ -36,9 +36,9 @@ def test_a_callback_stops_a_run_after_a_checkpoint(validation_corpus, whole_run,
             raise ef.StopTraining("enough")
 
     with pytest.raises(ef.StopTraining, match="enough"):
-        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run", on_evaluation=stop)
+        ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run", on_evaluation=stop)
     assert checkpoint_folder.steps(tmp_path / "run")[-1] == 9 < STEPS
-    assert ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run").is_finished
+    assert ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run").is_finished
     assert_same_run(tmp_path / "run", whole_run)
 
 
@@ -49,7 +49,7 @@ def test_an_unknown_or_missing_logger_is_refused(validation_corpus, tmp_path, mo
     assert tiny_config().override({"train.loggers": []}).train.loggers == []
     config = tiny_config(**{"train.loggers": "wandb"})
     with pytest.raises(ef.InputError, match="train.loggers: wandb is not installed; pip install wandb"):
-        ef.pretrain(config, data=validation_corpus, out=tmp_path / "run")
+        ef.pretrain(validation_corpus, config=config, out=tmp_path / "run")
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
@@ -135,11 +135,11 @@ def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, m
 @pytest.mark.slow
 def test_a_changed_run_replaces_its_later_lines(validation_corpus, tmp_path):
     given, run = {"train.loggers": "tensorboard"}, tmp_path / "run"
-    ef.pretrain(tiny_config(**given), data=validation_corpus, out=run)
+    ef.pretrain(validation_corpus, config=tiny_config(**given), out=run)
     truncate(run, 21)
     before = lines(run)
     changed = tiny_config(**given, **{"optimizer.learning_rate": "5e-4"})
-    ef.pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+    ef.pretrain(validation_corpus, config=changed, out=run, allow_changes=True)
     assert before[:-1] == lines(run)[:-1] and before[-1] != lines(run)[-1]
     expected = [(each["step"], pytest.approx(each["discriminator_loss"], rel=1e-6)) for each in lines(run)]
     assert read_tensorboard(run)["train/discriminator_loss"] == expected

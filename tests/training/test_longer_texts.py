@@ -30,10 +30,10 @@ def quick_verdict(monkeypatch):
 
 
 def grown_run(run, corpus, recipe, short, long):
-    pretrain(tiny_config(recipe, **SMALL | short | {"train.steps": "2"}), data=corpus, out=run)
+    pretrain(corpus, config=tiny_config(recipe, **SMALL | short | {"train.steps": "2"}), out=run)
     with pytest.raises(ValueError, match="--allow-changes"):
-        pretrain(tiny_config(recipe, **SMALL | short | long), data=corpus, out=run)
-    pretrain(tiny_config(recipe, **SMALL | short | long), data=corpus, out=run, allow_changes=True)
+        pretrain(corpus, config=tiny_config(recipe, **SMALL | short | long), out=run)
+    pretrain(corpus, config=tiny_config(recipe, **SMALL | short | long), out=run, allow_changes=True)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, 
     assert (said in capsys.readouterr().err) == (recipe == "google")
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     truncate(tmp_path / "run", step)  # before the first checkpoint of the new length, or after it
-    pretrain(Config.load(tmp_path / "run" / "config.toml"))
+    pretrain(config=Config.load(tmp_path / "run" / "config.toml"))
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     record = json.loads((tmp_path / "run" / "changes.jsonl").read_text())
     assert record["step"] == 2 and record["changes"].keys() == long.keys()
@@ -71,12 +71,12 @@ def test_a_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, 
     for name in ROTARY if recipe == "modern" else ["model.max_positions"]:
         smaller = Config.load(tmp_path / "run/config.toml", {"data.sequence_length": "16", name: "128"})
         with pytest.raises(ValueError, match=rf"run: {name} = .*, but this run has .*, which can only grow"):
-            pretrain(smaller, allow_changes=True)
+            pretrain(config=smaller, allow_changes=True)
 
 
 def test_learned_positions_and_their_moments_repeat(validation_corpus, tmp_path):
     run = tmp_path / "run"
-    pretrain(tiny_config(**SMALL | {"train.steps": "2"}), data=validation_corpus, out=run)
+    pretrain(validation_corpus, config=tiny_config(**SMALL | {"train.steps": "2"}), out=run)
     for name in ("model", "optimizer"):
         tensors = load_file(checkpoint_folder.latest(run) / f"{name}.safetensors")
         found = lengthened(tensors, 300)
@@ -90,9 +90,9 @@ def test_learned_positions_and_their_moments_repeat(validation_corpus, tmp_path)
 
 def test_an_import_grows_when_its_training_starts(validation_corpus, tmp_path):
     """Without a permission: nothing has been trained with other sizes here."""
-    pretrain(tiny_config("modern", **SMALL, **{"train.steps": "1"}), data=validation_corpus, out=tmp_path / "first")
+    pretrain(validation_corpus, config=tiny_config("modern", **SMALL, **{"train.steps": "1"}), out=tmp_path / "first")
     export(tmp_path / "first", tmp_path / "out")
     import_folder(tmp_path / "out", tmp_path / "run")
     longer = Config.load(tmp_path / "run/config.toml", GROWN | {"model.rope_theta": "160000", "train.steps": "1"})
-    pretrain(longer, data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=longer, out=tmp_path / "run")
     assert load(tmp_path / "run").config.model.rope_theta == 160_000

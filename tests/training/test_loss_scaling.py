@@ -46,7 +46,7 @@ def test_the_scale_halves_at_overflows_and_doubles_after_many_good_steps(monkeyp
 def test_scaled_training_is_unscaled_training_to_the_bit(exact_run, validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel_step, "loss_scaler", lambda *_: LossScaler(CPU))
     run = tmp_path / "run"
-    pretrain(tiny_config(**EXACT), data=validation_corpus, out=run)
+    pretrain(validation_corpus, config=tiny_config(**EXACT), out=run)
     scaling = {"loss_scale": INITIAL_SCALE, "skipped_steps": 0}
     assert lines(run) == [line | scaling for line in lines(exact_run)]
     assert_same_weights(run, exact_run)
@@ -55,7 +55,7 @@ def test_scaled_training_is_unscaled_training_to_the_bit(exact_run, validation_c
 @pytest.fixture(scope="module")
 def fp16_run(validation_corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("fp16") / "run"
-    pretrain(tiny_config(**FP16), data=validation_corpus, out=out)
+    pretrain(validation_corpus, config=tiny_config(**FP16), out=out)
     return out
 
 
@@ -71,7 +71,7 @@ def test_steps_that_overflow_are_skipped(fp16_run, exact_run):
 def test_a_resumed_run_has_the_scale_that_it_had(fp16_run, validation_corpus, tmp_path):
     run = shutil.copytree(fp16_run, tmp_path / "run")
     truncate(run, 21)
-    pretrain(tiny_config(**FP16), data=validation_corpus, out=run)
+    pretrain(validation_corpus, config=tiny_config(**FP16), out=run)
     assert_same_run(run, fp16_run)
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_always_overflows_ends(validation_corpus, tmp_path, monkeypat
     monkeypatch.setattr(parallel_step, "global_norm", lambda _: BAD)
     changes = {"train.precision": "fp16", "train.steps": "17", "train.eval_every": "0", "train.checkpoint_every": "50"}
     with pytest.raises(Diverged, match=r"fp16 even with a loss scale of 1 in steps 17-17 .*; there is no"):
-        pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+        pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])

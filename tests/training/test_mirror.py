@@ -44,7 +44,7 @@ def train(corpus, out, url, stop_at=None, **options):
     changes = {name: options.pop(name) for name in list(options) if "." in name}
     config = tiny_config(**{"train.mirror": url}, **changes)
     try:
-        return ef.pretrain(config, data=corpus, out=out, on_log=stop, **options).step
+        return ef.pretrain(corpus, config=config, out=out, on_log=stop, **options).step
     except StopTraining:
         return checkpoint_folder.steps(out)[-1]
 
@@ -254,7 +254,7 @@ def test_a_signal_leaves_the_newest_checkpoint_in_the_mirror(whole_run, validati
 
     config = tiny_config(**{"train.mirror": url})
     with pytest.raises(Interrupted):
-        ef.pretrain(config, data=validation_corpus, out=tmp_path / "run", on_log=interrupt)
+        ef.pretrain(validation_corpus, config=config, out=tmp_path / "run", on_log=interrupt)
     assert mirrored(url)[-1] == checkpoint_folder.steps(tmp_path / "run")[-1] >= 8
     shutil.rmtree(tmp_path / "run")
     train(validation_corpus, tmp_path / "run", url)

@@ -28,7 +28,7 @@ def told(config, corpus):
 
 def test_counts_are_those_of_the_run(whole_run, validation_corpus):
     config = ef.Config.load(whole_run / "config.toml")
-    found = ef.plan(config, data=validation_corpus, tokens_per_second=64)
+    found = ef.plan(validation_corpus, config=config, tokens_per_second=64)
     checkpoint = checkpoint_folder.latest(whole_run)
     model = ef.load(checkpoint)
     assert found["parameters"] == sum(found["parameters_by_part"].values())
@@ -43,10 +43,14 @@ def test_counts_are_those_of_the_run(whole_run, validation_corpus):
 
 
 def test_the_first_steps_are_measured(tiny_corpus, monkeypatch, capsys):
-    seconds = []
-    monkeypatch.setattr(planning, "measure", lambda config: seconds.append(config) or trial_of(config))
-    assert cli.main(["plan", str(tiny_corpus), "--preset", "tiny", "--json"]) == 0
+    measured = []
+    monkeypatch.setattr(planning, "measure", lambda *asked: measured.append(asked) or trial_of(asked[0]))
+    command = ["plan", str(tiny_corpus), "--preset", "tiny", "--device", "cpu"]
+    assert cli.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert cli.main(command) == 0
+    same = ef.plan(tiny_corpus, config=ef.Config.preset("tiny"), device="cpu")
+    assert capsys.readouterr().out == f"{same}\n" and same == found
     assert found["tokens_per_second"] == 64 * 32 / 0.5
     memory = found["memory"]
     assert (
@@ -54,7 +58,8 @@ def test_the_first_steps_are_measured(tiny_corpus, monkeypatch, capsys):
         == 10**9 + found["checkpoint_bytes"]
         == sum(each for name, each in memory.items() if name != "total")
     )
-    assert seconds[0].model.vocab_size == ef.Corpus(tiny_corpus).vocab_size
+    assert measured[0][0].model.vocab_size == ef.Corpus(tiny_corpus).vocab_size
+    assert [device for _, device in measured] == ["cpu"] * 3
 
 
 def trial_of(config, seconds=0.5):
@@ -101,7 +106,8 @@ def test_rates_beyond_the_measured_steps_are_an_extrapolation(tiny_corpus):
 
 @pytest.mark.parametrize(("flops", "preset"), [(1e10, "tiny"), (5e11, "mini"), (1e13, "small"), (1e15, "base")])
 def test_hours_choose_by_the_scaling_law(tiny_corpus, monkeypatch, flops, preset):
-    def measure(config):
+    def measure(config, device):
+        assert device == "cpu"
         per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
         return trial_of(config, per_step / flops)
 
@@ -109,17 +115,21 @@ def test_hours_choose_by_the_scaling_law(tiny_corpus, monkeypatch, flops, preset
     with monkeypatch.context() as patch:
         patch.setattr(planning, "MAX_EPOCHS", 10**9)
         patch.setattr(planning, "LAW", replace(planning.LAW, epochs=1e9))
-        found = ef.plan(data=tiny_corpus, hours=1)
-    assert found["proposal"]["preset"] == preset
-    assert found["seconds"] <= 3600
-    found = ef.plan(data=tiny_corpus, hours=1)
+        found = ef.plan(tiny_corpus, hours=1, recipe="google", device="cpu")
+    proposal = found["proposal"]
+    assert proposal["preset"] == preset and " in recipe google as in modern" in proposal["assumed"]
+    start = f"electra-fast pretrain {tiny_corpus} --preset {preset} --recipe google --device cpu "
+    assert proposal["command"].startswith(start)
+    assert found["seconds"] <= 3600 and found["learning_rates"].keys() == {"learning_rate"}
+    found = ef.plan(tiny_corpus, hours=1, device="cpu")
     assert found["proposal"]["preset"] == "tiny" and found["epochs"] <= MAX_EPOCHS  # for want of text
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hours", "1", "--preset", "mini"], "proposes a configuration"),
+        (["--hours", "1", "--preset", "mini"], "proposes preset and keys"),
+        (["--device", "cpu"], "is for a measurement"),
         (["--hours", "1"], "corpus"),
         (["--tokens-per-second", "0"], "above 0"),
         (["--gpu-memory", "0"], "above 0"),
@@ -146,11 +156,11 @@ def test_memory_of_gpus_elsewhere_is_that_of_a_run_there(monkeypatch):
     )
     compute = ComputeConfig("varlen", torch.bfloat16, kernels=(("*", "kernel"),))
     needed = StepMemory(config, compute, torch.device("cpu"), 4).step(4)
-    found = ef.plan(config, gpu_memory=needed / 0.9 / 2**30 + 1e-6, gpus=4)
+    found = ef.plan(config=config, gpu_memory=needed / 0.9 / 2**30 + 1e-6, gpus=4)
     assert found["memory"]["total"] == needed == sum(found["memory"].values()) - needed
     assert found["micro_batch_rows"] == 4  # 4 micro-batches on each of 4 GPUs
     assert "accumulate = 4" in found["config"] and "micro-batch" not in " ".join(found["warnings"])
-    warning = ef.plan(config, gpu_memory=0.5)["warnings"][-1]
+    warning = ef.plan(config=config, gpu_memory=0.5)["warnings"][-1]
     assert "a micro-batch of 1 row of 128 tokens needs about 1." in warning and "choose a smaller model" in warning
 
 

@@ -44,7 +44,7 @@ def test_metrics_have_the_promised_keys(whole_run):
 
 
 def test_another_seed_is_another_run(whole_run, validation_corpus, tmp_path):
-    pretrain(tiny_config(**{"train.seed": "1"}), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(**{"train.seed": "1"}), out=tmp_path / "run")
     assert lines(tmp_path / "run")[0]["loss"] != lines(whole_run)[0]["loss"]
 
 
@@ -87,7 +87,7 @@ def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
         prepare(iter([f"{text}{more}"] * 40), vocab=vocab, out=data, progress=False)
         for steps, is_new in [("2", True), ("3", False)]:
             config = tiny_config(**{"train.steps": steps, "train.eval_every": "0", "optimizer.warmup_steps": "1"})
-            pretrain(config, data=data, out=out)
+            pretrain(data, config=config, out=out)
             lines = [line for line in capfd.readouterr().err.splitlines() if "of the tokens are [UNK]" in line]
             assert len(lines) == (said and is_new)
             assert all(line.startswith(f"warning: {name}: ") for line in lines)
@@ -96,7 +96,7 @@ def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
 
 def test_a_run_whose_steps_are_slower_than_checked_says_so_once(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "expected_seconds", lambda *_: 1e-6)
-    pretrain(tiny_config(**{"train.steps": "12"}), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(**{"train.steps": "12"}), out=tmp_path / "run")
     (found,) = (each for each in lines(tmp_path / "run", "warnings.jsonl") if " when kernels were " in each["message"])
     assert found["step"] == 8
 
@@ -110,15 +110,15 @@ def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
         kept += int(((batch["segment_ids"] > 0) & ~cls_and_sep).sum())
     num_tokens = Corpus(tiny_corpus).num_tokens
     config = tiny_config(**{"train.steps": "2", "train.checkpoint_every": "1"})
-    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     assert 0 < kept < num_tokens
     said = (
         f'data.packing = "google" drops {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%}) '
     )
     assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
-    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
-    pretrain(config.override({"data.packing": "best-fit"}), data=tiny_corpus, out=tmp_path / "other")
+    pretrain(tiny_corpus, config=config, out=tmp_path / "run")
+    pretrain(tiny_corpus, config=config.override({"data.packing": "best-fit"}), out=tmp_path / "other")
     assert "drops" not in capsys.readouterr().err
 
 
@@ -138,21 +138,21 @@ def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_pa
     monkeypatch.setattr("electra_fast.training.parallel_step.choose_num_processes", lambda *_: 2)
     size = Corpus(validation_corpus).vocab_size + 6
     few = {"model.vocab_size": str(size), "train.steps": "2", "train.eval_every": "0"}
-    pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(**few), out=tmp_path / "run")
     export(tmp_path / "run", tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "again")
-    pretrain(tiny_config(**few | {"model.vocab_size": "0"}), data=validation_corpus, out=tmp_path / "again")
+    pretrain(validation_corpus, config=tiny_config(**few | {"model.vocab_size": "0"}), out=tmp_path / "again")
     table = load(tmp_path / "again").generator_head.bias
     assert len(table) == size and table[:-6].all() and not table[-6:].any()
     few["model.vocab_size"] = str(size - 7)
     with pytest.raises(ValueError, match=f"model.vocab_size = {size - 7}, but the corpus was prepared with {size - 6}"):
-        pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "smaller")
+        pretrain(validation_corpus, config=tiny_config(**few), out=tmp_path / "smaller")
 
 
 def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(validation_corpus, tmp_path):
     """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
     config = tiny_config("modern", **{"train.steps": "8", "data.packing": "best-fit", "train.precision": "bf16"})
-    pretrain(config, data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=config, out=tmp_path / "run")
     model = load(tmp_path / "run")
     with torch.no_grad():
         model.discriminator_head.classifier.weight.mul_(1e-3)
@@ -168,5 +168,5 @@ def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(validatio
 def test_nan_is_said_and_not_saved(validation_corpus, tmp_path):
     hot = {"optimizer.learning_rate": "1e30", "optimizer.warmup_steps": "0", "train.checkpoint_every": "1"}
     with pytest.raises(TrainingFailed, match=r"became nan or infinite in steps \d+-\d+; step-\d+ is the last good"):
-        pretrain(tiny_config(**hot), data=validation_corpus, out=tmp_path / "run")
+        pretrain(validation_corpus, config=tiny_config(**hot), out=tmp_path / "run")
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run").values())

@@ -36,8 +36,8 @@ def test_a_finished_run_is_continued_and_a_killed_extension_resumes_by_its_folde
     """The change is on record before the first checkpoint that has it."""
     before, longer = shutil.copytree(run, run.with_name("before")), tiny_config(**{"train.steps": str(2 * STEPS)})
     with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
-        pretrain(tiny_config(**{"train.steps": "20"}), data=validation_corpus, out=run)
-    assert pretrain(longer, data=validation_corpus, out=run).step == 2 * STEPS
+        pretrain(validation_corpus, config=tiny_config(**{"train.steps": "20"}), out=run)
+    assert pretrain(validation_corpus, config=longer, out=run).step == 2 * STEPS
     told, optimizer = said(capsys), Config.load(run / "config.toml").optimizer
     first, last = (lr_scale(optimizer, step, 2 * STEPS) * optimizer.learning_rate for step in (STEPS, 2 * STEPS - 1))
     assert f"the learning rate of step {STEPS} is {first:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
@@ -47,7 +47,7 @@ def test_a_finished_run_is_continued_and_a_killed_extension_resumes_by_its_folde
     unkilled = shutil.copytree(run, run.with_name("unkilled"))
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(before / "checkpoints", run / "checkpoints")
-    assert pretrain(Config.load(run / "config.toml")).step == 2 * STEPS
+    assert pretrain(config=Config.load(run / "config.toml")).step == 2 * STEPS
     assert_same_run(run, unkilled)
 
 
@@ -56,12 +56,12 @@ class TestAllowedChanges:
         """Even if the run is killed before the first checkpoint after them, by one permission; also taken back."""
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
         with pytest.raises(ValueError, match=r"learning_rate = 0.001, now it is 0.002; .* pass --allow-changes"):
-            pretrain(changed, data=validation_corpus, out=run)
+            pretrain(validation_corpus, config=changed, out=run)
         assert not (run / "changes.jsonl").exists()
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
-            pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
-        assert pretrain(Config.load(run / "config.toml")).step == 36
+            pretrain(validation_corpus, config=changed, out=run, allow_changes=True)
+        assert pretrain(config=Config.load(run / "config.toml")).step == 36
         assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in said(capsys)
         changes = {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
         assert records_of_changes(run) == [(24, changes)]
@@ -70,8 +70,8 @@ class TestAllowedChanges:
         assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * lr_scale(saved.optimizer, 27, 36))
         back = tiny_config(**{"train.steps": "36"})
         with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
-            pretrain(back, data=validation_corpus, out=run)
-        pretrain(back, data=validation_corpus, out=run, allow_changes=True)
+            pretrain(validation_corpus, config=back, out=run)
+        pretrain(validation_corpus, config=back, out=run, allow_changes=True)
         assert records_of_changes(run)[1] == (36, {"optimizer.learning_rate": [2e-3, 1e-3]})
 
     @pytest.mark.parametrize(("key", "value"), [("data.sequence_length", "32"), ("train.seed", "5")])
@@ -79,7 +79,7 @@ class TestAllowedChanges:
         """And an earlier packing is remembered: it has trained token type 1."""
         changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit", key: value})
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
-        assert pretrain(changed, data=validation_corpus, out=run, allow_changes=True).step == 28
+        assert pretrain(validation_corpus, config=changed, out=run, allow_changes=True).step == 28
         assert "their order starts anew, with another epoch" in said(capsys)
         state = checkpoint_folder.read_state(checkpoint_folder.latest(run))
         assert state.token_type_1_trained and state.loader["epoch"] > before["epoch"]
@@ -87,11 +87,11 @@ class TestAllowedChanges:
 
     def test_another_corpus_of_the_same_vocabulary(self, run, validation_corpus, tiny_corpus):
         with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):
-            pretrain(tiny_config(), data=tiny_corpus, out=run)
+            pretrain(tiny_corpus, config=tiny_config(), out=run)
         longer = tiny_config(**{"train.steps": "28"})
-        assert pretrain(longer, data=tiny_corpus, out=run, allow_changes=True).step == 28
+        assert pretrain(tiny_corpus, config=longer, out=run, allow_changes=True).step == 28
         with pytest.raises(ValueError, match="content hash"):
-            pretrain(longer, data=validation_corpus, out=run)
+            pretrain(validation_corpus, config=longer, out=run)
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -105,12 +105,12 @@ class TestAllowedChanges:
     )
     def test_sizes_and_objective_never_change(self, whole_run, validation_corpus, key, value):
         with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
-            pretrain(tiny_config(**{key: value}), data=validation_corpus, out=whole_run, allow_changes=True)
+            pretrain(validation_corpus, config=tiny_config(**{key: value}), out=whole_run, allow_changes=True)
 
     def test_threads_and_prefetching_may_change(self, whole_run, run, validation_corpus):
         shutil.rmtree(checkpoint_folder.latest(run))
         changed = tiny_config(**{"data.num_threads": "3", "data.prefetch": "1"})
-        pretrain(changed, data=validation_corpus, out=run)
+        pretrain(validation_corpus, config=changed, out=run)
         assert_same_run(run, whole_run)
         assert not (run / "changes.jsonl").exists()
 
@@ -124,7 +124,7 @@ class TestDamage:
             patch.setattr(checkpoint_folder, "STATE_VERSION", 1)
             checkpoint_folder.seal(newest, state)
         with pytest.raises(ValueError, match=r"state.json: format 1, and this version of electra-fast reads format 2"):
-            pretrain(tiny_config(), data=validation_corpus, out=run)
+            pretrain(validation_corpus, config=tiny_config(), out=run)
 
     def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
         self, whole_run, run, validation_corpus, capsys
@@ -135,10 +135,10 @@ class TestDamage:
         damaged[len(damaged) // 2] ^= 4
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="allow-changes"):
-            pretrain(tiny_config(**{"optimizer.learning_rate": "2e-3"}), data=validation_corpus, out=run)
+            pretrain(validation_corpus, config=tiny_config(**{"optimizer.learning_rate": "2e-3"}), out=run)
         told = said(capsys)
         assert f"warning: {path}: damaged (its checksum does not match); not used; renamed to damaged-step-24" in told
-        assert pretrain(tiny_config(), data=validation_corpus, out=run).step == STEPS
+        assert pretrain(validation_corpus, config=tiny_config(), out=run).step == STEPS
         assert "resumes at step 21 of 24" in said(capsys)
         assert_same_run(run, whole_run)
         assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
@@ -146,13 +146,13 @@ class TestDamage:
     def test_a_broken_record_of_changes_is_named(self, run, validation_corpus):
         (run / "changes.jsonl").write_text('{"step": 3, "changes": {}}\n{"step": 24}\n')
         with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
-            pretrain(tiny_config(), data=validation_corpus, out=run)
+            pretrain(validation_corpus, config=tiny_config(), out=run)
 
     def test_no_intact_checkpoint_is_no_new_run(self, run, validation_corpus):
         for step in checkpoint_folder.steps(run):
             (checkpoint_folder.path_of(run, step) / "config.toml").write_text("")
         with pytest.raises(ValueError, match=r"no intact checkpoint: .*step-24/config.toml: damaged.*step-21"):
-            pretrain(tiny_config(), data=validation_corpus, out=run)
+            pretrain(validation_corpus, config=tiny_config(), out=run)
 
 
 class TestWarmup:
@@ -171,7 +171,7 @@ class TestWarmup:
         """Also when the run is extended."""
         for steps in ("40", "44"):
             config = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": steps})
-            pretrain(config, data=validation_corpus, out=tmp_path / "run")
+            pretrain(validation_corpus, config=config, out=tmp_path / "run")
             assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
 
     @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ class TestRates:
 
         def rates(out, **changes):
             config = tiny_config("modern", **changes)
-            pretrain(config, data=validation_corpus, out=out, allow_changes=True)
+            pretrain(validation_corpus, config=config, out=out, allow_changes=True)
             stored = Config.load(out / "config.toml").optimizer
             return stored.learning_rate, stored.muon_learning_rate
 
@@ -274,15 +274,15 @@ def test_a_run_keeps_its_recipe_where_a_command_without_one_means_another(run, v
         assert done.returncode == 0 and f"resumes at step {STEPS} of {STEPS + 2}" in done.stderr
     for copy in copies[1:]:
         assert_same_run(copy, copies[0])
-    pretrain(tiny_config("modern", **{"train.steps": "1"}), data=validation_corpus, out=tmp_path / "modern")
+    pretrain(validation_corpus, config=tiny_config("modern", **{"train.steps": "1"}), out=tmp_path / "modern")
     with pytest.raises(ValueError, match="or with --recipe modern "):
-        pretrain(tiny_config("google"), data=validation_corpus, out=tmp_path / "modern")
+        pretrain(validation_corpus, config=tiny_config("google"), out=tmp_path / "modern")
 
 
 def test_what_is_refused(validation_corpus, tmp_path, monkeypatch):
     def refused(match, out=tmp_path / "run", **changes):
         with pytest.raises(ValueError, match=match):
-            pretrain(tiny_config(**changes), data=validation_corpus, out=out)
+            pretrain(validation_corpus, config=tiny_config(**changes), out=out)
 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/thesis.tex").write_text("years of work")

@@ -103,7 +103,7 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
     """And the AUC of an evaluation is one on nearly the replacements of `evaluate`, which counts all tokens."""
     changes = {"objective.disc_weight": "0", "model.tying": "none", "optimizer.learning_rate": "5e-3"}
     changes |= {"train.steps": "250", "train.eval_every": "50", "train.eval_batches": "0", "model.dropout": "0"}
-    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     said = " ".join(capfd.readouterr().err.split())
     assert said.count("has stalled") == 1  # not at step 200, compared with step 50
     assert "step 250: warning: the discriminator has stalled since step 100" in said
@@ -122,7 +122,7 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
 def test_objectives_without_a_discriminator_have_none(validation_corpus, tmp_path, capfd):
     changes = {"objective.name": "replace-mlm", "train.steps": "2", "train.eval_every": "2", "data.masking": "paper"}
     changes["optimizer.warmup_steps"] = "1"
-    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     assert "unigram_auc" not in lines(tmp_path / "run", "evaluations.jsonl")[-1]
     assert "the model has learned nothing yet: " in capfd.readouterr().err
 
@@ -131,7 +131,7 @@ def test_a_run_without_evaluations_is_judged_too(validation_corpus, tmp_path, ca
     """Its verdict is on other text than it was trained on where there is some, and does not touch the run."""
     for every in ("0", "2"):
         config = tiny_config(**{"train.steps": "4", "train.eval_every": every, "train.eval_batches": "10"})
-        pretrain(config, data=validation_corpus, out=tmp_path / every)
+        pretrain(validation_corpus, config=config, out=tmp_path / every)
     said, start = capfd.readouterr().err.splitlines(), "warning: the model has learned"
     first, second = (line for line in said if line.startswith(start))
     assert first == second and lines(tmp_path / "0") == lines(tmp_path / "2")

@@ -99,7 +99,7 @@ def test_an_ordinary_step_is_read_in_few_files(tiny_corpus, tmp_path, monkeypatc
     monkeypatch.setattr(BatchLoader, "__next__", recorded_from_the_12th_to_the_next)
     train = {"steps": 20, "batch_size": 16, "log_every": 100, "precision": "fp32", "matmul": "default"}
     config = ef.Config.preset("tiny", recipe).override(train, sequence_length=64)
-    ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    ef.pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     num_changes = sum(before != after for before, after in itertools.pairwise(files))
     assert 5 < len(set(files)) <= 12 and 100 < num_changes <= 150
 

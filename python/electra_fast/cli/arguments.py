@@ -16,7 +16,6 @@ from electra_fast.errors import InputError
 
 MAX_SHOWN = 10
 """Most options that `--help` shows."""
-CONFIG_HINT = "a configuration is given with --config"
 METAVARS = {bool: "true|false", int: "N", float: "X"}
 
 
@@ -113,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments") and message.endswith(".toml"):
-            message += f"; {CONFIG_HINT}"
+            message += "; a configuration is given with --config"
         raise InputError(f"{message}; see `{self.prog} --help`")
 
     def synopsis(self) -> str:

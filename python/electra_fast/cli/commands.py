@@ -13,20 +13,19 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from electra_fast import _data
 from electra_fast.cli.parser import build_parser
-from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.config.config import Config, config_of
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, OBJECTIVE_SPECS
 from electra_fast.config.section import format_value
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, escape_unencodable, quietly, say, show
-from electra_fast.results import table_lines
+from electra_fast.results import Result, table_lines
 
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
@@ -101,6 +100,10 @@ def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
     show([json.dumps(dict(report))] if as_json else table_lines(report))
 
 
+def _print_result(result: Result, options: argparse.Namespace) -> None:
+    show([result.to_json()] if options.json else result.lines())
+
+
 def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of an evaluation, metrics that compare between models first."""
     rest = dict(report)
@@ -112,59 +115,19 @@ def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from table_lines(rest, "  ")
 
 
-def _config(options: argparse.Namespace) -> Config:
-    """Returns the configuration that the command line asks for; by default that of the run, if it exists."""
-    if options.command == "pretrain" and options.out and not (options.config or options.preset or options.recipe):
-        if options.from_step is not None:
-            from electra_fast.training.run import config_at
-
-            return config_at(options.out, options.from_step).override(options.overrides)
-        options.config = _own_config(options.out)
-        if options.config is not None:
-            # Recorded choices for the hardware are kept if they run here, and made anew otherwise.
-            return Config.load(options.config, dict.fromkeys(HARDWARE_KEYS, AUTO) | options.overrides)
-        if (url := options.overrides.get("train.mirror")) and (mirrored := _mirrored_config(url, options.overrides)):
-            return mirrored
-    if options.config is not None:
-        if options.preset or options.recipe:
-            raise InputError("give --config or --preset, not both (the file itself may set `preset` and `recipe`)")
-        return Config.load(options.config, options.overrides)
-    objective = options.overrides.get("objective.name", "electra")
-    preset = Config.preset(options.preset or DEFAULT_PRESET, options.recipe or DEFAULT_RECIPE, objective)
-    return preset.override(options.overrides)
-
-
-def _own_config(run: Path) -> Path | None:
-    from electra_fast.files.checkpoint_folder import require_config
-
-    path = run / "config.toml"
-    if path.exists():
+def _asked(options: argparse.Namespace) -> Config | Path | None:
+    """Returns the configuration that the command line names, before its keys: a preset, a file, or none."""
+    if not (options.preset or options.recipe):
+        path: Path | None = options.config
         return path
-    require_config(run)
-    return None
+    if options.config is not None:
+        raise InputError("give --config or --preset, not both (the file itself may set `preset` and `recipe`)")
+    objective = options.overrides.get("objective.name", "electra")
+    return Config.preset(options.preset or DEFAULT_PRESET, options.recipe or DEFAULT_RECIPE, objective)
 
 
-def _mirrored_config(url: str, overrides: dict[str, str]) -> Config | None:
-    from electra_fast.training.mirror import read_config
-
-    if (content := read_config(url)) is None:
-        return None
-    with tempfile.TemporaryDirectory(prefix="electra-fast-") as folder:
-        path = Path(folder) / "config.toml"
-        path.write_bytes(content)
-        return Config.load(path, dict.fromkeys(HARDWARE_KEYS, AUTO) | overrides)
-
-
-def _require_corpus(options: argparse.Namespace, config: Config) -> None:
-    """Raises FileNotFoundError, naming the configuration file, if the corpus that it names is missing."""
-    from electra_fast.data.mixture import missing_folder
-
-    named_here = bool(options.corpora) or "data.corpus" in options.overrides
-    if options.config and not named_here and (missing := missing_folder(config.data.corpus)):
-        raise FileNotFoundError(
-            f'{options.config}: data.corpus = "{missing}": no such folder; give its new location: '
-            f"electra-fast {options.command} DIR"
-        )
+def _config(options: argparse.Namespace) -> Config:
+    return config_of(_asked(options), options.overrides)
 
 
 def _corpora(folders: list[str] | None) -> str | list[str] | None:
@@ -219,20 +182,22 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _pretrain(options: argparse.Namespace) -> int:
-    from electra_fast.distributed.launch import is_restarted
+    from electra_fast.distributed.launch import Launch, is_restarted
     from electra_fast.training.pretrain import pretrain
 
     if is_restarted():  # the first attempt has gone back already
         options.from_step = None
-    config = _config(options)
-    _require_corpus(options, config)
-    data = _corpora(options.corpora)
+    named = _named(options, "out", "overrides", "from_step") | {"config": _asked(options)}
+    corpus = _corpora(options.corpora)
     if options.dry_run:
         from electra_fast.training.plan import dry_run
+        from electra_fast.training.run import config_of_run
 
-        show(dry_run(config, data))
+        show(dry_run(config_of_run(corpus=corpus, **named), corpus, options.device))
         return 0
-    result = pretrain(config, data=data, **_named(options, "out", "allow_changes", "from_step"))
+    result = pretrain(corpus, **named, **_named(options, "device", "allow_changes"))
+    if Launch.from_environment().rank == 0:
+        _print_result(result, options)
     return 0 if result.is_finished else TIME_IS_UP
 
 
@@ -337,17 +302,18 @@ def _detect(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from electra_fast.training.plan import plan, report_lines
+    from electra_fast.training.plan import plan
+    from electra_fast.training.run import config_of_run
 
-    config = None
+    config, corpus = None, _corpora(options.corpora)
+    names = ["device", "tokens_per_second", "hours", "gpu_memory", "gpus"]
     if options.hours is None:
-        config = _config(options)
-        _require_corpus(options, config)
-    elif options.config or options.preset or options.recipe or options.overrides:
-        raise InputError("--hours proposes a configuration and takes none; leave it out to plan one of your own")
-    data = _corpora(options.corpora)
-    found = plan(config, data=data, **_named(options, "tokens_per_second", "hours", "gpu_memory", "gpus"))
-    show([json.dumps(found)] if options.json else report_lines(found))
+        config = config_of_run(_asked(options), corpus, options.overrides)
+    elif options.config or options.preset or options.overrides:
+        raise InputError("--hours proposes preset and keys, and takes none but --recipe; leave it out to plan your own")
+    else:
+        names.append("recipe")
+    _print_result(plan(corpus, config=config, **_named(options, *names)), options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

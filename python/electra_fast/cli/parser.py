@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast import __version__
-from electra_fast.cli.arguments import CONFIG_HINT, HelpAll, Parser, PrintCompletion, number
+from electra_fast.cli.arguments import HelpAll, Parser, PrintCompletion, number
 from electra_fast.config.config import Config, DataConfig
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZES
 from electra_fast.config.section import Configuration, comma_separated
@@ -143,6 +143,8 @@ def _pretrain(sub: Parser) -> None:
     _flag(sub, "--allow-changes", "resume with changed configuration keys")
     help = "go back to this checkpoint: renames later checkpoints, removes later log lines (default: the last one)"
     _option(sub, "--from-step", None, help, "N", type=_checkpoint_step)
+    _add_device(sub)
+    _add_json(sub)
 
 
 def _evaluate(sub: Parser) -> None:
@@ -299,6 +301,7 @@ def _plan(sub: Parser) -> None:
     help = "plan for GPUs elsewhere with this much free memory each: counts memory and the micro-batch that fits"
     _option(sub, "--gpu-memory", None, help, "GIB", type=number(float))
     _option(sub, "--gpus", 1, "number of GPUs of --gpu-memory", "N")
+    _add_device(sub)
     _add_json(sub)
 
 
@@ -391,13 +394,11 @@ def _add_corpora(sub: Parser) -> None:
         "corpus; several are mixed in proportion to WEIGHT or else to their tokens (default: data.corpus of the "
         "configuration)"
     )
-    sub.add_argument("corpora", nargs="*", type=_corpus, metavar="CORPUS[:WEIGHT]", help=help)
+    sub.add_argument("corpora", nargs="*", metavar="CORPUS[:WEIGHT]", help=help)
 
 
-def _corpus(text: str) -> str:
-    if text.endswith((".toml", ".yaml", ".yml")):
-        raise argparse.ArgumentTypeError(f"{text}: {CONFIG_HINT}")
-    return text
+def _add_device(sub: Parser) -> None:
+    _option(sub, "--device", "auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N")
 
 
 def _checkpoint_step(text: str) -> int:
@@ -449,7 +450,7 @@ def _add_inference(sub: Parser) -> None:
         "on a CPU"
     )
     _option(sub, "--precision", "auto", help, choices=PRECISIONS)
-    _option(sub, "--device", "auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N")
+    _add_device(sub)
 
 
 def _add_label(own: Arguments, default: str) -> None:

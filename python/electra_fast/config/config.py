@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -497,6 +498,14 @@ class Config(Configuration):
             raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
         config = cls().override(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {}))
         return config.with_objective(objective)
+
+
+def config_of(config: Config | str | os.PathLike[str] | None, overrides: Mapping[str, object] | None = None) -> Config:
+    """Returns a configuration, or that of a file, or the default one, with overrides as on the command line."""
+    given = overrides or {}
+    if config is None:
+        config = Config.preset(DEFAULT_PRESET, DEFAULT_RECIPE, str(given.get("objective.name", "electra")))
+    return config.override(given) if isinstance(config, Config) else Config.load(Path(config), given)
 
 
 def _is_whole(sections: Mapping[str, Any]) -> bool:

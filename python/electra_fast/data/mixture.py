@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast import _data
+from electra_fast.config.section import Configuration
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.errors import InputError
 
@@ -36,6 +37,8 @@ def weighted_folders(corpora: Corpora) -> Weighted:
 
 def absolute(corpora: Corpora) -> str | list[str] | dict[str, float]:
     """The same with absolute paths, so that a resumed run finds them from anywhere; URLs stay unchanged."""
+    if isinstance(corpora, Configuration):
+        raise InputError("the first argument is the corpus; give the configuration with config=")
     if isinstance(corpora, (str, os.PathLike)):
         return _absolute(os.fspath(corpora))
     if isinstance(corpora, Mapping):
@@ -202,4 +205,6 @@ def _weight(folder: str, weight: object) -> float:
 
 
 def _absolute(folder: str) -> str:
+    if folder.endswith(".toml"):
+        raise InputError(f"{folder}: a configuration is given with --config (config=), and a corpus is a folder")
     return _data.url_of(folder) or (os.path.abspath(folder) if folder else "")

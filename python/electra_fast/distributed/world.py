@@ -113,13 +113,14 @@ class World:
 
     @classmethod
     @contextlib.contextmanager
-    def join(cls, launch: Launch, folder: Path, timeout_seconds: float) -> Iterator[Self]:
+    def join(cls, launch: Launch, folder: Path, timeout_seconds: float, *, has_gpu: bool = True) -> Iterator[Self]:
         """Joins the processes of a launcher, all of which must enter this context.
 
         Args:
             launch: The rank of this process, and the rendezvous.
             folder: The run's folder, for stacks of ranks that wait too long.
             timeout_seconds: Longest wait for another rank.
+            has_gpu: Takes a GPU for this rank, if the machine has any.
 
         Raises TrainingFailed if the ranks do not meet, and later if one is lost.
         """
@@ -127,7 +128,7 @@ class World:
         if launch.world_size == 1:
             yield world
             return
-        rendezvous = world._meet(launch, timeout_seconds)
+        rendezvous = world._meet(launch, timeout_seconds, has_gpu=has_gpu)
         world._watchdog = Watchdog(folder / "stacks", world.rank, rendezvous.connect(), timeout_seconds)
         try:
             world._find_node_ranks()
@@ -138,10 +139,10 @@ class World:
             # After a failure the group is not destroyed, since that would wait for lost ranks.
             world._watchdog.close()
 
-    def _meet(self, launch: Launch, timeout_seconds: float) -> Rendezvous:
+    def _meet(self, launch: Launch, timeout_seconds: float, *, has_gpu: bool) -> Rendezvous:
         self.rank, self.size = launch.rank, launch.world_size
         backend = "gloo"
-        if torch.cuda.is_available():
+        if has_gpu and torch.cuda.is_available():
             torch.cuda.set_device(_device_number(launch))
             backend = "cpu:gloo,cuda:nccl"
         try:

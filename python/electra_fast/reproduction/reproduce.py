@@ -225,7 +225,7 @@ def run_row(folder: Path, config: Config, settings: RunSettings) -> None:
     run, tasks = folder / "run", folder / "tasks"
     try:
         if not (folder / TASKS).exists():
-            if not pretrain(config, out=run).is_finished:
+            if not pretrain(config=config, out=run).is_finished:
                 raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
             seeds, overrides = settings.finetune_seeds, settings.finetuning
             found = finetune(settings.tasks, model=run, data=settings.glue, out=tasks, seeds=seeds, overrides=overrides)

@@ -14,8 +14,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from electra_fast.config.section import parse_toml
 from electra_fast.data.object_store import delete_objects, download, list_objects, read, upload, upload_folder, url_of
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
@@ -39,9 +40,15 @@ def checked_url(url: str) -> str:
     return found
 
 
-def read_config(url: str) -> bytes | None:
-    """Returns config.toml of the mirrored run, or None if there is none."""
-    return read(f"{checked_url(url)}/config.toml")
+def read_config(url: str) -> dict[str, Any] | None:
+    """Returns config.toml of the mirrored run, parsed, or None if there is none."""
+    path = f"{checked_url(url)}/config.toml"
+    if (content := read(path)) is None:
+        return None
+    try:
+        return parse_toml(content.decode())
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def restore(run: Path, url: str, *, goes_back: bool) -> None:

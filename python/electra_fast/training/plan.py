@@ -13,8 +13,8 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ from electra_fast.distributed.world import World
 from electra_fast.errors import ElectraFastError, InputError, TrainingFailed
 from electra_fast.hardware.flops import PUBLISHED_VOCABULARY, flops_per_token
 from electra_fast.hardware.memory import StepMemory
-from electra_fast.model.compute import DTYPES, ComputeConfig, use_compute
+from electra_fast.model.compute import DTYPES, ComputeConfig, choose_device, use_compute
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.results import Result
 from electra_fast.training.forecast import (
     LAW,
     MAX_EPOCHS,
@@ -46,7 +47,7 @@ from electra_fast.training.forecast import (
 )
 from electra_fast.training.loggers import Callbacks
 from electra_fast.training.parallel_step import CpuProcessesStep
-from electra_fast.training.run import Run, resolved
+from electra_fast.training.run import Run, config_of_run, resolved
 from electra_fast.training.trainer import Trainer
 
 # Steps with which a preset learns something. Shorter runs may end on the plateau, of which the scaling law knows
@@ -65,33 +66,111 @@ _WARMUP_STEPS, _MIN_STEPS, _SECONDS = 2, 2, 4.0
 _EVALUATED = 5
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Result):
+    """The result of `plan`: counts, bytes, seconds and FLOPs; values that nobody knows are None."""
+
+    parameters: int
+    steps: int
+    tokens_per_step: int
+    tokens: int
+    corpus_tokens: int | None
+    epochs: float | None
+    flops_per_token: float
+    flops: float
+    learning_rates: Mapping[str, float]
+    warmup_steps: int
+    parameters_by_part: Mapping[str, int]
+    memory: Mapping[str, int | None]
+    """Bytes by part, and their `total`; of one GPU if `gpu_memory` was given."""
+    micro_batch_rows: int
+    checkpoint_bytes: int
+    checkpoints_bytes: int
+    """Of all checkpoints that a run keeps at a time."""
+    device: str | None
+    processes: int | None
+    """Those that share a step on a CPU."""
+    precision: str
+    tokens_per_second: float | None
+    is_measured: bool
+    is_extrapolated: bool
+    """Whether steps with fewer rows were measured."""
+    seconds: float | None
+    warnings: Sequence[str]
+    config: str
+    """The resolved configuration as TOML."""
+    gpus: int = 1
+    proposal: Mapping[str, Any] | None = None
+    """With `hours`: preset, recipe, keys, the command, and what of it is measured and what an assumption."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields what the command prints."""
+        parts = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in self.parameters_by_part.items())
+        yield f"parameters      {self.parameters / 1e6:.2f} M ({parts})"
+        yield (
+            f"tokens          {self.tokens / 1e6:,.2f} M: {self.steps:,} steps of {self.tokens_per_step:,}"
+            + ("" if self.epochs is None else f"; {self.epochs:.3g} epochs of {self.corpus_tokens:,} tokens")
+        )
+        yield f"FLOPs           {self.flops:.3g}, {self.flops_per_token / 1e6:.3g} M per token"
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in self.learning_rates.items())
+        yield f"learning rates  {rates}, after {self.warmup_steps:,} steps of warmup"
+        memory = self.memory
+        sizes = ", ".join(
+            f"{name} {_bytes(each)}" for name, each in memory.items() if each is not None and name != "total"
+        )
+        if memory["total"] is None:
+            total = f"not measured{', which needs Linux' if self.is_measured else ''}; of it"
+        else:
+            total = f"{_bytes(memory['total'])}:"
+        yield f"memory          {total} {sizes}"
+        num_rows, num_gpus = self.micro_batch_rows, self.gpus
+        where = f", on each of {num_gpus} GPUs; memory is that of one" if num_gpus > 1 else ""
+        yield f"micro-batch     {num_rows} {'row' if num_rows == 1 else 'rows'}{where}"
+        checkpoint, all_of_them = (_bytes(self[name]) for name in ("checkpoint_bytes", "checkpoints_bytes"))
+        yield f"disk            {checkpoint} per checkpoint, at most {all_of_them}"
+        if self.seconds is None:
+            yield "time            unknown: give a corpus to measure it, or --tokens-per-second"
+        else:
+            machine = "this cpu" if self.device == "cpu" else "one GPU"
+            where = f"measured on {machine} in {self.precision}" if self.is_measured else "as given"
+            if self.is_extrapolated:
+                where += ", with fewer rows per step"
+            yield f"time            {duration(self.seconds)} at {self.tokens_per_second:,.0f} tokens/s, {where}"
+        yield from (f"warning: {line}" for line in self.warnings)
+        if proposal := self.proposal:
+            steps = f"{self.steps:,} steps of {proposal['batch_size']} rows"
+            yield f"proposal        {proposal['preset']}, recipe {proposal['recipe']}, {steps}:"
+            yield f"  {proposal['command']}"
+            yield f"  measured: {proposal['measured']}"
+            yield f"  assumed: {proposal['assumed']}"
+
+
 def plan(
-    config: Config | None = None,
+    corpus: Corpora | None = None,
     *,
-    data: Corpora | None = None,
+    config: Config | str | os.PathLike[str] | None = None,
+    device: str = AUTO,
     tokens_per_second: float | None = None,
     hours: float | None = None,
+    recipe: str | None = None,
     gpu_memory: float | None = None,
     gpus: int = 1,
-) -> dict[str, Any]:
+) -> Plan:
     """Returns what a run will take, and warnings; trains nothing that is kept.
 
     With a corpus, and without `tokens_per_second` and `gpu_memory`, the first steps are taken in another process, in
     half a minute or so, which gives time and memory.
 
     Args:
-        config: The run's configuration; None with `hours`.
-        data: Corpus folder, or several, as for `pretrain`; `data.corpus` by default, which may be empty.
+        corpus: Corpus folder, or several, as for `pretrain`; `data.corpus` by default, which may be empty.
+        config: The run's configuration, or its TOML file; `Config()` by default.
+        device: The device to measure on, as for `pretrain`.
         tokens_per_second: The speed to assume, such as that of a GPU elsewhere, instead of measuring.
-        hours: Proposes a preset, its steps and intervals for this time on this machine and corpus: `proposal` in the
-            result has them, the command, and what of the choice is measured and what an assumption.
+        hours: Instead of `config`: proposes a preset, its steps and intervals for this time on this machine and corpus.
+        recipe: The recipe of the proposal, with `hours`.
         gpu_memory: Plans for GPUs that need not be here, with this much free memory each, in GiB: `memory` is then
             that of one GPU, counted as for `train.accumulate = "auto"`, and `micro_batch_rows` fits it.
         gpus: The number of those GPUs, one rank each.
-
-    Returns:
-        Counts, bytes and seconds by name, ready for JSON; values that nobody knows are None. `config` is the resolved
-        configuration as TOML.
 
     Raises:
         ValueError, FileNotFoundError: Configuration and corpus do not fit together.
@@ -102,26 +181,27 @@ def plan(
     if gpus < 1 or (gpus > 1 and gpu_memory is None):
         raise InputError(f"gpus = {gpus} must be at least 1, and needs gpu_memory")
     if hours is not None:
-        if config is not None or tokens_per_second is not None or gpu_memory is not None or not data:
-            raise InputError("hours proposes a configuration for a corpus, and takes no other option")
-        return _proposed(data, hours)
-    if config is None:
-        raise InputError("plan needs a configuration, or hours to propose one")
-    config = config.override({"data.corpus": absolute(data if data is not None else config.data.corpus)})
+        if config is not None or tokens_per_second is not None or gpu_memory is not None or not corpus:
+            raise InputError("hours proposes a configuration for a corpus, and takes no other option but a recipe")
+        return _proposed(corpus, hours, recipe or DEFAULT_RECIPE, device)
+    if recipe is not None:
+        raise InputError("recipe is that of a proposal, with hours; a configuration has its own")
+    config = config_of_run(config, corpus)
+    config = config.override({"data.corpus": absolute(corpus if corpus is not None else config.data.corpus)})
     mixture = Mixture(config.data.corpus) if config.data.corpus else None
     if mixture is None:
         config = config.resolved().override({"model.vocab_size": config.model.vocab_size or PUBLISHED_VOCABULARY})
     else:
         config = resolved(config, mixture)
+    if device != AUTO and (mixture is None or tokens_per_second is not None or gpu_memory is not None):
+        raise InputError(f"device = {device!r}: is for a measurement, which takes a corpus and no speed or gpu_memory")
     if gpu_memory is not None:
         return _on_gpus(config, mixture, tokens_per_second, gpu_memory, gpus)
-    trial = measure(config) if mixture is not None and tokens_per_second is None else None
+    trial = measure(config, device) if mixture is not None and tokens_per_second is None else None
     return _report(config if trial is None else trial.config, mixture, trial, tokens_per_second)
 
 
-def _on_gpus(
-    config: Config, mixture: Mixture | None, speed: float | None, gpu_memory: float, num_gpus: int
-) -> dict[str, Any]:
+def _on_gpus(config: Config, mixture: Mixture | None, speed: float | None, gpu_memory: float, num_gpus: int) -> Plan:
     """Returns the plan for GPUs that are not here, which run all kernels and flash attention."""
     if config.train.precision == AUTO:
         config = config.override({"train.precision": "bf16"})
@@ -137,12 +217,12 @@ def _on_gpus(
     accumulate, num_rows, does_fit = counted.fewest_micro_batches(free)
     parts = counted.parts(num_rows)
     report = _report(config.override({"train.accumulate": str(accumulate)}), mixture, None, speed)
-    if not does_fit:
-        report["warnings"].append(counted.too_large(num_rows, free))
-    return report | {"memory": parts | {"total": sum(parts.values())}, "micro_batch_rows": num_rows, "gpus": num_gpus}
+    warnings = [*report.warnings, *([] if does_fit else [counted.too_large(num_rows, free)])]
+    memory = parts | {"total": sum(parts.values())}
+    return replace(report, memory=memory, micro_batch_rows=num_rows, gpus=num_gpus, warnings=warnings)
 
 
-def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed: float | None) -> dict[str, Any]:
+def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed: float | None) -> Plan:
     """Returns the plan of a resolved configuration, at a trial's speed or a given one."""
     with torch.device("meta"):
         model = Electra(config)
@@ -160,23 +240,23 @@ def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed:
         lines += corpus_warnings(mixture)
     memory = _memory(trial, weights, moments)
     lines += _memory_warnings(config, trial, memory)
-    return {
+    return Plan(
         **found,
-        "parameters_by_part": {name: count for name, count in parameters.items() if count},
-        "memory": memory,
-        "micro_batch_rows": config.train.batch_size // config.train.num_micro_batches,
-        "checkpoint_bytes": weights + moments,
-        "checkpoints_bytes": kept * (weights + moments),
-        "device": None if trial is None else trial.device,
-        "processes": None if trial is None else trial.num_processes,
-        "precision": config.train.precision,
-        "tokens_per_second": speed,
-        "is_measured": trial is not None,
-        "is_extrapolated": trial is not None and trial.is_extrapolated,
-        "seconds": None if speed is None else found["tokens"] / speed + _evaluations(config, mixture, trial, speed),
-        "warnings": lines,
-        "config": config.to_toml(),
-    }
+        parameters_by_part={name: count for name, count in parameters.items() if count},
+        memory=memory,
+        micro_batch_rows=config.train.batch_size // config.train.num_micro_batches,
+        checkpoint_bytes=weights + moments,
+        checkpoints_bytes=kept * (weights + moments),
+        device=None if trial is None else trial.device,
+        processes=None if trial is None else trial.num_processes,
+        precision=config.train.precision,
+        tokens_per_second=speed,
+        is_measured=trial is not None,
+        is_extrapolated=trial is not None and trial.is_extrapolated,
+        seconds=None if speed is None else found["tokens"] / speed + _evaluations(config, mixture, trial, speed),
+        warnings=lines,
+        config=config.to_toml(),
+    )
 
 
 @dataclass(frozen=True)
@@ -191,13 +271,13 @@ class _Candidate:
     error: float
 
 
-def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
+def _proposed(corpus: Corpora, hours: float, recipe: str, device: str) -> Plan:
     """Returns the plan of the preset that the scaling law expects most of in the time."""
-    mixture = Mixture(absolute(data))
+    mixture = Mixture(absolute(corpus))
 
     def tried(preset: str) -> _Candidate:
-        config = Config.preset(preset).override({"data.corpus": absolute(data)})
-        trial = measure(resolved(config, mixture))
+        config = Config.preset(preset, recipe).override({"data.corpus": absolute(corpus)})
+        trial = measure(resolved(config, mixture), device)
         as_often = config.override({"train.steps": str(_TENTH), "train.eval_every": "1"})
         training = _SHARE * 3600 * hours - _evaluations(as_often, mixture, trial, 1.0)
         affordable = int(training / trial.seconds_per_step)
@@ -222,29 +302,31 @@ def _proposed(data: Corpora, hours: float) -> dict[str, Any]:
     given = {name: trial.config.value(name) for name in ("train.precision", "train.matmul")}
     config = resolved(first.override(changes).override(given), mixture)
     report = _report(config, mixture, trial, None)
+    warnings = [*report.warnings]
     if steps < FEWEST_STEPS[preset]:
-        report["warnings"].append(
+        warnings.append(
             f"{steps:,} steps are fewer than the {FEWEST_STEPS[preset]:,} in which {preset} learns something; "
             f"give it more {chosen.limit}"
         )
-    folders = [data] if isinstance(data, (str, os.PathLike)) else list(data)
-    if isinstance(data, Mapping):
-        folders = [f"{folder}:{weight}" for folder, weight in data.items()]
-    words = ["electra-fast", "pretrain", *map(str, folders), "--preset", preset, "--recipe", DEFAULT_RECIPE]
+    folders = [corpus] if isinstance(corpus, (str, os.PathLike)) else list(corpus)
+    if isinstance(corpus, Mapping):
+        folders = [f"{folder}:{weight}" for folder, weight in corpus.items()]
+    words = ["electra-fast", "pretrain", *map(str, folders), "--preset", preset, "--recipe", recipe]
+    words += [] if device == AUTO else ["--device", device]
     words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-    return report | {
-        "proposal": {
-            "preset": preset,
-            "recipe": DEFAULT_RECIPE,
-            "batch_size": config.train.batch_size,
-            "overrides": changes,
-            "command": shlex.join([*words, "--out", "RUN"]),
-            "measured": f"the speed; what {DEFAULT_RECIPE} learns by size, tokens and epochs, up to 4 layers of 256 "
-            "and 58 M tokens of English",
-            "assumed": "that it goes on like that, also in longer rows; that small and base need "
-            f"{FEWEST_STEPS['base']:,} steps; that text repays {MAX_EPOCHS} epochs at most",
-        }
+    also = "" if recipe == DEFAULT_RECIPE else f", and in recipe {recipe} as in {DEFAULT_RECIPE}"
+    proposal = {
+        "preset": preset,
+        "recipe": recipe,
+        "batch_size": config.train.batch_size,
+        "overrides": changes,
+        "command": shlex.join([*words, "--out", "RUN"]),
+        "measured": f"the speed; what {DEFAULT_RECIPE} learns by size, tokens and epochs, up to 4 layers of 256 "
+        "and 58 M tokens of English",
+        "assumed": f"that it goes on like that, also in longer rows{also}; that small and base need "
+        f"{FEWEST_STEPS['base']:,} steps; that text repays {MAX_EPOCHS} epochs at most",
     }
+    return replace(report, warnings=warnings, proposal=proposal)
 
 
 def _fewest_tokens(preset: str) -> int:
@@ -252,14 +334,14 @@ def _fewest_tokens(preset: str) -> int:
     return FEWEST_STEPS[preset] * config.train.batch_size * config.data.sequence_length
 
 
-def dry_run(config: Config, data: Corpora | None) -> Iterator[str]:
+def dry_run(config: Config, corpus: Corpora | None, device: str) -> Iterator[str]:
     """Yields the resolved configuration, the plan, and rows of the first batch as text."""
-    if not (data or config.data.corpus):
+    if not (corpus or config.data.corpus):
         raise InputError("pretrain --dry-run needs a corpus (electra-fast pretrain CORPUS)")
-    found = plan(config, data=data)
-    yield from (*found["config"].rstrip().split("\n"), "")
-    yield from report_lines(found)
-    config = config.override({"data.corpus": absolute(data or config.data.corpus)})
+    found = plan(corpus, config=config, device=device)
+    yield from (*found.config.rstrip().split("\n"), "")
+    yield from found.lines()
+    config = config.override({"data.corpus": absolute(corpus or config.data.corpus)})
     yield from ("", "first rows of the first batch; masked tokens in brackets:")
     yield from rows_as_text(config, _SHOWN_ROWS)
 
@@ -305,46 +387,6 @@ def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, i
     yield f"the step needs {total / _GIB:.3g} GiB, and {free / _GIB:.3g} GiB can be used; {remedy}"
 
 
-def report_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    parts = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in found["parameters_by_part"].items())
-    yield f"parameters      {found['parameters'] / 1e6:.2f} M ({parts})"
-    yield (
-        f"tokens          {found['tokens'] / 1e6:,.2f} M: {found['steps']:,} steps of {found['tokens_per_step']:,}"
-        + ("" if found["epochs"] is None else f"; {found['epochs']:.3g} epochs of {found['corpus_tokens']:,} tokens")
-    )
-    yield f"FLOPs           {found['flops']:.3g}, {found['flops_per_token'] / 1e6:.3g} M per token"
-    rates = ", ".join(f"{name} {rate:g}" for name, rate in found["learning_rates"].items())
-    yield f"learning rates  {rates}, after {found['warmup_steps']:,} steps of warmup"
-    memory = found["memory"]
-    sizes = ", ".join(f"{name} {_bytes(each)}" for name, each in memory.items() if each is not None and name != "total")
-    if memory["total"] is None:
-        total = f"not measured{', which needs Linux' if found['is_measured'] else ''}; of it"
-    else:
-        total = f"{_bytes(memory['total'])}:"
-    yield f"memory          {total} {sizes}"
-    num_rows, num_gpus = found["micro_batch_rows"], found.get("gpus", 1)
-    where = f", on each of {num_gpus} GPUs; memory is that of one" if num_gpus > 1 else ""
-    yield f"micro-batch     {num_rows} {'row' if num_rows == 1 else 'rows'}{where}"
-    checkpoint, all_of_them = (_bytes(found[name]) for name in ("checkpoint_bytes", "checkpoints_bytes"))
-    yield f"disk            {checkpoint} per checkpoint, at most {all_of_them}"
-    if found["seconds"] is None:
-        yield "time            unknown: give a corpus to measure it, or --tokens-per-second"
-    else:
-        machine = "this cpu" if found["device"] == "cpu" else "one GPU"
-        where = f"measured on {machine} in {found['precision']}" if found["is_measured"] else "as given"
-        if found["is_extrapolated"]:
-            where += ", with fewer rows per step"
-        yield f"time            {duration(found['seconds'])} at {found['tokens_per_second']:,.0f} tokens/s, {where}"
-    yield from (f"warning: {line}" for line in found["warnings"])
-    if "proposal" in found:
-        proposal = found["proposal"]
-        steps = f"{found['steps']:,} steps of {proposal['batch_size']} rows"
-        yield f"proposal        {proposal['preset']}, recipe {proposal['recipe']}, {steps}:"
-        yield f"  {proposal['command']}"
-        yield f"  measured: {proposal['measured']}"
-        yield f"  assumed: {proposal['assumed']}"
-
-
 def duration(seconds: float) -> str:
     for unit, name in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit:
@@ -376,14 +418,15 @@ class Trial:
     is_extrapolated: bool
 
 
-def measure(config: Config) -> Trial:
-    """Takes the first steps of a run on its corpus, in another process; raises what they raise.
+def measure(config: Config, device: str = AUTO) -> Trial:
+    """Takes the first steps of a run on its corpus and a device, in another process; raises what they raise.
 
     `config` has the corpus and the size of its vocabulary.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "plan.toml").write_text(config.to_toml(), encoding="utf-8")
-        command = python_command("from electra_fast.training.plan import take_first_steps as t; t(sys.argv[1])", folder)
+        program = "from electra_fast.training.plan import take_first_steps as t; t(*sys.argv[1:])"
+        command = python_command(program, folder, device)
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
         answer = Path(folder) / "trial.json"
         if done.returncode or not answer.exists():
@@ -397,29 +440,29 @@ def measure(config: Config) -> Trial:
         return Trial(Config.load(Path(folder) / "settled.toml"), **found)
 
 
-def take_first_steps(name: str) -> None:
+def take_first_steps(name: str, device: str) -> None:
     folder = Path(name)
     try:
-        found = _measured(folder, Config.load(folder / "plan.toml"))
+        found = _measured(folder, Config.load(folder / "plan.toml"), choose_device(device))
     except (ElectraFastError, OSError) as error:
         found = {"error": str(error)}
     (folder / "trial.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def _measured(folder: Path, config: Config) -> dict[str, object]:
+def _measured(folder: Path, config: Config, device: torch.device) -> dict[str, object]:
     mixture, train, length = Mixture(config.data.corpus), config.train, config.data.sequence_length
     whole = flops_per_token(config).total
     stage = max(objective_of(config).stages(), key=lambda each: flops_per_token(config, [each]).total)
     sizes = [train.batch_size]
-    if not torch.cuda.is_available() and whole * train.batch_size * length > _MAX_FLOPS:
-        num_processes = choose_num_processes(config, torch.device("cpu"))
+    if device.type != "cuda" and whole * train.batch_size * length > _MAX_FLOPS:
+        num_processes = choose_num_processes(config, device)
         few = max(1, int(_MAX_FLOPS / (2 * whole * length * num_processes))) * num_processes
         sizes = [few, 2 * few] if 2 * few < train.batch_size else sizes
     points, is_extrapolated = [], len(sizes) > 1
     for num_rows in sizes:
         part = {"train.batch_size": num_rows, "train.accumulate": "1"} if is_extrapolated else {}
         one_lane = {"data.lanes": "1"}  # lanes must divide the batch
-        trainer = Trainer(Run(folder, config.override(part | one_lane)), mixture, World(), Callbacks())
+        trainer = Trainer(Run(folder, config.override(part | one_lane)), mixture, World(), Callbacks(), device)
         points.append(_steps(trainer, stage.first_step))
         # The next size need not measure them again.
         config = config.override({name: trainer.config.value(name) for name in ("train.precision", "train.matmul")})

@@ -5,56 +5,73 @@ Checks as much as possible before importing torch, then leaves the work to `trai
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from electra_fast.config.config import Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.distributed.division import Division
 from electra_fast.distributed.launch import Launch
 from electra_fast.errors import InputError, Interrupted, ReportedElsewhere
 from electra_fast.interruption import StopRequest, launcher_seconds, stop_requests, stop_with_parent
+from electra_fast.results import Result
 from electra_fast.training.loggers import Callback, Callbacks
 from electra_fast.training.mirror import checked_url
-from electra_fast.training.run import Run, exclusive, open_run
+from electra_fast.training.run import Run, config_of_run, exclusive, open_run
+
+if TYPE_CHECKING:
+    import torch
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of `pretrain`."""
+@dataclass(frozen=True, eq=False, repr=False)
+class PretrainResult(Result):
+    """The result of `pretrain`: the run's folder, its last step, and whether it is finished."""
 
     run: Path
     step: int
     is_finished: bool = True
     """True at the run's last step. Otherwise `train.max_minutes` stopped it, and the same call resumes."""
 
+    def lines(self) -> Iterator[str]:
+        """Yields the line that the command prints."""
+        end = "finished" if self.is_finished else "stopped by train.max_minutes; the same call resumes"
+        yield f"{self.run}: step {self.step}, {end}"
+
 
 def pretrain(
-    config: Config,
+    corpus: Corpora | None = None,
     *,
-    data: Corpora | None = None,
     out: str | Path | None = None,
+    config: Config | str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+    device: str = AUTO,
     allow_changes: bool = False,
     from_step: int | None = None,
     on_log: Callback | None = None,
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
-) -> Result:
+) -> PretrainResult:
     """Trains a run to its end, from the start or from where an earlier call stopped.
 
     With several processes, started by torchrun, each calls it and trains as one rank.
 
     Args:
-        config: The run's configuration. `train.steps` may differ from that of an earlier call: a run, finished
-            or not, continues to the new number of steps, and the learning-rate schedule is stretched to it.
-        data: Corpus folder, or several: a list of "FOLDER:WEIGHT", or a mapping from folder to weight; `data.corpus`
-            by default.
-        out: Run folder; `train.out` by default.
+        corpus: Corpus folder, or several: a list of "FOLDER:WEIGHT", or a mapping from folder to weight; `data.corpus`
+            of the configuration by default.
+        out: Run folder; `train.out` of the configuration by default.
+        config: The run's configuration, or its TOML file. By default that of the run in `out`, where its choices for
+            the hardware are kept if they can run here, or else `Config()`.
+        overrides: Configuration keys to change, such as `{"train.steps": 10_000}`. The steps may differ from those of
+            an earlier call: a run, finished or not, continues to the new number, and the learning-rate schedule is
+            stretched to it.
+        device: "auto" (CUDA if there is a GPU), "cpu", "cuda" or "cuda:N". Several ranks choose their GPUs themselves.
         allow_changes: Resume with changed optimizer, objective, data and training keys, or other corpora of the same
             vocabulary or other weights. Changes are recorded in RUN/changes.jsonl. Model sizes can never change, except
             that `model.max_positions` and the bases of rotary positions may grow.
@@ -77,10 +94,11 @@ def pretrain(
         Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) to any rank requested a stop, and a checkpoint
             was written. It is a `KeyboardInterrupt`, so that a notebook stops.
     """
+    config = config_of_run(config, corpus, overrides, out, from_step)
     config = config.override(
         {
             # Absolute, so that the run can be resumed from any directory.
-            "data.corpus": absolute(data if data is not None else config.data.corpus),
+            "data.corpus": absolute(corpus if corpus is not None else config.data.corpus),
             "train.out": str(out if out is not None else config.train.out),
             "train.mirror": checked_url(config.train.mirror),
         }
@@ -97,7 +115,7 @@ def pretrain(
         open_it = partial(open_run, allow_changes=allow_changes, from_step=from_step)
         callbacks = Callbacks(on_log, on_evaluation, on_checkpoint)
         train = _train_alone if launch.world_size == 1 else partial(_train_among, launch)
-        run, step = train(config, open_it, stop, start, callbacks)
+        run, step = train(config, device, open_it, stop, start, callbacks)
     if callbacks.stop is not None:
         raise callbacks.stop
     if stop and step < run.config.train.steps:
@@ -107,20 +125,33 @@ def pretrain(
             "run again to resume",
             is_reported=launch.rank > 0,
         )
-    return Result(run.folder, step, step == run.config.train.steps)
+    return PretrainResult(run.folder, step, step == run.config.train.steps)
 
 
 def _train_alone(
-    config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float, callbacks: Callbacks
+    config: Config,
+    device: str,
+    open_it: Callable[[Config, Mixture], Run],
+    stop: StopRequest,
+    start: float,
+    callbacks: Callbacks,
 ) -> tuple[Run, int]:
     """Trains on one device; reports mistakes before importing torch, which takes seconds."""
     mixture = Mixture(config.data.corpus)
+    if device != AUTO:  # which may be missing
+        _chosen(device)
     with exclusive(Path(config.train.out)):
         run = open_it(config, mixture)
         from electra_fast.distributed.world import World
         from electra_fast.training.trainer import Trainer
 
-        return run, Trainer(run, mixture, World(), callbacks).train(stop, start)
+        return run, Trainer(run, mixture, World(), callbacks, _chosen(device)).train(stop, start)
+
+
+def _chosen(device: str) -> torch.device:
+    from electra_fast.model.compute import choose_device
+
+    return choose_device(device)
 
 
 def _contents(mixture: Mixture) -> list[tuple[str, str | None]]:
@@ -142,6 +173,7 @@ def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]]
 def _train_among(
     launch: Launch,
     config: Config,
+    device: str,
     open_it: Callable[[Config, Mixture], Run],
     stop: StopRequest,
     start: float,
@@ -150,6 +182,8 @@ def _train_among(
     """Trains as one of several ranks; the first rank opens the run and writes its files."""
     try:
         Division.of(config.train, launch.rank, launch.world_size)
+        if ":" in device:
+            raise InputError(f"device = {device!r}: each rank takes the GPU of its number; leave it out, or give cpu")
     except InputError:  # the same on each rank
         if launch.rank > 0:
             raise ReportedElsewhere from None
@@ -159,12 +193,13 @@ def _train_among(
 
     folder = Path(config.train.out)
     with (
-        World.join(launch, folder, config.train.timeout_seconds) as world,
+        World.join(launch, folder, config.train.timeout_seconds, has_gpu=device != "cpu") as world,
         ExitStack() as held,
     ):
+        chosen = world.agree(lambda: _chosen(device))
         world.from_first(lambda: held.enter_context(exclusive(folder)))
         mixture = world.agree(lambda: Mixture(config.data.corpus))
         contents = world.all_gather_object(world.agree(lambda: _contents(mixture)))
         world.agree(lambda: _require_same(mixture, launch.rank, contents[launch.rank], contents[0]))
         run = world.from_first_patiently(lambda: open_it(config, mixture))
-        return run, Trainer(run, mixture, world, callbacks).train(stop, start)
+        return run, Trainer(run, mixture, world, callbacks, chosen).train(stop, start)

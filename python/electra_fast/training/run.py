@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from electra_fast import _data
-from electra_fast.config.config import AUTO, FREE_KEYS, HARDWARE_KEYS, Config
+from electra_fast.config.config import AUTO, FREE_KEYS, HARDWARE_KEYS, Config, config_of
 from electra_fast.config.presets import DEFAULT_PRESET, OBJECTIVE_SPECS, RECIPES
 from electra_fast.config.section import Value, present_name
-from electra_fast.data.mixture import Mixture
+from electra_fast.data.mixture import Corpora, Mixture, missing_folder
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import errors_named, foreign_names, replace_file
@@ -125,6 +126,37 @@ def _open(folder: Path, config: Config, mixture: Mixture, allow_changes: bool, f
         for warning in warnings:  # at once: checkpoints have been renamed even if something is refused below
             say(f"warning: {warning}")
     return _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
+
+
+def config_of_run(
+    config: Config | str | os.PathLike[str] | None,
+    corpus: Corpora | None = None,
+    overrides: Mapping[str, object] | None = None,
+    out: str | Path | None = None,
+    from_step: int | None = None,
+) -> Config:
+    """Returns the configuration of a run, as `config_of`; without one, that of the run in `out`, if there is any.
+
+    Its recorded choices for the hardware are kept if they can run here, and made anew otherwise. Raises
+    FileNotFoundError, naming the file, if the corpus that it names is missing and no other is given.
+    """
+    path = None if isinstance(config, Config) else config
+    given = dict(overrides or {})
+    if config is None and out:
+        if from_step is not None:
+            return config_at(Path(out), from_step).override(given)
+        checkpoint_folder.require_config(Path(out))
+        own, recorded = Path(out) / "config.toml", dict.fromkeys(HARDWARE_KEYS, AUTO) | given
+        if own.exists():
+            path, given = own, recorded
+        elif (url := given.get("train.mirror")) and (mirrored := mirror.read_config(str(url))):
+            return Config.of_table(mirrored, recorded)
+    found = config_of(config if path is None else path, given)
+    named = corpus is not None or "data.corpus" in given
+    if path is not None and not named and (missing := missing_folder(found.data.corpus)):
+        where = f'{os.fspath(path)}: data.corpus = "{missing}"'
+        raise FileNotFoundError(f"{where}: no such folder; give its new location: electra-fast pretrain CORPUS")
+    return found
 
 
 def config_at(folder: Path, step: int) -> Config:

@@ -37,7 +37,7 @@ from electra_fast.hardware.kernel_choice import agree_on_kernels, expected_secon
 from electra_fast.hardware.settings import settle_hardware
 from electra_fast.interruption import StopRequest
 from electra_fast.model.attention import BACKENDS
-from electra_fast.model.compute import choose_compute, choose_device, use_compute
+from electra_fast.model.compute import choose_compute, use_compute
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.optimizers.optimizer import Optimizer
@@ -83,8 +83,8 @@ class Trainer:
     All ranks make the same collective calls in the same order; the first one reads and writes files.
     """
 
-    def __init__(self, run: Run, mixture: Mixture, world: World, callbacks: Callbacks) -> None:
-        self.device, self.world, self.callbacks = choose_device(), world, callbacks
+    def __init__(self, run: Run, mixture: Mixture, world: World, callbacks: Callbacks, device: torch.device) -> None:
+        self.device, self.world, self.callbacks = device, world, callbacks
         run, self.notes = _settle_for_all(run, self.device, world)
         self.run, self.config, self.mixture = run, run.config, mixture
         self.compute = replace(choose_compute(self.config, self.device), kernels=run.kernels)
