@@ -14,7 +14,7 @@ from electra_fast.cli import commands
 from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config, ObjectiveConfig
 from electra_fast.config.presets import OBJECTIVE_SPECS, RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
-from electra_fast.config.section import RENAMED_VALUES, Configuration, present_names
+from electra_fast.config.section import Configuration
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.hardware.flops import flops_per_token
@@ -154,20 +154,6 @@ def test_keys_have_names_without_a_section() -> None:
         with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
             config.override(changes, **by_name)
     assert config.override({"train.steps": 7}, steps=7).train.steps == 7
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"), [(name, old, new) for name, pairs in RENAMED_VALUES.items() for old, new in pairs.items()]
-)
-def test_a_renamed_value_is_read_from_files_and_answered_elsewhere(name: str, old: str, new: str) -> None:
-    section, _, key = name.partition(".")
-    configuration = FinetuningConfig if section == "finetune" else Config
-    assert new in (configuration.choices(name) or ()) and old not in (configuration.choices(name) or ())
-    assert present_names({section: {key: old, "x": old}, "y": old}) == {section: {key: new, "x": old}, "y": old}
-    if section != "finetune":
-        assert Config.of_table({"recipe": "modern", section: {key: old}}).value(name) == new
-    with pytest.raises(InputError, match=f'^{name} = "{old}": now called "{new}"$'):
-        configuration().override({name: old})
 
 
 def test_every_key_is_in_the_toml_with_its_meaning() -> None:
