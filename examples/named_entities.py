@@ -13,7 +13,7 @@ import sys
 import electra_fast as ef
 
 model, train, dev, out, *texts = sys.argv[1:]
-results = ef.finetune("tagging", model=model, train=train, dev=dev, out=out)
+results = ef.finetune(model, task="tagging", train=train, dev=dev, out=out)
 scores = results["tagging"]
 print(f"{scores['metric']} of entities in {dev}: {scores['median']:.3f}")
 

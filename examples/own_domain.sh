@@ -29,5 +29,5 @@ electra-fast pretrain "$out/shards" --out "$out/run" "$@"
 electra-fast export "$out/run" --out "$out/model"
 
 # Whether it was worth it, only a task can tell: the encoder as it came, and as it is now.
-electra-fast finetune --task classification --train "$labeled" --model "$model" --out "$out/before" --seeds 3
-electra-fast finetune --task classification --train "$labeled" --model "$out/run" --out "$out/after" --seeds 3
+electra-fast finetune "$model" --task classification --train "$labeled" --out "$out/before" --seeds 3
+electra-fast finetune "$out/run" --task classification --train "$labeled" --out "$out/after" --seeds 3

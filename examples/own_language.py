@@ -46,6 +46,6 @@ print(f"replaced words are found with an AUC of {metrics['unigram_auc']:.3f} (0.
 ef.export(out / "run", out / "model", languages=["hu"])
 
 # The model's worth shows in a task. Beside the score is that of always giving the most frequent answer.
-results = ef.finetune("classification", model=out / "run", train=labeled, out=out / "tasks", seeds=3)["classification"]
+results = ef.finetune(out / "run", task="classification", train=labeled, out=out / "tasks", seeds=3)["classification"]
 name = results["metric"]
 print(f"{name}: {results['median']:.3f}; of the most frequent label: {results['majority'][name]:.3f}")

@@ -19,14 +19,14 @@ import electra_fast as ef
 
 def train(encoder, tickets, out):
     """Trains in cross-validation, for the numbers, and then the model to use."""
-    settings = {"model": encoder, "train": tickets, "text": ["subject", "body"], "label": "queue"}
+    settings = {"task": "classification", "train": tickets, "text": ["subject", "body"], "label": "queue"}
     # With calibration, about 90 % of the answers with a probability of 0.9 are right. Longer tickets are cut: a model
     # with that many positions can read more by {"finetune.sequence_length": 512}.
     settings["overrides"] = {"finetune.calibrate": True}
     # Five models; each predicts a fifth of the tickets, which it has not learned from.
-    ef.finetune("classification", out=f"{out}/folds", folds=5, **settings)
+    ef.finetune(encoder, out=f"{out}/folds", folds=5, **settings)
     # This one learns from nine tenths. The others choose its best step and its temperature.
-    ef.finetune("classification", out=f"{out}/final", **settings)
+    ef.finetune(encoder, out=f"{out}/final", **settings)
 
     files = Path(out).glob("folds/classification/fold-*/seed-0/predictions.dev.jsonl")
     lines = "".join(file.read_text(encoding="utf-8") for file in files).strip().split("\n")

@@ -36,9 +36,9 @@ def score(trial):
             raise ef.StopTraining
 
     folder = out / f"trial-{trial.number}"
-    arguments = {"model": model, "train": train, "out": folder, "seeds": 3, "overrides": settings}
+    arguments = {"task": "classification", "train": train, "out": folder, "seeds": 3, "overrides": settings}
     try:
-        return ef.finetune("classification", **arguments, on_evaluation=prune)["classification"]["median"]
+        return ef.finetune(model, **arguments, on_evaluation=prune)["classification"]["median"]
     except ef.StopTraining:
         raise optuna.TrialPruned from None
 

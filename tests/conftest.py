@@ -262,7 +262,7 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, gl
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seed_run, "_NUM_LOGS", NUM_LOGS)
-        found = electra_fast.finetune("glue", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+        found = electra_fast.finetune(encoder_folder, glue=glue_folder, out=out, seeds=2, overrides=QUICK)
     return out, found
 
 

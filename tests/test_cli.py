@@ -361,7 +361,7 @@ MISTAKES = {
     f"{DATA} --model.num_heads 5": "does not divide",
     "flops --batch-sizes 8": "did you mean --batch-size?",
     "finetune --num_epochs 3": "did you mean --epochs?",
-    "finetune --modle x": "did you mean --model?",
+    "finetune m --trian x": "did you mean --train?",
     "finetune --seeds 1.5": "argument --seeds: '1.5' must be an integer",
     "vocab x.txt --sample 4h": "'4h' must be a number of bytes, such as 200GB",
     "vocab x.txt --sample 1.5GB --size 1e3": "x.txt: not found",
@@ -406,7 +406,7 @@ def test_a_process_of_the_command_line(folder):
 
 @pytest.mark.parametrize("words", [["--labels", "-1,0,1"], ["--labels=-1,0,1"], ["--labels", "-1,0,1", "--seeds", "2"]])
 def test_values_may_begin_with_a_minus(words):
-    start = ["finetune", "--task", "sst2", "--model", "m", "--out", "o"]
+    start = ["finetune", "m", "--task", "sst2", "--out", "o"]
     options = build_parser().parse([*start, *words])
     assert options.labels == ("-1", "0", "1")
     options = build_parser().parse([*start, "--label-map", "-=x"])

@@ -57,12 +57,11 @@ SMALLER = {
     "--train.batch_size 8192": "--train.batch_size 4",
     '"mini").override(steps=5000)': '"tiny").override(steps=12, batch_size=2)',
     "electra-fast finetune ": "electra-fast finetune --finetune.epochs 1 ",
-    "ef.finetune(": 'ef.finetune(overrides={"finetune.epochs": "1"}, task=',
+    "seeds=3": "seeds=1, epochs=1",
     "--hours 8": "--hours 0.01",
     "--seeds 10": "--seeds 2",
     "--seeds 3": "--seeds 1",
     "--seeds 5": "--seeds 1",
-    "seeds=3": "seeds=1",
     "--folds 5": "--folds 2",
     "reproduce objectives": "reproduce tying --seeds 1 --task cola --finetune.epochs 1",
     "--budget 3e15": "--budget 1e10 --train.batch_size 4 --data.sequence_length 16",
@@ -192,7 +191,7 @@ def make_questions(path, get):
 
 def make_tasks(path, get):
     ef.finetune(
-        "classification", model=get("run"), train=get("labeled.csv"), out=path, overrides={"finetune.epochs": "1"}
+        get("run"), task="classification", train=get("labeled.csv"), out=path, overrides={"finetune.epochs": "1"}
     )
 
 

@@ -255,7 +255,7 @@ def test_adapting_to_a_domain_and_comparing(tmp_path, own_language, labeled, mon
         assert done.returncode == 0, done.stderr
     assert checkpoint_folder.steps(out / "run")[-1] == 2
     assert (out / "model/discriminator/model.safetensors").is_file()
-    compared = [command[command.index("--model") + 1] for command in commands if command[0] == "finetune"]
+    compared = [command[1] for command in commands if command[0] == "finetune"]
     assert compared == [places[0], str(out / "run")]
     assert all(
         "classification" in json.loads((out / each / "results.json").read_text()) for each in ("before", "after")

@@ -46,7 +46,7 @@ def test_a_long_error_keeps_both_its_ends(length):
     "arguments",
     [
         ["pretrain", "--config", HOSTILE + "\nelectra-fast: done.toml"],
-        ["finetune", "--task", HOSTILE, "--model", "m", "--out", "o"],
+        ["finetune", "m", "--task", HOSTILE, "--out", "o"],
         ["pretrain", "--" + HOSTILE],
         ["verify", "\n" + HOSTILE],
         [HOSTILE],
@@ -65,7 +65,7 @@ def test_labels_reach_terminal_and_card_as_text(encoder_folder, tmp_path):
     settings = (word for name, value in QUICK.items() for word in (f"--{name}", value))
     out = tmp_path / "out"
     found = in_process.run(
-        *("finetune", "--task", "classification", "--model", encoder_folder, "--train", tmp_path / "train.jsonl"),
+        *("finetune", encoder_folder, "--task", "classification", "--train", tmp_path / "train.jsonl"),
         *("--text", "text", "--label", "label", "--out", out, *settings),
     )
     assert found.returncode == 0

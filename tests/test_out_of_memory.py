@@ -90,4 +90,4 @@ def test_a_graph_that_fails_meanwhile_hides_nothing(whole_run, validation_corpus
 def test_finetuning_names_half_the_batch(encoder_folder, glue_folder, tmp_path, limit):
     limit(TaskBackward, "run", lambda *_: False)
     with pytest.raises(OutOfMemory, match=f"seed-0: step 0: {SHORT}run again with --finetune.batch_size 4"):
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder / "SST-2", out=tmp_path / "out", overrides=QUICK)
+        ef.finetune(encoder_folder, task="sst2", glue=glue_folder / "SST-2", out=tmp_path / "out", overrides=QUICK)

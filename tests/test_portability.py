@@ -65,7 +65,7 @@ def test_from_text_to_predictions(tmp_path, tiny_text, tiny_vocab):
         ["plan", *settings],
         ["pretrain", *settings, "--out", run, "--train.eval_every", "4", "--train.eval_batches", "2"],
         ["evaluate", run, "--data", shards],
-        ["finetune", "--task", "sst2", "--data", sst2, "--model", run, "--out", tasks, "--seeds", "1", *overrides],
+        ["finetune", run, "--glue", sst2, "--out", tasks, "--seeds", "1", *overrides],
         ["predict", model, sst2 / "dev.tsv"],
         ["export", run, "--out", tmp_path / "exported"],
         ["doctor", "--preset", "tiny"],

@@ -98,9 +98,7 @@ def do(folder: Path) -> dict[str, Any]:
     if job["glue"]:
         data, name, num_seeds = job["glue"]
         fixed = {"finetune.epochs": 3, "finetune.select": "last"}  # as the earlier lines of recipes.jsonl
-        tasks = ef.finetune(
-            "glue", model=model, data=data, out=folder / "tasks" / name, seeds=num_seeds, overrides=fixed
-        )
+        tasks = ef.finetune(model, glue=data, out=folder / "tasks" / name, seeds=num_seeds, overrides=fixed)
         found |= {"tasks": {name: each["median"] for name, each in tasks.items()}, "tasks_of": name}
     return found
 

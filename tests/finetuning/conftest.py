@@ -20,7 +20,8 @@ def own_files(glue_folder, squad_folder, conll_folder, tmp_path):
             return {"train": conll_folder / "train.conll", "dev": conll_folder / "dev.conll"}
         if task == "stsb":
             write_stsb(tmp_path / "STS-B")
-        return {"data": {"stsb": tmp_path, "mrpc": glue_folder}.get(task, squad_folder)}
+        glue = {"stsb": tmp_path, "mrpc": glue_folder}.get(task)
+        return {"glue": glue} if glue else {"squad": squad_folder}
 
     return own_files
 
@@ -31,7 +32,8 @@ def job_of(encoder_folder, own_files, tmp_path):
 
     def job_of(task, encoder=None, device="cpu", **changes):
         files = own_files(task)
-        (data,) = read_tasks(task, files.pop("data", None), files, {})
+        folders = {name: files.pop(name) for name in ("glue", "squad") if name in files}
+        (data,) = read_tasks(task, **folders, files=files)
         settings = QUICK if task in ("mrpc", "stsb") else SETTINGS
         config = FinetuningConfig().override(settings | NO_DROPOUT | changes)
         return make_job(data, config, encoder or load_encoder(encoder_folder), tmp_path, torch.device(device))

@@ -54,7 +54,7 @@ def sst2(encoder, tmp_path_factory):
 
 def trained(task, encoder, out, write, **changes):
     overrides = QUICK | {"finetune.learning_rate": "1e-3"} | changes
-    ef.finetune(task, model=encoder, data=write(out / "data"), out=out / "out", overrides=overrides)
+    ef.finetune(encoder, task=task, glue=write(out / "data"), out=out / "out", overrides=overrides)
     return out / "out" / task / "seed-0" / "model"
 
 
@@ -129,7 +129,7 @@ def test_multi_label(encoder_folder, tmp_path, write_rows):
     rows = [{"text": f"value {i}", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(80)]
     other = write_rows([row | {"text": f"{row['text']} of"} for row in rows], "train.jsonl")
     dev, out, overrides = write_rows(rows, "dev.jsonl"), tmp_path / "out", QUICK | {"finetune.class_weights": "c=2"}
-    results = ef.finetune("classification", model=encoder_folder, train=other, dev=dev, out=out, overrides=overrides)
+    results = ef.finetune(encoder_folder, task="classification", train=other, dev=dev, out=out, overrides=overrides)
     folder = out / "classification" / "seed-0" / "model"
     config = json.loads((folder / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
@@ -157,7 +157,7 @@ def test_multi_label(encoder_folder, tmp_path, write_rows):
 def test_thresholds_follow_the_dev_split(encoder_folder, tmp_path):
     rows = [{"text": f"value {i} of it", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(120)]
     options = {"model": encoder_folder, "out": tmp_path, "overrides": QUICK, "train": rows[:40], "test": rows[80:]}
-    results = [ef.finetune("classification", dev=dev, **options) for dev in (rows[40:80], rows[40:60])]
+    results = [ef.finetune(task="classification", dev=dev, **options) for dev in (rows[40:80], rows[40:60])]
     first, second = (each["classification"]["runs"][0]["thresholds"] for each in results)
     folder = tmp_path / "classification" / "seed-0"
     settings = json.loads((folder / "model" / "config.json").read_text())["electra_fast_settings"]
@@ -282,7 +282,7 @@ def test_predict_names_a_mistake_in_one_line(classifier, tmp_path, name, content
 
 
 def test_a_fine_tuned_model_can_be_fine_tuned_again(sst2, glue_folder, tmp_path):
-    found = ef.finetune("mrpc", model=sst2, data=glue_folder, out=tmp_path / "again", overrides=QUICK)
+    found = ef.finetune(sst2, task="mrpc", glue=glue_folder, out=tmp_path / "again", overrides=QUICK)
     assert found["mrpc"]["runs"][0]["seed"] == 0
 
 
@@ -291,8 +291,8 @@ def test_training_remembers_its_columns_for_predict(encoder_folder, tmp_path):
     rows = "".join(f"{text};title {i};{'ab'[i % 2]}\n" for i, text in enumerate(texts))
     (tmp_path / "train.csv").write_text(f"body;text;label\n{rows}")
     run = in_process.run(
-        *("finetune", "--task", "classification", "--train", tmp_path / "train.csv", "--text", "body"),
-        *("--model", encoder_folder, "--out", tmp_path / "out", *settings(QUICK)),
+        *("finetune", encoder_folder, "--task", "classification", "--train", tmp_path / "train.csv", "--text", "body"),
+        *("--out", tmp_path / "out", *settings(QUICK)),
     )
     assert run.returncode == 0 and "semicolons separate the cells" in run.stderr, run.stderr
     folder = tmp_path / "out/classification/seed-0/model"
@@ -362,7 +362,7 @@ def test_a_pipe_is_answered_as_it_comes(classifier):
 def test_folders_and_texts_that_cannot_be_used(finetuned, encoder_folder, tmp_path):
     BertConfig(architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
     for folder, error, message in (
-        (encoder_folder, InputError, "which is not fine-tuned .*electra-fast finetune --model"),
+        (encoder_folder, InputError, "which is not fine-tuned .*electra-fast finetune "),
         (tmp_path, InputError, "model_type = 'bert'; only fine-tuned models of electra and modernbert are"),
         ("nowhere", FileNotFoundError, "no such folder; name a fine-tuned model"),
     ):

@@ -54,7 +54,7 @@ def trained(encoder_folder, tmp_path_factory):
             settings = SETTINGS if task in ("tagging", "question-answering") else QUICK
             settings = {"finetune.learning_rate": "3e-4"} | settings
             name = "classification" if task == "multi-label" else task
-            found = ef.finetune(name, model=encoder_folder, out=out / "out", overrides=settings, **files, **columns)
+            found = ef.finetune(encoder_folder, task=name, out=out / "out", overrides=settings, **files, **columns)
             made[task] = (out / "out" / name, found[name]["runs"][0], files)
         return made[task]
 

@@ -29,8 +29,8 @@ from electra_fast.huggingface.encoder import load_encoder
 
 
 def command(encoder_folder, glue_folder, out, *more, **overrides):
-    start = ["finetune", "--task", "sst2,mrpc", "--seeds", "2", "--model", str(encoder_folder)]
-    return [*start, "--data", str(glue_folder), "--out", str(out), *settings(QUICK | overrides), *more]
+    start = ["finetune", str(encoder_folder), "--task", "sst2,mrpc", "--seeds", "2"]
+    return [*start, "--glue", str(glue_folder), "--out", str(out), *settings(QUICK | overrides), *more]
 
 
 def model_bytes(out):
@@ -82,7 +82,7 @@ def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_fo
     reports = {path: (out / path.relative_to(copy)).read_bytes() for path in copy.glob("*/*.*") if path.is_file()}
     assert {"report.json", "report.md", "confusion.png"} <= {path.name for path in reports}
     assert reports == {path: path.read_bytes() for path in reports}
-    more = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=copy, seeds=3, overrides=QUICK)
+    more = ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=copy, seeds=3, overrides=QUICK)
     assert more["sst2"]["runs"][:2] == results["sst2"]["runs"] and len(more["sst2"]["runs"]) == 3
     assert json.loads((copy / "results.json").read_text())["mrpc"] == results["mrpc"]  # another task's are kept
 
@@ -125,8 +125,8 @@ def test_a_kill_while_scoring_again_leaves_no_stale_scores(finetuned, encoder_fo
     shutil.copytree(finetuned[0], out)
     common = {"model": encoder_folder, "out": out, "overrides": QUICK}
     with killed_at_call(os, "replace", call):
-        ef.finetune("sst2", data=with_other_labels(glue_folder, tmp_path / "other"), **common)
-    found = ef.finetune("sst2", data=glue_folder, **common)["sst2"]["runs"]
+        ef.finetune(task="sst2", glue=with_other_labels(glue_folder, tmp_path / "other"), **common)
+    found = ef.finetune(task="sst2", glue=glue_folder, **common)["sst2"]["runs"]
     assert without_times(found) == without_times(finetuned[1]["sst2"]["runs"][:1])
     predictions = (finetuned[0] / "sst2" / "seed-0" / "predictions.dev.tsv").read_text()
     assert (out / "sst2" / "seed-0" / "predictions.dev.tsv").read_text() == predictions
@@ -156,15 +156,15 @@ def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, enc
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(encoder_folder, glue_folder, tmp_path, call):
     """At each of the first files, half-written ones included."""
-    arguments = {"model": encoder_folder, "data": glue_folder, "out": tmp_path, "seeds": 1, "overrides": QUICK}
+    arguments = {"model": encoder_folder, "glue": glue_folder, "out": tmp_path, "seeds": 1, "overrides": QUICK}
     with killed_at_call(os, "replace", call):
-        ef.finetune("sst2", **arguments)
-    assert len(ef.finetune("sst2", **arguments)["sst2"]["runs"]) == 1
+        ef.finetune(task="sst2", **arguments)
+    assert len(ef.finetune(task="sst2", **arguments)["sst2"]["runs"]) == 1
 
 
 def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, tmp_path, monkeypatch):
     def finetune():
-        return ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
+        return ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
 
     with killed_at_call(seed_run, "write_result", 1):
         finetune()
@@ -188,7 +188,7 @@ def test_a_signal_ends_in_a_checkpoint_and_the_log_has_every_step(encoder_folder
     assert found.returncode == 128 + signal.SIGTERM
     assert "checkpoint at step 3, run again to resume" in found.stderr.splitlines()[-1]
     assert max(checkpoint_folder.steps(tmp_path / "sst2" / "seed-0")) == 3
-    found = ef.finetune("SST-2,sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=2, overrides=QUICK)
+    found = ef.finetune(encoder_folder, task="SST-2,sst2", glue=glue_folder, out=tmp_path, seeds=2, overrides=QUICK)
     *log, evaluation = [json.loads(line) for line in (tmp_path / "sst2/seed-0/metrics.jsonl").read_text().splitlines()]
     assert evaluation == {"step": len(log), "accuracy": found["sst2"]["runs"][0]["accuracy"]}
     expected = [(float(loss), float(norm)) for loss, norm in taken[: len(log)]]
@@ -311,14 +311,14 @@ def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_fo
     kept = json.loads((out / "results.json").read_text())
     assert kept["sst2"] == finetuned[1]["sst2"] and kept["mrpc"]["runs"] == finetuned[1]["mrpc"]["runs"][:1]
     assert not (out / "mrpc" / "seed-1" / "model").exists()
-    ef.finetune("glue", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+    ef.finetune(encoder_folder, glue=glue_folder, out=out, seeds=2, overrides=QUICK)
     assert model_bytes(out) == model_bytes(finetuned[0])
 
 
 def test_a_labeled_test_is_scored_and_submissions_are_named_as_the_server_takes_them(encoder_folder, tmp_path):
     data = write_mrpc(tmp_path / "MRPC")
     shutil.copyfile(data / "dev.tsv", data / "test.tsv")  # MRPC's test file has labels
-    found = ef.finetune("mrpc", model=encoder_folder, data=data, out=tmp_path / "out", seeds=2, overrides=QUICK)["mrpc"]
+    found = ef.finetune(encoder_folder, task="mrpc", glue=data, out=tmp_path / "out", seeds=2, overrides=QUICK)["mrpc"]
     assert all(run["accuracy"] == run["accuracy_test"] and run["f1"] == run["f1_test"] for run in found["runs"])
     submitted = (tmp_path / "out" / "submission" / "MRPC.tsv").read_text()
     chosen = min(found["runs"], key=lambda run: abs(run["accuracy"] - found["median"]))["seed"]
@@ -330,7 +330,7 @@ def test_a_run_of_ours_starts_a_fine_tuning(whole_run, glue_folder, tmp_path, ca
     """It was trained on rows of 16."""
     overrides = QUICK | {"finetune.sequence_length": length}
     found = ef.finetune(
-        "mrpc", model=whole_run, data=glue_folder, out=tmp_path, recipe=recipe, role=role, overrides=overrides
+        whole_run, task="mrpc", glue=glue_folder, out=tmp_path, recipe=recipe, role=role, overrides=overrides
     )
     assert 0 <= found["mrpc"]["median"] <= 1
     said = "training examples are longer than the 16 tokens of the rows that the encoder was trained on"
@@ -347,7 +347,7 @@ def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
     for name, content in files.items():
         (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     flags = [word for name in files for word in (f"--{name}", (tmp_path / name).with_suffix(".jsonl"))]
-    start, out = ("finetune", "--task", "classification", "--model", encoder_folder, "--json"), tmp_path / "out"
+    start, out = ("finetune", encoder_folder, "--task", "classification", "--json"), tmp_path / "out"
     found = in_process.run(*start, "--out", out, *flags, *settings(QUICK))
     (score,) = [line for line in found.stderr.splitlines() if "seed 0: accuracy" in line]
     assert score.endswith("; dev has no example of 'rare'; test has no example of 'rare'")

@@ -21,19 +21,19 @@ def test_other_settings_data_or_encoder_are_refused(finetuned, encoder_folder, g
     out = tmp_path / "copy"
     shutil.copytree(finetuned[0], out)
     with pytest.raises(InputError, match=r"sst2: was made with other settings \(finetune.epochs was 1.0 and is now 2"):
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, overrides=QUICK | {"finetune.epochs": "2"})
+        ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=out, overrides=QUICK | {"finetune.epochs": "2"})
     other = save_encoder(tmp_path / "other", tiny_vocab, seed=1)
     with pytest.raises(InputError, match="sst2: was made from another encoder; give the same"):
-        ef.finetune("sst2", model=other, data=glue_folder, out=out, overrides=QUICK)
+        ef.finetune(other, task="sst2", glue=glue_folder, out=out, overrides=QUICK)
     renamed = shutil.copytree(encoder_folder, tmp_path / "renamed")
     words = (renamed / "vocab.txt").read_text().splitlines()
     (renamed / "vocab.txt").write_text("\n".join([*words[:5], *reversed(words[5:])]) + "\n")
     with pytest.raises(InputError, match="was made with another tokenizer"):
-        ef.finetune("sst2", model=renamed, data=glue_folder, out=out, overrides=QUICK)
+        ef.finetune(renamed, task="sst2", glue=glue_folder, out=out, overrides=QUICK)
     train = write_sst2(tmp_path / "data") / "train.tsv"
     train.write_text(train.read_text().replace("\t1\n", "\t0\n", 1))  # one label, and no text
     with pytest.raises(InputError, match="was made with other examples of train"):
-        ef.finetune("sst2", model=encoder_folder, data=tmp_path / "data", out=out, overrides=QUICK)
+        ef.finetune(encoder_folder, task="sst2", glue=tmp_path / "data", out=out, overrides=QUICK)
 
 
 def test_a_collapse_is_named(encoder_folder, tmp_path):
@@ -42,7 +42,7 @@ def test_a_collapse_is_named(encoder_folder, tmp_path):
     (data / "train.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
     overrides = QUICK | {"finetune.epochs": "4", "finetune.learning_rate": "1e-3"}
     found = in_process.run(
-        *("finetune", "--task", "sst2", "--model", encoder_folder, "--data", data, "--out", tmp_path / "out"),
+        *("finetune", encoder_folder, "--task", "sst2", "--glue", data, "--out", tmp_path / "out"),
         *flags(overrides),
     )
     assert found.returncode == 0
@@ -52,13 +52,13 @@ def test_a_collapse_is_named(encoder_folder, tmp_path):
 
 def test_a_loss_or_gradient_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp_path, monkeypatch):
     """After the last step no loss would show what a gradient has made of the weights."""
-    options = {"model": encoder_folder, "data": glue_folder, "out": tmp_path}
+    options = {"model": encoder_folder, "glue": glue_folder, "out": tmp_path}
     with pytest.raises(TrainingFailed, match=r"seed-0: the loss .* became nan .* lower finetune.learning_rate"):
-        ef.finetune("sst2", **options, overrides=QUICK | {"finetune.learning_rate": "1e30"})
+        ef.finetune(task="sst2", **options, overrides=QUICK | {"finetune.learning_rate": "1e30"})
     take = FinetuneStep.__call__
     monkeypatch.setattr(FinetuneStep, "__call__", lambda *given: (take(*given)[0], torch.tensor(torch.inf)))
     with pytest.raises(TrainingFailed, match=r"seed-0: .* gradient became nan or infinite"):
-        ef.finetune("mrpc", **options, overrides=QUICK)
+        ef.finetune(task="mrpc", **options, overrides=QUICK)
     assert not list(tmp_path.rglob("model"))
 
 
@@ -66,27 +66,27 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run(encoder_folder, glue
     ("arguments", "message"),
     [
         (["--task", "squad"], "unknown task 'squad'; did you mean squad"),
-        (["--task", "squad1"], "train*.json"),
+        (["--task", "squad1"], "--task squad1 needs --squad DIR, not --glue DIR"),
         (["--task", ","], "--task names no task; there are cola, sst2"),
-        (["--task", "sst2,classification"], "need calls of their own"),
+        (["--task", "sst2,classification"], "--task classification needs --train FILE, not --glue DIR"),
         (["--task", "qnli"], "nor in a folder QNLI"),
         (["--task", "sst2", "--recipe", "fasst"], "unknown recipe 'fasst'; did you mean fast"),
         (["--task", "sst2", "--seeds", "0"], "seeds = 0"),
-        (["--task", "sst2", "--epochs", "3"], "did you mean --finetune.epochs"),
+        (["--epochs", "2", "--finetune.epochs", "3"], "--epochs/--finetune.epochs: 2 and 3 are given"),
         (["--task", "sst2", "--finetune.both_orders", "true"], "needs pairs of texts"),
         (["--task", "sst2", "--finetune.class_weights", "0=1,2=3"], "'2=3' must be LABEL=WEIGHT"),
         (["--task", "sst2", "--finetune.class_weights", "0=0,1=0"], "no training example has a weight above 0"),
         (["--task", "sst2", "--finetune.execution", "graph"], "needs a CUDA device"),
         (["--task", "sst2", "--finetune.batch_size", "1000000000000"], "at most 65536"),
-        (["--task", "sst2", "--train", "x.tsv"], "--train is for --task classification, regression, tagging"),
-        (["--task", "sst2", "--scheme", "IO"], "--scheme is for --task tagging"),
-        (["--task", "classification"], "--data is for GLUE and SQuAD"),
-        (["--task", "glue", "--data", "."], "holds no folder of a GLUE task"),
+        (["--task", "sst2", "--train", "x.tsv"], "--glue DIR and --train FILE: data of one kind per call"),
+        (["--task", "sst2", "--scheme", "IO"], "--scheme is for --train with --task tagging"),
+        (["--task", "glue"], "without --task, --glue DIR takes all that DIR holds"),
+        (["--glue", "."], "holds no folder of a GLUE task"),
     ],
 )
 def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    common = ["--model", encoder_folder, "--data", glue_folder, "--out", tmp_path / "out"]
+    common = [encoder_folder, "--glue", glue_folder, "--out", tmp_path / "out"]
     found = in_process.run("finetune", *common, *arguments)
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
     assert message in found.stderr
@@ -99,7 +99,7 @@ def test_what_needs_classes_is_refused_for_other_tasks(encoder_folder, tmp_path)
         for key, value in {"class_weights": "balanced", "calibrate": True}.items():
             overrides = QUICK | {f"finetune.{key}": value}
             with pytest.raises(InputError, match=f"finetune.{key} = .* needs classes, which {task} does not predict"):
-                ef.finetune(task, train=rows[:4], dev=rows[4:], model=encoder_folder, out=tmp_path, overrides=overrides)
+                ef.finetune(encoder_folder, task=task, train=rows[:4], dev=rows[4:], out=tmp_path, overrides=overrides)
 
 
 def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glue_folder, tmp_path):
@@ -107,14 +107,14 @@ def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glu
     shutil.copytree(whole_run, run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     with exclusive(tmp_path), pytest.raises(InputError, match="another process is training in this folder"):
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, overrides=QUICK)
+        ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=tmp_path, overrides=QUICK)
     with pytest.raises(InputError, match="which is not of a fine-tuning; choose another folder for --out"):
-        ef.finetune("sst2", model=run, data=glue_folder, out=run, overrides=QUICK)
+        ef.finetune(run, task="sst2", glue=glue_folder, out=run, overrides=QUICK)
     (tmp_path / "mine" / "sst2").mkdir(parents=True)
     (tmp_path / "mine" / "config.toml").write_text("[finetune]\n")
     (tmp_path / "mine" / "sst2" / "precious").write_text("x")
     with pytest.raises(InputError, match="task.json: missing, though there are other files"):
-        ef.finetune("sst2", model=run, data=glue_folder, out=tmp_path / "mine", overrides=QUICK)
+        ef.finetune(run, task="sst2", glue=glue_folder, out=tmp_path / "mine", overrides=QUICK)
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -131,7 +131,7 @@ def stopped(encoder_folder, glue_folder, tmp_path):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", replace)
         overrides = QUICK | {"finetune.checkpoint_seconds": "0"}
-        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, overrides=overrides)
+        ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=out, overrides=overrides)
     return out
 
 
@@ -142,7 +142,7 @@ def flip_a_bit(path):
 
 
 def resumed(out, encoder_folder, glue_folder):
-    arguments = ("finetune", "--task", "sst2", "--model", encoder_folder, "--data", glue_folder, "--out", out)
+    arguments = ("finetune", encoder_folder, "--task", "sst2", "--glue", glue_folder, "--out", out)
     return in_process.run(*arguments, *flags(QUICK))
 
 
@@ -192,8 +192,8 @@ def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_
     (tmp_path / "config.json").write_text('{"model_type": "deberta"}')
     with pytest.raises(InputError, match="model_type = 'deberta' must be one of electra, modernbert, bert, roberta"):
         ef.finetune(model=tmp_path, **arguments)
-    with pytest.raises(InputError, match="needs --data DIR"):
-        ef.finetune("sst2", model=encoder_folder, out=tmp_path / "out")
+    with pytest.raises(InputError, match="--task sst2 needs --glue DIR"):
+        ef.finetune(encoder_folder, task="sst2", out=tmp_path / "out")
     for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
         with pytest.raises(InputError, match=key):
             ef.finetune(model=encoder_folder, overrides={key: value}, **arguments)

@@ -63,7 +63,7 @@ class TestFinetuning:
 
         def finetune(out, seeds=1, **changes):
             overrides = QUICK | AUTO | changes
-            ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=seeds, overrides=overrides)
+            ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=out, seeds=seeds, overrides=overrides)
             return json.loads((out / "sst2/task.json").read_text())["hardware"]
 
         return finetune

@@ -93,7 +93,7 @@ def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, encoder_folder
     is_value = task == "stsb"
     data = (write_stsb if is_value else write_mrpc)(tmp_path / task)
     overrides = OVERRIDES | {"finetune.epochs": epochs}
-    ef.finetune(task, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
+    ef.finetune(encoder_folder, task=task, glue=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
     exported = tmp_path / "out" / task / "seed-0" / "model"
     ours = ElectraForSequenceClassification.from_pretrained(exported).eval()
 
@@ -147,7 +147,7 @@ def reading_losses(model, encoded, targets, head):
 )
 def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
     data, name = write_squad(tmp_path / "squad", version), f"squad{version}"
-    ef.finetune(name, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
+    ef.finetune(encoder_folder, task=name, glue=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
     folder = tmp_path / "out" / name / "seed-0" / "model"
 
     defaults = TASK_TYPES["question-answering"].defaults
@@ -185,7 +185,7 @@ def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_fol
     """Short sentences, so that a sentence is a chunk; labels at the first piece of each word."""
     data = write_conll(tmp_path / "data", words=(3, 8))
     arguments = {"train": data / "train.conll", "dev": data / "dev.conll"}
-    ef.finetune("tagging", model=encoder_folder, out=tmp_path / "out", recipe=recipe, overrides=READING, **arguments)
+    ef.finetune(encoder_folder, task="tagging", out=tmp_path / "out", recipe=recipe, overrides=READING, **arguments)
     folder = tmp_path / "out" / "tagging" / "seed-0" / "model"
     config = recipe_config(recipe, "tagging", load_encoder(encoder_folder).shape, READING).finetune
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -215,7 +215,7 @@ def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_fol
 
 def test_the_exported_reader_has_the_logits_of_transformers(tmp_path, encoder_folder):
     data = write_squad(tmp_path / "squad")
-    ef.finetune("squad1", model=encoder_folder, data=data, out=tmp_path / "out", overrides=READING)
+    ef.finetune(encoder_folder, task="squad1", squad=data, out=tmp_path / "out", overrides=READING)
     folder = tmp_path / "out" / "squad1" / "seed-0" / "model"
     theirs = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
     tokenizer, reader = AutoTokenizer.from_pretrained(folder), ef.load_finetuned(folder)

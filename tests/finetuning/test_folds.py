@@ -49,9 +49,9 @@ def files(write_rows, tmp_path):
 @pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging", "question-answering"])
 def test_each_example_is_in_one_fold(files, kind):
     path, task = files(kind), "classification" if kind == "multi-label" else kind
-    whole, dev = read_tasks(task, None, {"train": path}, {})[0].train, Counter()
-    everything = {*read_tasks(task, None, {"train": path}, {})[0].dev[0].ids, *whole.ids}
-    folds = [read_tasks(task, None, {"train": path}, {"folds": (number, 5)})[0] for number in range(5)]
+    whole, dev = read_tasks(task, files={"train": path})[0].train, Counter()
+    everything = {*read_tasks(task, files={"train": path})[0].dev[0].ids, *whole.ids}
+    folds = [read_tasks(task, files={"train": path}, columns={"folds": (number, 5)})[0] for number in range(5)]
     for fold in folds:
         dev.update(fold.dev[0].ids)
         assert {*fold.dev[0].ids} | {*fold.train.ids} == everything and "set aside" not in " ".join(fold.notes)
@@ -65,7 +65,7 @@ def test_each_example_is_in_one_fold(files, kind):
         if kind == "regression":
             assert fold.task.shift == pytest.approx(fold.train.targets.mean())
     assert {*dev} == everything and {*dev.values()} == {1}
-    again = read_tasks(task, None, {"train": path}, {"folds": (1, 5)})[0]
+    again = read_tasks(task, files={"train": path}, columns={"folds": (1, 5)})[0]
     assert again.dev[0].ids == folds[1].dev[0].ids
 
 
@@ -87,7 +87,7 @@ def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
     path, task = write_rows([*pieces(30, kind)]), "classification" if kind == "multi-label" else kind
     options = {"group": group} if group else {}
     for share in (*({"folds": (number, 3)} for number in range(3)), {"dev_fraction": 0.2}):
-        (data,) = read_tasks(task, None, {"train": path}, options | share)
+        (data,) = read_tasks(task, files={"train": path}, columns=options | share)
         train, dev = ({int(text.split()[2].strip("!")) for (text,) in each.texts} for each in (data.train, data.dev[0]))
         if group:
             train, dev = ({number % 6 for number in each} for each in (train, dev))
@@ -102,10 +102,10 @@ def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
 
 def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp_path):
     path, out = files("classification"), tmp_path / "out"
-    command = ("finetune", "--task", "classification", "--model", encoder_folder, "--train", path, "--out", out)
+    command = ("finetune", encoder_folder, "--task", "classification", "--train", path, "--out", out)
     command += ("--folds", "3", "--json", *flags(QUICK))
     with killed_at_call(FinetuneStep, "__call__", 8):  # in the second fold
-        ef.finetune("classification", model=encoder_folder, train=path, out=out, folds=3, overrides=QUICK)
+        ef.finetune(encoder_folder, task="classification", train=path, out=out, folds=3, overrides=QUICK)
     (partial,) = json.loads((out / "results.json").read_text())["classification"]["runs"]
     run = in_process.run(*command)
     found = json.loads(run.stdout)["classification"]
@@ -131,9 +131,9 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
     folds = {f"fold-{number}" for number in range(3)}
     assert {path.name for path in folder.iterdir()} == {"report.md", "report.json", *pictures, *folds}
     with pytest.raises(InputError, match="other files; choose another folder"):
-        ef.finetune("classification", model=encoder_folder, train=path, out=out, overrides=QUICK)
+        ef.finetune(encoder_folder, task="classification", train=path, out=out, overrides=QUICK)
     with pytest.raises(InputError, match="fold-0: was made with other examples of train"):
-        ef.finetune("classification", model=encoder_folder, train=path, out=out, folds=4, overrides=QUICK)
+        ef.finetune(encoder_folder, task="classification", train=path, out=out, folds=4, overrides=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,14 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
         ({"folds": 2, "group": "patient"}, r"no column 'patient'; there are: .*text.*; choose with --group"),
         ({"folds": 5, "group": "label"}, "--group makes 4 groups of rows, too few for 5 parts"),
         ({"dev": "dev.jsonl", "group": "label"}, "leave it out with --dev"),
-        ({"task": "mrpc", "folds": 2}, "--folds is for --task classification, regression, tagging"),
-        ({"task": "squad2", "folds": 2}, "--folds is for --task classification, regression, tagging"),
+        (
+            {"task": "mrpc", "glue": ".", "folds": 2},
+            "--folds is for --train with --task classification, regression, tagging",
+        ),
+        (
+            {"task": "squad2", "squad": ".", "folds": 2},
+            "--folds is for --train with --task classification, regression, tagging",
+        ),
         ({"task": "question-answering", "folds": 12}, "too few examples or contexts for 12 folds"),
     ],
 )
@@ -156,7 +162,7 @@ def test_folds_that_cannot_be_are_refused(files, encoder_folder, tmp_path, more,
     if given["task"] in ("classification", "question-answering"):
         given["train"] = files(given["task"])
     with pytest.raises(InputError, match=message):
-        ef.finetune(**given, model=encoder_folder, out=tmp_path / "out", overrides=QUICK)
+        ef.finetune(encoder_folder, **given, out=tmp_path / "out", overrides=QUICK)
 
 
 def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
@@ -168,8 +174,8 @@ def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder,
         begin(step)
 
     monkeypatch.setattr(FinetuneStep, "reset", watched)
-    arguments = {"model": encoder_folder, "data": glue_folder, "out": out, "seeds": 2, "overrides": QUICK}
-    found = ef.finetune("sst2", **arguments, untrained_twin=True)["sst2"]
+    arguments = {"model": encoder_folder, "glue": glue_folder, "out": out, "seeds": 2, "overrides": QUICK}
+    found = ef.finetune(task="sst2", **arguments, untrained_twin=True)["sst2"]
     assert found["runs"] == finetuned[1]["sst2"]["runs"]
     result = json.loads((out / "sst2/untrained/seed-0/result.json").read_text())
     assert found["untrained"] == {"accuracy": result["accuracy"]}
@@ -179,4 +185,4 @@ def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder,
     initialize(fresh, "bert", 0)
     for name, parameter in fresh.named_parameters():
         assert start[name].equal(parameter), name
-    assert ef.finetune("sst2", **arguments, untrained_twin=True)["sst2"] == found and len(encoders) == 1
+    assert ef.finetune(task="sst2", **arguments, untrained_twin=True)["sst2"] == found and len(encoders) == 1

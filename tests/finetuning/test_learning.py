@@ -91,7 +91,7 @@ def test_a_task_is_learned_from_an_encoder(encoder, write_rows, tmp_path, task, 
     name = NAMES.get(task, task)
     settings = {f"finetune.{key}": value for key, value in SETTINGS.items()}
     out = tmp_path / "out"
-    found = ef.finetune(name, model=encoder(kind), out=out, **files, recipe=recipe, overrides=settings)
+    found = ef.finetune(encoder(kind), task=name, out=out, **files, recipe=recipe, overrides=settings)
     scores = found[name]["medians"]
     assert scores[metric] > 0.95
     *_, last = (each["loss"] for each in read_records(out / name / "seed-0/metrics.jsonl") if "loss" in each)

@@ -38,7 +38,7 @@ def train(encoder_folder, data):
     """A function that fine-tunes, and returns what the folder then holds, without times."""
 
     def train(out, *, settings=SETTINGS, **arguments):
-        ef.finetune("sst2", model=encoder_folder, data=data, out=out, overrides=settings, **arguments)
+        ef.finetune(encoder_folder, task="sst2", glue=data, out=out, overrides=settings, **arguments)
         return left(out / "sst2/seed-0")
 
     return train
@@ -64,7 +64,7 @@ def reference(encoder_folder, data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FinetuneStep, "__call__", watched)
-        ef.finetune("sst2", model=encoder_folder, data=data, out=out, overrides=SETTINGS)
+        ef.finetune(encoder_folder, task="sst2", glue=data, out=out, overrides=SETTINGS)
     return out / "sst2/seed-0", steps
 
 
@@ -140,7 +140,7 @@ def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path
     overrides = {f"finetune.{name}": value for name, value in settings.items()}
     files = {"train": [*rows(500)], "dev": [*rows(200)]}
     out = tmp_path / "own"
-    found = ef.finetune("classification", model=encoder_folder, **files, out=out, overrides=overrides)
+    found = ef.finetune(encoder_folder, task="classification", **files, out=out, overrides=overrides)
     (run,) = found["classification"]["runs"]
     log = read_records(out / "classification/seed-0/metrics.jsonl")
     scores = [each for each in log if "f1_macro" in each]
@@ -153,15 +153,15 @@ def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path
         lines = (f"{each['text']}\t{int(each['label'] == 'usual')}\n" for each in examples)
         (tmp_path / "data" / f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(lines))
     overrides |= {"finetune.class_weights": "0=10,1=0.5"}
-    arguments = {"model": encoder_folder, "data": tmp_path / "data", "out": tmp_path / "glue"}
-    (run,) = ef.finetune("sst2", **arguments, overrides=overrides)["sst2"]["runs"]
+    arguments = {"model": encoder_folder, "glue": tmp_path / "data", "out": tmp_path / "glue"}
+    (run,) = ef.finetune(task="sst2", **arguments, overrides=overrides)["sst2"]["runs"]
     step = run["warning"].split("; or finetune.select = last: the predictions of step ")[1].split()[0]
     assert run["accuracy"] == scores[0]["accuracy"] and int(step) > run["best_step"]
 
 
 def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):
     settings = SETTINGS | {"finetune.evals_per_epoch": "0", "finetune.select": "last"}
-    ef.finetune("sst2", model=encoder_folder, data=data, out=tmp_path, overrides=settings)
+    ef.finetune(encoder_folder, task="sst2", glue=data, out=tmp_path, overrides=settings)
     folder = tmp_path / "sst2/seed-0"
     logs = (read_records(path / "metrics.jsonl") for path in (folder, reference[0]))
     losses, expected = ([each["loss"] for each in log if "loss" in each] for log in logs)
@@ -241,7 +241,7 @@ def test_other_validation_data_are_refused_where_they_choose_the_model(reference
     other = shutil.copytree(data, tmp_path / "data")
     (other / "dev.tsv").write_text((other / "dev.tsv").read_text() + "fine\t1\n")
     with pytest.raises(InputError, match="was made with other examples of dev"):
-        ef.finetune("sst2", model=encoder_folder, data=other, out=out, overrides=SETTINGS)
+        ef.finetune(encoder_folder, task="sst2", glue=other, out=out, overrides=SETTINGS)
 
 
 def test_curves_show_what_the_log_has(reference):

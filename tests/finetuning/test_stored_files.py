@@ -25,7 +25,7 @@ def test_examples_in_a_bucket_are_those_on_disk(tmp_path, tiny_vocab, monkeypatc
         results = {}
         for name, folder in (("disk", str(tmp_path)), ("bucket", url)):
             files = {split: f"{folder}/{split}.tsv" for split in ("train", "dev", "test")}
-            made = ef.finetune("classification", model=model, out=tmp_path / name, seeds=1, overrides=QUICK, **files)
+            made = ef.finetune(model, task="classification", out=tmp_path / name, seeds=1, overrides=QUICK, **files)
             results[name] = re.sub(r'"seconds": [\d.]+', "", json.dumps(made))
         assert results["bucket"] == results["disk"].replace(str(tmp_path), url)
         trained = tmp_path / "bucket/classification/seed-0/model"
@@ -34,8 +34,8 @@ def test_examples_in_a_bucket_are_those_on_disk(tmp_path, tiny_vocab, monkeypatc
         found = [run("evaluate", trained, "--data", f"{folder}/test.tsv", "--json") for folder in (tmp_path, url)]
         assert json.loads(found[0].stdout)["scores"] == json.loads(found[1].stdout)["scores"]
         with pytest.raises(InputError, match=rf"{url}/bad\.tsv: line 2"):
-            ef.finetune("classification", model=model, train=f"{url}/bad.tsv", out=tmp_path / "x")
+            ef.finetune(model, task="classification", train=f"{url}/bad.tsv", out=tmp_path / "x")
         with pytest.raises(FileNotFoundError, match=f"{url}/absent.tsv: not found"):
-            ef.finetune("classification", model=model, train=f"{url}/absent.tsv", out=tmp_path / "x")
+            ef.finetune(model, task="classification", train=f"{url}/absent.tsv", out=tmp_path / "x")
     texts = [path for path in (tmp_path / "bucket").rglob("*") if path.suffix in (".json", ".md", ".toml", ".jsonl")]
     assert texts and not any("/tmp/tmp" in path.read_text() for path in texts)

@@ -23,8 +23,8 @@ def trained(tiny_vocab, squad_folder, conll_folder, tmp_path_factory):
         files = {name: conll_folder / f"{name}.conll" for name in ("train", "dev")}
         overrides = SETTINGS | {"finetune.head": head, "finetune.calibrate": task == "tagging"}
         arguments = {"model": save_encoder(out / "encoder", tiny_vocab, architecture), "overrides": overrides}
-        arguments |= files if task == "tagging" else {"data": squad_folder}
-        ef.finetune(task, out=out / "out", **arguments)
+        arguments |= files if task == "tagging" else {"squad": squad_folder}
+        ef.finetune(task=task, out=out / "out", **arguments)
         return arguments, out / "out"
 
     return trained
@@ -58,7 +58,7 @@ def test_every_head_survives_its_folder(trained, squad_folder, tmp_path, monkeyp
     result["splits"]["dev"]["content"] = "other"
     del result["files"], result["checksum"]  # as of a version without them
     (folder / "result.json").write_text(json.dumps(result))
-    ef.finetune(task, out=tmp_path / "out", **arguments)
+    ef.finetune(task=task, out=tmp_path / "out", **arguments)
     rescored = json.loads((folder / "result.json").read_text())
     assert numbers(rescored) == pytest.approx(numbers(result), rel=1e-4)
     assert rescored.get("temperature") == result.get("temperature")

@@ -157,7 +157,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(corpus, tiny_corpus, g
         ({"budget": None}, "give one of --budget FLOPS and --minutes M"),
         ({"--seeds": 0}, "--seeds 0: must be above 0"),
         ({"corpus": tiny_corpus}, "prepare the text with --holdout"),
-        ({"glue": tmp_path, "--task": "glue"}, "holds no folder of a GLUE task"),
+        ({"glue": tmp_path, "--task": "glue"}, "without --task, --glue DIR takes all"),
         ({"--task": "rte"}, "RTE"),
         ({"budget": "1e6"}, "a budget of 1e+06 FLOPs is 0 steps of tying-none"),
         ({"experiment": "tieing"}, "did you mean tying?"),

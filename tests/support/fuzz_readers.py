@@ -122,7 +122,7 @@ def make_targets(root: Path) -> Iterator[Target]:
         train_file, dev_file = sorted(data.glob(f"{task}/train*"))[0], sorted(data.glob(f"{task}/dev*"))[0]
         options = ("--task", task, *questions.get(task, []), *quick)
         out = root / f"tuned-{task}"
-        start = ("finetune", "--model", str(encoder), *options)
+        start = ("finetune", str(encoder), *options)
         _call([*start, "--train", str(train_file), "--dev", str(dev_file), "--out", str(out)])
         models_of[task] = next(out.glob("*/seed-0/model"))
         files = (*start, "--train", "{file}", "--dev", str(dev_file), "--out", "{out}")
@@ -130,13 +130,13 @@ def make_targets(root: Path) -> Iterator[Target]:
         if task != "classification":
             yield Target(f"predict, {task}", data / task, ("predict", str(models_of[task]), "{file}"), dev_file.name)
     tuned = root / "tuned-classification"
-    tune = ("finetune", "--model", "{folder}", "--task", "tagging", *quick, "--out", "{out}")
+    tune = ("finetune", "{folder}", "--task", "tagging", *quick, "--out", "{out}")
     split = [f"--{name}={data}/tagging/{name}.conll" for name in ("train", "dev")]
     for name, each in (("bert", encoder), ("modern", modern)):
         yield Target(f"hugging face, {name}", each, (*tune, *split))
     again = ("--task", "classification", *questions["classification"], *quick)
     files = (f"--train={data}/classification/train.tsv", f"--dev={data}/classification/dev.tsv")
-    rerun = ("finetune", "--model", str(encoder), *again, *files, "--out", "{folder}", "--seeds", "2")
+    rerun = ("finetune", str(encoder), *again, *files, "--out", "{folder}", "--seeds", "2")
     yield Target("finetune, resume", tuned, rerun)
     rows = _rows(root / "rows", texts)
     predict = ("predict", str(models_of["classification"]), "{file}", "--text", "sentence")

@@ -262,12 +262,12 @@ def _finetune(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.finetune import finetune, print_table
 
     names = (
-        *("model", "out", "data", "train", "dev", "test", "seeds", "recipe", "overrides", "role"),
+        *("out", "task", "glue", "squad", "train", "dev", "test", "seeds", "recipe", "device", "overrides", "role"),
         *("text", "label", "dev_text", "dev_label", "test_text", "test_label", "labels", "label_map"),
         *("label_separator", "quoting", "dev_fraction", "scheme", "delimiter", "no_header", "skip_bad_rows"),
-        *("folds", "group", "untrained_twin"),
+        *("folds", "group", "split_seed", "untrained_twin"),
     )
-    results = finetune(options.task, **_named(options, *names))
+    results = finetune(options.model, **_named(options, *names))
     if options.json:
         show([json.dumps(results)])
     else:

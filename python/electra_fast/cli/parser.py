@@ -178,15 +178,16 @@ def _evaluate(sub: Parser) -> None:
 
 def _finetune(sub: Parser) -> None:
     help = (
-        "cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, several separated by commas; glue: all in --data; "
-        "squad1, squad2; for your own data: classification, regression, tagging, question-answering"
-    )
-    _option(sub, "--task", None, help, required=True)
-    help = (
         "run, checkpoint or Hugging Face folder of any class: ELECTRA, ModernBERT, BERT, RoBERTa, XLM-R, CamemBERT, "
         "DistilBERT"
     )
-    _path(sub, "--model", help, required=True)
+    _path(sub, "model", help, "MODEL")
+    help = (
+        "with --train: classification, regression, tagging or question-answering; of GLUE: cola, sst2, mrpc, stsb, "
+        "qqp, mnli, qnli, rte, wnli, or several separated by commas; of SQuAD: squad1 or squad2 (default: all that "
+        "--glue or --squad holds)"
+    )
+    _option(sub, "--task", None, help)
     _path(sub, "--out", "output folder for models, reports and results.json", required=True)
     _option(sub, "--seeds", 1, "runs per task, with seeds 0 to N-1", "N")
     help = "also fine-tune the same network from random weights, to show what pre-training is worth"
@@ -194,7 +195,9 @@ def _finetune(sub: Parser) -> None:
     _option(sub, "--recipe", FINETUNING_RECIPE, f"{', '.join(FINETUNING_RECIPES)}")
     help = "network of the model (default: the first of these that it has)"
     _option(sub, "--role", None, help, choices=tuple(PARTS))
-    _path(sub, "--data", "GLUE, SQuAD: folder of the task, or of all tasks' folders")
+    _path(sub, "--glue", "GLUE: folder of a task, or of several tasks' folders", "DIR")
+    _path(sub, "--squad", "SQuAD: folder of its files, train*.json and dev*.json", "DIR")
+    _option(sub, "--device", "auto", "auto, cpu, cuda or cuda:N")
     _add_json(sub)
     title = "your own data (.tsv, .csv, .jsonl, .parquet; tagging: .conll; question-answering: .json)"
     own = sub.add_argument_group(title)
@@ -210,6 +213,7 @@ def _finetune(sub: Parser) -> None:
     help = "classes (default: those in --train); -1 and - are no classes unless named here"
     _several(own, "--labels", "A,B,...", help)
     _option(own, "--dev-fraction", 0.1, "fraction of --train to set aside if --dev is not given", "FRACTION")
+    _option(own, "--split-seed", 0, "seed of what is set aside, and of --folds", "SEED")
     help = "cross-validate on K parts of --train, each with a model of the others"
     _option(own, "--folds", None, help, "K", type=int)
     help = "rows with one value in this column stay together when --train is split (equal texts always do)"
@@ -253,7 +257,7 @@ def _reproduce(sub: Parser) -> None:
     help = "instead of --budget: about how long a run of the first row pre-trains on this machine"
     _option(sub, "--minutes", None, help, "M", type=number(float, "minutes"))
     _option(sub, "--seeds", 3, "runs per row, with seeds 0 to N-1", "N")
-    _option(sub, "--task", "glue", "tasks, as for finetune; glue: all in --glue")
+    _option(sub, "--task", None, "tasks of GLUE, separated by commas (default: all that --glue holds)")
     _option(sub, "--finetune-seeds", 1, "fine-tuning runs per task, of which the median counts", "N")
     _option(sub, "--corrupted-by", "unigram", "source of replacements in evaluation, as for evaluate", "FOLDER")
     _flag(sub, "--json", "print results.json")

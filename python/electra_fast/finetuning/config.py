@@ -207,14 +207,14 @@ def recipe_config(
     recipe: str,
     task: str,
     shape: ModelConfig,
-    overrides: Mapping[str, str],
+    overrides: Mapping[str, object],
     type_defaults: Mapping[str, Scalar] | None = None,
     num_examples: int = 0,
     num_classes: int = 0,
 ) -> FinetuningConfig:
     """Returns a recipe (`paper`, `google`, `fast`) for a task and an encoder of this shape.
 
-    `type_defaults` are the defaults of the task type, `overrides` the keys given on the command line. `fast` depends on
+    `type_defaults` are the defaults of the task type, `overrides` the keys that were given. `fast` depends on
     the numbers of training examples and classes, if these are known. Raises InputError for an unknown recipe, key or
     value.
     """

@@ -23,13 +23,13 @@ from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
 from electra_fast.files.json_files import read_object, read_records
-from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, recipe_config
+from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, FinetuningConfig, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
 from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task import Task, TaskData
-from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.task_data import OPTIONS, read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts, scores_of
@@ -38,7 +38,7 @@ from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder, untrained
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.messages import say
-from electra_fast.model.compute import choose_device, use_compute
+from electra_fast.model.compute import Precision, choose_device, use_compute
 from electra_fast.progress import FinetuningProgress, result_console
 from electra_fast.training.loggers import Callback, Callbacks, require_loggers
 from electra_fast.training.plots import plot_finetuning
@@ -67,26 +67,49 @@ class TaskRuns:
 
 
 def finetune(
-    task: str | Sequence[str],
-    *,
     model: str | Path,
+    *,
     out: str | Path,
-    data: str | Path | None = None,
+    task: str | Sequence[str] | None = None,
+    glue: str | Path | None = None,
+    squad: str | Path | None = None,
     train: Any = None,
     dev: Any = None,
     test: Any = None,
     seeds: int = 1,
     recipe: str = DEFAULT_RECIPE,
-    overrides: Mapping[str, object] | None = None,
-    role: str | None = None,
+    epochs: float | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    precision: Precision | None = None,
+    device: str = "auto",
+    text: str | Sequence[str] = (),
+    label: str | Sequence[str] = (),
+    dev_text: str | Sequence[str] = (),
+    dev_label: str | Sequence[str] = (),
+    test_text: str | Sequence[str] = (),
+    test_label: str | Sequence[str] = (),
+    labels: str | Sequence[str] = (),
+    label_map: str | Sequence[str] | Mapping[str, str] = (),
+    label_separator: str = "",
+    scheme: str = "auto",
+    quoting: str = "auto",
+    delimiter: str = "",
+    no_header: bool = False,
+    skip_bad_rows: int = 0,
+    dev_fraction: float = 0.1,
+    group: str = "",
+    split_seed: int = 0,
     folds: int | None = None,
     untrained_twin: bool = False,
+    role: str | None = None,
+    overrides: Mapping[str, object] | None = None,
     on_log: Callback | None = None,
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
-    **columns: Any,
 ) -> Results:
-    """Fine-tunes an encoder on GLUE tasks or on own data, with seeds 0 to `seeds - 1` each.
+    """Fine-tunes an encoder on GLUE, on SQuAD or on own data, with seeds 0 to `seeds - 1` each.
 
     Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, `out/TASK/report.md` and
     `report.json` on the seed with the median score (or on all folds together), and `out/results.json`, whose content is
@@ -96,21 +119,43 @@ def finetune(
     the content of `test` has changed, or with `finetune.select = last` that of `dev`, on which the best step depends.
 
     Args:
-        task: A GLUE task (`cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte`, `wnli`), several of them,
-            `glue` for all those in `data`, `squad1`, `squad2`, or on own data `classification`, `regression`, `tagging`
-            or `question-answering`.
         model: A run, a checkpoint or a Hugging Face folder.
         out: Output folder.
-        data: A GLUE task's folder, one that has the tasks' folders, or SQuAD's.
+        task: Of GLUE `cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte` or `wnli`, or several of them, by
+            default all that `glue` holds; of SQuAD `squad1` or `squad2`, by default the one that `squad` holds; for
+            `train` `classification`, `regression`, `tagging` or `question-answering`.
+        glue: A GLUE task's folder, or one that has the folders of several.
+        squad: The folder of SQuAD's files.
         train: Own data: the path or URL of a .tsv, .csv, .jsonl or .parquet file, for tagging also of CoNLL columns,
             for questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of
             Hugging Face, or a list of dicts.
         dev: Own data to validate on; by default a part of `train`.
         test: Own data to predict, and to score if it has labels.
         seeds: Number of seeds.
-        recipe: `fast`, `google` or `paper`.
-        overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
-        role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
+        recipe: `fast`, `google` or `paper`; it sets the keys of the configuration by task, encoder and data.
+        epochs: Passes over the training data; this and the next four are keys of the configuration.
+        lr: Peak learning rate of the head, the key `finetune.learning_rate`.
+        batch_size: Examples per step.
+        sequence_length: Largest number of tokens per example, [CLS] and [SEP] included.
+        precision: Dtype of activations: `auto`, `fp32`, `fp16` or `bf16`.
+        device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
+        text: The text column of `train`, or two for pairs; by default one of the usual names.
+        label: The label column, or several of 0 and 1; by default one of the usual names.
+        dev_text: The text columns of `dev`, if they differ; likewise `dev_label`, `test_text` and `test_label`.
+        dev_label: See `dev_text`.
+        test_text: See `dev_text`.
+        test_label: See `dev_text`.
+        labels: The classes in the order of their ids; by default those in `train`, sorted.
+        label_map: New names of labels, as a mapping or `OLD=NEW`; examples whose new name is empty are left out.
+        label_separator: What separates several labels in a cell.
+        scheme: Of tags: `IO`, `IOB1`, `IOB2`, `IOBES`, `IOE`, `none`, or `auto` to infer it.
+        quoting: Quotes around the cells of .csv and .tsv: `csv`, `backslash`, `none`, or `auto`.
+        delimiter: Separator of cells; by default by extension and first line.
+        no_header: The first line is data, and the columns are named 0, 1, 2 and so on.
+        skip_bad_rows: Number of unusable rows that may be left out, over all files.
+        dev_fraction: Fraction of `train` to set aside if there is no `dev`.
+        group: A column of `train`: rows with the same value stay together when it is split. Equal texts always do.
+        split_seed: Seed of that split.
         folds: Cross-validation on own data: validates on each of so many parts of `train`, which is stratified as
             without `dev`, a model trained on the others, in `out/TASK/fold-K/seed-0/`. The last step's model is kept
             unless `overrides` say otherwise, since a fold must not choose the model that it scores. Adds
@@ -118,36 +163,38 @@ def finetune(
             folds, and of all validation predictions together.
         untrained_twin: Also train the same network from random weights, with seed 0, in `out/TASK/untrained/`, and add
             its scores to the results as `untrained`.
+        role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
+        overrides: Any keys of the configuration, `{"finetune.epochs": 5}`.
         on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
             "grad_norm", "learning_rate", "seconds"}`.
         on_evaluation: Called likewise with each line about an evaluation: `{"step"}` and the validation scores by
             name. An exception in a callback is reported once and stops nothing; `StopTraining` stops the training and
             passes through, after a checkpoint.
         on_checkpoint: Called likewise when a checkpoint is complete: `{"step", "path"}`.
-        columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
-            `group`, `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `no_header`, `skip_bad_rows`,
-            `scheme` (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed if the loss is not
     finite; Interrupted after a checkpoint.
     """
+    given = locals()
+    columns = {name: given[name] for name in OPTIONS} | {"seed": split_seed}
+    short = {name: given[name] for name in FinetuningConfig.SHORT_NAMES if given[name] is not None}
     if seeds < 1:
         raise InputError(f"seeds = {seeds}: must be at least 1")
-    out, device = Path(out), choose_device()
-    given = (("train", train), ("dev", dev), ("test", test))
-    files = {name: _file(name, each) for name, each in given if each is not None}
-    settings = {name: str(value) for name, value in (overrides or {}).items()}
+    out, place = Path(out), choose_device(device)
+    files = {name: _file(name, given[name]) for name in ("train", "dev", "test") if given[name] is not None}
+    keys = FinetuningConfig.tables_of([*(overrides or {}).items(), *short.items()]).get("finetune", {})
+    settings = {f"finetune.{name}": value for name, value in keys.items()}
     if folds is not None and "finetune.patience" not in settings:
         settings.setdefault("finetune.select", "last")  # a fold must not choose the model that it scores
     encoder = load_encoder(model, role)
     common = recipe_config(recipe, "", encoder.shape, settings).finetune
     require_loggers("finetune.loggers", common.loggers)
     check_length(common, encoder)  # before large files are read
-    folder = Path(data) if data is not None else None
+    folders = {name: Path(given[name]) for name in ("glue", "squad") if given[name] is not None}
     parts = [columns] if folds is None else _folds(folds, columns, dev)
     with contextlib.ExitStack() as copies:
         files = {name: copies.enter_context(local_file(path)) for name, path in files.items()}
-        all_data = [each for part in parts for each in read_tasks(task, folder, files, part)]
+        all_data = [each for part in parts for each in read_tasks(task, **folders, files=files, columns=part)]
     if folds is not None:
         _check_classes(all_data[0], folds)
         for line in _biases(all_data[0].task, common):
@@ -164,7 +211,7 @@ def finetune(
             if made:  # another fold
                 hardware, data_once = made[0].hardware, dataclasses.replace(each, notes=())
             made.append(
-                make_job(data_once, config, encoder, out / each.task.name / part, device, part=part, hardware=hardware)
+                make_job(data_once, config, encoder, out / each.task.name / part, place, part=part, hardware=hardware)
             )
         other = untrained(encoder) if untrained_twin else None
         groups = [
@@ -174,15 +221,15 @@ def finetune(
             for name, made in jobs.items()
         ]
         # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
-        text = recipe_config(recipe, "", encoder.shape, settings).to_toml()
+        toml = recipe_config(recipe, "", encoder.shape, settings).to_toml()
         if not (out / "config.toml").exists():  # first: a killed run must leave a folder that is recognized
-            replace_file(out / "config.toml", text)
-        for group in groups:
-            if group.has_folds and (group.folder / IDENTITY).exists():
-                raise InputError(f"{group.folder}: was made without --folds; give another --out")
-            for job in (*group.jobs, *group.twins):
+            replace_file(out / "config.toml", toml)
+        for own in groups:
+            if own.has_folds and (own.folder / IDENTITY).exists():
+                raise InputError(f"{own.folder}: was made without --folds; give another --out")
+            for job in (*own.jobs, *own.twins):
                 _check_folder(job)
-        replace_file(out / "config.toml", text)
+        replace_file(out / "config.toml", toml)
         return _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation, on_checkpoint))
 
 

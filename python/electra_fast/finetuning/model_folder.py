@@ -129,7 +129,7 @@ def read_finetuned(folder: Path) -> Finetuned:
     if ORIGINAL_KEY in table:  # their heads are others than Electra's
         raise InputError(
             f"{path}: model_type = {original(table)['model_type']!r}; only fine-tuned models of "
-            f"{' and '.join(MODEL_TYPES)} are read: fine-tune it with `electra-fast finetune --model {folder}`"
+            f"{' and '.join(MODEL_TYPES)} are read: fine-tune it with `electra-fast finetune {folder}`"
         )
     architecture = MODEL_TYPES[table["model_type"]]
     head = present_name("finetune.head", str(table.get(HEAD_KEY, "transformers")))
@@ -205,7 +205,7 @@ def _kind(folder: Path, table: Mapping[str, Any], architecture: str, num_labels:
         known = ", ".join(dict.fromkeys(class_name(architecture, kind) for kind in TASK_TYPES))
         raise InputError(
             f"{path}: architectures = {classes!r}, which is not fine-tuned ({known}); "
-            f"fine-tune it with `electra-fast finetune --model {folder}`"
+            f"fine-tune it with `electra-fast finetune {folder}`"
         )
     problem_type = table.get("problem_type")
     if problem_type is None:  # as in transformers

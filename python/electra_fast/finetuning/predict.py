@@ -238,7 +238,7 @@ def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, 
         if isinstance(data, str | Path) and Path(data).is_file() and Path(source).exists():
             raise InputError(
                 f"{source}: not fine-tuned, so it cannot predict the labels of {data}; name a fine-tuned model, as "
-                f"DIR/TASK/seed-0/model, or fine-tune this one with `electra-fast finetune --model {source}`"
+                f"DIR/TASK/seed-0/model, or fine-tune this one with `electra-fast finetune {source}`"
             )
         refuse(options, others, f"for fine-tuned models, and {source} is not one")
         return pretrained.evaluate(source, data, **options)

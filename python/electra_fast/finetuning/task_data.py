@@ -12,66 +12,76 @@ from typing import Any
 
 from electra_fast.config.section import did_you_mean
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers import glue, question_files
+from electra_fast.finetuning.readers import glue as glue_files
+from electra_fast.finetuning.readers import question_files
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
 from electra_fast.finetuning.task import TaskData, num_trained_on, overlap_warning
 from electra_fast.finetuning.tasks import TASK_TYPES
 
-SQUAD: dict[str, Callable[[Path], TaskData]] = {
+_SQUAD: dict[str, Callable[[Path], TaskData]] = {
     "squad1": functools.partial(question_files.read_squad, "squad1"),
     "squad2": functools.partial(question_files.read_squad, "squad2"),
 }
-ALL = "glue"
 _READERS = {kind: task_type.read for kind, task_type in TASK_TYPES.items() if task_type.read is not None}
 OWN_KINDS = tuple(_READERS)
+_ONE_OF_OWN = f"--task {', '.join(OWN_KINDS[:-1])} or {OWN_KINDS[-1]}"
 _COLUMNS = ("text", "label", "dev_text", "dev_label", "test_text", "test_label")
 _TUPLES = (*_COLUMNS, "labels", "label_map")
-_FILES = ("train", "dev", "test")
 
 
 def read_tasks(
-    names: str | Sequence[str], data: Path | None, files: Mapping[str, Path], columns: Mapping[str, Any]
+    task: str | Sequence[str] | None,
+    *,
+    glue: Path | None = None,
+    squad: Path | None = None,
+    files: Mapping[str, Path] | None = None,
+    columns: Mapping[str, Any] | None = None,
 ) -> list[TaskData]:
-    """Reads the data of GLUE tasks and SQuAD from `data`, or own data from `files`.
+    """Reads the data of GLUE tasks, of SQuAD, or of a task on own files.
 
     Args:
-        names: Tasks; several as a sequence or with commas.
-        data: Folder of GLUE tasks or of SQuAD's files.
+        task: The task; of GLUE also several, as a sequence or with commas. None for all that `glue` or `squad` holds.
+        glue: Folder of a GLUE task, or of the folders of several.
+        squad: Folder of SQuAD's files.
         files: Own files: `train`, and optionally `dev` and `test`.
-        columns: Keyword arguments of the reader of own data.
+        columns: Keyword arguments of the reader of own files.
 
     Raises FileNotFoundError, or ValueError naming what is wrong.
     """
-    asked = names.split(",") if isinstance(names, str) else list(names)
+    asked = task.split(",") if isinstance(task, str) else list(task or ())
     chosen = list(dict.fromkeys(_known(name.strip()) for name in asked if name.strip()))
-    if not chosen:
+    if task is not None and not chosen:
         raise InputError(f"--task names no task; there are {', '.join(_ALL_NAMES)}")
-    defaults = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
-    unknown = next((name for name in columns if name not in defaults), None)
-    if unknown is not None:
-        raise TypeError(f"finetune() got an unexpected keyword argument {unknown!r}")
-    given = {name: value for name, value in columns.items() if value != defaults[name]}
-    if not set(chosen).isdisjoint(OWN_KINDS):
-        return [_read_own(chosen, data, files, given)]
-    refused = next(iter([*files, *given]), None)
-    if refused is not None:
-        own = ", ".join(kind for kind in OWN_KINDS if refused in (*_FILES, *_options(kind)))
-        refuse([refused], (), f"for --task {own}; {chosen[0]} has --data DIR")
-    if data is None:
-        raise InputError(f"--task {','.join(chosen)} needs --data DIR, the folder of its files")
-    return [SQUAD[name](data) if name in SQUAD else glue.read(name, data) for name in _with_all(chosen, data)]
+    files, folders = files or {}, {"--glue DIR": glue, "--squad DIR": squad}
+    sources = [*(flag for flag, folder in folders.items() if folder is not None), *(["--train FILE"] if files else [])]
+    if len(sources) > 1:
+        raise InputError(f"{' and '.join(sources)}: data of one kind per call; give one of them")
+    needed = next(map(_source, chosen), f"--glue DIR or --squad DIR, or --train FILE with {_ONE_OF_OWN}")
+    if not sources or files and "train" not in files:
+        raise InputError(f"{f'--task {chosen[0]}' if chosen else 'finetune'} needs {needed}")
+    (source,) = sources
+    other = next((name for name in chosen if _source(name) != source), None)
+    if other is not None:
+        raise InputError(f"--task {other} needs {_source(other)}, not {source}")
+    given = {name: value for name, value in (columns or {}).items() if value != _DEFAULTS[name]}
+    if files:
+        if len(chosen) != 1:
+            raise InputError(f"--train needs one task: {_ONE_OF_OWN}")
+        return [_read_own(chosen[0], files, given)]
+    if given:
+        kinds = ", ".join(kind for kind in OWN_KINDS if next(iter(given)) in _options(kind))
+        refuse(given, (), f"for --train with --task {kinds}")
+    if squad is not None:
+        return [_SQUAD[name](squad) for name in chosen or [question_files.held_version(squad)]]
+    assert glue is not None
+    return [glue_files.read(name, glue) for name in chosen or glue_files.held_tasks(glue)]
 
 
-def _read_own(
-    chosen: Sequence[str], data: Path | None, files: Mapping[str, Path], given: Mapping[str, Any]
-) -> TaskData:
-    kind = chosen[0]
-    if len(chosen) > 1:
-        raise InputError(f"--task {','.join(chosen)}: own data and other tasks need calls of their own")
-    if data is not None:
-        raise InputError(f"--data is for GLUE and SQuAD; --task {kind} has --train FILE")
-    if "train" not in files:
-        raise InputError(f"--task {kind} needs --train FILE")
+def _source(name: str) -> str:
+    return "--glue DIR" if name in glue_files.TASKS else "--squad DIR" if name in _SQUAD else "--train FILE"
+
+
+def _read_own(kind: str, files: Mapping[str, Path], given: Mapping[str, Any]) -> TaskData:
     refuse(given, _options(kind), f"not for --task {kind}")
     if "group" in given and "dev" in files:
         raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
@@ -120,11 +130,14 @@ def refuse(options: Iterable[str], known: Collection[str], why: str) -> None:
     """Raises InputError for the first option that is not known."""
     refused = next((name for name in options if name not in known), None)
     if refused is not None:
-        flag = "batches" if refused == "max_batches" else refused.replace("_", "-")
-        raise InputError(f"--{flag} is {why}")
+        names = {"max_batches": "batches", "seed": "split-seed"}
+        raise InputError(f"--{names.get(refused, refused.replace('_', '-'))} is {why}")
 
 
-_ALL_NAMES = (*glue.TASKS, ALL, *SQUAD, *OWN_KINDS)
+_DEFAULTS = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
+OPTIONS = frozenset(_DEFAULTS) - {"folds", "seed"}
+"""The arguments of `finetune` that are handed to the reader of own files."""
+_ALL_NAMES = (*glue_files.TASKS, *_SQUAD, *OWN_KINDS)
 
 
 def _known(name: str) -> str:
@@ -132,17 +145,7 @@ def _known(name: str) -> str:
         return name
     if squad := re.fullmatch(r"squad[ _-]?v?([12])(\.[01])?", name.lower()):
         return f"squad{squad[1]}"
-    if (task := glue.task_name(name)) is None:
-        raise InputError(f"unknown task {name!r}{did_you_mean(name, _ALL_NAMES)}")
+    if (task := glue_files.task_name(name)) is None:
+        leave = "; without --task, --glue DIR takes all that DIR holds" if name == "glue" else ""
+        raise InputError(f"unknown task {name!r}{leave or did_you_mean(name, _ALL_NAMES)}")
     return task
-
-
-def _with_all(chosen: list[str], data: Path) -> list[str]:
-    """Returns the tasks, with those in the folder in place of `glue`."""
-    if ALL not in chosen:
-        return chosen
-    held = glue.held_tasks(data)
-    if not held:
-        folders = ", ".join(task.folder for task in glue.TASKS.values())
-        raise FileNotFoundError(f"{data}: holds no folder of a GLUE task ({folders}); name the folder above those")
-    return list(dict.fromkeys(held + [name for name in chosen if name != ALL]))

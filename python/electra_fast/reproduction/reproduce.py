@@ -74,7 +74,7 @@ def reproduce(
     budget: float | None = None,
     minutes: float | None = None,
     seeds: int = 3,
-    task: str = "glue",
+    task: str | None = None,
     finetune_seeds: int = 1,
     corrupted_by: str | Path = UNIGRAM,
     overrides: Mapping[str, object] | None = None,
@@ -94,7 +94,7 @@ def reproduce(
         budget: True model FLOPs of a run's pre-training, which determine the steps of each row.
         minutes: Instead of `budget`: approximate duration of a pre-training of the first row on this machine.
         seeds: Runs per row: seeds 0 to `seeds - 1`.
-        task: Tasks as for `finetune`; `glue`: all in the folder `glue`.
+        task: Tasks as for `finetune`; by default all that `glue` holds.
         finetune_seeds: Fine-tuning runs per task of each run; their median is the score.
         corrupted_by: Corruptor for the evaluation of every row, as for `evaluate`.
         overrides: Configuration keys of pre-training, and of fine-tuning (`finetune.`).
@@ -113,7 +113,7 @@ def reproduce(
     text = Corpus(corpus)
     if text.holdout is None:
         raise InputError(f"{corpus}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
-    all_tasks = read_tasks(task, Path(glue), {}, {})
+    all_tasks = read_tasks(task, glue=Path(glue))
     made = make_experiment(experiment, base_config(Config.preset(preset, recipe), text, pretraining), pretraining)
     first = made.rows[0].config
     recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises if a key is wrong
@@ -228,7 +228,7 @@ def run_row(folder: Path, config: Config, settings: RunSettings) -> None:
             if not pretrain(config=config, out=run).is_finished:
                 raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
             seeds, overrides = settings.finetune_seeds, settings.finetuning
-            found = finetune(settings.tasks, model=run, data=settings.glue, out=tasks, seeds=seeds, overrides=overrides)
+            found = finetune(run, task=settings.tasks, glue=settings.glue, out=tasks, seeds=seeds, overrides=overrides)
             replace_file(folder / TASKS, json_text(found))
         remove(tasks)  # one model per task and seed: too much to keep
         length, corruptor = config.data.sequence_length, settings.corrupted_by

@@ -46,7 +46,7 @@ def named(value, names):
 
 def read(task, data, **options):
     reader = "classification" if task == "multi-label" else task
-    return read_tasks(reader, None, {"train": data}, options)[0]
+    return read_tasks(reader, files={"train": data}, columns=options)[0]
 
 
 def assert_same(found, expected):
@@ -120,8 +120,8 @@ def test_datasets_that_are_no_table_are_refused():
 def test_a_frame_is_trained_on_resumed_and_predicted(encoder_folder, tmp_path):
     frame = pandas.DataFrame(sentences(40), columns=["body", "label"])
     out, options = tmp_path / "out", {"text": "body", "model": encoder_folder, "overrides": QUICK, "dev": frame[:8]}
-    first = ef.finetune("classification", train=frame, out=out, **options)
-    again = ef.finetune("classification", train=frame.to_dict("records"), test=frame[:3], out=out, **options)
+    first = ef.finetune(task="classification", train=frame, out=out, **options)
+    again = ef.finetune(task="classification", train=frame.to_dict("records"), test=frame[:3], out=out, **options)
     assert again["classification"]["runs"][0]["accuracy"] == first["classification"]["runs"][0]["accuracy"]
     assert first["classification"]["runs"][0]["warning"].startswith("dev: all 8 dev examples have a text that is in")
     model = ef.load_finetuned(out / "classification/seed-0/model", precision="fp32")
@@ -157,13 +157,13 @@ def test_a_frame_is_trained_on_resumed_and_predicted(encoder_folder, tmp_path):
 )
 def test_what_is_no_table_is_refused(make, message, encoder_folder, tmp_path):
     with refused(message):
-        ef.finetune("classification", train=make(), model=encoder_folder, out=tmp_path / "out")
+        ef.finetune(encoder_folder, task="classification", train=make(), out=tmp_path / "out")
 
 
 def test_a_frame_of_spans_in_lists():
     rows = [{"text": "Ann met Bob", "spans": [[0, 3, "X"]], "n": None}, {"text": "so it is", "spans": [], "n": 1.0}]
     table = MemoryTable.of("train", pandas.DataFrame(rows))
-    (data,) = read_tasks("tagging", None, {"train": table, "dev": table}, {})
+    (data,) = read_tasks("tagging", files={"train": table, "dev": table})
     assert [target.tolist() for target in data.train.targets] == [[1, 0, 0], [0, 0, 0]]
     assert data.train.columns == [{"n": None}, {"n": 1.0}]
 

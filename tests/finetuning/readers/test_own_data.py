@@ -80,19 +80,19 @@ def test_fields_of_objects_are_columns_by_dotted_names(write, form):
     rows = [{"id": n, "review": {"body": f"text {n}", "by": {"stars": n % 2}}} for n in range(8)]
     train = MemoryTable.of("train", rows) if form is list else write(rows, form)
     columns = {"text": "review.body", "label": "review.by.stars"}
-    (data,) = read_tasks("classification", None, {"train": train, "dev": train}, columns)
+    (data,) = read_tasks("classification", files={"train": train, "dev": train}, columns=columns)
     assert (data.task.labels, data.text_columns, data.train.texts[7]) == (("0", "1"), (("review.body",),), ("text 7",))
     source = Source(path=train, trained_text=data.text_columns)
     with open_examples(TASK_TYPES["classification"], source) as opened:
         assert [(*texts, row) for texts, row in opened.rows][7] == ("text 7", rows[7])
     with refused("review.text"):
-        read_tasks("classification", None, {"train": train}, columns | {"text": "review.text"})
+        read_tasks("classification", files={"train": train}, columns=columns | {"text": "review.text"})
 
 
 def test_columns_may_be_a_list_or_a_single_name(write):
     train = write([{"text": "a", "title": f"t{row}", "label": "x", "topic": "xy"[row % 2]} for row in range(8)])
     for text, label in ((["title", "text"], ["topic"]), (("title", "text"), "topic")):
-        (data,) = read_tasks("classification", None, {"train": train}, {"text": text, "label": label})
+        (data,) = read_tasks("classification", files={"train": train}, columns={"text": text, "label": label})
         assert ("t0", "a") in (*data.train.texts, *data.dev[0].texts) and data.task.labels == ("x", "y")
         assert data.text_columns == (("title", "text"),)
 
@@ -421,7 +421,7 @@ def test_several_labels_that_occur_twice_are_in_both_splits(write, seed):
 def test_texts_in_both_splits_are_counted(write):
     train, dev = write(labeled("a", "b")), write(labeled("a", "b", "a"), "dev.jsonl")
     for first, second, message in ((train, dev, "2 of 3 dev examples"), (dev, train, "all 2 dev examples")):
-        (data,) = read_tasks("classification", None, {"train": first, "dev": second}, {})
+        (data,) = read_tasks("classification", files={"train": first, "dev": second})
         assert data.notes[1].startswith(f"{second}: {message} have a text that is in the training split")
 
 
@@ -443,6 +443,6 @@ def test_quoting_and_a_missing_header_are_passed_on(write):
     train = write("x\tso it is now\ny\tnot so\n", "train.tsv")
     assert "add --no-header if that is data, and choose columns by number" in refusal(read, train)
     options = {"text": "1", "label": "0", "no_header": True}
-    (data,) = read_tasks("classification", None, {"train": train, "dev": train}, options)
+    (data,) = read_tasks("classification", files={"train": train, "dev": train}, columns=options)
     assert (data.task.labels, data.text_columns[0]) == (("x", "y"), ("1",))
     assert data.train.texts == [("so it is now",), ("not so",)]

@@ -324,11 +324,11 @@ def test_names_of_columns(write, name, header, quoting, expected):
 def test_a_delimiter_is_for_every_file_of_a_task(write):
     texts = {"train": "x,1", "dev": "x,2"}
     files = {name: write(f"body,a;label\n{text};p\ny,2;n\n", f"{name}.csv") for name, text in texts.items()}
-    (data,) = read_tasks("classification", None, files, {"text": "body,a", "delimiter": "semicolon"})
+    (data,) = read_tasks("classification", files=files, columns={"text": "body,a", "delimiter": "semicolon"})
     assert [split.texts for split in (data.train, *data.dev)] == [[(text,), ("y,2",)] for text in texts.values()]
     assert data.text_columns == (("body,a",),)
     files = {name: write(f"body;label\n{text};p\ny;n\n", f"{name}.csv") for name, text in texts.items()}
-    (data,) = read_tasks("classification", None, files, {"text": "body"})
+    (data,) = read_tasks("classification", files=files, columns={"text": "body"})
     assert "dev.csv: semicolons separate the cells, as the first line shows" in data.notes[1]
 
 

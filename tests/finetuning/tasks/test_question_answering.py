@@ -21,7 +21,7 @@ def readers(encoder_folder, squad_folder, tmp_path_factory):
     for name, head in (("squad1", "transformers"), ("squad2", "published")):
         out = tmp_path_factory.mktemp(name)
         run = in_process.run(
-            *("finetune", "--task", name, "--model", encoder_folder, "--data", squad_folder, "--out", out),
+            *("finetune", encoder_folder, "--task", name, "--squad", squad_folder, "--out", out),
             *("--seeds", "2", "--json", *flags(SETTINGS | {"finetune.head": head})),
         )
         assert run.returncode == 0, run.stderr
@@ -120,7 +120,7 @@ def test_own_questions(encoder_folder, tmp_path):
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
     run = in_process.run(
-        *("finetune", "--task", "question-answering", "--train", tmp_path / "own.jsonl", "--model", encoder_folder),
+        *("finetune", encoder_folder, "--task", "question-answering", "--train", tmp_path / "own.jsonl"),
         *("--test", tmp_path / "own.jsonl", "--out", out, *flags(SETTINGS)),
     )
     assert run.returncode == 0, run.stderr

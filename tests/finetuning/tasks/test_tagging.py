@@ -88,7 +88,7 @@ def tagger(encoder_folder, conll_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("tagging")
     settings = SETTINGS | {"finetune.epochs": "12", "finetune.learning_rate": "2e-3"}
     arguments = {"train": conll_folder / "train.conll", "dev": conll_folder / "dev.conll"}
-    results = ef.finetune("tagging", model=encoder_folder, out=out, overrides=settings, **arguments)
+    results = ef.finetune(encoder_folder, task="tagging", out=out, overrides=settings, **arguments)
     return out / "tagging", results["tagging"]
 
 
@@ -177,7 +177,7 @@ def test_weights_of_tags_and_of_types(tiny_vocab):
     rows = [{"tokens": ["the", "class", "value"], "tags": tags} for tags in (["B-X", "I-X", "O"], ["B-Y", "O", "O"])]
     others = [row | {"tokens": ["a", "b", "c"]} for row in rows]
     tables = {"train": MemoryTable.of("train", rows), "dev": MemoryTable.of("dev", others)}
-    (data,) = read_tasks("tagging", None, tables, {})
+    (data,) = read_tasks("tagging", files=tables)
     assert data.task.labels == ("O", "B-X", "I-X", "B-Y", "I-Y")
     for text, expected in (
         ("none", [1, 1, 1, 1, 1, 1]),

@@ -160,8 +160,15 @@ def read(name: str, folder: Path) -> TaskData:
 
 
 def held_tasks(folder: Path) -> list[str]:
-    """Returns the tasks whose folders are in `folder`, in the order of `TASKS`."""
-    return [name for name in TASKS if _subfolder(name, folder)]
+    """Returns the tasks whose folders are in `folder`, in the order of `TASKS`, or the one whose folder it is."""
+    if held := [name for name in TASKS if _subfolder(name, folder)]:
+        return held
+    if name := task_name(folder.resolve().name):
+        return [name]
+    folders = ", ".join(task.folder for task in TASKS.values())
+    raise FileNotFoundError(
+        f"{folder}: holds no folder of a GLUE task ({folders}); name the folder above those, or the task with --task"
+    )
 
 
 def locate(name: str, folder: Path) -> Path:

@@ -258,17 +258,34 @@ class _QuestionParser(Parser[Split]):
 
 
 def _squad_files(name: str, folder: Path) -> dict[str, dict[Path, list[JsonObject]]]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder")
-    letters = {path: "".join(filter(str.isalnum, path.name.lower())) for path in folder.iterdir() if path.is_dir()}
-    subfolders = [path for path in sorted(letters) if re.fullmatch(f"squad(v?{name[-1]}[01]?)?", letters[path])]
-    for candidate in (*subfolders, folder):
+    for candidate in _candidates(name, folder):
         files = {split: _parts(name, candidate, patterns) for split, patterns in PATTERNS.items()}
         if files["train"] and not files["dev"]:
             raise FileNotFoundError(f"{candidate}: no {' or '.join(PATTERNS['dev'])} of {name}")
         if files["train"]:
             return {split: parts for split, parts in files.items() if parts}
     raise FileNotFoundError(f"{folder}: no train*.json of {name} there, nor in a folder squad or {name}")
+
+
+def held_version(folder: Path) -> str:
+    """Returns which SQuAD a folder holds, `squad1` or `squad2`; raises InputError for both, FileNotFoundError for none.
+
+    Unlike `read_squad`, it reads no more than the training files.
+    """
+    names = ("squad1", "squad2")
+    held = [name for name in names if any(_parts(name, each, PATTERNS["train"]) for each in _candidates(name, folder))]
+    if len(held) == 2:
+        raise InputError(f"{folder}: holds both; choose with --task squad1 or --task squad2")
+    if not held:
+        raise FileNotFoundError(f"{folder}: no train*.json of SQuAD there, nor in a folder squad, squad1 or squad2")
+    return held[0]
+
+
+def _candidates(name: str, folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    letters = {path: "".join(filter(str.isalnum, path.name.lower())) for path in folder.iterdir() if path.is_dir()}
+    return [*(path for path in sorted(letters) if re.fullmatch(f"squad(v?{name[-1]}[01]?)?", letters[path])), folder]
 
 
 def _parts(name: str, folder: Path, patterns: Sequence[str]) -> dict[Path, list[JsonObject]]:
