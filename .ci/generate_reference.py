@@ -27,7 +27,7 @@ from electra_fast.training import evaluate as pretrained
 NOTE = "<!-- Written by .ci/generate_reference.py. -->\n\n"
 LISTS = ("Args:", "Raises:", "Attributes:")
 GROUPS = {
-    "Text and corpora": "prepare train_vocab verify Corpus Tokenizer BatchLoader to_torch",
+    "Text and corpora": "prepare vocab verify Corpus Tokenizer BatchLoader to_torch",
     "Pre-training": "Config pretrain plan evaluate report reproduce",
     "Models": "load export import_folder Electra",
     "Fine-tuning and prediction": "finetune load_finetuned detect load_error_detector",

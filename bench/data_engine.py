@@ -120,7 +120,7 @@ def compare_ids(ways: dict[str, Any], part: list[str], results: Results) -> int:
 
 
 def ours_encode(vocab: Path) -> Any:
-    return Tokenizer(vocab, lowercase=True, strip_accents=True).encode_batch, lambda found: found
+    return Tokenizer(vocab, cased=False, strip_accents=True).encode_batch, lambda found: found
 
 
 def hf_tokenizer(vocab: Path) -> Any:
@@ -150,7 +150,7 @@ def nano_encode(vocab: Path) -> Any:
 
 def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Results:
     """Rates of all loaders, each in a process of its own, so that threads are charged to the right one."""
-    electra_fast.prepare([text], vocab=vocab, lowercase=True, out=folder / "shards", progress=False)
+    electra_fast.prepare([text], vocab=vocab, cased=False, out=folder / "shards", progress=False)
     np.save(folder / "rows.npy", rows_of(electra_fast.Corpus(folder / "shards")))
     results: Results = {name: {"Mtok/s": [], "Mtok/cpu-s": []} for name in loaders(vocab, folder)}
     for number in range(runs):
@@ -322,7 +322,7 @@ def synthetic_text(path: Path, size: int) -> Path:
 def trained_vocab(text: Path, path: Path) -> Path:
     sample = path.with_suffix(".sample.txt")
     sample.write_text(text.read_text(encoding="utf-8")[:3_000_000], encoding="utf-8")
-    electra_fast.train_vocab([sample], out=path, size=16_000, strip_accents=True, progress=False)
+    electra_fast.vocab([sample], out=path, size=16_000, strip_accents=True, progress=False)
     return path
 
 

@@ -107,7 +107,7 @@ class Study:
         if not vocab.exists() and self._ruler.exists():
             replace_file(vocab, np.load(self._ruler)["vocab"].tobytes())
         elif not vocab.exists():
-            ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, strip_accents=True)
+            ef.vocab(texts, out=vocab, size=self.scale.vocab_size, strip_accents=True)
         ef.prepare(texts, vocab=vocab, out=self.corpus, holdout=0.01)
         if not self._is_of_the_log():
             corruptor = Job(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)

@@ -20,7 +20,7 @@ TOKENS, SHARD, BLOCK, DOCUMENT, LINE, PAGE = 1e13, 2**27, 262_144, 500, 25, 65_5
 SHARDS = math.ceil(TOKENS / SHARD)
 BLOCKS = SHARDS * SHARD // BLOCK
 LATENCY, REQUEST_BANDWIDTH, CHECKSUMS, GET_PRICE = 50e-3, 85e6, 10e9, 0.4e-6
-PACKING = {"best-fit": 5e9, "google": 3e9}
+PACKING = {"best-fit": 5e9, "examples": 3e9}
 
 
 def ring(num_bytes: float, ranks: int, link: tuple[float, float]) -> float:
@@ -79,7 +79,7 @@ def store(packing: str, nodes: int, lanes: int) -> list[str]:
     edges = PAGE if lanes == 1 else 0
     share = min(1, max(1 / nodes, 1 / lanes))
     blocks, tables, pages = [2 * BLOCK + edges], [tables_of(2 * SHARD, 4 * SHARD / DOCUMENT)], 0.0
-    if packing == "google":  # reads a page further, and the lengths of lines: 1.1 bytes each, page by page
+    if packing == "examples":  # reads a page further, and the lengths of lines: 1.1 bytes each, page by page
         body = 1.1 * SHARD / LINE
         blocks, tables, pages = [2 * BLOCK + PAGE], [*tables, tables_of(body, 8 * SHARD / DOCUMENT) + body], body / PAGE
     shards = SHARDS * share * (1 if lanes == 1 else 5 / 4)
@@ -103,7 +103,7 @@ def table(header: str, rows: list[list[str]]) -> str:
 def tables() -> list[str]:
     gpus = (8, 64, 256, 1024)
     stored = [("best-fit", 8, 64), ("best-fit", 256, 256), ("best-fit", 256, 64), ("best-fit", 256, 1)]
-    stored += [("google", 8, 64), ("google", 256, 256)]
+    stored += [("examples", 8, 64), ("examples", 256, 256)]
     return [
         table(
             "| GPUs | small: all-reduce, efficiency, tokens/s | base | large |",

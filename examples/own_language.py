@@ -19,14 +19,14 @@ texts, labeled, out, preset, steps = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 # * Size: a language with many word forms, such as Hungarian, Finnish or Turkish, profits from more pieces than English,
 #   which has 30,522. A small model should not be mostly embeddings: 8,000 for `mini`.
 # * Casing: without capitals, "Alma" and "alma" are one word, which suits a small model and little text. Keep them
-#   (lowercase=False) if they matter to your task: names in text, or nouns in German.
+#   (cased=True) if they matter to your task: names in text, or nouns in German.
 # * Accents: kept, since "kor" (age), "kór" (disease) and "kör" (circle) are different words. Strip them only if your
 #   users leave them out.
 vocab = out / "vocab.txt"
 if not vocab.exists():
     out.mkdir(parents=True, exist_ok=True)
     size = 32_000 if preset in ("small", "base", "large") else 8_000
-    ef.train_vocab(texts, out=vocab, size=size, lowercase=True, strip_accents=False)
+    ef.vocab(texts, out=vocab, size=size)
 
 # A hundredth of the documents measures the progress. `electra-fast inspect work/shards` shows rows as the model reads
 # them: look at them once. More than a few [UNK], or two pieces per word, means that the vocabulary does not fit.

@@ -10,11 +10,12 @@ import sys
 import pytest
 from in_process import run
 
+import electra_fast as ef
 from electra_fast.cli import main
 from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.presets import RECIPES
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare
 from electra_fast.hardware.flops import flops_per_token
 from electra_fast.messages import UNSAFE, printable
 from electra_fast.objectives import OBJECTIVES
@@ -81,7 +82,7 @@ def test_any_encoding_of_the_terminal_gets_every_answer(whole_run, tmp_path, mon
     first, _ = map(json.loads, answers.splitlines())
     names = [word["text"] for word in first["words"]]
     assert names == ["日", "本", "é", "😀"]
-    train_vocab(iter([NAMES] * 3), out=tmp_path / "v/vocab.txt", size=60, lowercase=False, progress=False)
+    ef.vocab(iter([NAMES] * 3), out=tmp_path / "v/vocab.txt", size=60, cased=True, progress=False)
     prepare(iter([NAMES] * 3), vocab=tmp_path / "v/vocab.txt", out=tmp_path / NAMES, progress=False)
     monkeypatch.setattr(sys, "stdout", streams[1])
     assert main(["inspect", str(tmp_path / NAMES)]) == 0
@@ -116,9 +117,9 @@ def test_inspect_and_verify(folder):
     figures = json.loads(run("inspect", folder / "shards", "--json").stdout)
     assert figures["documents"] + figures["held_out_documents"] == 400
     assert figures["rows"] == figures["best_fit_rows"] and figures["best_fit_tokens_dropped"] == 0
-    assert figures["google_tokens_kept"] + figures["google_tokens_dropped"] == figures["tokens"]
-    assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
-    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "span", "--packing", "google")
+    assert figures["examples_tokens_kept"] + figures["examples_tokens_dropped"] == figures["tokens"]
+    assert 0 < figures["examples_fill"] < figures["best_fit_fill"] <= 1 and figures["examples_rows"] > 0
+    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "span", "--packing", "examples")
     assert shown.returncode == 0 and shown.stderr == "" and "[CLS]" in shown.stdout and "[MASK](" in shown.stdout
     of_recipe = ("--masking", Config().data.masking, "--mask-prob", Config().data.mask_prob)
     rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
@@ -249,7 +250,7 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
     ("given", "counted_with"),
     [
         (("two-stage", "--generator.fraction", 0.5), 'model.tying = "none", generator.fraction = 1.0'),
-        (("electra15", "--objective.disc_positions", "random", "--recipe", "google"), 'data.masking = "paper"'),
+        (("electra15", "--objective.disc_positions", "random", "--recipe", "google"), 'data.masking = "tokens"'),
         (("adversarial", "--objective.temperature", 2), "objective.temperature = 1.0"),
     ],
 )

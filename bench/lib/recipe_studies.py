@@ -58,7 +58,7 @@ class Setting:
 
 # For one pass over the text: no dropout, no dropped or padded text, no repeated masks.
 COMMON: Keys = {
-    "data.masking": "paper",
+    "data.masking": "tokens",
     "data.packing": "best-fit",
     "model.dropout": "0",
     "model.attention_dropout": "0",
@@ -130,7 +130,7 @@ GOOGLE_ROTARY = Setting(
 MLM = Setting(
     "mlm",
     {key: value for key, value in MODERN.keys.items() if not key.startswith("objective.")}
-    | {"objective.name": "mlm", "data.masking": "bert", "data.mask_prob": "0.35"},
+    | {"objective.name": "mlm", "data.masking": "80-10-10", "data.mask_prob": "0.35"},
 )
 
 

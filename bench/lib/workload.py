@@ -29,9 +29,7 @@ def make_corpus(cache: Path, num_documents: int, vocab_size: int = VOCAB_SIZE) -
     folder.mkdir(parents=True, exist_ok=True)
     words = [f"w{i}" for i in range(vocab_size - len(SPECIAL))]
     (folder / "vocab.txt").write_text("\n".join(SPECIAL + words) + "\n")
-    ef.prepare(
-        _documents(words, num_documents), vocab=folder / "vocab.txt", out=shards, lowercase=False, progress=False
-    )
+    ef.prepare(_documents(words, num_documents), vocab=folder / "vocab.txt", out=shards, cased=True, progress=False)
     return shards
 
 

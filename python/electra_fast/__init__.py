@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from electra_fast.config.config import Config
     from electra_fast.data.corpus import Corpus, Tokenizer, verify
     from electra_fast.data.loader import BatchLoader, to_torch
-    from electra_fast.data.prepare import prepare, train_vocab
+    from electra_fast.data.prepare import prepare, vocab
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
     from electra_fast.finetuning.error_detection import detect, load_error_detector
     from electra_fast.finetuning.finetune import finetune
@@ -33,7 +33,7 @@ _NAMES = {
     "config.config": "Config",
     "data.corpus": "Corpus Tokenizer verify",
     "data.loader": "BatchLoader to_torch",
-    "data.prepare": "prepare train_vocab",
+    "data.prepare": "prepare vocab",
     "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
     "finetuning.error_detection": "detect load_error_detector",
     "finetuning.finetune": "finetune",
@@ -73,8 +73,8 @@ __all__ = [
     "report",
     "reproduce",
     "to_torch",
-    "train_vocab",
     "verify",
+    "vocab",
 ]
 
 

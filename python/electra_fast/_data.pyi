@@ -89,7 +89,7 @@ class Corpus:
     @property
     def token_bytes(self) -> int: ...
 
-# `reading` of these functions: documents, text_fields, invalid_utf8, format, skip_bad_records.
+# `reading` of these functions: documents, text_fields, invalid_utf8, format, skip_bad_rows.
 
 def prepare(
     tokenizer: Tokenizer,

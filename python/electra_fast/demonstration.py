@@ -20,7 +20,7 @@ from rich.text import Text
 
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare, vocab
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.export import export
 from electra_fast.messages import printable
@@ -44,13 +44,13 @@ def demo(out: Path) -> None:
     """
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    corpus, vocab, shards, run = out / "corpus.jsonl", out / "vocab.txt", out / "shards", out / "run"
+    corpus, words, shards, run = out / "corpus.jsonl", out / "vocab.txt", out / "shards", out / "run"
     if not corpus.exists():
         _write_corpus(corpus)
-    if not vocab.exists():
-        train_vocab([str(corpus)], out=vocab, size=VOCAB_SIZE, lowercase=True)
+    if not words.exists():
+        vocab([str(corpus)], out=words, size=VOCAB_SIZE)
     # The casing is explicit, because a kill may have left vocab.txt without its tokenizer.json.
-    prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True, strip_accents=False)
+    prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)
     pretrain(shards, config=demo_config(), out=run)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
     export(run, out / "export")

@@ -134,7 +134,7 @@ def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monk
     judged_on = first.judged_on
     (made / "ruler.npz").rename(study.out / "bench/data/ruler-tiny.npz")
     second = recipes.Study(scale, used, study.results, None)
-    monkeypatch.setattr(ef, "train_vocab", None)
+    monkeypatch.setattr(ef, "vocab", None)
     second.prepare(texts)
     assert second.judged_on == judged_on and not (used / "corruptor").exists()
     (study.out / "text.txt").write_text("another text\n\n" * 2_000)

@@ -73,8 +73,8 @@ def test_recipes_differ_where_the_sources_do() -> None:
     assert (paper.optimizer.name, google.optimizer.name) == ("lamb", "adamw")
     assert (paper.optimizer.bias_correction, google.optimizer.bias_correction) == (True, False)
     assert (paper.optimizer.schedule, google.optimizer.schedule) == ("linear", "product")
-    assert (paper.data.masking, google.data.masking) == ("paper", "google")
-    assert (paper.data.packing, google.data.packing) == ("best-fit", "google")
+    assert (paper.data.masking, google.data.masking) == ("tokens", "with-repeats")
+    assert (paper.data.packing, google.data.packing) == ("best-fit", "examples")
     for config in (paper, google):
         optimizer = config.optimizer
         assert (optimizer.epsilon, optimizer.weight_decay, optimizer.beta1, optimizer.beta2) == (1e-6, 0.01, 0.9, 0.999)
@@ -234,7 +234,7 @@ def test_an_objective_brings_what_it_needs_and_takes_nothing_that_is_set(
     assert Config.load(write(tmp_path, text), {"objective.name": name}) == config
     path = write(tmp_path, f'{text}[objective]\nname = "{name}"\n')
     assert Config.load(path) == config and Config.load(path, {"objective.name": "electra"}) == plain
-    for key, value in (("data.masking", "google"), ("generator.fraction", 0.75), ("generator.kind", "unigram")):
+    for key, value in (("data.masking", "with-repeats"), ("generator.fraction", 0.75), ("generator.kind", "unigram")):
         if value in needs.get(key, (value,)):
             assert Config.load(path, {key: value}).value(key) == value
         else:

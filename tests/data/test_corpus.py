@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
+import electra_fast as ef
 from electra_fast.data.corpus import Corpus, Tokenizer
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare
 from electra_fast.errors import InputError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -60,7 +61,7 @@ def random_texts(count):
 @pytest.mark.parametrize("lowercase", [True, False])
 @pytest.mark.parametrize("strip_accents", [None, True, False])
 def test_ids_are_those_of_the_tokenizers_package(vocab, lowercase, strip_accents):
-    tokenizer = Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer = Tokenizer(vocab, cased=not lowercase, strip_accents=strip_accents)
     texts = ODD + random_texts(500)
     reference = oracle(lowercase, strip_accents)
     assert repr(tokenizer).startswith(f"Tokenizer({str(vocab)!r}): {len(VOCAB)} entries, ")
@@ -76,16 +77,16 @@ def test_a_tokenizer_json_neither_truncates_nor_pads_nor_sees_special_tokens(voc
     saved.enable_padding(length=9)
     saved.save(str(tmp_path / "tokenizer.json"))
     texts = ODD + random_texts(100)
-    from_json, from_vocab = Tokenizer(tmp_path / "tokenizer.json"), Tokenizer(vocab, lowercase=True)
+    from_json, from_vocab = Tokenizer(tmp_path / "tokenizer.json"), Tokenizer(vocab, cased=False)
     pairs = zip(from_json.encode_batch(texts), from_vocab.encode_batch(texts), strict=True)
     assert all(a.tolist() == b.tolist() for a, b in pairs)
-    with pytest.raises(ValueError, match="lowercase and strip_accents belong to vocab.txt"):
-        Tokenizer(tmp_path / "tokenizer.json", lowercase=True)
+    with pytest.raises(ValueError, match="cased and strip_accents belong to vocab.txt"):
+        Tokenizer(tmp_path / "tokenizer.json", cased=False)
 
 
 def test_what_a_tokenizer_tells(vocab):
     tokenizer = Tokenizer(vocab)
-    assert tokenizer.options == {"lowercase": False, "strip_accents": False}  # "A" is an ordinary entry
+    assert tokenizer.options == {"cased": True, "strip_accents": False}  # "A" is an ordinary entry
     assert tokenizer.special_tokens == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
     assert (tokenizer.vocab_size, tokenizer.fast) == (len(VOCAB), True)
     [ids] = tokenizer.encode_batch(["unable tokens"])
@@ -302,7 +303,7 @@ def test_utf_16_is_read_as_utf_8_is(vocab, tmp_path, name, encoding):
         (tmp_path / out).mkdir()
         (tmp_path / out / name).write_bytes(pack(data))
         prepare([tmp_path / out], vocab=vocab, out=tmp_path / out / "shards", progress=False)
-        train_vocab([tmp_path / out / name], out=tmp_path / out / "v.json", size=60, min_frequency=1, progress=False)
+        ef.vocab([tmp_path / out / name], out=tmp_path / out / "v.json", size=60, min_frequency=1, progress=False)
     assert Corpus(tmp_path / "16/shards").content_hash == Corpus(tmp_path / "8/shards").content_hash
     assert len(Corpus(tmp_path / "16/shards")) == 2
     assert (tmp_path / "16/v.json").read_bytes() == (tmp_path / "8/v.json").read_bytes()

@@ -6,10 +6,11 @@ import unicodedata
 import pytest
 from in_process import run
 
+import electra_fast as ef
 from electra_fast import _data
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.inspect import inspect
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ENGLISH = [*SPECIAL, "the", "cat", "sleep", "##s", "."]
@@ -45,7 +46,7 @@ def test_unknown_words_are_counted_and_named(tmp_path):
 
 def test_chinese_with_an_english_vocabulary_is_told_before_and_after(vocab, tmp_path, capfd):
     (tmp_path / "a.txt").write_text(CHINESE)
-    prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "out", lowercase=True)
+    prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "out", cased=False)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("warning: 100.0% of the tokens are [UNK] (of a sample, most often: 一 (50), ")
     assert lines[0].endswith("the vocabulary seems to be of another language or script: train one on this text")
@@ -60,7 +61,7 @@ def test_a_stream_of_documents_is_sampled_and_loses_none(vocab, tmp_path, capfd)
             asked.append(number)
             yield "的" * 10 if number % 2 else "cat"
 
-    report = prepare(documents(), vocab=vocab, out=tmp_path / "out", lowercase=True)
+    report = prepare(documents(), vocab=vocab, out=tmp_path / "out", cased=False)
     assert len(asked) == report.num_documents == 1000 and report.num_tokens == 500 * 11
     assert capfd.readouterr().err.startswith("warning: 90.9% of the tokens are [UNK]")
     same = prepare(list(documents()), vocab=vocab, out=tmp_path / "same", kind="documents", progress=False)
@@ -99,7 +100,7 @@ def test_accents_that_a_vocabulary_drops_are_told_with_what_merges(tmp_path, cap
     """Only where it drops them, and not for a rare foreign word: in English, that is nothing to warn about."""
     (tmp_path / "a.txt").write_text(f"{text}\n\n" * 40, encoding="utf-8")
     for name, strip in [("kept", False), ("dropped", True)]:
-        train_vocab([tmp_path / "a.txt"], out=tmp_path / name / "vocab.txt", strip_accents=strip, progress=False)
+        ef.vocab([tmp_path / "a.txt"], out=tmp_path / name / "vocab.txt", strip_accents=strip, progress=False)
         capfd.readouterr()
         prepare([tmp_path / "a.txt"], vocab=tmp_path / name, out=tmp_path / name / "out")
         lines = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
@@ -112,7 +113,7 @@ def test_accents_that_a_vocabulary_drops_are_told_with_what_merges(tmp_path, cap
 def test_decomposed_text_is_told(tmp_path, capfd):
     for form, text in [("NFC", "Việt Nam không ở đây"), ("NFD", "Việt Nam không ở đây"), ("NFD", "한국어")]:
         text = unicodedata.normalize(form, text)
-        train_vocab(iter([text] * 20), out=tmp_path / f"{form}{len(text)}.json")
+        ef.vocab(iter([text] * 20), out=tmp_path / f"{form}{len(text)}.json")
         assert ("(Unicode NFD)" in capfd.readouterr().err) == (form == "NFD")
 
 
@@ -127,7 +128,7 @@ def test_decomposed_text_is_told(tmp_path, capfd):
 )
 def test_the_cause_of_unknown_words_is_named(tmp_path, capfd, entries, text, cause):
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, *entries]), encoding="utf-8")
-    prepare(iter([text] * 20), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", lowercase=False)
+    prepare(iter([text] * 20), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", cased=True)
     said = capfd.readouterr().err
     assert cause in said
     assert ("98.4% of the letters of a sample are in words of more than 100" in said) == ("more than 100" in cause)

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.feather import write_feather
 
+import electra_fast as ef
 from electra_fast.data.corpus import Corpus, Tokenizer
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare
 
 TEXTS = [f"w{n} w{n + 1}\nw{n + 2}" for n in range(90)]
 
@@ -152,14 +153,14 @@ def test_a_folder_most_of_which_is_passed_over_is_a_warning(vocab, tmp_path, cap
     (folder / "README.txt").write_text("w1 w2\n")
     (folder / "reviews.csv.gz").write_bytes(gzip.compress(json_lines(TEXTS)))
     prepare(folder, vocab=vocab, out=tmp_path / "out")
-    train_vocab(folder, out=tmp_path / "v/vocab.txt", size=100, min_frequency=1)
+    ef.vocab(folder, out=tmp_path / "v/vocab.txt", size=100, min_frequency=1)
     said = capfd.readouterr().err
     assert len(re.findall(r"warning: \d\d% of the input's bytes are in 1 files of other .* \(\.csv\.gz\)", said)) == 2
     with pytest.raises(ValueError, match=r"line 1: no text field \"text\"; there are: review.body, review.title"):
         (folder / "b.json").write_text(json.dumps({"review": {"body": "w1", "title": "w2"}}) + "\n")
         prepare(folder / "b.json", vocab=vocab, out=tmp_path / "none", progress=False)
     with pytest.raises(ValueError, match=r"No files matched .*\(1 were found, .* \.json without the text field title"):
-        prepare(str(folder / "*.json"), vocab=vocab, out=tmp_path / "none", text_field="title", progress=False)
+        prepare(str(folder / "*.json"), vocab=vocab, out=tmp_path / "none", text="title", progress=False)
 
 
 NESTED = [{"review": {"body": text, "by": {"name": "w1"}}, "n": 1} for text in TEXTS] + [{"review": None, "n": 2}]
@@ -176,12 +177,12 @@ def test_dots_lead_into_objects_and_structs(vocab, tmp_path, name):
         path.write_text(json.dumps(NESTED) if path.suffix == ".json" else "\n".join(map(json.dumps, NESTED)))
     options = {"vocab": vocab, "progress": False}
     inputs = NESTED if name == "memory" else path
-    report = prepare(inputs, out=tmp_path / "out", text_field="review.by.name, review.body", **options)
+    report = prepare(inputs, out=tmp_path / "out", text="review.by.name, review.body", **options)
     prepare((f"w1\n{text}" for text in TEXTS), out=tmp_path / "plain", **options)
     assert report.content_hash == Corpus(tmp_path / "plain").content_hash and report.empty_documents == 1
     error = "document 0: no field" if name == "memory" else "there are: (n, )?review.body, review.by"
     with pytest.raises(ValueError, match=error):
-        prepare(inputs, out=tmp_path / "none", text_field="review.text", **options)
+        prepare(inputs, out=tmp_path / "none", text="review.text", **options)
 
 
 NUMBERS = "0 -1.5 1e999 -1E+400 NaN Infinity -Infinity 01 1. .5 +1 -NaN 1NaN nan --1 1e true null tru".split()
@@ -238,10 +239,10 @@ def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
     texts = [python_text(line, field, invalid_utf8 == "replace") for line in lines]
     good = [line for line, text in zip(lines, texts, strict=True) if text is not None]
     options = {"vocab": vocab, "progress": False}
-    reading = options | {"text_field": field, "invalid_utf8": invalid_utf8}
+    reading = options | {"text": field, "invalid_utf8": invalid_utf8}
     prepare((text for text in texts if text), out=tmp_path / "plain", **options)
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    report = prepare(tmp_path / "a.jsonl", out=tmp_path / "lines", skip_bad_records=5_000, **reading)
+    report = prepare(tmp_path / "a.jsonl", out=tmp_path / "lines", skip_bad_rows=5_000, **reading)
     listed = (tmp_path / "lines/skipped.jsonl").read_bytes().splitlines()
     skipped = [json.loads(record)["line"] for record in listed]
     assert skipped == [number for number, text in enumerate(texts, 1) if text is None] and 500 < len(skipped) < 4_900
@@ -257,7 +258,7 @@ def test_several_columns_are_joined_by_line_ends_and_nulls_counted_wherever_they
     table = pa.table({"body": pa.array(bodies, pa.string_view()), "n": [1, 2, 3, 4], "title": titles})
     write_stream(tmp_path / "a.arrow", table)
     options = {"vocab": vocab, "progress": False}
-    report = prepare([tmp_path / "a.arrow"], out=tmp_path / "out", text_field="title,body", **options)
+    report = prepare([tmp_path / "a.arrow"], out=tmp_path / "out", text="title,body", **options)
     assert (report.num_documents, report.empty_documents) == (3, 1)
     prepare(iter(["w1\nw3 w4", "w5", "w2"]), out=tmp_path / "plain", **options)
     assert report.content_hash == Corpus(tmp_path / "plain").content_hash
@@ -349,12 +350,12 @@ class Frame(Rows):
 def test_rows_of_a_dataset_give_their_text(vocab, tmp_path):
     dataset = Rows({"text": "w1", "title": "w2"}, {"text": None, "title": "w3"}, {"text": "w4\nw5", "title": "w6"})
     for name, rows in (("dataset", dataset), ("list", list(dataset))):
-        prepare(rows, vocab=vocab, out=tmp_path / name, text_field="title,text", progress=False)
+        prepare(rows, vocab=vocab, out=tmp_path / name, text="title,text", progress=False)
         assert texts_of(tmp_path / name) == ["w2 w1", "w3", "w6 w4 w5"]
     (tmp_path / "vocab.txt").touch()
     with pytest.raises(ValueError, match="vocab.txt: exists, and would be taken to belong to the tokenizer.json"):
-        train_vocab(dataset, out=tmp_path / "words.txt", size=60, min_frequency=1, progress=False)
-    train_vocab(dataset, out=tmp_path / "words" / "words.txt", size=60, min_frequency=1, progress=False)
+        ef.vocab(dataset, out=tmp_path / "words.txt", size=60, min_frequency=1, progress=False)
+    ef.vocab(dataset, out=tmp_path / "words" / "words.txt", size=60, min_frequency=1, progress=False)
     assert "w1" in (tmp_path / "words" / "words.txt").read_text().split()
 
 
@@ -392,7 +393,7 @@ def test_what_is_no_text_is_named(vocab, tmp_path, inputs, kind, message):
 def test_a_row_whose_text_cannot_be_used_is_named(vocab, tmp_path):
     half = r"^document 1: half of a surrogate pair, .* with invalid_utf8='replace'$"
     for inputs, message in (
-        (Rows({"body": "w1", "id": 1}), r"^document 0: no field 'text'; there are: body, id; choose with text_field$"),
+        (Rows({"body": "w1", "id": 1}), r"^document 0: no field 'text'; there are: body, id; choose with text$"),
         (Rows({"text": "w1"}, {"text": "w2\ud83d"}), half),
         (iter(["w1", "\ude00\ud83d"]), half),
     ):

@@ -26,7 +26,7 @@ from electra_fast.data.loader import BatchLoader, merge_states, rows_of, to_torc
 from electra_fast.data.prepare import prepare
 
 LENGTH = 64
-PUBLISHED = {"masking": "google", "mask_prob": 0.15}
+PUBLISHED = {"masking": "with-repeats", "mask_prob": 0.15}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def open_loader(corpus):
 
 def test_the_repr_says_what_comes_and_where_it_stands(open_loader, corpus):
     loader = open_loader(rank=1, world_size=2)
-    rows = f"23 rows of {LENGTH} tokens, best-fit packing, google masking of 15%, part 1 of 2"
+    rows = f"23 rows of {LENGTH} tokens, best-fit packing, with-repeats masking of 15%, part 1 of 2"
     assert repr(loader) == f"BatchLoader({str(corpus)!r}): {rows}; at epoch 0"
     next(loader)
     assert 0 < float(repr(loader).rpartition(" ")[2]) < 1
@@ -75,8 +75,8 @@ def digest(batches):
     return sha.hexdigest()
 
 
-# In this corpus each token is a word and each document a line: cuts at words are those of google's batches.
-OPTIONS = [{"masking": masking} for masking in ("paper", "google", "bert", "whole-word", "span")]
+# In this corpus each token is a word and each document a line: cuts at words are those of the batches with repeats.
+OPTIONS = [{"masking": masking} for masking in ("tokens", "with-repeats", "80-10-10", "whole-word", "span")]
 OPTIONS += [{"cut_at": "word"}, {"cut_at": "line"}]
 
 
@@ -151,7 +151,7 @@ def test_the_longest_state_is_short_and_has_its_first_form(open_loader):
     assert state["options"] == f"{row} packing=best-fit cut_at=line"
     largest = state | {"epoch": 2**32 - 1, "group": 2**32 - 1, "row": 2**64 - 1}
     assert len(json.dumps(largest, separators=(",", ":"))) < 256
-    usual = "sequence_length=64 masking=google mask_prob=0.15 packing=best-fit"
+    usual = "sequence_length=64 masking=with-repeats mask_prob=0.15 packing=best-fit"
     assert open_loader().state()["options"] == usual
 
 
@@ -174,7 +174,7 @@ def test_a_rank_needs_the_lanes_that_its_rows_come_from(folder_of_lanes):
 
 
 def test_tensors_have_their_shapes_and_share_memory(open_loader):
-    batch = next(open_loader(masking="paper"))
+    batch = next(open_loader(masking="tokens"))
     columns, tensors = pa.record_batch(batch), to_torch(batch)
     slots = math.ceil(0.15 * LENGTH)
     for name in ("input_ids", "token_type_ids", "position_ids", "segment_ids"):
@@ -264,9 +264,11 @@ def test_memory_is_used_again_but_not_that_of_tensors(open_loader):
         ({"mask_prob": float("nan")}, "mask_prob = NaN: not a finite number"),
         ({"mask_prob": 0}, "mask_prob = 0: must lie between 0 and 1, both excluded"),
         ({"mask_prob": 1.0}, "mask_prob = 1: must lie"),
-        ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit" or "google"'),
-        ({"masking": "roberta"}, 'masking = "roberta": unknown; choose "paper", "google", "bert", "whole-word" or'),
-        ({"cut_at": "line", "packing": "google"}, 'cut_at = "line" needs packing = "best-fit"'),
+        ({"packing": "google"}, 'packing = "google": now called "examples"'),
+        ({"masking": "bert"}, 'masking = "bert": now called "80-10-10"'),
+        ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit" or "examples"'),
+        ({"masking": "roberta"}, 'masking = "roberta": unknown; choose "tokens", "with-repeats",'),
+        ({"cut_at": "line", "packing": "examples"}, 'cut_at = "line" needs packing = "best-fit"'),
         ({"seed": -1}, "seed = -1: must be from 0"),
         ({"seed": "a"}, 'seed = "a": invalid type: string "a", expected i64'),
         ({"batch_size": 0}, "batch_size = 0: must be from 1"),

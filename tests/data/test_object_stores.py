@@ -170,7 +170,7 @@ def test_names_may_have_any_characters(s3, vocab, tmp_path):
 def test_a_vocabulary_is_trained_from_a_bucket(inputs, tmp_path):
     for name, source in (("disk", inputs / "*.txt"), ("bucket", "s3://bucket/inputs/*.txt")):
         (tmp_path / name).mkdir()
-        ef.train_vocab(source, out=tmp_path / name / "vocab.txt", size=40, progress=False)
+        ef.vocab(source, out=tmp_path / name / "vocab.txt", size=40, progress=False)
     assert (tmp_path / "disk/vocab.txt").read_text() == (tmp_path / "bucket/vocab.txt").read_text()
 
 

@@ -1,4 +1,4 @@
-"""`packing = "google"` compared with the published builder's rules, reimplemented here in plain Python."""
+"""`packing = "examples"` compared with the published builder's rules, reimplemented here in plain Python."""
 
 import itertools
 import random
@@ -88,14 +88,14 @@ def corpus(tmp_path_factory, documents):
     vocab = folder / "vocab.txt"
     vocab.write_text("\n".join(SPECIAL_TOKENS + words[len(SPECIAL_TOKENS) :]) + "\n")
     texts = ("\n".join(" ".join(words[i] for i in line) for line in document) for document in documents)
-    prepare(texts, vocab=vocab, out=folder / "shards", lowercase=True, progress=False)
+    prepare(texts, vocab=vocab, out=folder / "shards", cased=False, progress=False)
     return folder / "shards"
 
 
 @pytest.fixture
 def open_loader(corpus):
     def open_with(**changes):
-        options = {"packing": "google", "masking": "google", "mask_prob": 0.15}
+        options = {"packing": "examples", "masking": "with-repeats", "mask_prob": 0.15}
         options |= {"sequence_length": 64, "batch_size": 41, "seed": 5, "epochs": 1}
         return BatchLoader(corpus, **(options | changes))
 
@@ -160,7 +160,7 @@ def test_statistics_are_those_of_the_rules(open_loader, documents):
 
 
 def test_contents_are_what_batches_hold(open_loader, corpus, documents):
-    examples, kept = read(open_loader()), contents(corpus, "google", 64, seed=5)
+    examples, kept = read(open_loader()), contents(corpus, "examples", 64, seed=5)
     assert kept.rows == len(examples)
     assert kept.tokens == sum(len(example.first) + len(example.second) for example in examples)
     assert kept.fill == pytest.approx(sum(example.length for example in examples) / len(examples) / 64)
@@ -178,11 +178,11 @@ def test_a_resumed_loader_goes_on_exactly_and_every_epoch_has_other_examples(ope
     assert digest(list(resumed)) == digest(rest)
     epochs = ({tuple(example.first) for example in read(batches)} for batches in ([first], rest))
     assert next(epochs) != next(epochs)
-    with pytest.raises(ValueError, match="packing=google"):
+    with pytest.raises(ValueError, match="packing=examples"):
         open_loader(packing="best-fit").restore(state)
 
 
 def test_the_bytes_of_batches_are_fixed(open_loader):
     # A different digest means that existing runs cannot resume exactly: say so in the changelog.
     golden = (Path(__file__).parents[1] / "golden" / "packing.txt").read_text()
-    assert f"google {digest(list(open_loader(epochs=2)))}\n" == golden
+    assert f"examples {digest(list(open_loader(epochs=2)))}\n" == golden

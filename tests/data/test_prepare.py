@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from prepare_programs import IMPORT, contents
 
+import electra_fast as ef
 from electra_fast import _data
 from electra_fast.data.corpus import Corpus, Tokenizer, verify
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare
 
 RUN = f"""{IMPORT}
 print("ready", flush=True)
@@ -120,7 +121,7 @@ def test_the_end_tells_what_each_packing_keeps_and_drops(text, vocab, tmp_path, 
     assert f"packing best-fit: in rows of 128 keeps {total:,} tokens and drops 0, fill 9" in lines[-2]
     # Every document is one line, truncated to a row of at most two segments.
     dropped = total - sum(min(len(ids), 512 - 2) for ids in Corpus(tmp_path / "out"))
-    found = re.search(r"packing google:.*in rows of 512 keeps ([\d,]+) tokens and drops ([\d,]+) \(", lines[-1])
+    found = re.search(r"packing examples:.*in rows of 512 keeps ([\d,]+) tokens and drops ([\d,]+) \(", lines[-1])
     kept, really_dropped = (int(number.replace(",", "")) for number in found.groups())
     assert kept + really_dropped == total and really_dropped >= dropped > 0
 
@@ -208,7 +209,7 @@ def test_what_others_have_left_in_a_folder_is_left_alone(text, vocab, tmp_path):
     arguments = {"vocab": vocab, "out": tmp_path / "new", "progress": False}
     with pytest.raises(ValueError, match="there are: body"):
         prepare([tmp_path / "a.jsonl"], **arguments)
-    assert prepare([tmp_path / "a.jsonl"], text_field="body", **arguments).complete  # a wrong option leaves nothing
+    assert prepare([tmp_path / "a.jsonl"], text="body", **arguments).complete  # a wrong option leaves nothing
 
 
 WAITING = f"""{IMPORT}
@@ -318,7 +319,7 @@ def test_documents_from_python(vocab, tmp_path):
         ({"partition": "0/3"}, "partition is '0/3'; write I/N"),
         ({"documents": "page"}, 'documents = "page": unknown; choose "blank-line", "file" or "line"'),
         ({"threads": -1}, "threads is -1"),
-        ({"text_field": " "}, "no text field is named"),
+        ({"text": " "}, "no text field is named"),
         ({"kind": "dirs"}, "kind is 'dirs'"),
     ],
 )
@@ -332,26 +333,26 @@ def test_the_same_text_gives_the_same_vocabulary(tmp_path):
     words = ["Tokens", "tokenise", "ising", "shards", "sharding", "masked", "unmasked", "électra"]
     text = " ".join(words[(n * n + n // 7) % len(words)] for n in range(4_000))
     for number in range(4):
-        train_vocab(iter([text] * 9), out=tmp_path / f"{number}/vocab.txt", size=120, progress=False)
+        ef.vocab(iter([text] * 9), out=tmp_path / f"{number}/vocab.txt", size=120, progress=False)
     (vocab,) = {(tmp_path / f"{number}/vocab.txt").read_text() for number in range(4)}
     assert vocab.startswith("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nc") and "masked" in vocab.splitlines()
 
 
 def test_training_a_vocabulary_needs_words(tmp_path):
     with pytest.raises(ValueError, match="no words"):
-        train_vocab(iter(["\n"]), out=tmp_path / "vocab.txt", size=100, progress=False)
+        ef.vocab(iter(["\n"]), out=tmp_path / "vocab.txt", size=100, progress=False)
     with pytest.raises(ValueError, match="too small"):
-        train_vocab(iter(["words"]), out=tmp_path / "vocab.txt", size=7, progress=False)
+        ef.vocab(iter(["words"]), out=tmp_path / "vocab.txt", size=7, progress=False)
     for coverage in (0, 1.1, float("nan")):
         with pytest.raises(ValueError, match="character_coverage .* above 0, at most 1"):
-            train_vocab(iter(["words"]), out=tmp_path / "vocab.txt", character_coverage=coverage, progress=False)
+            ef.vocab(iter(["words"]), out=tmp_path / "vocab.txt", character_coverage=coverage, progress=False)
     # The characters of Chinese never continue a word: 5 + 40 entries. Those of Korean may: 5 + 40 + 39.
     for first, joined, needed in [(0x4E00, "", 45), (0xAC00, "", 84), (0xAC00, " ", 45)]:
         text = joined.join(map(chr, range(first, first + 40)))
         with pytest.raises(ValueError, match=rf"size \(--size\) is {needed - 1}, .* need {needed} entries"):
-            train_vocab(iter([text]), out=tmp_path / "vocab.txt", size=needed - 1, progress=False)
+            ef.vocab(iter([text]), out=tmp_path / "vocab.txt", size=needed - 1, progress=False)
         out = tmp_path / f"{first}{joined}/v.json"
-        assert train_vocab(iter([text]), out=out, size=needed, progress=False) == needed
+        assert ef.vocab(iter([text]), out=out, size=needed, progress=False) == needed
     assert not (tmp_path / "vocab.txt").exists()
 
 
@@ -363,9 +364,9 @@ def test_a_vocabulary_has_the_characters_of_so_much_of_the_text(tmp_path, capfd)
         (0.99, "z一二", "characters: 3 of the 5 in the words counted; the others (三 四) are 0.900% of the text"),
         (0.7, "z一", "characters: 2 of the 5 in the words counted; the others (二 三 四) are 29.900% of the text"),
     ]:
-        train_vocab(iter([text]), out=tmp_path / str(coverage) / "vocab.txt", character_coverage=coverage)
+        ef.vocab(iter([text]), out=tmp_path / str(coverage) / "vocab.txt", character_coverage=coverage)
         entries = (tmp_path / str(coverage) / "vocab.txt").read_text(encoding="utf-8").split()
         assert "".join(entries[5:]) == kept
         assert capfd.readouterr().err.startswith(line)
     rare = "".join(map(chr, range(0x4E00, 0x4E00 + 1500)))  # all of them, by default, are more than 0.01 % each
-    assert train_vocab(iter([rare]), out=tmp_path / "rare/vocab.txt", progress=False) == 1505
+    assert ef.vocab(iter([rare]), out=tmp_path / "rare/vocab.txt", progress=False) == 1505

@@ -125,17 +125,17 @@ def test_a_bad_group_says_what_is_wrong_in_one_line(vocab, tmp_path):
     assert "\n" not in str(caught.value)
     assert list((tmp_path / "out/parts").glob("input-group-*.json")), "the good input group is kept"
     assert not list((tmp_path / "out").glob(".lock*"))
-    report = prepare([tmp_path], executor=Immediate(), skip_bad_records=1, **arguments)
-    assert report.complete and report.skipped_records == 1
+    report = prepare([tmp_path], executor=Immediate(), skip_bad_rows=1, **arguments)
+    assert report.complete and report.skipped_rows == 1
 
 
-def test_skipped_records_count_over_all_tasks_and_what_cannot_be_divided_is_refused(vocab, tmp_path):
+def test_skipped_rows_count_over_all_tasks_and_what_cannot_be_divided_is_refused(vocab, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "w1"}\n{\n' + "\n" * (4 << 20))
     arguments = {"vocab": vocab, "executor": Immediate(), "progress": False}
-    with pytest.raises(InputError, match="2 bad records were skipped so far, and --skip-bad-records allows 1"):
-        prepare([tmp_path], out=tmp_path / "few", skip_bad_records=1, **arguments)
-    assert prepare([tmp_path], out=tmp_path / "out", skip_bad_records=2, **arguments).skipped_records == 2
+    with pytest.raises(InputError, match="2 bad rows were skipped so far, and --skip-bad-rows allows 1"):
+        prepare([tmp_path], out=tmp_path / "few", skip_bad_rows=1, **arguments)
+    assert prepare([tmp_path], out=tmp_path / "out", skip_bad_rows=2, **arguments).skipped_rows == 2
     with pytest.raises(InputError, match="executor needs files as inputs"):
         prepare(iter(["w1"]), out=tmp_path / "none", **arguments)
     with pytest.raises(InputError, match="give executor or partition, not both"):

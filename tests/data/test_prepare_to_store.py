@@ -96,7 +96,7 @@ def test_the_command_writes_to_a_url(s3, vocab, tmp_path):
     s3.put("bucket/few/")  # as consoles make a folder
     lines = [json.dumps({"text": f"the cat {number * 'sees '}"}) for number in range(4)]
     (tmp_path / "few.jsonl").write_text("\n".join([*lines, "{"]))
-    options = ["--vocab", vocab, "--holdout", "0.0001", "--skip-bad-records", "1"]
+    options = ["--vocab", vocab, "--holdout", "0.0001", "--skip-bad-rows", "1"]
     for out in (tmp_path / "few", "s3://bucket/few"):
         done = run("prepare", tmp_path / "few.jsonl", *options, "--out", out)
         assert done.returncode == 0, done.stderr

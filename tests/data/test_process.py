@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, train_vocab, verify
+import electra_fast as ef
+from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, verify
 
 # Python 3.12 and newer warn about forking a process with threads, which is what is tested here.
 pytestmark = [
@@ -155,7 +156,7 @@ def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     def work():
         process = multiprocessing.current_process().name
         vocabulary = tmp_path / process / "words.txt"
-        train_vocab([text], out=vocabulary, size=60, progress=False)
+        ef.vocab([text], out=vocabulary, size=60, progress=False)
         report = prepare([text], vocab=tokenizer, out=tmp_path / f"copy-{process}")
         ids = [ids.tolist() for ids in (*tokenizer.encode_batch(texts), *opened[:20])]
         return vocabulary.read_text(), ids, report.content_hash, verify(corpus)["files"], opened.shards
@@ -200,10 +201,10 @@ def test_corpus_and_tokenizer_are_pickled(corpus, tmp_path):
     opened = pickle.loads(pickle.dumps(Corpus(corpus)))
     assert opened.content_hash == Corpus(corpus).content_hash and opened.path == corpus
     words = tmp_path / "vocab.txt"
-    data = pickle.dumps(Tokenizer(words, lowercase=False))
+    data = pickle.dumps(Tokenizer(words, cased=True))
     words.unlink()  # the pickle contains the file
     tokenizer = pickle.loads(data)
-    assert tokenizer.options == {"lowercase": False, "strip_accents": False}
+    assert tokenizer.options == {"cased": True, "strip_accents": False}
     assert tokenizer.encode_batch(["w7 W8"])[0].tolist() == [7, 1]
 
 

@@ -11,9 +11,10 @@ import transformers
 from in_process import run
 from tokenizers import models, pre_tokenizers, processors, trainers
 
+import electra_fast as ef
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus, Tokenizer
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import export, import_folder
 from electra_fast.huggingface.tokenizer import write_tokenizer
@@ -21,9 +22,9 @@ from electra_fast.training.evaluate import evaluate
 from electra_fast.training.pretrain import pretrain
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-UNCASED = {"lowercase": True, "strip_accents": True}
-CASED = {"lowercase": False, "strip_accents": False}
-LOWER = {"lowercase": True, "strip_accents": False}
+UNCASED = {"cased": False, "strip_accents": True}
+CASED = {"cased": True, "strip_accents": False}
+LOWER = {"cased": False, "strip_accents": False}
 JAPANESE = "がっこう で かがく を まなぶ か が か が"
 
 
@@ -54,13 +55,13 @@ class TestReading:
     def test_a_folder_is_looked_through(self, tmp_path):
         vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
         assert Tokenizer(tmp_path).path == vocab
-        write_tokenizer(tmp_path / "run/tokenizer", Tokenizer(vocab, lowercase=True), 512)
+        write_tokenizer(tmp_path / "run/tokenizer", Tokenizer(vocab, cased=False), 512)
         run = Tokenizer(tmp_path / "run")
         assert run.path == tmp_path / "run/tokenizer/tokenizer.json"
         assert [ids.tolist() for ids in run.encode_batch(["A"])] == [[5]]
         (tmp_path / "run/tokenizer/tokenizer.json").unlink()
         assert Tokenizer(tmp_path / "run").options == UNCASED  # as tokenizer_config.json says
-        prepare(iter(["A a"]), vocab=vocab, lowercase=True, out=tmp_path / "shards", progress=False)
+        prepare(iter(["A a"]), vocab=vocab, cased=False, out=tmp_path / "shards", progress=False)
         corpus = Tokenizer(tmp_path / "shards")  # which tells the case of its own vocabulary
         assert corpus.options == UNCASED and not corpus.casing_inferred
 
@@ -85,12 +86,12 @@ class TestCase:
         assert Corpus(tmp_path / "shards").tokenizer_options == options
         kept = Tokenizer.of(Corpus(tmp_path / "shards")).decode(Corpus(tmp_path / "shards")[0])
         assert ("が" in kept) == (flags != ["--strip-accents"])
-        assert Tokenizer(vocab, lowercase=flags == ["--cased"]).options != options  # explicit flags take precedence
+        assert Tokenizer(vocab, cased=flags != ["--cased"]).options != options  # explicit flags take precedence
 
     def test_a_tokenizer_json_alone(self, text, tmp_path):
-        size = train_vocab([text], out=tmp_path / "v/own.json", size=64, lowercase=False, progress=False)
+        size = ef.vocab([text], out=tmp_path / "v/own.json", size=64, cased=True, progress=False)
         assert [path.name for path in (tmp_path / "v").iterdir()] == ["own.json"]
-        train_vocab([text], out=tmp_path / "w/vocab.txt", size=64, lowercase=False, progress=False)
+        ef.vocab([text], out=tmp_path / "w/vocab.txt", size=64, cased=True, progress=False)
         alone, other = Tokenizer(tmp_path / "v/own.json"), Tokenizer(tmp_path / "w/vocab.txt")
         assert alone.fast and alone.vocab_size == size
         assert alone.content_hash == other.content_hash
@@ -112,7 +113,7 @@ class TestCase:
         assert "--cased or --uncased" in line
         assert Corpus(tmp_path / "shards").tokenizer_options == options
         told = UNCASED if options == CASED else options  # by BERT's rule, or as the entries show
-        assert Tokenizer(vocab, lowercase=True).options == told
+        assert Tokenizer(vocab, cased=False).options == told
         done = run("prepare", text, "--vocab", vocab, "--uncased", "--out", tmp_path / "told")
         assert done.returncode == 0 and "judging" not in done.stderr
 
@@ -137,7 +138,7 @@ class TestCase:
         (tmp_path / "tokenizer.json").write_text(json.dumps(rules), encoding="utf-8")
         with pytest.raises(ValueError, match="tokenizer.json: has the entries of .*vocab.txt but rules that"):
             Tokenizer(vocab)
-        assert Tokenizer(vocab, lowercase=True).options == UNCASED
+        assert Tokenizer(vocab, cased=False).options == UNCASED
 
 
 ODD_TEXTS = [
@@ -172,7 +173,7 @@ def odd_tokenizer(request, tmp_path):
     vocab = write_vocab(tmp_path / "vocab.txt", *dict.fromkeys(pieces))
     lowercase, strip = request.param != "cased", request.param == "uncased"
     json_file = tmp_path / "tokenizer.json"
-    json_file.write_text(Tokenizer(vocab, lowercase=lowercase, strip_accents=strip).to_json(), encoding="utf-8")
+    json_file.write_text(Tokenizer(vocab, cased=not lowercase, strip_accents=strip).to_json(), encoding="utf-8")
     return json_file
 
 
@@ -236,13 +237,13 @@ def folder(tmp_path_factory, tiny_corpus, tiny_vocab):
     write_vocab(folder / "shuffled.txt", *reversed(words))
     write_vocab(folder / "smaller.txt", *words[:200])
     documents = ["the value of the expression is a name"] * 60
-    for name, vocab, lowercase in [
+    for name, vocab, cased in [
         ("same", folder / "run", None),
         ("shuffled", folder / "shuffled.txt", None),
         ("smaller", folder / "smaller.txt", None),
-        ("cased", tiny_vocab, False),
+        ("cased", tiny_vocab, True),
     ]:
-        prepare(iter(documents), vocab=vocab, lowercase=lowercase, out=folder / name, progress=False)
+        prepare(iter(documents), vocab=vocab, cased=cased, out=folder / name, progress=False)
     return folder
 
 

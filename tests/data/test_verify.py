@@ -14,7 +14,7 @@ def corpus(vocab, tmp_path):
     texts = ["w1 w2\n\nw1", "w2", "w1 w1", "w2 w2"]
     records = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "a.jsonl").write_text("\n".join([*records, "{", "[]"]))
-    options = {"vocab": vocab, "progress": False, "holdout": 0.3, "skip_bad_records": 2}
+    options = {"vocab": vocab, "progress": False, "holdout": 0.3, "skip_bad_rows": 2}
     prepare(tmp_path / "a.jsonl", out=tmp_path / "out", **options)
     return tmp_path / "out"
 

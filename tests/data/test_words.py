@@ -81,7 +81,7 @@ def test_the_vocabulary_must_mark_words(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": {"type": "Whitespace"}}))
     out = tmp_path / "shards"
     electra_fast.prepare(iter(["cat cat"]), vocab=tmp_path / "tokenizer.json", out=out, progress=False)
-    cases = ("masking", "whole-word", '"paper", "google" or "bert"'), ("cut_at", "word", '"token" or "line"')
+    cases = ("masking", "whole-word", '"tokens", "with-repeats" or "80-10-10"'), ("cut_at", "word", '"token" or "line"')
     for key, value, others in cases:
         message = rf'^{key} = "{value}": the entries of .*tokenizer.json do not mark where words begin; choose {others}'
         with pytest.raises(ValueError, match=message):
@@ -98,10 +98,10 @@ def test_other_maskings_do_not_open_the_tokenizer(tiny_corpus, tmp_path):
         BatchLoader(copy, **options, cut_at="word")
 
 
-def test_packing_google_has_cuts_of_its_own(open_loader):
-    assert "cut_at" not in open_loader(packing="google").state()["options"]
-    with pytest.raises(ValueError, match='^cut_at = "line" needs packing = "best-fit"; packing "google" is'):
-        open_loader(packing="google", cut_at="line")
+def test_packing_examples_has_cuts_of_its_own(open_loader):
+    assert "cut_at" not in open_loader(packing="examples").state()["options"]
+    with pytest.raises(ValueError, match='^cut_at = "line" needs packing = "best-fit"; packing "examples" is'):
+        open_loader(packing="examples", cut_at="line")
     with pytest.raises(ValueError, match='^cut_at = "page": unknown; choose "token", "word" or "line"$'):
         open_loader(cut_at="page")
 

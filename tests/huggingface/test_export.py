@@ -52,7 +52,7 @@ def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
     model = randomise(Electra(config))
     vocabulary = folder.parent / "vocab.txt"
     vocabulary.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    write_tokenizer(folder / "tokenizer", Tokenizer(vocabulary, lowercase=True), 128)
+    write_tokenizer(folder / "tokenizer", Tokenizer(vocabulary, cased=False), 128)
     (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
     checkpoint.save(folder, model, None, TrainState(step=3), keep=2)
     return model
@@ -202,7 +202,7 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
     """Survives import, training without pairs, a resume, and two more exports."""
     config = Config.preset("tiny", "google").override(
         {
-            "data.packing": "google" if origin == "google" else "best-fit",
+            "data.packing": "examples" if origin == "google" else "best-fit",
             "data.sequence_length": 16,
             "train.steps": 2,
             "train.batch_size": 4,
@@ -315,7 +315,7 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
 
 
 def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", "google", {"objective.name": "replace-mlm", "data.masking": "paper"})
+    make_run(tmp_path / "run", "google", {"objective.name": "replace-mlm", "data.masking": "tokens"})
     export(tmp_path / "run", tmp_path / "out")
     hf_model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "encoder")
     assert_same({"encoder": hf_logits(hf_model)}, {"encoder": load(tmp_path / "out").encoder_logits(IDS, MASK)})

@@ -29,7 +29,7 @@ def trained(folder: Path, corpus: Path, recipe: str, packing: str, **changes: ob
     return config
 
 
-@pytest.mark.parametrize(("recipe", "packing"), [("google", "google"), ("paper", "best-fit"), ("modern", "best-fit")])
+@pytest.mark.parametrize(("recipe", "packing"), [("google", "examples"), ("paper", "best-fit"), ("modern", "best-fit")])
 def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: str, packing: str) -> None:
     config = trained(tmp_path / "run", tiny_corpus, recipe, packing)
     export(tmp_path / "run", tmp_path / "out")

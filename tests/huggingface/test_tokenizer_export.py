@@ -26,7 +26,7 @@ def test_the_folder_says_what_it_is(tmp_path: Path) -> None:
     """A byte-order mark is no part of the first entry."""
     vocab, content = tmp_path / "vocab.txt", "\n".join([*SPECIAL, "the"]).encode()
     vocab.write_bytes(b"\xef\xbb\xbf" + content)
-    write_tokenizer(tmp_path / "out", Tokenizer(vocab, lowercase=False), 77)
+    write_tokenizer(tmp_path / "out", Tokenizer(vocab, cased=True), 77)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES} - {"added_tokens.json"}
     assert (tmp_path / "out" / "vocab.txt").read_bytes() == content
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -44,7 +44,7 @@ def test_odd_lines_of_a_vocabulary_are_read_as_tokenizers_reads_them(tmp_path: P
     vocab = tmp_path / "vocab.txt"
     lines = [*SPECIAL, "the ", "cat\r", "", "sat", "the", "a\u2028b", "\u3000", "x\x1c", "dog"]
     vocab.write_bytes("\n".join(lines).encode())
-    write_tokenizer(tmp_path / "out", Tokenizer(vocab, lowercase=True), 512)
+    write_tokenizer(tmp_path / "out", Tokenizer(vocab, cased=False), 512)
     written = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     expected = models.WordPiece.read_file(str(vocab))
     assert written.get_vocab() == expected

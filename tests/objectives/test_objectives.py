@@ -76,7 +76,7 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
         ({"objective.name": "adversarial", "objective.temperature": "2"}, "needs objective.temperature = 1.0"),
         ({"objective.name": "adversarial", "generator.kind": "unigram"}, 'needs generator.kind = "model"'),
         ({"objective.name": "mlm", "objective.contrastive_weight": "1"}, 'needs objective.name = "electra"'),
-        ({"objective.contrastive_weight": "1", "data.masking": "google"}, "needs data.masking = .*twice"),
+        ({"objective.contrastive_weight": "1", "data.masking": "with-repeats"}, "needs data.masking = .*twice"),
         ({"objective.disc_positions": "random"}, '= "random" needs objective.name = "electra15"'),
         ({"generator.kind": "uniform", "objective.disallow_correct": "true"}, "needs objective.disallow_correct = f"),
         ({"objective.generator_first": "9", "objective.name": "mlm"}, '_first = 9 needs objective.name = "electra"'),

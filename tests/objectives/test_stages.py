@@ -133,7 +133,7 @@ def test_a_stage_is_not_judged_before_its_warmup(run_of, validation_corpus, tmp_
 
 def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
     """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
-    changes = {"objective.name": "mlm", "data.masking": "paper", "train.steps": str(SWITCH), "train.log_every": "5"}
+    changes = {"objective.name": "mlm", "data.masking": "tokens", "train.steps": str(SWITCH), "train.log_every": "5"}
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     alone, whole = weights(tmp_path / "run"), read(run_of("two-stage"), SWITCH)
     assert all(torch.equal(alone[name], whole[name]) for name in alone)

@@ -48,7 +48,7 @@ def test_objectives_are_all_there_and_differ_in_nothing_else():
         assert set(first.differences(row.config)) <= needed
         assert row.config.objective.name == row.name
     masking = {row.name: row.config.data.masking for row in made.rows}
-    assert masking.pop("mlm") == "bert" and set(masking.values()) == {"paper"}
+    assert masking.pop("mlm") == "80-10-10" and set(masking.values()) == {"tokens"}
 
 
 def test_generators_have_whole_heads():

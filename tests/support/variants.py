@@ -15,7 +15,7 @@ def needs(name):
 
 VARIANTS = {name: needs(name) for name in OBJECTIVE_SPECS} | {
     "electra15, random positions": needs("electra15") | {"objective.disc_positions": "random"},
-    "contrastive": {"objective.contrastive_weight": "2", "data.masking": "paper"},
+    "contrastive": {"objective.contrastive_weight": "2", "data.masking": "tokens"},
     "corrective": {"objective.corrective_weight": "3"},
     "uniform": {"generator.kind": "uniform"},
     "unigram": {"generator.kind": "unigram"},

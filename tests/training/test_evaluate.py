@@ -23,7 +23,7 @@ def texts(corpus, length, count):
         sequence_length=length,
         batch_size=1,
         seed=SEED,
-        masking="paper",
+        masking="tokens",
         mask_prob=1e-6,
         packing="best-fit",
         epochs=1,

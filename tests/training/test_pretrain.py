@@ -9,11 +9,12 @@ import pytest
 import torch
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
 
+import electra_fast as ef
 from electra_fast import checkpoint
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare
 from electra_fast.data.prepare_report import contents
 from electra_fast.errors import TrainingFailed
 from electra_fast.files import checkpoint_folder
@@ -68,7 +69,7 @@ def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path)
 )
 def test_masks_of_words_that_do_nothing_are_told(tmp_path, text, size, whole_words, spans):
     """Chinese characters are words by themselves; without spaces, the words of Thai are longer than the budget."""
-    train_vocab(iter([text]), out=tmp_path / "vocab.txt", size=size, progress=False)
+    ef.vocab(iter([text]), out=tmp_path / "vocab.txt", size=size, progress=False)
     prepare(iter([f"{text}\n" * 9]), vocab=tmp_path, out=tmp_path / "shards", progress=False)
     for masking, said in [("whole-word", whole_words), ("span", spans)]:
         changes = {"data.masking": masking, "data.corpus": str(tmp_path / "shards"), "data.sequence_length": "64"}
@@ -80,7 +81,7 @@ def test_masks_of_words_that_do_nothing_are_told(tmp_path, text, size, whole_wor
 def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
     """Since such a run looks good by its numbers: they are easy to predict."""
     vocab = tmp_path / "vocab.txt"
-    train_vocab(iter(["the broken tokens of longer words"] * 9), out=vocab, size=40, progress=False)
+    ef.vocab(iter(["the broken tokens of longer words"] * 9), out=vocab, size=40, progress=False)
     text = "the broken tokens of longer words " * 9
     for name, more, said in [("known", "", False), ("unknown", "的" * 9, True)]:
         data, out = tmp_path / name, tmp_path / f"{name}-run"
@@ -104,7 +105,7 @@ def test_a_run_whose_steps_are_slower_than_checked_says_so_once(validation_corpu
 def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
     """As counted from the rows themselves; only where it starts, and only of the packing that drops anything."""
     kept = 0
-    for rows in BatchLoader(tiny_corpus, sequence_length=16, batch_size=8, seed=0, packing="google", epochs=1):
+    for rows in BatchLoader(tiny_corpus, sequence_length=16, batch_size=8, seed=0, packing="examples", epochs=1):
         batch = to_torch(rows)
         cls_and_sep = (batch["input_ids"] == 2) | (batch["input_ids"] == 3)
         kept += int(((batch["segment_ids"] > 0) & ~cls_and_sep).sum())
@@ -113,7 +114,7 @@ def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     assert 0 < kept < num_tokens
     said = (
-        f'data.packing = "google" drops {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%}) '
+        f'data.packing = "examples" drops {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%}) '
     )
     assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")

@@ -114,6 +114,23 @@ class TestAllowedChanges:
         assert_same_run(run, whole_run)
         assert not (run / "changes.jsonl").exists()
 
+    def test_former_names_of_values_stay_what_they_are(self, whole_run, run, validation_corpus):
+        """Files name masking and packing as older releases did: the run keeps its place in the stream of rows."""
+        shutil.rmtree(checkpoint_folder.latest(run))
+        newest = checkpoint_folder.latest(run)
+        state = checkpoint_folder.read_state(newest)
+        state.loader["options"] = former = re.sub("with-repeats|examples", "google", state.loader["options"])
+        assert "masking=google" in former and "packing=google" in former
+        for path in (run / "config.toml", newest / "config.toml"):
+            path.write_text(re.sub("with-repeats|examples", "google", path.read_text()))
+        (newest / "state.json").unlink()
+        checkpoint_folder.seal(newest, state)
+        pretrain(
+            tiny_config(**{"optimizer.learning_rate": "2e-3"}), data=validation_corpus, out=run, allow_changes=True
+        )
+        ours, whole = (checkpoint_folder.read_state(checkpoint_folder.latest(each)).loader for each in (run, whole_run))
+        assert ours == whole and [*records_of_changes(run)[0][1]] == ["optimizer.learning_rate"]
+
 
 class TestDamage:
     def test_a_checkpoint_of_another_format_is_refused(self, run, validation_corpus, monkeypatch):

@@ -120,7 +120,7 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
 
 
 def test_objectives_without_a_discriminator_have_none(validation_corpus, tmp_path, capfd):
-    changes = {"objective.name": "replace-mlm", "train.steps": "2", "train.eval_every": "2", "data.masking": "paper"}
+    changes = {"objective.name": "replace-mlm", "train.steps": "2", "train.eval_every": "2", "data.masking": "tokens"}
     changes["optimizer.warmup_steps"] = "1"
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     assert "unigram_auc" not in lines(tmp_path / "run", "evaluations.jsonl")[-1]

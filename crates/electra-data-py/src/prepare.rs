@@ -68,7 +68,7 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
     }
     set!(complete already_complete num_files num_input_groups missing_input_groups unhashed_input_groups);
     set!(num_documents num_tokens empty_documents dropped_documents emptied_documents dropped_lines);
-    set!(skipped_records rebuilt_input_groups content_hash);
+    set!(skipped_rows rebuilt_input_groups content_hash);
     set_passed_over(&result, report.passed_over)?;
     result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
     result.set_item("holdout_documents", report.validation_documents)?;
@@ -170,7 +170,7 @@ pub(crate) fn train_vocab<'py>(
     let result = PyDict::new(py);
     result.set_item("num_entries", report.num_entries)?;
     set_passed_over(&result, report.passed_over)?;
-    result.set_item("skipped_records", report.skipped.len())?;
+    result.set_item("skipped_rows", report.skipped.len())?;
     result.set_item("first_skipped", tuples(py, report.skipped.into_iter().take(10))?)?;
     Ok(result)
 }

@@ -139,7 +139,7 @@ def _named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-READING = ("text_field", "documents", "invalid_utf8", "format", "skip_bad_records")
+READING = ("text", "documents", "invalid_utf8", "format", "skip_bad_rows", "threads")
 
 
 def _demo(options: argparse.Namespace) -> None:
@@ -149,10 +149,10 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _vocab(options: argparse.Namespace) -> None:
-    from electra_fast.data.prepare import train_vocab
+    from electra_fast.data.prepare import vocab
 
-    names = ("out", "size", "strip_accents", "character_coverage", "min_frequency", "sample", "seed", *READING)
-    size = train_vocab(options.inputs, lowercase=not options.cased, kind="files", **_named(options, *names))
+    names = ("out", "size", "cased", "strip_accents", "character_coverage", "min_frequency", "sample", "seed", *READING)
+    size = vocab(options.inputs, kind="files", **_named(options, *names))
     say(f"{options.out}: {size} entries")
 
 
@@ -160,7 +160,7 @@ def _prepare(options: argparse.Namespace) -> None:
     from electra_fast.data.prepare import prepare
     from electra_fast.data.prepare_executor import dask_executor
 
-    names = ("vocab", "out", "lowercase", "partition", "verify_inputs", "holdout", "drop_duplicates", "threads")
+    names = ("vocab", "out", "cased", "partition", "verify_inputs", "holdout", "drop_duplicates")
     scheduler = dask_executor(options.scheduler) if options.scheduler else contextlib.nullcontext()
     with scheduler as executor:
         prepare(options.inputs, executor=executor, kind="files", **_named(options, *names, *READING))

@@ -99,11 +99,11 @@ def _prepare(sub: Parser) -> None:
     _path(sub, "--vocab", "vocab.txt, tokenizer.json, or a folder with either", required=True)
     _option(sub, "--out", None, "corpus folder, or its URL: s3://, gs:// or az://", required=True)
     case = sub.add_mutually_exclusive_group()
-    for name, lowercase, help in (
-        ("--cased", False, "keep case (default: as --vocab does)"),
-        ("--uncased", True, "lowercase the text"),
+    for name, cased, help in (
+        ("--cased", True, "keep case (default: as --vocab does)"),
+        ("--uncased", False, "lowercase the text"),
     ):
-        case.add_argument(name, dest="lowercase", action="store_const", const=lowercase, help=help)
+        case.add_argument(name, dest="cased", action="store_const", const=cased, help=help)
     help = "process only every N-th input group, starting with the I-th (default: all)"
     _option(sub, "--partition", None, help, "I/N")
     help = "when resuming, compare whole inputs with those of the finished work, not only size, time and samples"
@@ -111,7 +111,6 @@ def _prepare(sub: Parser) -> None:
     _option(sub, "--holdout", 0.0, "fraction of documents set aside for validation", "FRACTION")
     help = "leave out documents, or lines, that have occurred before in the corpus (default: only count them)"
     _option(sub, "--drop-duplicates", None, help, choices=("documents", "lines"))
-    _option(sub, "--threads", 0, "tokenization threads; 0: all cores")
     help = "distribute the work over this Dask scheduler, e.g. tcp://host:8786 (default: this machine only)"
     _option(sub, "--scheduler", None, help, "ADDRESS")
 
@@ -120,9 +119,9 @@ def _inspect(sub: Parser) -> None:
     _path(sub, "directory", "corpus folder", "CORPUS")
     for name, meaning in (
         ("sequence_length", "tokens per row"),
-        ("masking", "masking of the row: paper, google, bert, whole-word or span"),
+        ("masking", "masking of the row: tokens, with-repeats, 80-10-10, whole-word or span"),
         ("mask_prob", "fraction of its tokens to mask"),
-        ("packing", "packing of the row: best-fit or google"),
+        ("packing", "packing of the row: best-fit or examples"),
         ("cut_at", "cut documents at: token, word or line"),
     ):
         _option(sub, f"--{name.replace('_', '-')}", getattr(DataConfig, name), meaning)
@@ -417,14 +416,15 @@ def _add_inputs(sub: Parser) -> None:
     kinds = ".txt, .jsonl, .json, .parquet, .arrow (.gz, .zst, .xz)"
     sub.add_argument("inputs", nargs="+", metavar="INPUT", help=f"{kinds}, folder or glob")
     help = "text field of JSON, .parquet and .arrow; several separated by commas; a dot leads into an object"
-    _option(sub, "--text-field", "text", help)
+    _option(sub, "--text", "text", help)
     separators = ("blank-line", "line", "file")
     _option(sub, "--documents", "blank-line", "document separator in .txt files", choices=separators)
     _option(sub, "--invalid-utf8", "error", "refuse or replace invalid UTF-8", choices=("error", "replace"))
-    formats = ("auto", "text", "jsonl", "json", "parquet", "arrow")
+    formats = ("auto", "txt", "jsonl", "json", "parquet", "arrow")
     help = "format of every file; auto: by its extension, skipping other files"
     _option(sub, "--format", "auto", help, choices=formats)
-    _option(sub, "--skip-bad-records", 0, "most malformed JSON records to skip, over all inputs", "N")
+    _option(sub, "--skip-bad-rows", 0, "most malformed JSON records to skip, over all inputs", "N")
+    _option(sub, "--threads", 0, "threads; 0: all cores")
 
 
 def _add_config(sub: Parser, meaning: str) -> None:

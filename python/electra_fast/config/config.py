@@ -197,7 +197,7 @@ class DataConfig(Section):
     )
     sequence_length: int = config_key(128, "tokens per row, including [CLS] and [SEP]", low=8, high=32768)
     masking: str = config_key(
-        "paper", "masking of single tokens, whole words, or spans of one to three words", choices=_data.MASKINGS
+        "tokens", "masking of single tokens, whole words, or spans of one to three words", choices=_data.MASKINGS
     )
     mask_prob: float = config_key(0.25, "fraction of a row's tokens to mask", low=0, high=0.9, open_low=True)
     packing: str = config_key(

@@ -81,8 +81,8 @@ RECIPES: dict[str, dict[str, Scalar]] = {
     "paper": _PUBLISHED | {"optimizer.name": "lamb"},
     "google": _PUBLISHED
     | {
-        "data.masking": "google",
-        "data.packing": "google",
+        "data.masking": "with-repeats",
+        "data.packing": "examples",
         "optimizer.name": "adamw",
         "optimizer.schedule": "product",
         "optimizer.bias_correction": False,
@@ -119,7 +119,7 @@ ADAPTATION: tuple[tuple[dict[str, Scalar], str], ...] = (
         {"train.steps": 2_000, "train.batch_size": 64, "data.sequence_length": 128},
         "16 M tokens; take more steps for more text",
     ),
-    ({"data.masking": "paper", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, "as ELECTRA was trained"),
+    ({"data.masking": "tokens", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, "as ELECTRA was trained"),
     (
         {"train.log_every": 50, "train.eval_every": 500, "train.checkpoint_every": 500},
         "four times in 2,000 steps",
@@ -130,9 +130,11 @@ ADAPTATION: tuple[tuple[dict[str, Scalar], str], ...] = (
 Needs = Mapping[str, tuple[Scalar, ...]]
 """Allowed values by configuration key, the usual one first."""
 
-DISTINCT = ("paper", "bert", "whole-word", "span")
+DISTINCT = ("tokens", "80-10-10", "whole-word", "span")
 """The values of `data.masking` that draw no position twice."""
-_WHY_DISTINCT = "google draws some positions twice and averages their samples, whose probability is then undefined"
+_WHY_DISTINCT = (
+    "with-repeats draws some positions twice and averages their samples, whose probability is then undefined"
+)
 
 
 @dataclass(frozen=True)

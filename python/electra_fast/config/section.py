@@ -80,6 +80,8 @@ REMOVED_KEYS: dict[str, tuple[Scalar, str]] = {
 """Keys that older files may still give, but only at the value that was the default; and what holds without the key."""
 
 RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "data.masking": {"paper": "tokens", "google": "with-repeats", "bert": "80-10-10"},
+    "data.packing": {"google": "examples"},
     "model.architecture": {"modern": "modernbert"},
     "finetune.head": {"google": "published", "hf": "transformers"},
     "finetune.layer_decay_form": {"paper": "plain", "google": "squared"},

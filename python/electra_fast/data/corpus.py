@@ -49,9 +49,9 @@ class Tokenizer:
     Args:
         path: A file, whose extension determines its kind, or a folder that contains one: a run, an export, a
             Hugging Face model.
-        lowercase: For `vocab.txt`: lowercase the text. The default comes from a file in the same folder: a
-            `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of the corpus. Without
-            one, text is lowercased unless that would change an ordinary entry.
+        cased: For `vocab.txt`: keep the case of text, not lowercase it. The default comes from a file in the same
+            folder: a `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of the corpus.
+            Without one, text is lowercased unless that would change an ordinary entry.
         strip_accents: For `vocab.txt`: drop accents and other marks. The default comes from that file; without one,
             accents are dropped if text is lowercased and no entry would change.
 
@@ -62,8 +62,9 @@ class Tokenizer:
 
     _inferred = False
 
-    def __init__(self, path: StrPath, *, lowercase: bool | None = None, strip_accents: bool | None = None) -> None:
-        self._inner, self._inferred = open_tokenizer(os.fspath(path), lowercase, strip_accents)
+    def __init__(self, path: StrPath, *, cased: bool | None = None, strip_accents: bool | None = None) -> None:
+        case = (None if cased is None else not cased, strip_accents)
+        self._inner, self._inferred = open_tokenizer(os.fspath(path), *case)
 
     def __getstate__(self) -> tuple[Any, ...]:
         return (os.fspath(self._inner.path), self._inner.file, self._inner.settings, self._inner.special_tokens)
@@ -72,7 +73,7 @@ class Tokenizer:
         self._inner = _data.Tokenizer.restored(*pickled)
 
     def __repr__(self) -> str:
-        case = {True: ", lowercases", False: ", keeps case", None: ""}[self.options["lowercase"]]
+        case = {True: ", keeps case", False: ", lowercases", None: ""}[self.options["cased"]]
         path = "" if self.fast else f", without the fast path: {self.fallback_reason}"
         return f"Tokenizer({str(self.path)!r}): {self.vocab_size:,} entries{case}{path}"
 
@@ -163,11 +164,11 @@ class Tokenizer:
 
     @property
     def options(self) -> dict[str, bool | None]:
-        """The settings in effect, `lowercase` and `strip_accents`; both `None` if `file` is a `tokenizer.json`.
+        """The settings in effect, `cased` and `strip_accents`; both `None` if `file` is a `tokenizer.json`.
 
         A `vocab.txt` becomes one if it has added tokens or does not split Chinese characters.
         """
-        return dict(zip(("lowercase", "strip_accents"), self._inner.settings, strict=True))
+        return _options(self._inner.settings)
 
 
 class Corpus(Sequence[Ids]):
@@ -277,8 +278,8 @@ class Corpus(Sequence[Ids]):
 
     @property
     def tokenizer_options(self) -> dict[str, bool | None]:
-        """Settings for opening `tokenizer_path`: `lowercase` and `strip_accents`."""
-        return dict(zip(("lowercase", "strip_accents"), self._inner.tokenizer_settings, strict=True))
+        """Settings for opening `tokenizer_path`: `cased` and `strip_accents`."""
+        return _options(self._inner.tokenizer_settings)
 
 
 def location(path: StrPath) -> Path | str:
@@ -301,6 +302,11 @@ def verify(path: StrPath) -> dict[str, Any]:
         more = "" if len(damaged) == 1 else f" ({len(damaged)} damaged places in all)"
         raise InputError("; also ".join(damaged) + more)
     return {"files": num_files, "bytes": num_bytes, "content_hash": Corpus(path).content_hash}
+
+
+def _options(settings: tuple[bool | None, bool | None]) -> dict[str, bool | None]:
+    lowercase, strip_accents = settings
+    return {"cased": None if lowercase is None else not lowercase, "strip_accents": strip_accents}
 
 
 def _to_numpy(ids: bytes) -> Ids:

@@ -1,4 +1,4 @@
-"""The inputs of `prepare` and `train_vocab`: files that Rust reads, or documents from Python, and how to read them."""
+"""The inputs of `prepare` and `vocab`: files that Rust reads, or documents from Python, and how to read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = Literal["auto", "files", "documents"]
 StrPath = str | os.PathLike[str]
 Separator = Literal["blank-line", "file", "line"]
 InvalidUtf8 = Literal["error", "replace"]
-Format = Literal["auto", "text", "jsonl", "json", "parquet", "arrow"]
+Format = Literal["auto", "txt", "jsonl", "json", "parquet", "arrow"]
 
 # Linux and macOS have no longer paths.
 LONGEST_PATH = 4096
@@ -100,7 +100,7 @@ def _record_text(position: int, record: Mapping[str, Any], text_fields: list[str
         except KeyError:
             available = ", ".join(map(str, record)) or "none"
             raise InputError(
-                f"document {position}: no field {field!r}; there are: {available}; choose with text_field"
+                f"document {position}: no field {field!r}; there are: {available}; choose with text"
             ) from None
         if not isinstance(value, str | None):
             raise TypeError(f"document {position}: field {field!r} is {_abbreviated(value)}, not a str")
@@ -125,14 +125,14 @@ def _abbreviated(value: object) -> str:
 
 
 def reading_options(
-    documents: Separator, text_field: str, invalid_utf8: InvalidUtf8, format: Format, skip_bad_records: int
+    documents: Separator, text: str, invalid_utf8: InvalidUtf8, format: Format, skip_bad_rows: int
 ) -> dict[str, Any]:
     return {
         "documents": documents,
-        "text_fields": [field.strip() for field in text_field.split(",") if field.strip()],
+        "text_fields": [field.strip() for field in text.split(",") if field.strip()],
         "invalid_utf8": invalid_utf8,
         "format": None if format == "auto" else format,
-        "skip_bad_records": not_negative("skip_bad_records", skip_bad_records),
+        "skip_bad_rows": not_negative("skip_bad_rows", skip_bad_rows),
     }
 
 
@@ -150,11 +150,11 @@ def passed_over_warning(report: Mapping[str, Any]) -> str | None:
     return (
         f"warning: {share:.0%} of the input's bytes are in {report['skipped_files']:,} files of other kinds that were "
         f"passed over ({', '.join(report['skipped_kinds'])}); to read them, name them or give --format, of JSON its "
-        "--text-field"
+        "--text"
     )
 
 
 def skipped_lines(count: int, first: Iterable[tuple[str, int, str]], list_file: str | None) -> str:
     more = f"; all of them are in {list_file}" if list_file else ""
-    lines = [f"warning: {count:,} bad records were skipped{more}"]
+    lines = [f"warning: {count:,} bad rows were skipped{more}"]
     return "\n".join([*lines, *(f"  {file}:{line}: {reason}" for file, line, reason in first)])

@@ -25,7 +25,7 @@ def inspect(directory: str | Path, *, sequence_length: int = DataConfig.sequence
     are measured on at most 2^24 evenly spaced tokens.
 
     `rows` and `tokens_per_row` are those of `best-fit`. For each packing, keys with its prefix (`best_fit_`,
-    `google_`) give the number of rows, the tokens kept and dropped, and the share of positions filled.
+    `examples_`) give the number of rows, the tokens kept and dropped, and the share of positions filled.
     """
     corpus = Corpus(directory)
     validation = Corpus(corpus.holdout) if corpus.holdout else None

@@ -21,7 +21,8 @@ from torch.utils.dlpack import from_dlpack
 from electra_fast import _data
 from electra_fast._data import RecordBatch
 from electra_fast.config.config import Config, DataConfig, TrainConfig
-from electra_fast.data.mixture import Corpora, weighted_folders
+from electra_fast.config.section import present_name
+from electra_fast.data.mixture import Corpora, weighted_folders, with_present_names
 from electra_fast.errors import InputError
 
 _TOKEN_COLUMNS = ("input_ids", "token_type_ids", "position_ids", "segment_ids")
@@ -52,8 +53,8 @@ class BatchLoader(Iterator[RecordBatch]):
         sequence_length: Tokens per row (L), special tokens included, 8 to 32,768.
         batch_size: Rows per batch, over all ranks.
         seed: Determines the order of documents, where they are split, and the masks.
-        masking: Choice of the masked tokens. `paper`: distinct ones. `google`: draws that may repeat, 85 % of them
-            masked. `bert`: distinct ones, 80 % masked, 10 % replaced. `whole-word`: all tokens of words in
+        masking: Choice of the masked tokens. `tokens`: distinct ones. `with-repeats`: draws that may repeat, 85 % of
+            them masked. `80-10-10`: distinct ones, 80 % masked, 10 % replaced. `whole-word`: all tokens of words in
             random order, skipping words that would exceed `mask_prob`. `span`: one to three adjacent words n with
             probability proportional to 1/n, fewer where a special token, a masked word or `mask_prob` ends them
             (the n-grams of DeBERTa). Words are those that the vocabulary marks (`##`, `Ġ`, `▁`); the first token
@@ -62,7 +63,7 @@ class BatchLoader(Iterator[RecordBatch]):
         mask_prob: Fraction of a row's tokens that are masked; with whole words, the most.
         rank: Part of each batch to return.
         world_size: Number of parts.
-        packing: Packing of documents into rows. `best-fit` keeps every token and fills the rows. `google`
+        packing: Packing of documents into rows. `best-fit` keeps every token and fills the rows. `examples`
             builds examples as the published code does: one or two segments of a document's lines
             (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
         cut_at: Places where `best-fit` may cut a document: at any `token`, or only before a `word` or `line`
@@ -111,6 +112,9 @@ class BatchLoader(Iterator[RecordBatch]):
         options = {name: value for name, value in locals().items() if name not in ("self", "corpus")}
         options["cache_dir"] = os.path.abspath(cache_dir or default_cache_dir())
         options["cache_bytes"] = min(cache_bytes, 2**63 - 1)  # more than any disk
+        for name, value in (("masking", masking), ("packing", packing)):
+            if (now := present_name(f"data.{name}", value)) != value:
+                raise InputError(f'{name} = "{value}": now called "{now}"')
         self._options: dict[str, Any] = options
         self._loader = _data.BatchLoader(weighted_folders(corpus), options)
 
@@ -159,7 +163,7 @@ class BatchLoader(Iterator[RecordBatch]):
             ValueError: The state belongs to other corpora, weights, seed or row options (the message names
                 them), or is not a state. The loader is left unchanged.
         """
-        self._loader.restore(json.dumps(dict(state)))
+        self._loader.restore(json.dumps(with_present_names(state)))
 
     def passes(self) -> list[float]:
         """Returns the epochs of each corpus up to the last batch: finished ones and a fraction of the next.
@@ -170,9 +174,9 @@ class BatchLoader(Iterator[RecordBatch]):
 
     @property
     def num_rows(self) -> int:
-        """Rows per epoch of all corpora; with `google` or `cut_at`, where epochs differ, those of the first.
+        """Rows per epoch of all corpora; with `examples` or `cut_at`, where epochs differ, those of the first.
 
-        Each call reads the lengths of all documents, or of all lines with `google` and `cut_at="line"`; with
+        Each call reads the lengths of all documents, or of all lines with `examples` and `cut_at="line"`; with
         `cut_at="word"`, also the tokens around each cut.
         """
         return self._loader.num_rows

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast import _data
-from electra_fast.config.section import Configuration
+from electra_fast.config.section import Configuration, present_name
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.errors import InputError
 
@@ -164,6 +164,13 @@ def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict
     if continues:
         return state, "the corpora have other shares from here on; those that were there before go on where they were"
     return state, "the change makes other rows of the corpus: their order starts anew, with another epoch"
+
+
+def with_present_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a loader's state, in which older releases called masking and packing by other names."""
+    words = [word.partition("=") for word in str(state.get("options")).split(" ")]
+    options = " ".join(f"{name}{equals}{present_name(f'data.{name}', value)}" for name, equals, value in words)
+    return {**state, "options": options} if "options" in state else dict(state)
 
 
 def stream_of(state: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""`prepare` and `train_vocab`: from text to a corpus or a vocabulary. The work is done in Rust (`_data`)."""
+"""`prepare` and `vocab`: from text to a corpus or a vocabulary. The work is done in Rust (`_data`)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def prepare(
     *,
     vocab: StrPath | Tokenizer,
     out: StrPath,
-    lowercase: bool | None = None,
+    cased: bool | None = None,
     strip_accents: bool | None = None,
     documents: Separator = "blank-line",
-    text_field: str = "text",
+    text: str = "text",
     invalid_utf8: InvalidUtf8 = "error",
     format: Format = "auto",
-    skip_bad_records: int = 0,
+    skip_bad_rows: int = 0,
     holdout: float = 0.0,
     drop_duplicates: Literal["documents", "lines"] | None = None,
     partition: str | None = None,
@@ -60,23 +60,23 @@ def prepare(
             or one after another; in a folder, a `.json` that holds no records with text is passed over. From a folder
             saved by `datasets`, only the files that it lists are read, and of several splits only `train` (to read
             another split, give its folder). A list or tuple in which a string has a newline or more than 4,096
-            characters is a list of documents, and so is any other iterable of `str` or of records with `text_field`,
+            characters is a list of documents, and so is any other iterable of `str` or of records with that field,
             such as a `datasets.Dataset`. Documents are consumed in a separate thread, and an interrupted run over them
             restarts from the beginning.
         vocab: A `vocab.txt`, a `tokenizer.json`, a folder with one of them, or an open tokenizer; not among `inputs`.
         out: The output folder, or its URL (`s3://`, `gs://`, `az://`): new, empty, or left by an interruption of the
             same run.
-        lowercase: As for `Tokenizer`; not allowed with an open tokenizer.
+        cased: As for `Tokenizer`; not allowed with an open tokenizer.
         strip_accents: As for `Tokenizer`; not allowed with an open tokenizer.
         documents: Separator of documents in a `.txt`: blank lines, files, or line ends.
-        text_field: Field or column with the text; several, separated by commas, are joined with newlines. A dot leads
+        text: Field or column with the text; several, separated by commas, are joined with newlines. A dot leads
             into an object or struct: `review.body`.
         invalid_utf8: `error` stops and says where; `replace` reads invalid bytes, and halves of surrogate pairs in JSON
             and in documents from Python, as U+FFFD.
         format: Format of the files. `auto` goes by file extension and ignores files of other kinds. Any other format
             applies to every file, whether named, in a folder or matched by a glob, except hidden ones; files ending
             in `.gz`, `.zst` or `.xz` are decompressed first.
-        skip_bad_records: Maximum number of JSON records, over the whole input, to skip because they are
+        skip_bad_rows: Maximum number of JSON records, over the whole input, to skip because they are
             malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
         holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
             The choice depends only on their positions; of two or more documents, at least one is chosen.
@@ -112,23 +112,23 @@ def prepare(
         ExecutorFailed: The executor lost its workers, or they cannot run this package; completed work is kept.
     """
     out = _data.url_of(os.fspath(out)) or out
-    tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
+    tokenizer = _open_tokenizer(vocab, cased, strip_accents)
     inner = tokenizer._inner
-    reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
-    text = source(inputs, kind, reading["text_fields"], invalid_utf8)
+    reading = reading_options(documents, text, invalid_utf8, format, skip_bad_rows)
+    found_text = source(inputs, kind, reading["text_fields"], invalid_utf8)
     with ReadingProgress("prepare", shown=progress) as bar:
         if progress and tokenizer.casing_inferred:
             bar.say(guess(tokenizer))
         beginning: list[str] = []
         sample = None
         if progress and not _is_complete(out):
-            beginning = sample_texts(text, (inner, os.fspath(out)), **reading)
+            beginning = sample_texts(found_text, (inner, os.fspath(out)), **reading)
             sample = Coverage(*_data.text_coverage(inner, beginning))
             bar.warn(unknown_warning(sample, beginning, inner))
             for warning in sample_warnings(beginning, inner):
                 bar.warn(warning)
         arguments = {
-            **text,
+            **found_text,
             **reading,
             "holdout": holdout,
             "drop_duplicates": drop_duplicates,
@@ -153,29 +153,29 @@ def prepare(
                 f"warning: {report.rebuilt_input_groups:,} finished input groups were prepared again, because their "
                 f"input has changed; {report.changed_input} is one of these files"
             )
-        if report.skipped_records:
+        if report.skipped_rows:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
-            bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))
+            bar.warn(skipped_lines(report.skipped_rows, report.first_skipped, listed))
         if progress:  # counting what each packing keeps takes seconds for a large corpus
             for line in summary(report, out, tokenizer.fallback_reason):
                 bar.say(line)
     return report
 
 
-def train_vocab(
+def vocab(
     inputs: StrPath | Iterable[StrPath] | Iterable[str] | Iterable[Mapping[str, Any]],
     *,
     out: StrPath,
     size: int = 30_522,
-    lowercase: bool = True,
+    cased: bool = False,
     strip_accents: bool = False,
     character_coverage: float = 0.9999,
     min_frequency: int = 2,
     documents: Separator = "blank-line",
-    text_field: str = "text",
+    text: str = "text",
     invalid_utf8: InvalidUtf8 = "error",
     format: Format = "auto",
-    skip_bad_records: int = 0,
+    skip_bad_rows: int = 0,
     sample: int = 1 << 30,
     seed: int = 0,
     threads: int = 0,
@@ -189,16 +189,16 @@ def train_vocab(
         out: The `vocab.txt` to write, with a `tokenizer.json` and a `tokenizer_config.json` next to it that record
             the casing; if it ends in `.json`, only a tokenizer.json. Existing files are never overwritten.
         size: Number of entries, including [PAD] [UNK] [CLS] [SEP] [MASK], which come first.
-        lowercase: Lowercase the text.
+        cased: Keep the case of the text, not lowercase it.
         strip_accents: Drop accents and other combining marks, as BERT's uncased vocabularies do.
         character_coverage: The most frequent characters become entries, enough for this fraction of the text, and
             those of ASCII. A word with any other character is [UNK].
         min_frequency: Minimum number of occurrences of a pair of pieces that is merged.
         documents: As for `prepare`.
-        text_field: As for `prepare`.
+        text: As for `prepare`.
         invalid_utf8: As for `prepare`.
         format: As for `prepare`.
-        skip_bad_records: As for `prepare`; the first ten are printed, and no list is written.
+        skip_bad_rows: As for `prepare`; the first ten are printed, and no list is written.
         sample: Maximum number of bytes in which words are counted; 0 for no limit. From a longer text, a sample of half
             to all of this size is taken: documents, or 1 MiB parts of long ones, chosen by a hash of `seed` and index.
         seed: Seed of the sample.
@@ -215,21 +215,21 @@ def train_vocab(
         ValueError: The text or an option cannot be used, or the output file exists.
         OSError: Reading or writing failed.
     """
-    reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
-    text = source(inputs, kind, reading["text_fields"], invalid_utf8)
+    reading = reading_options(documents, text, invalid_utf8, format, skip_bad_rows)
+    found_text = source(inputs, kind, reading["text_fields"], invalid_utf8)
     with ReadingProgress("vocab", shown=progress) as bar:
 
         def counted(*counts: Any) -> None:
             for line in words_counted(seed, *counts):
                 bar.say(line)
 
-        beginning = sample_texts(text, None, **reading) if progress else []
+        beginning = sample_texts(found_text, None, **reading) if progress else []
         report = _data.train_vocab(
             os.fspath(out),
-            **text,
+            **found_text,
             **reading,
             size=size,
-            lowercase=lowercase,
+            lowercase=not cased,
             strip_accents=strip_accents,
             character_coverage=character_coverage,
             min_frequency=min_frequency,
@@ -240,18 +240,18 @@ def train_vocab(
             counted=counted,
         )
         bar.warn(passed_over_warning(report))
-        if report["skipped_records"]:
-            bar.warn(skipped_lines(report["skipped_records"], report["first_skipped"], None))
+        if report["skipped_rows"]:
+            bar.warn(skipped_lines(report["skipped_rows"], report["first_skipped"], None))
         for warning in sample_warnings(beginning, open_tokenizer(os.fspath(out))[0]):
             bar.warn(warning)
     return int(report["num_entries"])
 
 
-def _open_tokenizer(vocab: StrPath | Tokenizer, lowercase: bool | None, strip_accents: bool | None) -> Tokenizer:
+def _open_tokenizer(vocab: StrPath | Tokenizer, cased: bool | None, strip_accents: bool | None) -> Tokenizer:
     if not isinstance(vocab, Tokenizer):
-        return Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents)
-    if lowercase is not None or strip_accents is not None:
-        raise InputError("lowercase and strip_accents were settled when the tokenizer was opened: leave them out")
+        return Tokenizer(vocab, cased=cased, strip_accents=strip_accents)
+    if cased is not None or strip_accents is not None:
+        raise InputError("cased and strip_accents were settled when the tokenizer was opened: leave them out")
     return vocab
 
 

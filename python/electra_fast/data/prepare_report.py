@@ -81,10 +81,10 @@ class PrepareReport:
     repeats: Repeats | None = None
     """Repeated text; `None` while incomplete, or if the corpus was complete before, or if an older release has prepared
     part of it."""
-    skipped_records: int = 0
-    """Records that could not be read and were skipped; a complete corpus lists them in `skipped.jsonl`."""
+    skipped_rows: int = 0
+    """JSON records that could not be read and were skipped; a complete corpus lists them in `skipped.jsonl`."""
     first_skipped: tuple[tuple[str, int, str], ...] = ()
-    """File, line and reason of the first ten skipped records."""
+    """File, line and reason of the first ten skipped rows."""
     rebuilt_input_groups: int = 0
     """Input groups that an interrupted run had finished; prepared again, because their input had changed."""
     changed_input: str | None = None
@@ -119,19 +119,18 @@ def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int 
     return Contents(rows, tokens, positions / max(1, rows * sequence_length))
 
 
-def google_drops(corpora: Corpora, num_tokens: int, sequence_length: int, *, seed: int) -> str:
-    """A line that says how many tokens packing `google` drops in the first epoch, and which key keeps them."""
-    dropped = num_tokens - contents(corpora, "google", sequence_length, seed=seed).tokens
+def examples_drop(corpora: Corpora, num_tokens: int, sequence_length: int, *, seed: int) -> str:
+    """A line that says how many tokens packing `examples` drops in the first epoch, and which key keeps them."""
+    dropped = num_tokens - contents(corpora, "examples", sequence_length, seed=seed).tokens
     return (
-        f'data.packing = "google" drops {dropped:,} of {num_tokens:,} tokens '
+        f'data.packing = "examples" drops {dropped:,} of {num_tokens:,} tokens '
         f"({dropped / max(1, num_tokens):.1%}) in rows of {sequence_length}; --data.packing best-fit keeps them all"
     )
 
 
 def guess(tokenizer: Tokenizer) -> str:
-    lowercase, strip_accents = tokenizer.options["lowercase"], tokenizer.options["strip_accents"]
-    accents = "dropped" if strip_accents else "kept"
-    found = f"uncased (text is lowercased, accents are {accents})" if lowercase else "cased"
+    accents = "dropped" if tokenizer.options["strip_accents"] else "kept"
+    found = "cased" if tokenizer.options["cased"] else f"uncased (text is lowercased, accents are {accents})"
     return f"{tokenizer.path}: taken as {found}, judging by its entries; --cased or --uncased settles it"
 
 
@@ -143,7 +142,7 @@ def words_counted(
     words: tuple[int, int],
     most: str,
 ) -> Iterator[str]:
-    """Yields what `train_vocab` says of the counts of its text: the sample, the omitted characters, what they cost."""
+    """Yields what `vocab` says of the counts of its text: the sample, the omitted characters, what they cost."""
     counted, total = num_bytes
     if counted < total:
         share = f"{counted / 1e9:.2g} of {total / 1e9:.2g} GB"

@@ -135,8 +135,8 @@ def origin(source: Path) -> Origin:
     state, config = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml")
     tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
     return Origin(
-        # Only packing `google` makes rows of two segments; the state remembers earlier packings.
-        token_type_1_trained=(state.step > 0 and config.data.packing == "google") or state.token_type_1_trained,
+        # Only packing `examples` makes rows of two segments; the state remembers earlier packings.
+        token_type_1_trained=(state.step > 0 and config.data.packing == "examples") or state.token_type_1_trained,
         steps=state.step,
         num_steps=min(config.train.steps, _steps_of_run(stored, config.train.steps)),
         imported=state.imported,

@@ -36,7 +36,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> N
     if name == "vocab.txt":
         config = {
             "tokenizer_class": "BertTokenizer",
-            "do_lower_case": tokenizer.options["lowercase"],
+            "do_lower_case": not tokenizer.options["cased"],
             "strip_accents": tokenizer.options["strip_accents"],
             "tokenize_chinese_chars": True,
         }

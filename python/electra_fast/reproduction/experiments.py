@@ -76,7 +76,7 @@ def make_experiment(name: str, base: Config, overrides: Mapping[str, str]) -> Ex
         if key in (*varied, *DECIDED):
             raise InputError(f"--{key}: cannot be set, because `reproduce {name}` decides it")
     # The corrective loss is not in the paper, and would favor one row.
-    return make(base.override({"data.masking": "paper", "objective.corrective_weight": "0"} | dict(overrides)))
+    return make(base.override({"data.masking": "tokens", "objective.corrective_weight": "0"} | dict(overrides)))
 
 
 def with_steps(row: Row, budget: float) -> Config:
@@ -230,4 +230,4 @@ def _above(better: str, worse: str, text: str) -> Claim:
 
 def _bert(base: Config) -> Config:
     """The paper's baseline: 80 % [MASK], 10 % random tokens, 10 % unchanged."""
-    return base.with_objective("mlm").override({"data.masking": "bert"})
+    return base.with_objective("mlm").override({"data.masking": "80-10-10"})

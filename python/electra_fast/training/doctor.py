@@ -24,7 +24,7 @@ from electra_fast.child_process import describe_end, python_command
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
-from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare import prepare, vocab
 from electra_fast.errors import InputError
 from electra_fast.hardware.kernel_check import CALLS, REFERENCE, STEP, Record
 from electra_fast.hardware.kernel_choice import FILE, cache_folder, read_records, settle_kernels, version_or_none
@@ -180,13 +180,13 @@ def _file_system(folder: Path) -> str:
 
 def _data_engine(shards: Path, config: Config) -> dict[str, str]:
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode(errors="ignore")
-    source, vocab = shards.parent / "text.txt", shards.parent / "vocab.txt"
+    source, words = shards.parent / "text.txt", shards.parent / "vocab.txt"
     with contextlib.redirect_stderr(io.StringIO()):
         source.write_bytes(text)
-        train_vocab([str(source)], out=vocab, size=4096, lowercase=True)
+        vocab([str(source)], out=words, size=4096)
         source.write_bytes((text + b"\n\n") * (TEXT_BYTES // len(text)))
         start = time.perf_counter()
-        prepare([str(source)], vocab=vocab, out=shards, lowercase=True, strip_accents=False)
+        prepare([str(source)], vocab=words, out=shards, cased=False, strip_accents=False)
         prepared = time.perf_counter() - start
     loader = BatchLoader.from_config(config, corpus=str(shards), batch_size=64, epochs=1)
     start, num_tokens = time.perf_counter(), Corpus(shards).num_tokens

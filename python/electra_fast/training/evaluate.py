@@ -397,7 +397,7 @@ def _corruptor(corrupted_by: str | Path, mixture: Mixture, device: torch.device)
 
 def _common_config(config: Config, length: int) -> Config:
     """Returns a configuration whose rows do not depend on how a model was trained."""
-    rows = {"sequence_length": length, "packing": "best-fit", "cut_at": "token", "masking": "paper", "mask_prob": 0.15}
+    rows = {"sequence_length": length, "packing": "best-fit", "cut_at": "token", "masking": "tokens", "mask_prob": 0.15}
     # `_check_length` checks this model's positions, which the configuration would limit as for training.
     return config.override(rows, max_positions=max(config.model.max_positions, length))
 

@@ -35,7 +35,7 @@ NUM_CANDIDATES = 100
 """Number of the generator's most likely tokens that the discriminator judges in the paper."""
 # Rows per batch, which does not affect their contents.
 _BATCH = 32
-# Makes the masking `paper`, which rounds up, mask one token per row.
+# Makes the masking `tokens`, which rounds up, mask one token per row.
 _ONE_TOKEN = 1e-6
 
 
@@ -147,7 +147,7 @@ def _examples(corpora: Corpora, sequence_length: int, seed: int) -> Iterator[Exa
         sequence_length=sequence_length,
         batch_size=_BATCH,
         seed=seed,
-        masking="paper",
+        masking="tokens",
         mask_prob=_ONE_TOKEN,
         packing="best-fit",
         epochs=1,

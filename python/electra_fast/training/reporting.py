@@ -20,7 +20,7 @@ from electra_fast.card import card_of, device_peak
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
-from electra_fast.data.prepare_report import google_drops
+from electra_fast.data.prepare_report import examples_drop
 from electra_fast.files.atomic_files import errors_named
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.files.json_files import JsonLines, read_records
@@ -54,8 +54,8 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
     if not mixture.is_single:
         yield f"rows: {_shares(mixture)}"
     data = config.data
-    if data.packing == "google" and not state.step:
-        yield google_drops(data.corpus, mixture.num_tokens, data.sequence_length, seed=config.train.seed)
+    if data.packing == "examples" and not state.step:
+        yield examples_drop(data.corpus, mixture.num_tokens, data.sequence_length, seed=config.train.seed)
     if data.masking in ("whole-word", "span") and not state.step:
         yield from words_to_mask(config, mixture)
     for name, (was, now) in run.changes.items():
@@ -87,7 +87,7 @@ def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
     if too_long > MANY_IN_TOO_LONG:
         yield (
             f"warning: {name}: {too_long:.0%} of the tokens are in words of more than {budget} tokens, which are never "
-            "masked as a whole (text without spaces between words?); --data.masking paper masks single tokens anywhere"
+            "masked as a whole (text without spaces between words?); --data.masking tokens masks single tokens anywhere"
         )
     elif data.masking == "whole-word" and 1 - single - too_long < FEW_IN_LONGER_WORDS:
         yield (

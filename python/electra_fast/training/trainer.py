@@ -19,7 +19,7 @@ import torch
 from electra_fast.card import device_peak
 from electra_fast.config.config import AUTO
 from electra_fast.data.loader import BatchLoader, default_cache_dir, merge_states
-from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
+from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of, with_present_names
 from electra_fast.distributed.division import smaller_micro_batches
 from electra_fast.distributed.world import World
 from electra_fast.errors import (
@@ -449,7 +449,7 @@ class Trainer:
     def _save(self) -> None:
         state = self.state
         state.corpus = self.mixture.content_hash
-        state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
+        state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "examples"
         self._compare_losses()
         self._await_writer()
         with self.train_step.waits_for_ranks():
@@ -522,7 +522,7 @@ class Trainer:
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
         """Restores the stream of rows; a stream that an allowed change makes different starts at the next epoch."""
-        fresh = self.loader.state()
+        fresh, state = self.loader.state(), with_present_names(state)
         if self.run.changes and stream_of(fresh) != stream_of(state):
             state, self.stream_change = resumed_state(fresh, state)
         self.loader.restore(state)

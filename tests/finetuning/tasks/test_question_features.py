@@ -23,12 +23,12 @@ from electra_fast.finetuning.tasks.question_features import (
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    return ef.Tokenizer(write_vocab(tmp_path), lowercase=True)
+    return ef.Tokenizer(write_vocab(tmp_path), cased=False)
 
 
 @pytest.fixture(params=[True, False], ids=["uncased", "cased"])
 def either(request, tmp_path):
-    return ef.Tokenizer(write_vocab(tmp_path), lowercase=request.param)
+    return ef.Tokenizer(write_vocab(tmp_path), cased=not request.param)
 
 
 def features_of(tokenizer, *texts, length=24, stride=8, query=8):
@@ -45,7 +45,7 @@ def inputs(tokenizer, features):
     "length, stride, query, lowercase", [(24, 8, 8, True), (19, 30, 8, True), (64, 16, 4, False), (384, 128, 64, True)]
 )
 def test_generated_questions_as_published(tmp_path, length, stride, query, lowercase):
-    tokenizer, counts = ef.Tokenizer(write_vocab(tmp_path), lowercase=lowercase), collections.Counter()
+    tokenizer, counts = ef.Tokenizer(write_vocab(tmp_path), cased=not lowercase), collections.Counter()
     library, asked = squad_reference.library_tokenizer(tokenizer), questions(24, seed=length)
     texts = [(question, context) for question, context, _ in asked]
     features = features_of(tokenizer, *texts, length=length, stride=stride, query=query)

@@ -49,7 +49,7 @@ fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
         }
         Ok(())
     };
-    let skips = SkipLog::new(reading.skip_bad_records, 0);
+    let skips = SkipLog::new(reading.skip_bad_rows, 0);
     let intake = Intake { skips, ..Intake::everything(Cut::Blanks) };
     with_workers(1, 1, || work, |workers| workers.run_pipeline(intake, read, consume))?;
     Ok(found)
@@ -124,7 +124,7 @@ proptest! {
             "\u{feff}{\"text\": \"d\"}", "{\"text\": \"a longer text\", \"id\": [1, 2]}", "\u{0}",
         ]), 0..20),
         part_bytes in 1..60_u64,
-        skip_bad_records in prop::sample::select(vec![0_u64, 2, 100]),
+        skip_bad_rows in prop::sample::select(vec![0_u64, 2, 100]),
         ends in any::<bool>(),
         is_utf16 in any::<bool>(),
     ) {
@@ -132,7 +132,7 @@ proptest! {
         let text = lines.join("\n") + if ends { "\n" } else { "" };
         let utf16 = || format!("\u{feff}{text}").encode_utf16().flat_map(u16::to_le_bytes).collect();
         let path = file(&dir, "a.jsonl", if is_utf16 { utf16() } else { text.clone().into_bytes() });
-        compare(&path, &ReadOptions { skip_bad_records, ..ReadOptions::default() }, part_bytes);
+        compare(&path, &ReadOptions { skip_bad_rows, ..ReadOptions::default() }, part_bytes);
     }
 }
 

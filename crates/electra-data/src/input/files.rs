@@ -20,7 +20,7 @@ use crate::threads::on_all_cores;
 
 const KNOWN: &str =
     ".txt, .jsonl, .ndjson, .json, .parquet, .arrow and .feather, each also with .gz, .zst or .xz";
-const REMEDY: &str = "--format text reads any file as text (others: jsonl, json, parquet, arrow)";
+const REMEDY: &str = "--format txt reads any file as text (others: jsonl, json, parquet, arrow)";
 
 #[derive(Clone, Debug)]
 pub(crate) struct Inputs {
@@ -85,7 +85,7 @@ impl Inputs {
             let reason = match search.skipped.len() {
                 0 => String::new(),
                 n if search.skipped.keys().any(is_json) => {
-                    let json = format!(".json without the text field {fields}; choose it with --text-field");
+                    let json = format!(".json without the text field {fields}; choose it with --text");
                     format!(" ({n} were found, of other kinds or {json})")
                 }
                 n => format!(" ({n} of other kinds were found; known are {KNOWN}; {REMEDY})"),

@@ -89,11 +89,11 @@ fn joined<'a>(
             Some(Field::Null) => {}
             Some(Field::Other(kind)) => {
                 let reason = format!("field \"{field}\" is {kind}, not text");
-                return Err(BadRecord::new(reason, "fix or remove it, or choose with --text-field"));
+                return Err(BadRecord::new(reason, "fix or remove it, or choose with --text"));
             }
             None => {
                 let reason = missing_field(field, &names_in(record));
-                return Err(BadRecord::new(reason, "choose with --text-field"));
+                return Err(BadRecord::new(reason, "choose with --text"));
             }
         }
     }

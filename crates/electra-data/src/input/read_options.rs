@@ -36,7 +36,7 @@ pub enum InputFormat {
     Arrow,
 }
 
-choice!(InputFormat { "text" => Text, "jsonl" => JsonLines, "json" => Json, "parquet" => Parquet, "arrow" => Arrow });
+choice!(InputFormat { "txt" => Text, "jsonl" => JsonLines, "json" => Json, "parquet" => Parquet, "arrow" => Arrow });
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InvalidUtf8 {
@@ -59,7 +59,7 @@ pub struct ReadOptions {
     /// Fields (columns) that hold the text; several are joined by line ends.
     pub text_fields: Vec<String>,
     pub invalid_utf8: InvalidUtf8,
-    pub skip_bad_records: u64,
+    pub skip_bad_rows: u64,
 }
 
 impl Default for ReadOptions {
@@ -69,7 +69,7 @@ impl Default for ReadOptions {
             separator: DocumentSeparator::default(),
             text_fields: vec!["text".to_owned()],
             invalid_utf8: InvalidUtf8::default(),
-            skip_bad_records: 0,
+            skip_bad_rows: 0,
         }
     }
 }

@@ -31,9 +31,9 @@ impl SkipLog {
 
     pub fn add(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
         let remedy = match self.allowed {
-            0 => "--skip-bad-records N leaves up to N such records out".to_owned(),
+            0 => "--skip-bad-rows N leaves up to N such rows out".to_owned(),
             n if self.count.fetch_add(1, Ordering::Relaxed) >= n => {
-                format!("{n} bad records were skipped before it: --skip-bad-records {n} allows no more")
+                format!("{n} bad rows were skipped before it: --skip-bad-rows {n} allows no more")
             }
             _ => {
                 self.records.push(record);

@@ -193,7 +193,7 @@ pub(super) fn text_columns(file: &InputFile, schema: &Schema, fields: &[String])
                 let texts = texts.join(", ");
                 format!("column \"{field}\" is {kind}, not a string; columns of strings are: {texts}")
             }
-            None => format!("{}; choose with --text-field", missing_field(field, &texts)),
+            None => format!("{}; choose with --text", missing_field(field, &texts)),
         };
         Err(Error::at(&file.path, reason))
     };

@@ -132,8 +132,8 @@ impl Loader {
         Ok(())
     }
 
-    /// What the rows of an epoch contain, over all corpora. Where this depends on the epoch (`google` packing, and cuts at
-    /// words or lines), in the first one. Packs all blocks in parallel, which reads the ends of documents; for `google`
+    /// What the rows of an epoch contain, over all corpora. Where this depends on the epoch (`examples` packing, and cuts at
+    /// words or lines), in the first one. Packs all blocks in parallel, which reads the ends of documents; for `examples`
     /// and cuts at lines also all line lengths, for cuts at words some tokens of every row.
     pub fn contents(&self) -> Result<Contents> {
         let Shared { mixture, options, .. } = &*self.shared;

@@ -60,7 +60,7 @@ fn read_all(dir: &Path) -> Vec<String> {
             Err(error) => Some(error),
         }
     };
-    let batches = [("best-fit", "token"), ("best-fit", "line"), ("google", "token")]
+    let batches = [("best-fit", "token"), ("best-fit", "line"), ("examples", "token")]
         .map(|(packing, cut_at)| batches(packing, cut_at));
     let all = [documents, counts, lines].into_iter().chain(batches);
     all.flatten().map(|error| error.to_string()).collect()

@@ -16,29 +16,35 @@ const MAX_TOKENS: u64 = 1 << 28;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Masking {
     /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
-    Paper,
+    Tokens,
     /// As in the published code: `round(p n)` draws with replacement, each replaced by `[MASK]` with
     /// probability 0.85 and otherwise unchanged.
-    Google,
+    WithRepeats,
     /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % unchanged.
-    Bert,
+    EightyTenTen,
     /// Whole words in random order, all `[MASK]`, up to `round(p n)` tokens.
     WholeWord,
     /// The same with runs of one to three words.
     Span,
 }
 
-choice!(Masking { "paper" => Paper, "google" => Google, "bert" => Bert, "whole-word" => WholeWord, "span" => Span });
+choice!(Masking {
+    "tokens" => Tokens,
+    "with-repeats" => WithRepeats,
+    "80-10-10" => EightyTenTen,
+    "whole-word" => WholeWord,
+    "span" => Span
+});
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packing {
     /// Keeps every token and fills rows with as many documents as fit.
     BestFit,
     /// As the published code: one or two texts from the lines of one document; truncates the overflow.
-    Google,
+    Examples,
 }
 
-choice!(Packing { "best-fit" => BestFit, "google" => Google });
+choice!(Packing { "best-fit" => BestFit, "examples" => Examples });
 
 /// Where rows may begin, besides at the start of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +90,7 @@ impl Default for LoaderOptions {
             sequence_length: 128,
             batch_size: 128,
             seed: 0,
-            masking: Masking::Google,
+            masking: Masking::WithRepeats,
             mask_prob: 0.15,
             packing: Packing::BestFit,
             cut_at: CutAt::Token,
@@ -180,7 +186,7 @@ impl LoaderOptions {
     /// Rejects a corpus whose tokenizer does not mark words, if these options depend on words.
     pub(super) fn check_words(&self, corpus: &Corpus) -> Result<()> {
         let (what, others) = if self.masks_words() {
-            (format!("masking = {:?}", self.masking.name()), "\"paper\", \"google\" or \"bert\"")
+            (format!("masking = {:?}", self.masking.name()), "\"tokens\", \"with-repeats\" or \"80-10-10\"")
         } else if self.cut_at == CutAt::Word {
             ("cut_at = \"word\"".to_owned(), "\"token\" or \"line\"")
         } else {

@@ -70,7 +70,7 @@ fn disk_usage(files: &[PathBuf]) -> u64 {
 fn batches_are_those_from_disk_in_any_packing() {
     let (corpus, scratch, server) = served(write_shards);
     for (packing, cut_at) in
-        [("best-fit", "token"), ("best-fit", "word"), ("best-fit", "line"), ("google", "token")]
+        [("best-fit", "token"), ("best-fit", "word"), ("best-fit", "line"), ("examples", "token")]
     {
         let word_starts = (cut_at == "word").then(|| (0..30_005).map(|id| id % 3 > 0).collect());
         let cuts = LoaderOptions { cut_at: named(cut_at), word_starts, ..options() };
@@ -211,7 +211,7 @@ fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
     let corpus = tempfile::tempdir().unwrap();
     let documents: Vec<_> = (0..3).map(|_| vec![vec![7; 100]; 6_000]).collect();
     write_corpus(corpus.path(), 30_005, &documents, 1 << 20);
-    let ways = [("best-fit", "token"), ("best-fit", "line"), ("google", "token")];
+    let ways = [("best-fit", "token"), ("best-fit", "line"), ("examples", "token")];
     let faults = [Fault::Undone(503, ""), Fault::Stall, Fault::Slow];
     let interrupt = |(packing, cut_at): (&str, &str), fault, requests: usize| -> bool {
         let (scratch, server) = (tempfile::tempdir().unwrap(), TestServer::start(corpus.path()));
@@ -246,7 +246,7 @@ const READER: &str = "ELECTRA_FAST_TEST_READER";
 
 /// How the three readers of the test below read: packing, cuts, seed.
 const READERS: [(&str, &str, i64); 3] =
-    [("best-fit", "token", 1), ("google", "token", 2), ("best-fit", "line", 3)];
+    [("best-fit", "token", 1), ("examples", "token", 2), ("best-fit", "line", 3)];
 
 fn reader_options(number: usize) -> LoaderOptions {
     let (packing, cut_at, seed) = READERS[number];

@@ -124,12 +124,12 @@ fn ranks_threads_batch_sizes_and_interruptions_change_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (plain, lines) =
         (corpus(&dir.path().join("plain"), 150, false), corpus(&dir.path().join("lines"), 100, true));
-    let google = LoaderOptions { packing: named("google"), ..options() };
+    let examples = LoaderOptions { packing: named("examples"), ..options() };
     for (corpora, options) in [
         (vec![(plain, None)], options()),
-        (vec![(lines.clone(), None)], with("google", "word")),
-        (vec![(lines.clone(), None)], with("google", "line")),
-        (vec![(lines, None)], google),
+        (vec![(lines.clone(), None)], with("with-repeats", "word")),
+        (vec![(lines.clone(), None)], with("with-repeats", "line")),
+        (vec![(lines, None)], examples),
         (weighted(&corpora(dir.path()), &[0.45, 0.35, 0.2]), options()),
     ] {
         let changed = |change: &dyn Fn(&mut LoaderOptions)| {
@@ -183,9 +183,11 @@ fn streams_are_fixed() {
     let of = |corpus: &Arc<Corpus>, masking, cut_at| {
         digest(Loader::new(corpus.clone(), &with(masking, cut_at)).unwrap())
     };
-    let found = ["paper", "google", "bert"].map(|name| format!("{name} {}", of(&plain, name, "token")));
+    let found =
+        ["tokens", "with-repeats", "80-10-10"].map(|name| format!("{name} {}", of(&plain, name, "token")));
     assert_eq!(found.concat(), include_str!("../../../../tests/golden/loader.txt"));
-    let of_words = [("whole-word", "token"), ("span", "token"), ("google", "word"), ("google", "line")];
+    let of_words =
+        [("whole-word", "token"), ("span", "token"), ("with-repeats", "word"), ("with-repeats", "line")];
     let found =
         of_words.map(|(masking, cut_at)| format!("{masking} {cut_at} {}", of(&lines, masking, cut_at)));
     assert_eq!(found.concat(), include_str!("../../../../tests/golden/words.txt"));
@@ -318,7 +320,7 @@ fn corpora_that_do_not_fit_are_refused() {
     let first = corpora(dir.path()).remove(0);
     rewrite_manifest(&dir.path().join("2"), |manifest| manifest.tokenizer.special_tokens.mask = 9);
     write_corpus(&dir.path().join("3"), VOCAB, &[], 500);
-    let of_another = LoaderOptions { word_starts: Some(Arc::new([true; 7])), ..with("google", "word") };
+    let of_another = LoaderOptions { word_starts: Some(Arc::new([true; 7])), ..with("with-repeats", "word") };
     for (name, options, message) in [
         ("1", of_another, "vocab.txt has 7 entries, not 30000"),
         ("2", options(), "/2 have different special tokens; "),

@@ -86,7 +86,7 @@ impl PrepareOptions {
         self.fingerprint(tokenizer, &inputs.files.iter().map(entry).collect(), version)
     }
 
-    /// Options that decide the content, so without `skip_bad_records`. Some are included only if given: corpora
+    /// Options that decide the content, so without `skip_bad_rows`. Some are included only if given: corpora
     /// made before there was that option must keep their fingerprint.
     pub(super) fn to_json(&self) -> Value {
         let reading = &self.reading;
@@ -97,7 +97,8 @@ impl PrepareOptions {
             "holdout": self.validation_fraction,
         });
         if let Some(format) = reading.format {
-            options["format"] = format.name().into();
+            let name = format.name();
+            options["format"] = if name == "txt" { "text" } else { name }.into(); // its first name
         }
         if let Some(what) = self.drop_duplicates {
             options["drop_duplicates"] = what.name().into();

@@ -57,7 +57,7 @@ pub struct PrepareReport {
     /// has made a part of it.
     pub repeats: Option<Repeats>,
     /// Unreadable records that were skipped. `skipped.jsonl` in the corpus lists them.
-    pub skipped_records: u64,
+    pub skipped_rows: u64,
     pub first_skipped: Vec<SkippedRecord>,
     pub rebuilt_input_groups: usize,
     pub changed_input: Option<PathBuf>,
@@ -200,7 +200,7 @@ impl PrepareRun<'_> {
     }
 
     pub(super) fn build_files(&self, work: &Remaining, plan: &Plan, progress: &mut Report) -> Result<()> {
-        let skips = SkipLog::new(self.options.reading.skip_bad_records, work.skipped);
+        let skips = SkipLog::new(self.options.reading.skip_bad_rows, work.skipped);
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let (group, cancel) = (&plan.groups[number], &plan.inputs.cancel);
             let files = &plan.inputs.files[group.files.clone()];
@@ -300,7 +300,7 @@ impl PrepareRun<'_> {
                 num_documents: total(|shard| shard.num_documents),
                 num_tokens: total(|shard| shard.num_tokens),
                 empty_documents: saturating_sum(records.iter().map(|record| record.empty_documents)),
-                skipped_records: self.check_skipped(&records)?,
+                skipped_rows: self.check_skipped(&records)?,
                 first_skipped: skipped().take(MAX_LISTED).cloned().collect(),
                 ..report
             });
@@ -350,7 +350,7 @@ impl PrepareRun<'_> {
             dropped_documents: manifest.dropped_documents,
             emptied_documents: manifest.emptied_documents,
             dropped_lines: manifest.dropped_lines,
-            skipped_records: manifest.skipped_records,
+            skipped_rows: manifest.skipped_records,
             first_skipped: first_skipped(&list.unwrap_or_default(), MAX_LISTED)?,
             content_hash: manifest.content_hash.clone(),
             ..report
@@ -360,13 +360,13 @@ impl PrepareRun<'_> {
     /// The number of records skipped so far; an error if it exceeds the limit.
     fn check_skipped<'r>(&self, records: impl IntoIterator<Item = &'r InputGroupRecord>) -> Result<u64> {
         let skipped = records.into_iter().map(|record| record.skipped.len() as u64).sum();
-        let allowed = self.options.reading.skip_bad_records;
+        let allowed = self.options.reading.skip_bad_rows;
         if skipped <= allowed {
             return Ok(skipped);
         }
         let remedy = format!("give it at least {skipped}, or start again in another --out");
-        let limit = format!("--skip-bad-records allows {allowed}; {remedy}");
-        Err(Error::at(self.out, format_args!("{skipped} bad records were skipped so far, and {limit}")))
+        let limit = format!("--skip-bad-rows allows {allowed}; {remedy}");
+        Err(Error::at(self.out, format_args!("{skipped} bad rows were skipped so far, and {limit}")))
     }
 
     /// Builds input groups in `out`; the end of the run raises `cancel`.

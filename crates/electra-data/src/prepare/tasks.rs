@@ -220,7 +220,7 @@ impl TaskSettings {
                 read_input_group(files, part.as_ref(), &self.reading, bytes, cancel, to)
             })
         };
-        let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
+        let skips = SkipLog::new(self.reading.skip_bad_rows, self.skipped);
         let builder = run.builder(&out, &self.pass, self.num_groups, cancel);
         let built = pipelines::build(&builder, threads, &todo, &skips, &read, progress)?;
         let known = || known.iter().flatten();

@@ -110,7 +110,7 @@ fn pipelines_read_at_the_same_time() {
 }
 
 #[test]
-fn the_limit_of_skipped_records_is_one_for_all_pipelines() {
+fn the_limit_of_skipped_rows_is_one_for_all_pipelines() {
     let record = || crate::input::SkippedRecord { file: "f".into(), line: 1, reason: String::new() };
     let read = |_: usize, to: &mut Batcher<'_>| {
         to.push_document("a")?;
@@ -118,7 +118,7 @@ fn the_limit_of_skipped_records_is_one_for_all_pipelines() {
     };
     assert!(build(8, 20, &SkipLog::new(20, 0), &read).0.is_ok());
     let error = build(8, 20, &SkipLog::new(20, 1), &read).0.unwrap_err().to_string();
-    assert!(error.contains("bad; 20 bad records were skipped before it"), "{error}");
+    assert!(error.contains("bad; 20 bad rows were skipped before it"), "{error}");
 }
 
 #[test]

@@ -39,7 +39,7 @@ impl WordCounts {
         let ends_word = |c| matches!(characters.meaning(c, &no_entries), Meaning::Space | Meaning::Alone(_));
         let intake = Intake {
             cut: Cut::Words(&ends_word),
-            skips: SkipLog::new(options.reading.skip_bad_records, 0),
+            skips: SkipLog::new(options.reading.skip_bad_rows, 0),
             sampler: Sampler::new(options.seed, options.sample.unwrap_or(u64::MAX)),
             watch: None,
         };

@@ -242,7 +242,7 @@ fn refuse_case(path: &Path, case: CaseOptions) -> Result<()> {
     if case == (None, None) {
         return Ok(());
     }
-    Err(Error::at(path, "lowercase and strip_accents belong to vocab.txt; a tokenizer.json has its own"))
+    Err(Error::at(path, "cased and strip_accents belong to vocab.txt; a tokenizer.json has its own"))
 }
 
 fn find_special(

@@ -1,4 +1,4 @@
-//! Which tokens of a row are masked: `paper`, `google` and `bert` masking here, masks of words in `words`.
+//! Which tokens of a row are masked: `tokens`, `with-repeats` and `80-10-10` here, masks of words in `words`.
 //!
 //! Works on a finished row, with special tokens and padding. The number of masked tokens is exact, and
 //! positions come from a partial shuffle of the candidates, so the cost is one pass over the row plus a few
@@ -12,7 +12,7 @@ use crate::format::{Corpus, SpecialTokens};
 use crate::philox::{Stream, probability};
 
 /// The published code's probability that a drawn position becomes `[MASK]`.
-const GOOGLE_MASKED: u32 = probability(0.85);
+const REPEATS_MASKED: u32 = probability(0.85);
 const BERT_MASKED: u32 = probability(0.8);
 const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 
@@ -22,7 +22,7 @@ const CHUNK: usize = 8;
 impl Masking {
     fn max_words(self) -> Option<usize> {
         match self {
-            Self::Paper | Self::Google | Self::Bert => None,
+            Self::Tokens | Self::WithRepeats | Self::EightyTenTen => None,
             Self::WholeWord => Some(1),
             Self::Span => Some(words::MAX_SPAN),
         }
@@ -32,7 +32,7 @@ impl Masking {
     pub fn slots(self, sequence_length: usize, mask_prob: f64) -> usize {
         let length = sequence_length as f64;
         match self {
-            Self::Paper => (mask_prob * length).ceil() as usize,
+            Self::Tokens => (mask_prob * length).ceil() as usize,
             // The arithmetic of the published code (19 at 128 tokens and 15 %), but at least one.
             _ => (((mask_prob + 0.005) * length) as usize).max(1),
         }
@@ -42,7 +42,7 @@ impl Masking {
     fn wanted(self, used: usize, mask_prob: f64, slots: usize) -> usize {
         let expected = used as f64 * mask_prob;
         match self {
-            Self::Paper => (expected.ceil() as usize).min(slots),
+            Self::Tokens => (expected.ceil() as usize).min(slots),
             _ => (expected.round_ties_even() as usize).clamp(1, slots),
         }
     }
@@ -124,7 +124,7 @@ impl Masker {
     ) -> usize {
         let candidates = self.find_candidates(row);
         let masked = match self.masking {
-            Masking::Google if candidates > 0 => wanted,
+            Masking::WithRepeats if candidates > 0 => wanted,
             _ => wanted.min(candidates),
         };
         self.draw(candidates, stream, &mut positions[..masked]);
@@ -173,7 +173,7 @@ impl Masker {
     fn draw(&mut self, candidates: usize, stream: &mut Stream, positions: &mut [i32]) {
         let list = &mut self.candidates[..candidates];
         for (drawn, position) in positions.iter_mut().enumerate() {
-            let index = if self.masking == Masking::Google {
+            let index = if self.masking == Masking::WithRepeats {
                 stream.below(candidates as u32) as usize
             } else {
                 let index = drawn + stream.below((candidates - drawn) as u32) as usize;
@@ -188,13 +188,13 @@ impl Masker {
         for &position in positions {
             let token = &mut row[position as usize];
             match self.masking {
-                Masking::Paper | Masking::WholeWord | Masking::Span => *token = self.mask,
-                Masking::Google => {
-                    if stream.happens(GOOGLE_MASKED) {
+                Masking::Tokens | Masking::WholeWord | Masking::Span => *token = self.mask,
+                Masking::WithRepeats => {
+                    if stream.happens(REPEATS_MASKED) {
                         *token = self.mask;
                     }
                 }
-                Masking::Bert => match stream.word() {
+                Masking::EightyTenTen => match stream.word() {
                     word if word < BERT_MASKED => *token = self.mask,
                     word if word < BERT_MASKED_OR_RANDOM => {
                         *token = stream.below(self.vocab_size) as i32;

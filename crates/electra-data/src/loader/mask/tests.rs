@@ -11,7 +11,8 @@ use crate::philox::Purpose;
 const TOKENS: SpecialTokens = SpecialTokens { pad: 0, unk: 1, cls: 2, sep: 3, mask: 4 };
 const VOCAB: u32 = 1000;
 const CASES: u32 = 20_000;
-const ALL: [Masking; 5] = [Masking::Paper, Masking::Google, Masking::Bert, Masking::WholeWord, Masking::Span];
+const ALL: [Masking; 5] =
+    [Masking::Tokens, Masking::WithRepeats, Masking::EightyTenTen, Masking::WholeWord, Masking::Span];
 
 /// Even ids begin words, odd ones continue them.
 fn masker(masking: Masking, prob: f64, length: usize) -> Masker {
@@ -93,14 +94,14 @@ proptest! {
         let words = words(&inner);
         let Masked { row, positions, originals, count } = masked(&mut masker, &inner, number);
         let wanted = match masking {
-            Masking::Paper => (prob * inner.len() as f64).ceil() as usize,
+            Masking::Tokens => (prob * inner.len() as f64).ceil() as usize,
             _ => ((prob * inner.len() as f64).round_ties_even() as usize).clamp(1, masker.slots),
         };
         let used: HashSet<usize> = positions[..count].iter().map(|&position| position as usize).collect();
-        prop_assert!(masking == Masking::Google || used.len() == count);
+        prop_assert!(masking == Masking::WithRepeats || used.len() == count);
         for (&position, &id) in positions[..count].iter().zip(&originals) {
             prop_assert!(inner[position as usize] == id && ![2, 3, 4].contains(&id));
-            let may_stay = matches!(masking, Masking::Google | Masking::Bert);
+            let may_stay = matches!(masking, Masking::WithRepeats | Masking::EightyTenTen);
             prop_assert!(may_stay || row[position as usize] == 4);
         }
         prop_assert!((0..inner.len()).all(|position| used.contains(&position) || row[position] == inner[position]));
@@ -109,7 +110,7 @@ proptest! {
         if !of_words || words.iter().all(|word| word.len() > wanted) {
             // Tokens are masked one by one, also if no word fits.
             let candidates = words.concat().len();
-            let all = masking == Masking::Google && candidates > 0;
+            let all = masking == Masking::WithRepeats && candidates > 0;
             prop_assert_eq!(count, if all { wanted } else { wanted.min(candidates) });
             return Ok(());
         }
@@ -128,16 +129,16 @@ fn slots_and_counts_are_the_published_ones() {
         let slots = [(128, 0.15), (512, 0.15), (512, 0.25), (8, 0.01)].map(|(n, p)| masking.slots(n, p));
         assert_eq!(slots, [19, 79, 130, 1]);
     }
-    assert_eq!([128, 512].map(|length| Masking::Paper.slots(length, 0.15)), [20, 77]);
+    assert_eq!([128, 512].map(|length| Masking::Tokens.slots(length, 0.15)), [20, 77]);
     let count = |masking, used: usize| masked(&mut masker(masking, 0.15, 128), &row_of(used), 0).count;
-    assert_eq!([100, 101].map(|used| count(Masking::Paper, used)), [15, 16]);
-    assert_eq!([30, 50, 3].map(|used| count(Masking::Google, used)), [4, 8, 1]); // 4.5 and 7.5 round to even
-    assert_eq!([128, 3].map(|used| count(Masking::Bert, used)), [19, 1]);
+    assert_eq!([100, 101].map(|used| count(Masking::Tokens, used)), [15, 16]);
+    assert_eq!([30, 50, 3].map(|used| count(Masking::WithRepeats, used)), [4, 8, 1]); // 4.5 and 7.5 round to even
+    assert_eq!([128, 3].map(|used| count(Masking::EightyTenTen, used)), [19, 1]);
 }
 
 #[test]
-fn google_draws_with_replacement() {
-    let mut masker = masker(Masking::Google, 0.15, 128);
+fn repeats_are_drawn_with_replacement() {
+    let mut masker = masker(Masking::WithRepeats, 0.15, 128);
     let (mut distinct, mut kept) = (0, 0);
     for number in 0..CASES {
         let result = masked(&mut masker, &row_of(128), number);
@@ -154,8 +155,8 @@ fn google_draws_with_replacement() {
 }
 
 #[test]
-fn bert_replaces_eight_one_one() {
-    let mut masker = masker(Masking::Bert, 0.15, 128);
+fn eighty_ten_ten_are_masked_random_and_kept() {
+    let mut masker = masker(Masking::EightyTenTen, 0.15, 128);
     let (mut mask, mut random_ids) = (0.0, vec![0.0; 10]);
     for number in 0..CASES {
         let result = masked(&mut masker, &row_of(128), number);
@@ -177,7 +178,7 @@ fn bert_replaces_eight_one_one() {
 #[test]
 fn every_pair_of_positions_is_masked_alike_and_spans_do_not_cross_separators() {
     let separated = vec![2, 10, 3, 2, 10, 3, 2, 10, 3, 2, 10, 3];
-    for (masking, prob, row) in [(Masking::Paper, 0.3, row_of(6)), (Masking::Span, 0.17, separated)] {
+    for (masking, prob, row) in [(Masking::Tokens, 0.3, row_of(6)), (Masking::Span, 0.17, separated)] {
         let mut masker = masker(masking, prob, row.len() + 1);
         let mut pairs = HashMap::new();
         for number in 0..CASES {

@@ -1,7 +1,7 @@
 //! Packing documents into rows: the packers, and what they produce.
 //!
 //! A packer works on one block (a range of a shard's tokens) at a time. Its rows are a pure function of corpus, row
-//! length, seed, epoch and block. `best_fit` keeps every token and fills rows; `google` builds examples as the
+//! length, seed, epoch and block. `best_fit` keeps every token and fills rows; `examples` builds examples as the
 //! published code does.
 
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::format::Shard;
 
 mod best_fit;
 mod cut_points;
-mod google;
+mod examples;
 
 /// Tokens beyond the edge of a block that are fetched with it. What lies further away is fetched when it is read.
 const MARGIN: u32 = 256;
@@ -96,14 +96,14 @@ impl Rows {
 pub(super) enum Packer {
     BestFit(best_fit::BestFitPacker),
     Snapped(best_fit::SnappedPacker),
-    Google(google::GooglePacker),
+    Examples(examples::ExamplePacker),
 }
 
 impl Packer {
     pub fn new(options: &LoaderOptions, seed: u64) -> Self {
         let length = options.sequence_length as usize;
-        if options.packing == Packing::Google {
-            return Self::Google(google::GooglePacker::new(length, seed));
+        if options.packing == Packing::Examples {
+            return Self::Examples(examples::ExamplePacker::new(length, seed));
         }
         let points = match options.cut_at {
             CutAt::Token => None,
@@ -120,7 +120,7 @@ impl Packer {
         match self {
             Self::BestFit(_) => false,
             Self::Snapped(packer) => packer.reads_lines(),
-            Self::Google(_) => true,
+            Self::Examples(_) => true,
         }
     }
 
@@ -129,7 +129,7 @@ impl Packer {
         match self {
             Self::BestFit(_) => (0, 0),
             Self::Snapped(_) => (MARGIN, MARGIN),
-            Self::Google(_) => (0, MARGIN),
+            Self::Examples(_) => (0, MARGIN),
         }
     }
 
@@ -137,7 +137,7 @@ impl Packer {
         match self {
             Self::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, counter)),
             Self::Snapped(packer) => packer.pack(shard, block, counter),
-            Self::Google(packer) => packer.pack(shard, block, counter),
+            Self::Examples(packer) => packer.pack(shard, block, counter),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The published example builder (`packing = "google"`): lossy, for comparable results.
+//! The published example builder (`packing = "examples"`): lossy, for comparable results.
 //!
 //! Follows the rules of `build_pretraining_dataset.py` of the published code. Lines are collected up to a
 //! target length (usually that of a row), a blank line or the end of the document. About the first half of
@@ -30,13 +30,13 @@ const MIN_TARGET: u32 = 5;
 /// Special tokens of an example with one text and with two: `[CLS]`, and `[SEP]` after each text.
 const SPECIALS: [u32; 2] = [2, 3];
 
-pub(in crate::loader) struct GooglePacker {
+pub(in crate::loader) struct ExamplePacker {
     sequence_length: u32,
     seed: u64,
     lengths: Vec<u32>,
 }
 
-impl GooglePacker {
+impl ExamplePacker {
     pub(super) fn new(sequence_length: usize, seed: u64) -> Self {
         Self { sequence_length: sequence_length as u32, seed, lengths: Vec::new() }
     }

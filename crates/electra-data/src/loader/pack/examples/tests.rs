@@ -44,7 +44,7 @@ proptest! {
         let mut edges: Vec<u32> = edges.iter().map(|edge| (edge * f64::from(total)) as u32).collect();
         edges.extend([0, total]);
         edges.sort_unstable();
-        let mut packer = GooglePacker::new(sequence_length, seed);
+        let mut packer = ExamplePacker::new(sequence_length, seed);
         let mut seen = 0;
         for (block, pair) in (0..).zip(edges.windows(2)) {
             prop_assert_eq!(beginning_in(ends, pair[0]..pair[1]).start, seen);
