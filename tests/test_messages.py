@@ -23,7 +23,7 @@ def test_what_moves_the_cursor_is_spelled():
 
 def test_only_messages_print():
     """So that what is printed is escaped; children print answers to their parents, and a log is a file."""
-    others = {"parser.py", "kernel_check.py", "watchdog.py"}
+    others = {"arguments.py", "kernel_check.py", "watchdog.py"}
     folder = Path(electra_fast.__file__).parent
     calls = [
         path.name

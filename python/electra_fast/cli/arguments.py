@@ -7,10 +7,11 @@ arguments, and never by a part of their name: an unknown one is answered with th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from electra_fast.cli.spellings import ANSWERS
 from electra_fast.config.section import Configuration, did_you_mean, format_value, nearest, parse_number
 from electra_fast.errors import InputError
 
@@ -28,6 +29,7 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
         self.shown: list[str] = []
         self.commands: dict[str, Parser] = {}
+        self.others: dict[str, Parser] = {}
         self.groups: dict[str, list[argparse.Action]] = {}
         help = "no progress and no notes, only warnings and errors"
         self.add_argument("-q", "--quiet", action="store_true", help=help)
@@ -93,11 +95,31 @@ class Parser(argparse.ArgumentParser):
         return options + positionals
 
     def _answer(self, name: str) -> str:
-        named = {flag: each.option_strings[0] for each in self._actions for flag in each.option_strings}
-        meant = {named[flag]: None for flag in nearest(name, filter(lambda flag: flag.startswith("--"), named))}
-        return f"unrecognized arguments: {name}" + (
-            f"; did you mean {' or '.join(meant)}?" if meant else f"; see `{self.prog} --help-all`"
-        )
+        """Returns what an unknown flag should be: of this command, else the commands that have it."""
+        unknown = name.lstrip("-").replace("-", "_").lower()
+        flags = {flag: each.option_strings[0] for each in self._actions for flag in each.option_strings}
+        candidates = ANSWERS.get(unknown) or ANSWERS.get(unknown.rpartition(".")[2], ())
+        answer = next(filter(None, (self._meaning(each, flags) for each in candidates)), "")
+        if not answer and (meant := nearest(name, (flag for flag in flags if flag.startswith("--")))):
+            answer = f"did you mean {' or '.join(dict.fromkeys(flags[flag] for flag in meant))}?"
+        if not answer:
+            flag = f"--{unknown.replace('_', '-')}"
+            others = [other for other, sub in self.others.items() if flag in sub.flags_of(None)]
+            answer = f"it is an option of {', '.join(others)}" if others else f"see `{self.prog} --help-all`"
+        return f"{self.prog} has no option {name}; {answer}"
+
+    def _meaning(self, candidate: str, flags: Mapping[str, str]) -> str:
+        """Returns the answer that a candidate of `spellings` gives, "" if this command does not have it."""
+        if " " in candidate:
+            return candidate
+        if candidate.isupper():
+            metavars = [str(each.metavar).partition("[")[0] for each in self._actions if not each.option_strings]
+            usage = " ".join([self.prog, *metavars])
+            return f"the {candidate.lower()} needs no flag: {usage}" if candidate in metavars else ""
+        names = [each.replace("_", "-") for each in candidate.split("|")]
+        meant = [f"--{each}" for each in names if f"--{each}" in flags]
+        meant = meant or [first for flag, first in flags.items() if flag.rpartition(".")[2] == candidate]
+        return f"did you mean {' or '.join(meant)}?" if meant else ""
 
     def add_keys(self, defaults: Configuration, has_short_names: bool) -> None:
         """Adds the keys of a configuration as options, which `--help-all` shows by section."""

@@ -74,6 +74,7 @@ def build_parser() -> Parser:
                 sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1)
             sub.shown = [f"--{option}" for option in shown.split()]
             parser.commands[name] = sub
+            sub.others = parser.commands
         parser.groups[group] = commands._choices_actions[-len(names) :]
     return parser
 
@@ -198,7 +199,7 @@ def _finetune(sub: Parser) -> None:
     _path(sub, "--squad", "SQuAD: folder of its files, train*.json and dev*.json", "DIR")
     _option(sub, "--device", "auto", "auto, cpu, cuda or cuda:N")
     _add_json(sub)
-    title = "your own data (.tsv, .csv, .jsonl, .parquet; tagging: .conll; question-answering: .json)"
+    title = "your own data (.tsv, .csv, .jsonl, .parquet; tags: .conll; questions: .json)"
     own = sub.add_argument_group(title)
     _path(own, "--train", "training data, or its URL, as of --dev and --test", "FILE")
     _path(own, "--dev", "validation data (default: part of --train)", "FILE")

@@ -44,28 +44,56 @@ _EXAMPLES = {"count": "10000 or 10k", "bytes": "200GB or 16GiB", "seconds": "90 
 # A number and its suffix, matched without backtracking.
 _PART = r"([+-]?(?>[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?>[eE][+-]?[0-9]{1,3})?) *([A-Za-z]*+) *"
 
-# Other tools' names for our keys and flags.
+# Other tools' names for our keys and flags; several keys where it depends on the command.
 _ALIASES = {
-    **dict.fromkeys(("lr", "peak_lr", "max_lr"), ("learning_rate",)),
-    **dict.fromkeys(("bs", "train_batch_size", "per_device_train_batch_size", "micro_batch_size"), ("batch_size",)),
-    **dict.fromkeys(("max_steps", "num_steps", "train_steps", "num_train_steps", "total_steps", "iters"), ("steps",)),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), ("epochs", "steps")),
-    **dict.fromkeys(("seq_len", "seq_length", "max_seq_len", "max_seq_length", "max_length"), ("sequence_length",)),
-    **dict.fromkeys(("fp16", "bf16", "fp32", "amp", "mixed_precision", "dtype"), ("precision",)),
-    **dict.fromkeys(("warmup", "warmup_ratio", "num_warmup_steps"), ("warmup_steps", "warmup_fraction")),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), ("accumulate",)),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), ("clip_norm",)),
-    **dict.fromkeys(("mlm_probability", "mask_ratio"), ("mask_prob",)),
-    **dict.fromkeys(("save_steps", "save_every"), ("checkpoint_every",)),
-    **dict.fromkeys(("output_dir", "output", "save_dir"), ("out",)),
-    **dict.fromkeys(("data_dir", "dataset", "train_data", "corpus"), ("data",)),
-    **dict.fromkeys(("model_name_or_path", "checkpoint"), ("model",)),
-    **{
-        "wd": ("weight_decay",),
-        "eval_steps": ("eval_every",),
-        "logging_steps": ("log_every",),
-        "vocab_size": ("size",),
-    },
+    name: tuple(keys.split())
+    for keys, names in {
+        "learning_rate": "lr peak_lr max_lr embedding_lr unembedding_lr",
+        "muon_learning_rate": "muon_lr matrix_lr",
+        "batch_size": "bs train_batch_size per_device_train_batch_size per_gpu_train_batch_size micro_batch_size "
+        "eval_batch_size per_device_eval_batch_size device_batch_size total_batch_size local_batch_size "
+        "global_batch_size max_sentences",
+        "steps epochs": "steps max_steps num_steps train_steps num_train_steps total_steps training_steps iters "
+        "num_iterations max_iters max_update",
+        "epochs steps": "epochs num_epochs num_train_epochs max_epochs max_epoch",
+        "sequence_length": "seq_len seq_length max_seq_len max_seq_length max_length block_size context_length "
+        "tokens_per_sample",
+        "precision": "fp16 bf16 fp32 tf32 amp half mixed_precision mixed_precision_param dtype torch_dtype "
+        "bf16_full_eval fp16_full_eval",
+        "warmup_steps warmup_fraction": "warmup warmup_steps warmup_ratio warmup_proportion "
+        "num_warmup_steps warmup_updates",
+        "accumulate batch_size": "gradient_accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches "
+        "update_freq gradient_checkpointing activation_checkpointing",
+        "clip_norm": "max_grad_norm grad_clip gradient_clip_val max_norm",
+        "mask_prob": "mlm_probability mask_ratio",
+        "checkpoint_every checkpoint_seconds": "save_steps save_every save_interval save_strategy checkpoint_interval",
+        "keep_checkpoints": "save_total_limit keep_latest_k",
+        "eval_every evals_per_epoch": "eval_steps eval_interval eval_strategy evaluation_strategy",
+        "log_every": "logging_steps logging_strategy log_interval log_freq",
+        "loggers": "report_to logger logging_dir wandb wandb_project run_name tensorboard enable_wandb "
+        "enable_tensorboard",
+        "select": "load_best_model_at_end metric_for_best_model",
+        "patience": "early_stopping early_stopping_patience",
+        "schedule": "lr_scheduler lr_scheduler_type scheduler decay_type",
+        "beta1": "adam_beta1",
+        "beta2": "adam_beta2",
+        "epsilon": "adam_epsilon adam_eps eps",
+        "weight_decay": "wd",
+        "sharding": "fsdp deepspeed zero_stage data_parallel_shard_degree",
+        "execution": "torch_compile compile",
+        "attention": "attn_implementation flash_attention",
+        "num_layers": "n_layer n_layers num_hidden_layers depth",
+        "num_heads": "n_head n_heads num_attention_heads",
+        "hidden_size": "d_model n_embd hidden_dim dim",
+        "intermediate_size": "d_ff ffn_dim",
+        "dropout": "hidden_dropout_prob",
+        "attention_dropout": "attention_probs_dropout_prob",
+        "layer_decay": "layerwise_lr_decay llrd",
+        "timeout_seconds": "ddp_timeout init_timeout_seconds",
+        "out": "output_dir output save_dir",
+        "corpus": "data data_dir dataset train_data",
+    }.items()
+    for name in names.split()
 }
 
 TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

@@ -1,0 +1,192 @@
+"""The rules of the command line and of its functions in Python (docs/reference/surface.md), held for all commands."""
+
+import re
+
+import pytest
+from in_process import run
+
+from electra_fast.cli.arguments import MAX_SHOWN, KeyOption
+from electra_fast.cli.parser import CONFIGURED, build_parser
+from electra_fast.errors import InputError
+
+PARSER = build_parser()
+# Options before the surface had rules.
+FORMER = {
+    "demo": "out",
+    "vocab": "text-field documents invalid-utf8 format skip-bad-records out size min-frequency cased strip-accents "
+    "character-coverage sample seed",
+    "prepare": "text-field documents invalid-utf8 format skip-bad-records vocab out cased uncased partition "
+    "verify-inputs holdout drop-duplicates threads scheduler",
+    "inspect": "sequence-length masking mask-prob packing cut-at seed json",
+    "verify": "json",
+    "pretrain": "preset recipe data out dry-run allow-changes from",
+    "evaluate": "data json out precision text quoting no-header delimiter skip-bad-rows label label-map scheme "
+    "label-separator labels sequence-length batch-size batches corrupted-by mlm-examples",
+    "finetune": "task model out seeds untrained-twin recipe role data json train dev test text quoting no-header "
+    "delimiter skip-bad-rows label label-map scheme label-separator dev-text dev-label test-text test-label labels "
+    "dev-fraction folds group",
+    "predict": "format task threshold top-k n-best null-threshold precision out text quoting no-header delimiter "
+    "skip-bad-rows",
+    "reproduce": "data tasks out preset recipe budget minutes seeds task finetune-seeds corrupted-by json",
+    "export": "out unfinished onnx language license dataset base-model",
+    "import": "out generator",
+    "doctor": "preset recipe json",
+    "flops": "preset recipe json",
+    "plan": "preset recipe data tokens-per-second hours gpu-memory gpus json",
+    "report": "out",
+}
+# Options of transformers' run_mlm, run_glue, run_ner and run_qa, of sentence-transformers' examples, of nanochat and
+# of torchtitan, by the command in which they may be typed.
+OTHER_TOOLS = {
+    "pretrain": "model_name_or_path model_type config_overrides config_name tokenizer_name cache_dir token "
+    "use_fast_tokenizer model_revision trust_remote_code torch_dtype low_cpu_mem_usage dataset_name "
+    "dataset_config_name train_file validation_file overwrite_cache validation_split_percentage max_seq_length "
+    "preprocessing_num_workers mlm_probability pad_to_max_length max_train_samples max_eval_samples streaming "
+    "output_dir overwrite_output_dir do_train do_eval eval_strategy per_device_train_batch_size learning_rate "
+    "per_device_eval_batch_size gradient_accumulation_steps weight_decay adam_beta1 adam_beta2 adam_epsilon "
+    "max_grad_norm num_train_epochs max_steps lr_scheduler_type warmup_ratio warmup_steps log_level logging_dir "
+    "logging_steps save_strategy save_steps save_total_limit data_seed bf16 fp16 tf32 local_rank ddp_backend "
+    "eval_steps dataloader_num_workers run_name disable_tqdm load_best_model_at_end fsdp deepspeed optim report_to "
+    "label_smoothing_factor resume_from_checkpoint push_to_hub hub_model_id gradient_checkpointing torch_compile "
+    "run depth aspect_ratio head_dim max_seq_len window_pattern num_iterations target_flops device_batch_size "
+    "target_param_data_ratio total_batch_size embedding_lr unembedding_lr matrix_lr warmdown_ratio final_lr_frac "
+    "resume_from_step eval_every eval_tokens core_metric_every sample_every save_every model_tag vocab_size "
+    "job.config_file job.dump_folder model.name model.flavor model.hf_assets_path training.steps training.seq_len "
+    "training.local_batch_size training.global_batch_size training.max_norm training.dataset training.dataset_path "
+    "training.mixed_precision_param optimizer.lr optimizer.eps lr_scheduler.warmup_steps checkpoint.enable "
+    "lr_scheduler.decay_ratio checkpoint.interval checkpoint.folder checkpoint.initial_load_path metrics.log_freq "
+    "metrics.enable_wandb parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree "
+    "activation_checkpoint.mode compile.enable training.compile validation.enable comm.init_timeout_seconds "
+    "debug.seed",
+    "finetune": "task_name model_name_or_path config_name tokenizer_name train_file validation_file test_file "
+    "text_column_name label_column_name max_seq_length pad_to_max_length max_train_samples max_eval_samples "
+    "max_predict_samples dataset_name output_dir do_train do_eval do_predict per_device_train_batch_size seed fp16 "
+    "learning_rate num_train_epochs max_steps warmup_ratio warmup_steps weight_decay eval_strategy save_strategy "
+    "logging_steps load_best_model_at_end metric_for_best_model early_stopping_patience report_to num_epochs "
+    "ignore_mismatched_sizes return_entity_level_metrics label_all_tokens version_2_with_negative doc_stride "
+    "null_score_diff_threshold n_best_size max_answer_length model_name train_batch_size normalize_embeddings "
+    "overwrite_output_dir resume_from_checkpoint gradient_accumulation_steps dataloader_num_workers fsdp optim",
+    "predict": "model_name_or_path test_file predict_file input_file output_file text_column max_length",
+    "export": "model checkpoint output_dir push_to_hub hub_model_id",
+}
+ANSWERED = {
+    "pretrain --data": "the corpus needs no flag: electra-fast pretrain CORPUS",
+    "pretrain --from": "did you mean --from-step?",
+    "predict --task": "electra-fast detect MODEL FILE",
+    "reproduce --data": "the corpus needs no flag: electra-fast reproduce EXPERIMENT CORPUS",
+    "reproduce --tasks": "did you mean --glue?",
+    "pretrain --model_name_or_path": "electra-fast import MODEL --out RUN",
+    "pretrain --model.name": "did you mean --preset?",
+    "pretrain --lr_scheduler.warmup-steps": "did you mean --optimizer.warmup_steps?",
+    "evaluate --seeds": "it is an option of finetune, reproduce",
+    "predict --model": "the model needs no flag: electra-fast predict MODEL FILE",
+}
+
+
+def flags_of(command):
+    return {flag for each in options(command) for flag in each.option_strings}
+
+
+def options(command):
+    return [each for each in PARSER.commands[command]._actions if each.option_strings]
+
+
+def answer(command, flag):
+    with pytest.raises(InputError) as error:
+        PARSER.parse([command, flag, "x"])
+    return str(error.value)
+
+
+def points_somewhere(command, said):
+    """Whether an answer names options of the command, or a command with its arguments."""
+    if meant := re.search(r"did you mean (.*)\?", said):
+        return flags_of(command).issuperset(meant[1].split(" or "))
+    called = re.search(r"electra-fast (\w+) [A-Z]", said.partition(";")[2])
+    return bool(called) and called[1] in PARSER.commands
+
+
+@pytest.mark.parametrize("command", PARSER.commands)
+def test_help_shows_at_most_ten_options_and_counts_the_others(command, monkeypatch):
+    for width in (80, 130):
+        monkeypatch.setenv("COLUMNS", str(width))
+        texts = [run(command, flag).stdout for flag in ("--help", "--help-all")]
+        assert max(len(line) for text in texts for line in text.splitlines()) < width
+    listed = [re.findall(r"^  ((?:-\w, )?--[\w.-]+)", text, re.MULTILINE) for text in texts]
+    shown = [flag for flag in PARSER.commands[command].shown if flag in flags_of(command)]
+    assert len(listed[1]) == len(options(command))
+    if shown:
+        assert listed[0] == shown and len(shown) <= MAX_SHOWN
+        options_left, keys_left = re.findall(r"(\d+) more options(?: and (\d+) configuration keys)?: ", texts[0])[0]
+        assert int(options_left) + int(keys_left or 0) + len(shown) == len(options(command))
+    else:
+        assert texts[0] == texts[1] and len(listed[0]) <= MAX_SHOWN + len(("help", "help-all", "quiet"))
+
+
+@pytest.mark.parametrize("command", FORMER)
+def test_former_options_exist_or_are_answered(command):
+    gone = {f"--{former}" for former in FORMER[command].split()} - flags_of(command)
+    answers = {flag: answer(command, flag) for flag in gone}
+    assert all(points_somewhere(command, said) for said in answers.values()), answers
+
+
+@pytest.mark.parametrize("command", OTHER_TOOLS)
+def test_options_of_other_tools_are_answered(command):
+    for name in OTHER_TOOLS[command].split():
+        said = answer(command, f"--{name}")
+        assert "--help-all" not in said, said
+        assert "did you mean" not in said or points_somewhere(command, said), said
+
+
+@pytest.mark.parametrize("words", ANSWERED)
+def test_an_answer_names_the_right_spelling(words):
+    assert ANSWERED[words] in answer(*words.split())
+
+
+@pytest.mark.parametrize("command", PARSER.commands)
+def test_flags_are_read_with_hyphens_and_underscores_and_never_by_a_part(command):
+    sub = PARSER.commands[command]
+    plain = {flag.replace("-", "_") for flag in flags_of(command)}
+    for flag in flags_of(command):
+        value = "" if next(each for each in options(command) if flag in each.option_strings).nargs == 0 else "=true"
+        for other in (flag.replace("-", "_").replace("__", "--", 1), f"--{flag[2:].replace('_', '-')}"):
+            if len(flag) > len("-q"):
+                assert sub.arrange([other + value]) == [flag + value]
+        if flag[:-1].replace("-", "_") not in plain and len(flag) > len("-q"):
+            with pytest.raises(InputError, match="has no option"):
+                sub.arrange([flag[:-1]])
+        assert re.fullmatch(r"-\w|--[a-z0-9-]+|--[a-z]+\.[a-z0-9_]+", flag)
+
+
+def overrides(*words):
+    return PARSER.parse(["finetune", *words, "--task", "sst2", "--model", "m", "--out", "o"]).overrides
+
+
+def test_boolean_keys_need_no_value():
+    assert overrides("--finetune.calibrate", "--finetune.both-orders", "false") == {
+        "finetune.calibrate": "true",
+        "finetune.both_orders": "false",
+    }
+    assert overrides("--finetune.calibrate=False") == {"finetune.calibrate": "False"}
+    assert PARSER.parse(["pretrain", "--optimizer.bias_correction", "shards"]).corpora == ["shards"]
+
+
+def test_short_names_are_keys():
+    assert overrides("--lr", "1e-3", "--epochs=2") == {"finetune.learning_rate": "1e-3", "finetune.epochs": "2"}
+    assert overrides("--lr", "1e-3", "--finetune.learning-rate", "1e-3") == {"finetune.learning_rate": "1e-3"}
+    with pytest.raises(InputError, match="--lr/--finetune.learning_rate: 1e-3 and 1e-4 are given"):
+        overrides("--lr", "1e-3", "--finetune.learning-rate", "1e-4")
+    for command, (configuration, *others) in CONFIGURED.items():
+        keys = {
+            each.option_strings[-1]: each.option_strings for each in options(command) if isinstance(each, KeyOption)
+        }
+        short = {} if others else configuration.SHORT_NAMES
+        assert {name: f"--{key}" for name, key in short.items()} == {
+            names[0][2:].replace("-", "_"): key for key, names in keys.items() if len(names) > 1
+        }
+
+
+def test_arguments_come_in_any_order():
+    options = PARSER.parse(["-q", "pretrain", "--steps", "5", "a", "--train.seed=1", "b", "--out", "o", "--", "-c"])
+    assert options.corpora == ["a", "b", "-c"] and options.quiet and str(options.out) == "o"
+    assert options.overrides == {"train.steps": "5", "train.seed": "1"}
+    assert PARSER.parse(["predict", "-", "m"]).model.name == "-"
