@@ -28,9 +28,11 @@ NOTE = "<!-- Written by .ci/generate_reference.py. -->\n\n"
 LISTS = ("Args:", "Raises:", "Attributes:")
 GROUPS = {
     "Text and corpora": "prepare vocab verify Corpus Tokenizer BatchLoader to_torch",
-    "Pre-training": "Config pretrain plan evaluate report reproduce",
+    "Pre-training": "Config pretrain plan evaluate report",
+    "Machine and method": "doctor flops reproduce demo",
     "Models": "load export import_folder Electra",
     "Fine-tuning and prediction": "finetune load_finetuned detect load_error_detector",
+    "Results": "PretrainResult Plan FlopCount DoctorReport Comparison DemoResult",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining",
 }
 # What the functions return or call, of which there is more to say.

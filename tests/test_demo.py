@@ -90,11 +90,11 @@ def test_resumes_with_a_vocabulary_that_has_no_tokenizer_json_yet(tmp_path, monk
     monkeypatch.setattr(module, "documentation", lambda: iter(["Some words of several documents. " * 40] * 30))
     monkeypatch.setattr(module, "pretrain", interrupted)
     with pytest.raises(Interrupted):
-        module.demo(tmp_path)
+        module.demo(out=tmp_path)
     before = (tmp_path / "shards/manifest.json").read_bytes()
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(Interrupted):
-        module.demo(tmp_path)
+        module.demo(out=tmp_path)
     assert (tmp_path / "shards/manifest.json").read_bytes() == before
     stderr = capfd.readouterr().err
     assert "already complete" in stderr and "judging" not in stderr

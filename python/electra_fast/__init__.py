@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from electra_fast.data.corpus import Corpus, Tokenizer, verify
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, vocab
+    from electra_fast.demonstration import DemoResult, demo
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
     from electra_fast.finetuning.error_detection import detect, load_error_detector
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.predict import evaluate, load_finetuned
+    from electra_fast.hardware.flops import FlopCount, flops
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model.model import Electra
+    from electra_fast.reproduction.report import Comparison
     from electra_fast.reproduction.reproduce import reproduce
     from electra_fast.run_report.report import report
-    from electra_fast.training.plan import plan
-    from electra_fast.training.pretrain import pretrain
+    from electra_fast.training.doctor import DoctorReport, doctor
+    from electra_fast.training.plan import Plan, plan
+    from electra_fast.training.pretrain import PretrainResult, pretrain
 
 # Before torch loads OpenMP: let waiting threads sleep. On a busy machine, spinning ones are up to fifteen times slower
 # (bench/LOG.md), and training hardly waits (`distributed.step_processes`).
@@ -34,35 +38,48 @@ _NAMES = {
     "data.corpus": "Corpus Tokenizer verify",
     "data.loader": "BatchLoader to_torch",
     "data.prepare": "prepare vocab",
+    "demonstration": "DemoResult demo",
     "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
     "finetuning.error_detection": "detect load_error_detector",
     "finetuning.finetune": "finetune",
     "finetuning.predict": "evaluate load_finetuned",
+    "hardware.flops": "FlopCount flops",
     "huggingface.export": "export import_folder load",
     "model.model": "Electra",
+    "reproduction.report": "Comparison",
     "reproduction.reproduce": "reproduce",
     "run_report.report": "report",
-    "training.plan": "plan",
-    "training.pretrain": "pretrain",
+    "training.doctor": "DoctorReport doctor",
+    "training.plan": "Plan plan",
+    "training.pretrain": "PretrainResult pretrain",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BatchLoader",
+    "Comparison",
     "Config",
     "Corpus",
+    "DemoResult",
+    "DoctorReport",
     "Electra",
     "ElectraFastError",
+    "FlopCount",
     "InputError",
     "Interrupted",
+    "Plan",
+    "PretrainResult",
     "StopTraining",
     "Tokenizer",
     "TrainingFailed",
     "__version__",
+    "demo",
     "detect",
+    "doctor",
     "evaluate",
     "export",
     "finetune",
+    "flops",
     "import_folder",
     "load",
     "load_error_detector",

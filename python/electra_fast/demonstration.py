@@ -7,10 +7,13 @@ standard library, about two megabytes.
 from __future__ import annotations
 
 import ast
+import io
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -18,12 +21,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from electra_fast.config.config import Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.prepare import prepare, vocab
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.export import export
 from electra_fast.messages import printable
+from electra_fast.results import Result
 from electra_fast.training.diagnostics import auc_text
 from electra_fast.training.evaluate import Word, evaluate, verdicts
 from electra_fast.training.plots import AMBER, GREEN, GREY, ORANGE, plot_curves
@@ -36,13 +40,47 @@ COLUMNS = 120  # characters per line of the picture
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "idle_test"}
 
 
-def demo(out: Path) -> None:
-    """Corpus → vocabulary → shards → training → evaluation → export → sample predictions.
+@dataclass(frozen=True, eq=False, repr=False)
+class DemoResult(Result):
+    """The result of `demo`: the exported model, a picture, metrics, and text with verdicts on each word."""
+
+    export: Path
+    picture: Path
+    metrics: Mapping[str, Any]
+    rows: Sequence[Sequence[Word]]
+
+    def lines(self) -> Iterator[str]:
+        """Yields what the command prints, without its colors."""
+        text = io.StringIO()
+        self.write(Console(file=text, width=COLUMNS, color_system=None))
+        yield from text.getvalue().splitlines()
+
+    def write(self, console: Console) -> None:
+        """Prints it in colors, if the console has any."""
+        show_verdicts(console, self.rows)
+        metrics, replaced = self.metrics, float(self.metrics["replaced_fraction"] or 0)
+        console.print(
+            f"\nOn {metrics['tokens']:,} validation tokens, of which the generator replaced {replaced:.1%}: "
+            f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
+            f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
+            f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so it is comparable.\n"
+            f"The model: {escape(printable(str(self.export)))} (AutoModel.from_pretrained). "
+            f"The picture: {escape(printable(str(self.picture)))}.",
+            highlight=False,
+        )
+
+
+def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
+    """Runs everything from text to a trained, exported model, in a minute or two on a CPU, without downloads.
 
     Writes `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, demo.png` to `out`, and
     resumes when run again after an interruption.
+
+    Args:
+        out: Output folder.
+        device: The device to train and evaluate on, as for `pretrain`.
     """
-    console = Console()
+    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     corpus, words, shards, run = out / "corpus.jsonl", out / "vocab.txt", out / "shards", out / "run"
     if not corpus.exists():
@@ -51,22 +89,12 @@ def demo(out: Path) -> None:
         vocab([str(corpus)], out=words, size=VOCAB_SIZE)
     # The casing is explicit, because a kill may have left vocab.txt without its tokenizer.json.
     prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)
-    pretrain(shards, config=demo_config(), out=run)
-    metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
+    pretrain(shards, config=demo_config(), out=run, device=device)
+    metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length, device=device)
     export(run, out / "export")
-    rows = verdicts(run, Corpus(shards))
-    show_verdicts(console, rows)
-    draw(out / "demo.png", rows[:NUM_DRAWN], run)
-    replaced = float(metrics["replaced_fraction"] or 0)
-    console.print(
-        f"\nOn {metrics['tokens']:,} validation tokens, of which the generator replaced {replaced:.1%}: "
-        f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
-        f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
-        f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so it is comparable.\n"
-        f"The model: {escape(printable(str(out / 'export')))} (AutoModel.from_pretrained). "
-        f"The picture: {escape(printable(str(out / 'demo.png')))}.",
-        highlight=False,
-    )
+    result = DemoResult(out / "export", out / "demo.png", metrics, verdicts(run, Corpus(shards)))
+    draw(result.picture, result.rows[:NUM_DRAWN], run)
+    return result
 
 
 def demo_config() -> Config:
@@ -105,7 +133,7 @@ def _write_corpus(path: Path) -> None:
     replace_file(path, "".join(json.dumps({"text": document}) + "\n" for document in documents))
 
 
-def show_verdicts(console: Console, rows: list[list[Word]]) -> None:
+def show_verdicts(console: Console, rows: Sequence[Sequence[Word]]) -> None:
     console.print("\nValidation text as the generator corrupted it, and the discriminator's verdict on each word:")
     styles = {"original": "green", "doubtful": "yellow", "replaced": "bold red"}
     for words in rows:
@@ -123,7 +151,7 @@ def show_verdicts(console: Console, rows: list[list[Word]]) -> None:
     )  # fmt: skip
 
 
-def draw(picture: Path, rows: list[list[Word]], run: Path) -> None:
+def draw(picture: Path, rows: Sequence[Sequence[Word]], run: Path) -> None:
     """Draws rows of words in the colors of their verdicts above the curves of the run, as a PNG file."""
     figure = Figure(figsize=(9.4, 4.6), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=(7, 9))

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from electra_fast.messages import printable
@@ -25,7 +26,7 @@ class Result(Mapping[str, Any]):
 
     def to_json(self) -> str:
         """Returns one JSON object."""
-        return json.dumps(self, default=dict)
+        return json.dumps(self, default=lambda value: str(value) if isinstance(value, PurePath) else vars(value))
 
     def __str__(self) -> str:
         return "\n".join(map(printable, self.lines()))

@@ -242,7 +242,7 @@ def test_a_wrong_mixture_is_one_line_and_exit_code_2(folders, tiny_text, tmp_pat
 def test_a_folder_that_moved_is_named_with_its_file(folders, tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text(f'preset = "tiny"\n[data]\ncorpus = ["{folders}/wiki:1", "{tmp_path}/gone:2"]\n')
-    assert main(["pretrain", str(path), "--out", str(tmp_path / "run")]) == 2
+    assert main(["pretrain", "--config", str(path), "--out", str(tmp_path / "run")]) == 2
     assert f'{path}: data.corpus = "{tmp_path}/gone": no such folder; give its' in capsys.readouterr().err
 
 

@@ -11,10 +11,10 @@ from variants import VARIANTS
 
 from electra_fast.config.config import Config
 from electra_fast.hardware.flops import (
+    flops,
     flops_per_token,
     objectives_report,
     published_training_flops,
-    report,
 )
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
@@ -57,7 +57,7 @@ def test_presets_cost_the_published_totals(preset: str, changes: dict[str, objec
 @pytest.mark.parametrize(("key", "value"), [("architecture", "modernbert"), ("heads", "plain")])
 def test_other_encoders_have_no_published_count(key: str, value: str) -> None:
     config = Config.preset("tiny", "google").override({f"model.{key}": value})
-    assert published_training_flops(config) is report(config)["published_total"] is None
+    assert published_training_flops(config) is flops(config)["published_total"] is None
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_published_count_of_other_objectives(name: str, expected: float) -> None
 def test_objectives_that_a_configuration_cannot_have_are_left_open(changes: dict[str, str], missing: set[str]) -> None:
     """What trains has its own count, whatever the others need."""
     config = Config.preset("small", "paper").override(changes)
-    content = report(config)
+    content = flops(config)
     assert content["per_token"]["total"] == flops_per_token(config).total  # type: ignore[index]
     found = objectives_report(config)
     assert {name for name, each in found.items() if each["per_token"] is None} == missing
@@ -193,7 +193,7 @@ def test_local_attention_counts_the_window() -> None:
 
 def test_report_adds_up() -> None:
     config = Config.preset("small", "google")
-    content = report(config)
+    content = flops(config)
     assert content["published_total"] == PUBLISHED["electra_small"]
     assert content["tokens_per_step"] == 128 * 128
     assert content["tokens"] == 128 * 128 * 1_000_000

@@ -6,13 +6,14 @@ import torch
 import electra_fast as ef
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
-from electra_fast.hardware.flops import report
+from electra_fast.hardware.flops import flops
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.reproduction.experiments import (
     EXPERIMENTS,
     MIN_STEPS,
     PUBLISHED_SHAPES,
     base_config,
+    common_precision,
     make_experiment,
     row_configs,
     training_size,
@@ -32,8 +33,8 @@ def test_all_rows_cost_the_budget_within_one_percent(name, preset, recipe, budge
     configs = row_configs(made, budget, {})
     assert list(configs) == [row.name for row in made.rows] and len(configs) >= 3
     for config in configs.values():
-        assert report(config)["total"] == pytest.approx(budget, rel=0.01)  # what `electra-fast flops` prints
-        assert training_size(config)["flops"] == report(config)["total"]
+        assert flops(config)["total"] == pytest.approx(budget, rel=0.01)  # what `electra-fast flops` prints
+        assert training_size(config)["flops"] == flops(config)["total"]
     assert made.claims and all(claim.weights.keys() <= configs.keys() for claim in made.claims)
     assert all(sum(claim.weights.values()) == 0 for claim in made.claims)
 
@@ -99,8 +100,8 @@ def test_all_rows_have_one_precision(validation_corpus, monkeypatch):
     """Where it would be measured, each run might choose another."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     corpus = ef.Corpus(validation_corpus)
-    base = base_config(Config.preset("tiny", "modern"), corpus, {})
+    base = base_config(Config.preset("tiny", "modern"), corpus, {}, common_precision("auto"))
     assert base.train.precision == ("bf16" if torch.cuda.is_available() else "fp32")
     given = {"train.precision": "bf16"}
-    made = make_experiment("objectives", base_config(Config.preset("tiny", "modern"), corpus, given), given)
+    made = make_experiment("objectives", base_config(Config.preset("tiny", "modern"), corpus, given, "fp32"), given)
     assert {row.config.train.precision for row in made.rows} == {"bf16"}

@@ -25,7 +25,14 @@ SMALL = ("--data.sequence_length", "16", "--train.batch_size", "4", "--train.mat
 
 
 def arguments(corpus, glue, out, experiment="tying", budget="9e9", **options):
-    flags = {"--preset": "tiny", "--recipe": "modern", "--budget": budget, "--seeds": 1, "--task": "sst2,mrpc"}
+    flags = {
+        "--preset": "tiny",
+        "--recipe": "modern",
+        "--budget": budget,
+        "--seeds": 1,
+        "--task": "sst2,mrpc",
+        "--device": "cpu",
+    }
     words = [str(word) for pair in (flags | options).items() if pair[1] is not None for word in pair]
     paths = [str(corpus), "--glue", str(glue), "--out", str(out)]
     return ["reproduce", experiment, *paths, *SMALL, *QUICK, *words]
@@ -70,7 +77,7 @@ def test_leaves_table_results_and_picture(whole):
     assert len(corruptions) == 1  # the same fakes for all
     assert not list(out.glob("runs/*/tasks"))  # no fine-tuned models are kept
     precisions = {Config.load(path).train.precision for path in out.glob("runs/*/run/config.toml")}
-    assert precisions == {common_precision()}  # one for all
+    assert precisions == {common_precision("cpu")}  # one for all
 
 
 def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, corpus, glue_folder):
@@ -128,14 +135,14 @@ def test_a_row_that_diverges_is_a_result(corpus, glue_folder, tmp_path):
     changes = {"data.corpus": str(corpus), "data.sequence_length": "16", "train.batch_size": "4", "train.steps": "6"}
     changes |= {"train.log_every": "2", "train.precision": "fp32", "train.eval_every": "0"}
     changes |= {"optimizer.learning_rate": "1e30", "optimizer.clip_norm": "0"}
-    settings = RunSettings(corpus, glue_folder, ["sst2"], 1, {"finetune.epochs": "1"}, "unigram")
+    settings = RunSettings("cpu", {}, {})
     run_row(tmp_path, Config.preset("tiny", "google").override(changes), settings)
     assert "became nan or infinite" in read_result(tmp_path)["failed"]
 
 
 @pytest.mark.process
 def test_minutes_become_a_budget_that_a_resumed_call_keeps(validation_corpus, tmp_path):
-    base = base_config(Config.preset("tiny", "modern"), ef.Corpus(validation_corpus), {})
+    base = base_config(Config.preset("tiny", "modern"), ef.Corpus(validation_corpus), {}, "fp32")
     first = make_experiment("tying", base, {}).rows[0].config
     asked = {"experiment": "tying", "asked": {"budget": None, "minutes": 2.5}}
     facts = reproduce._settle(tmp_path, asked, first)

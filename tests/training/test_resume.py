@@ -262,7 +262,7 @@ sys.exit(99 if "torch" in sys.modules else set(codes) != {2})
 def test_mistakes_are_found_before_torch_is_imported(run):
     messages = {
         ("--optimizer.learning_rate", "1"): "allow-changes",
-        ("--train.stepz", "1"): "did you mean train.steps?",
+        ("--train.stepz", "1"): "did you mean --steps?",
         ("--train.steps", "3"): "is at step 24 already",
         ("nowhere",): "nowhere: not found",
     }

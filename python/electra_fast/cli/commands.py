@@ -143,9 +143,15 @@ READING = ("text", "documents", "invalid_utf8", "format", "skip_bad_rows", "thre
 
 
 def _demo(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
     from electra_fast.demonstration import demo
 
-    demo(options.out)
+    result = demo(**_named(options, "out", "device"))
+    if options.json:
+        _print_result(result, options)
+    else:
+        result.write(Console())  # in colors
 
 
 def _vocab(options: argparse.Namespace) -> None:
@@ -238,7 +244,7 @@ def _import(options: argparse.Namespace) -> None:
 
 def _flops(options: argparse.Namespace) -> None:
     """Prints the FLOPs of any objective; names the keys that had to change for it."""
-    from electra_fast.hardware.flops import report
+    from electra_fast.hardware.flops import flops
 
     given, name = options.overrides, options.overrides.get("objective.name")
     try:
@@ -255,7 +261,7 @@ def _flops(options: argparse.Namespace) -> None:
     changed = {key: now for key, (_, now) in before.differences(config).items() if key not in given}
     if changed:
         say(f"{name}: counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
-    _print_report(report(config), options.json)
+    _print_result(flops(config), options)
 
 
 def _finetune(options: argparse.Namespace) -> None:
@@ -279,10 +285,9 @@ def _reproduce(options: argparse.Namespace) -> None:
 
     names = (
         *("glue", "out", "preset", "recipe", "budget", "minutes", "seeds", "task"),
-        *("finetune_seeds", "corrupted_by", "overrides"),
+        *("finetune_seeds", "corrupted_by", "device", "overrides"),
     )
-    results = reproduce(options.experiment, options.corpus, **_named(options, *names))
-    show([json.dumps(results)] if options.json else (options.out / "table.md").read_text(encoding="utf-8").split("\n"))
+    _print_result(reproduce(options.experiment, options.corpus, **_named(options, *names)), options)
 
 
 def _predict(options: argparse.Namespace) -> None:
@@ -317,12 +322,12 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from electra_fast.training.doctor import doctor, report_lines
+    from electra_fast.training.doctor import doctor
 
     say("doctor: examining this machine; with a GPU, this takes a minute or two")
-    report = doctor(_config(options))
-    show([json.dumps(report)] if options.json else report_lines(report))
-    return 1 if report["problems"] else 0
+    report = doctor(_config(options), device=options.device)
+    _print_result(report, options)
+    return 1 if report.problems else 0
 
 
 def _report(options: argparse.Namespace) -> None:

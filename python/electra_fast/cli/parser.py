@@ -81,6 +81,8 @@ def build_parser() -> Parser:
 
 def _demo(sub: Parser) -> None:
     _path(sub, "--out", "output folder", required=True)
+    _add_device(sub)
+    _add_json(sub)
 
 
 def _vocab(sub: Parser) -> None:
@@ -260,6 +262,7 @@ def _reproduce(sub: Parser) -> None:
     _option(sub, "--task", None, "tasks of GLUE, separated by commas (default: all that --glue holds)")
     _option(sub, "--finetune-seeds", 1, "fine-tuning runs per task, of which the median counts", "N")
     _option(sub, "--corrupted-by", "unigram", "source of replacements in evaluation, as for evaluate", "FOLDER")
+    _add_device(sub)
     _flag(sub, "--json", "print results.json")
 
 
@@ -286,6 +289,7 @@ def _import(sub: Parser) -> None:
 
 def _doctor(sub: Parser) -> None:
     _add_config(sub, "check the kernels of this run")
+    _add_device(sub)
     _add_json(sub)
 
 

@@ -7,15 +7,17 @@ computed from it: `flops_per_token` counts the operations that the hardware exec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from electra_fast.config.config import Config, ModelConfig
+from electra_fast.config.config import Config, ModelConfig, config_of
 from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.errors import InputError
 from electra_fast.model.networks import Network
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Stage
+from electra_fast.results import Result
 
 PUBLISHED_VOCABULARY = 30522
 # The published count assumes 20 of 128 positions predicted, for any masking probability.
@@ -192,20 +194,42 @@ def _counts(config: Config, name: str) -> tuple[float | None, float | None]:
     return flops_per_token(other).total, published_training_flops(other)
 
 
-def report(config: Config) -> dict[str, object]:
-    """Returns the report of `electra-fast flops`: both counts, per token and in total; published ones may be None."""
+@dataclass(frozen=True, eq=False, repr=False)
+class FlopCount(Result):
+    """The result of `flops`: both counts, per token and in total; published ones may be None."""
+
+    published_total: float | None
+    published_per_token: float | None
+    per_token: Mapping[str, float]
+    """True FLOPs by part, and their `total`."""
+    per_step: float
+    total: float
+    tokens: int
+    tokens_per_step: int
+    vocab_size: int
+    objectives: Mapping[str, Mapping[str, float | None]]
+    """`objectives_report`."""
+
+
+def flops(config: Config | str | os.PathLike[str] | None = None) -> FlopCount:
+    """Counts the FLOPs of a training run: the published count of the paper's code, and the true one.
+
+    Args:
+        config: The run's configuration, or its TOML file; `Config()` by default.
+    """
+    config = config_of(config)
     per_token = flops_per_token(config)
     tokens_per_step = config.train.batch_size * config.data.sequence_length
     tokens = config.train.steps * tokens_per_step
     published = published_training_flops(config)
-    return {
-        "published_total": published,
-        "published_per_token": None if published is None else published / tokens,
-        "per_token": {part: flops for part, flops in asdict(per_token).items() if flops} | {"total": per_token.total},
-        "per_step": per_token.total * tokens_per_step,
-        "total": per_token.total * tokens,
-        "tokens": tokens,
-        "tokens_per_step": tokens_per_step,
-        "vocab_size": _vocabulary(config.model),
-        "objectives": objectives_report(config),
-    }
+    return FlopCount(
+        published_total=published,
+        published_per_token=None if published is None else published / tokens,
+        per_token={part: count for part, count in asdict(per_token).items() if count} | {"total": per_token.total},
+        per_step=per_token.total * tokens_per_step,
+        total=per_token.total * tokens,
+        tokens=tokens,
+        tokens_per_step=tokens_per_step,
+        vocab_size=_vocabulary(config.model),
+        objectives=objectives_report(config),
+    )

@@ -97,17 +97,17 @@ def with_steps(row: Row, budget: float) -> Config:
     return config.override({"train.steps": steps})
 
 
-def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str]) -> Config:
+def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str], precision: str) -> Config:
     """Returns a preset with the corpus and the precision that all rows share."""
     changes: dict[str, Scalar] = {"data.corpus": os.path.abspath(corpus.path), "model.vocab_size": corpus.vocab_size}
     if config.train.precision == AUTO and "train.precision" not in overrides:
-        changes["train.precision"] = common_precision()
+        changes["train.precision"] = precision
     return config.override(changes)
 
 
-def common_precision() -> str:
+def common_precision(device: str) -> str:
     """Returns the default precision of all rows; `auto`, measured per run, could differ between them."""
-    precision = choose_precision(AUTO, choose_device())
+    precision = choose_precision(AUTO, choose_device(device))
     return "fp32" if precision == AUTO else precision
 
 

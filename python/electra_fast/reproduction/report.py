@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from scipy import stats
 
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.reproduction.experiments import Claim, Experiment
+from electra_fast.results import Result
 from electra_fast.training.plots import BLUE, GREEN, GREY, ORANGE
 
 CONFIDENCE = 0.95
@@ -25,8 +27,34 @@ Found = Mapping[str, Any]
 """A row of results.json: `mean`, `sd` and `runs`."""
 
 
-def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Returns the content of results.json: `facts`, `rows` and `claims`.
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Result):
+    """The result of `reproduce`, the content of results.json: what was asked, and scores of rows and claims."""
+
+    experiment: str
+    title: str
+    source: str
+    preset: str
+    recipe: str
+    overrides: Mapping[str, str]
+    corpus: str
+    examples: Mapping[str, int]
+    finetune_seeds: int
+    corrupted_by: str
+    asked: Mapping[str, float | None]
+    budget: float
+    sizes: Mapping[str, Mapping[str, float]]
+    rows: Sequence[Found]
+    claims: Sequence[Mapping[str, Any]]
+    flops_per_second: float | None = None
+
+    def lines(self) -> Iterator[str]:
+        """Yields what the command prints: table.md."""
+        yield from table(self).splitlines()
+
+
+def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> Comparison:
+    """Returns the comparison of finished runs; `facts` are those of reproduce.json, and `sizes`.
 
     `runs` has the finished runs of each row: `seed`, and `failed` or `tasks` and `evaluation`. A score is the mean of
     the tasks' metrics, times 100, as the paper's GLUE score; `sd` is the standard deviation over seeds (n - 1), None
@@ -50,7 +78,9 @@ def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[st
             }
         )
     scores = {row["name"]: [run["score"] for run in row["runs"] if "score" in run] for row in rows}
-    return {**facts, "rows": rows, "claims": [judge(claim, scores) for claim in experiment.claims]}
+    found = {name: facts[name] for name in (each.name for each in fields(Comparison)) if name in facts}
+    claims = [judge(claim, scores) for claim in experiment.claims]
+    return Comparison(title=experiment.title, source=experiment.source, rows=rows, claims=claims, **found)
 
 
 def score(run: Mapping[str, Any]) -> float:
@@ -86,7 +116,7 @@ def judge(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]
     return {"claim": claim.text, "difference": difference, "margin": margin, "verdict": verdict}
 
 
-def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any]) -> str:
     tasks = list(results["examples"])
     header = ["", "steps", "tokens", *tasks, "mean", "paper", *RULER.values(), "seeds"]
     rows = [[row["title"], *_cells(row, tasks, results["sizes"][row["name"]])] for row in results["rows"]]
@@ -95,7 +125,7 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
     failures = [(row, run) for row in results["rows"] for run in row["runs"] if "failed" in run]
     notes = "\n".join(f"* {row['title']}, seed {run['seed']}: {run['failed']}" for row, run in failures)
     parts = [
-        f"# {experiment.title} ({experiment.source})",
+        f"# {results['title']} ({results['source']})",
         f"`{results['preset']}`, recipe `{results['recipe']}`, {results['budget']:.3g} FLOPs of pre-training per run "
         "(true model FLOPs), fine-tuned on each task. Scores times 100: mean over seeds ± standard deviation. "
         f"AUC: against the same fakes for every row (`--corrupted-by {results['corrupted_by']}`). MLM accuracy: by "
@@ -108,9 +138,9 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write_report(out: Path, experiment: Experiment, results: Mapping[str, Any]) -> None:
-    replace_file(out / "results.json", json.dumps(results, indent=2) + "\n")
-    replace_file(out / "table.md", table(experiment, results))
+def write_report(out: Path, experiment: Experiment, results: Comparison) -> None:
+    replace_file(out / "results.json", json.dumps(dict(results), indent=2) + "\n")
+    replace_file(out / "table.md", table(results))
     _draw(out / f"{experiment.name}.png", experiment, results)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from electra_fast.config.config import Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.config.section import present_name
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Mixture
@@ -39,7 +39,7 @@ from electra_fast.reproduction.experiments import (
     row_configs,
     training_size,
 )
-from electra_fast.reproduction.report import score, summarize, write_report
+from electra_fast.reproduction.report import Comparison, score, summarize, write_report
 from electra_fast.training.corruptor import UNIGRAM, Corruptor
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.plan import measure
@@ -48,19 +48,15 @@ from electra_fast.training.run import exclusive, resolved
 
 IDENTITY = "reproduce.json"
 TASKS, EVALUATION, FAILED = "tasks.json", "evaluation.json", "failed.json"
-Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What all runs share; `finetuning` has keys of `[finetune]`, `corrupted_by` is as for `evaluate`."""
+    """What all runs share; `finetuning` and `evaluation` are arguments of `finetune` and `evaluate`."""
 
-    corpus: Path
-    glue: Path
-    tasks: list[str]
-    finetune_seeds: int
-    finetuning: dict[str, str]
-    corrupted_by: str
+    device: str
+    finetuning: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
 
 
 def reproduce(
@@ -77,8 +73,9 @@ def reproduce(
     task: str | None = None,
     finetune_seeds: int = 1,
     corrupted_by: str | Path = UNIGRAM,
+    device: str = AUTO,
     overrides: Mapping[str, object] | None = None,
-) -> Results:
+) -> Comparison:
     """Trains the rows of a comparison at equal compute, with several seeds each, and fine-tunes every one.
 
     Writes `out/table.md`, `out/results.json` (whose content is returned), `out/EXPERIMENT.png`, and the runs in
@@ -97,6 +94,7 @@ def reproduce(
         task: Tasks as for `finetune`; by default all that `glue` holds.
         finetune_seeds: Fine-tuning runs per task of each run; their median is the score.
         corrupted_by: Corruptor for the evaluation of every row, as for `evaluate`.
+        device: The device of all runs, as for `pretrain`.
         overrides: Configuration keys of pre-training, and of fine-tuning (`finetune.`).
 
     Raises:
@@ -108,20 +106,24 @@ def reproduce(
     keys = {name: str(value) for name, value in (overrides or {}).items()}
     pretraining = {name: value for name, value in keys.items() if not name.startswith("finetune.")}
     # Scores are after the last step, as the paper's: the best of several would be flattered.
-    finetuning = {"finetune.precision": common_precision(), "finetune.select": "last"}
+    precision = common_precision(device)
+    finetuning = {"finetune.precision": precision, "finetune.select": "last"}
     finetuning |= {name: value for name, value in keys.items() if name not in pretraining}
     text = Corpus(corpus)
     if text.holdout is None:
         raise InputError(f"{corpus}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
     all_tasks = read_tasks(task, glue=Path(glue))
-    made = make_experiment(experiment, base_config(Config.preset(preset, recipe), text, pretraining), pretraining)
+    base = base_config(Config.preset(preset, recipe), text, pretraining, precision)
+    made = make_experiment(experiment, base, pretraining)
     first = made.rows[0].config
     recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises if a key is wrong
     if budget is not None:
         row_configs(made, budget, pretraining)  # raises if it is too small
     corruptor = _corruptor(corrupted_by, text, first.data.sequence_length)
     sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
-    settings = RunSettings(Path(corpus), Path(glue), list(sizes), finetune_seeds, finetuning, corruptor)
+    tuning = {"glue": glue, "task": list(sizes), "seeds": finetune_seeds, "overrides": finetuning, "device": device}
+    evaluation = {"data": corpus, "corrupted_by": corruptor, "mlm_examples": 200, "device": device}
+    settings = RunSettings(device, tuning, evaluation)
     identity = {
         "experiment": experiment,
         "preset": preset,
@@ -135,7 +137,7 @@ def reproduce(
     }
     out = Path(out)
     with exclusive(out):
-        facts = _settle(out, identity, first)
+        facts = _settle(out, identity, first, device)
         configs = row_configs(made, facts["budget"], pretraining)
         replace_file(out / IDENTITY, json.dumps(facts, indent=2) + "\n")
         say(f"{out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds: {seeds}, tasks: {', '.join(sizes)}")
@@ -186,7 +188,7 @@ def _corruptor(corrupted_by: str | Path, corpus: Corpus, sequence_length: int) -
     return os.path.abspath(corrupted_by)
 
 
-def _settle(out: Path, identity: Mapping[str, Any], first: Config) -> dict[str, Any]:
+def _settle(out: Path, identity: Mapping[str, Any], first: Config, device: str = AUTO) -> dict[str, Any]:
     """Returns the identity with the budget, from an earlier call, given, or by the speed of the first row.
 
     Raises ValueError if the earlier call was for another comparison, or the folder holds something else.
@@ -204,7 +206,7 @@ def _settle(out: Path, identity: Mapping[str, Any], first: Config) -> dict[str, 
     if asked["budget"]:
         return {**identity, "budget": asked["budget"]}
     tokens = first.train.batch_size * first.data.sequence_length
-    seconds = measure(resolved(first, Mixture(first.data.corpus))).seconds_per_step
+    seconds = measure(resolved(first, Mixture(first.data.corpus)), device).seconds_per_step
     speed = tokens * flops_per_token(first).total / seconds
     return {**identity, "budget": float(f"{60 * speed * asked['minutes']:.2g}"), "flops_per_second": speed}
 
@@ -225,14 +227,12 @@ def run_row(folder: Path, config: Config, settings: RunSettings) -> None:
     run, tasks = folder / "run", folder / "tasks"
     try:
         if not (folder / TASKS).exists():
-            if not pretrain(config=config, out=run).is_finished:
+            if not pretrain(config=config, out=run, device=settings.device).is_finished:
                 raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
-            seeds, overrides = settings.finetune_seeds, settings.finetuning
-            found = finetune(run, task=settings.tasks, glue=settings.glue, out=tasks, seeds=seeds, overrides=overrides)
+            found = finetune(run, out=tasks, **settings.finetuning)
             replace_file(folder / TASKS, json_text(found))
         remove(tasks)  # one model per task and seed: too much to keep
-        length, corruptor = config.data.sequence_length, settings.corrupted_by
-        report = evaluate(run, settings.corpus, sequence_length=length, corrupted_by=corruptor, mlm_examples=200)
+        report = evaluate(run, sequence_length=config.data.sequence_length, **settings.evaluation)
         replace_file(folder / EVALUATION, json_text(report))
     except Diverged as error:
         replace_file(folder / FAILED, json_text({"failed": str(error)}))
@@ -252,9 +252,9 @@ def _report(
     configs: Mapping[str, Config],
     facts: Mapping[str, Any],
     runs: Mapping[Path, tuple[str, int]],
-) -> Results:
+) -> Comparison:
     """Writes the report of what is finished, and returns its numbers."""
-    finished: dict[str, list[Results]] = {row.name: [] for row in made.rows}
+    finished: dict[str, list[dict[str, Any]]] = {row.name: [] for row in made.rows}
     for folder, (row, seed) in runs.items():
         if (result := read_result(folder)) is not None:
             finished[row].append({"seed": seed, **result})

@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from electra_fast.card import card_of, missing_for_triton
 from electra_fast.child_process import describe_end, python_command
-from electra_fast.config.config import Config
+from electra_fast.config.config import AUTO, Config, config_of
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, vocab
@@ -30,6 +31,7 @@ from electra_fast.hardware.kernel_check import CALLS, REFERENCE, STEP, Record
 from electra_fast.hardware.kernel_choice import FILE, cache_folder, read_records, settle_kernels, version_or_none
 from electra_fast.hardware.settings import before_kernels, divided
 from electra_fast.model.compute import choose_device
+from electra_fast.results import Result
 from electra_fast.training.parallel_step import time_steps
 
 PACKAGES = ("torch", "triton", "numpy", "pyarrow", "tokenizers")
@@ -48,31 +50,58 @@ MIN_FREE_DISK = 1 << 30
 GIB = 1 << 30
 
 
-def doctor(config: Config) -> dict[str, Any]:
-    """Examines this machine.
+@dataclass(frozen=True, eq=False, repr=False)
+class DoctorReport(Result):
+    """The result of `doctor`, by section. `problems` are sentences about what is wrong, each with a remedy."""
+
+    software: Mapping[str, str]
+    machine: Mapping[str, str]
+    gpus: Sequence[Mapping[str, str]]
+    extras: Mapping[str, str]
+    cache: Mapping[str, str]
+    data_engine: Mapping[str, str]
+    problems: Sequence[str]
+    kernels: Mapping[str, Any] | None = None
+    """The check on a GPU; None on a CPU."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields the screen that the command prints."""
+        yield ", ".join(f"{name} {version}" for name, version in self.software.items())
+        yield ", ".join(self.machine.values())
+        for index, gpu in enumerate(self.gpus):
+            yield f"GPU {index}: {gpu['name']}, {gpu['architecture']}, driver {gpu['driver']}, {gpu['memory']}"
+        if not self.gpus:
+            yield "no GPU: training and prediction run on the processor"
+        yield "extras: " + "; ".join(f"{name} {outcome}" for name, outcome in self.extras.items())
+        yield "cache: " + ", ".join(self.cache.values())
+        yield "data engine: " + ", ".join(f"{name} {speed}" for name, speed in self.data_engine.items())
+        if self.kernels is not None:
+            yield from _kernel_lines(self.kernels)
+        for problem in self.problems:
+            yield f"WRONG: {problem}"
+        yield "nothing is wrong" if not self.problems else f"{len(self.problems)} problem(s)"
+
+
+def doctor(config: Config | str | os.PathLike[str] | None = None, *, device: str = AUTO) -> DoctorReport:
+    """Examines this machine: versions, GPUs, optional packages, kernels, speed.
 
     Args:
-        config: The run whose kernels are checked, on a GPU; its corpus is ignored.
-
-    Returns a report by section. `problems` are sentences about what is wrong, each with a remedy.
+        config: The run whose kernels are checked, on a GPU, or its TOML file; its corpus is ignored. `Config()` by
+            default.
+        device: The device of the run, as for `pretrain`.
     """
+    config, target = config_of(config), choose_device(device)
     problems: list[str] = []
-    report: dict[str, Any] = {
-        "software": _software(),
-        "machine": _machine(),
-        "gpus": _gpus(problems),
-        "extras": _extras(problems),
-        "cache": _cache(problems),
-    }
+    gpus, extras, cache, kernels = _gpus(problems), _extras(problems), _cache(problems), None
     with tempfile.TemporaryDirectory() as folder:
         shards = Path(folder) / "shards"
-        report["data_engine"] = _data_engine(shards, config)
-        if report["gpus"]:
+        data_engine = _data_engine(shards, config)
+        if target.type == "cuda":
             try:
-                report["kernels"] = _kernels(config, shards, Path(folder) / "run", problems)
+                kernels = _kernels(config, target, shards, Path(folder) / "run", problems)
             except InputError as error:  # such as a model that does not fit
                 problems.append(str(error))
-    return report | {"problems": problems}
+    return DoctorReport(_software(), _machine(), gpus, extras, cache, data_engine, problems, kernels)
 
 
 def _software() -> dict[str, str]:
@@ -198,9 +227,8 @@ def _data_engine(shards: Path, config: Config) -> dict[str, str]:
     }
 
 
-def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> dict[str, Any]:
+def _kernels(config: Config, device: torch.device, shards: Path, run: Path, problems: list[str]) -> dict[str, Any]:
     """Checks kernels, attention backends and executions for a configuration, whatever was found before."""
-    device = choose_device()
     keys = {"data.corpus": str(shards), "model.vocab_size": config.model.vocab_size or 30_522, "train.kernels": "auto"}
     config = config.override(keys).resolved()
     config, memory = divided(config, device)
@@ -216,24 +244,6 @@ def _kernels(config: Config, shards: Path, run: Path, problems: list[str]) -> di
         "dropout": settled.model.dropout,
         "records": [dataclasses.asdict(each) for each in read_records(run / FILE) if each.implementation != CALLS],
     }
-
-
-def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    software = report["software"]
-    yield ", ".join(f"{name} {version}" for name, version in software.items())
-    yield ", ".join(report["machine"].values())
-    for index, gpu in enumerate(report["gpus"]):
-        yield f"GPU {index}: {gpu['name']}, {gpu['architecture']}, driver {gpu['driver']}, {gpu['memory']}"
-    if not report["gpus"]:
-        yield "no GPU: training and prediction run on the processor"
-    yield "extras: " + "; ".join(f"{name} {outcome}" for name, outcome in report["extras"].items())
-    yield "cache: " + ", ".join(report["cache"].values())
-    yield "data engine: " + ", ".join(f"{name} {speed}" for name, speed in report["data_engine"].items())
-    if "kernels" in report:
-        yield from _kernel_lines(report["kernels"])
-    for problem in report["problems"]:
-        yield f"WRONG: {problem}"
-    yield "nothing is wrong" if not report["problems"] else f"{len(report['problems'])} problem(s)"
 
 
 def _kernel_lines(kernels: Mapping[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from electra_fast.config.config import Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, padding_row, rows_of, to_torch
 from electra_fast.data.mixture import Corpora, Mixture, missing_folder
@@ -57,7 +57,7 @@ def evaluate(
     sequence_length: int | None = None,
     batch_size: int | None = None,
     max_batches: int = 0,
-    device: str | None = None,
+    device: str = AUTO,
     corrupted_by: str | Path | None = None,
     mlm_examples: int = 0,
 ) -> dict[str, Number | str]:
@@ -72,7 +72,7 @@ def evaluate(
             that is shorter; for the rest that of the run, or of the corruptor if given.
         batch_size: Rows per batch; by default that of the run, on a GPU in its micro-batches.
         max_batches: Largest number of batches; 0: all.
-        device: E.g. "cpu"; by default CUDA if available.
+        device: "auto" (CUDA if there is a GPU), "cpu", "cuda" or "cuda:N".
         corrupted_by: Source of replacements, so that several models are judged on the same text: the generator of a
             run, checkpoint or Hugging Face folder, or "unigram" for the token counts of `data` (rows of 128 tokens by
             default). Rows are then packed, masked and sampled as in the recipe `paper`, and every discriminator is
@@ -95,7 +95,7 @@ def evaluate(
     """
     if mlm_examples < 0:
         raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
-    target = torch.device(device) if device else choose_device()
+    target = choose_device(device)
     model = load(source).to(target)
     mixture = _own_corpus(Path(source)) if data is None else Mixture(data)
     corpora = _validation_part(source, mixture)
