@@ -17,7 +17,7 @@ from electra_fast.cli.arguments import KeyOption, Parser
 from electra_fast.cli.parser import CONFIGURED, build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.presets import RECIPES, SIZES
-from electra_fast.config.section import Configuration, format_value
+from electra_fast.config.section import Configuration, format_value, nearest
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import RULES, FinetuningConfig
 from electra_fast.finetuning.error_detection import ErrorDetector
@@ -42,6 +42,14 @@ RETURNED = {
     "load_error_detector": {"ErrorDetector.predict": ErrorDetector.predict},
 }
 
+IN_TRANSFORMERS = """
+max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps max_grad_norm adam_beta1 adam_beta2
+adam_epsilon lr_scheduler_type logging_steps eval_steps save_steps save_total_limit report_to early_stopping_patience
+load_best_model_at_end mlm_probability max_seq_length dataloader_num_workers torch_dtype attn_implementation
+num_hidden_layers num_attention_heads max_position_embeddings hidden_dropout_prob attention_probs_dropout_prob
+classifier_dropout layer_norm_eps global_rope_theta global_attn_every_n_layers
+""".split()
+"""Names in `transformers` and its training arguments that differ from ours."""
 FILE = """```toml
 preset = "mini"                # sizes
 recipe = "modern"              # encoder, optimizer, masks
@@ -135,8 +143,17 @@ def configuration() -> str:
             {name: FinetuningConfig().override(keys) for name, keys in FINETUNING_RECIPES.items()},
             RULES,
         ),
+        "## Names in `transformers`\n",
+        "Of those that differ: `Trainer`, its examples and its models on one side, our keys on the other.\n",
+        _in_transformers(),
     ]
     return NOTE + "\n".join(parts)
+
+
+def _in_transformers() -> str:
+    keys = [*Config.key_names(), *FinetuningConfig.key_names()]
+    rows = [[f"`{name}`", ", ".join(f"`{key}`" for key in nearest(name, keys))] for name in IN_TRANSFORMERS]
+    return table(["`transformers`", "here"], rows)
 
 
 def _keys(defaults: Configuration) -> str:
@@ -234,7 +251,7 @@ def _markdown(docstring: str) -> str:
         elif section in LISTS and (entry := re.match(r"    ([\w*]+(?:, [\w*]+)*): (.*)", line)):
             lines.append(f"* `{entry[1].replace(', ', '`, `')}`: {entry[2]}")
         elif section and line.startswith("    "):
-            lines.append(f"  {line.strip()}" if section in LISTS else line.strip())
+            lines.append(f"  {line.strip()}" if section in LISTS else line if section == "Example:" else line.strip())
         else:
             section = section if not line else ""
             lines.append(line)

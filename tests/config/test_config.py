@@ -12,7 +12,7 @@ import pytest
 
 from electra_fast.cli import commands
 from electra_fast.cli.parser import build_parser
-from electra_fast.config.config import Config, ObjectiveConfig
+from electra_fast.config.config import Config, ObjectiveConfig, OptimizerConfig
 from electra_fast.config.presets import OBJECTIVE_SPECS, RECIPES, SIZE_RECIPES, SIZES, YOUNGER_KEYS
 from electra_fast.config.section import Configuration
 from electra_fast.errors import InputError
@@ -145,15 +145,17 @@ def test_keys_have_names_without_a_section() -> None:
     config = Config.preset("tiny", "google").override({"model.num_layers": 1}, steps="5k", lr=1e-3, mask_prob=0.3)
     assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (1, 5000, 1e-3)
     assert config.data.mask_prob == 0.3 and FinetuningConfig().override(lr=1e-5).finetune.learning_rate == 1e-5
-    assert {Config.full_name(name) for name in Config.SHORT_NAMES} <= {*Config.key_names()}
+    assert {Config._full_name(name) for name in Config.SHORT_NAMES} <= {*Config.key_names()}
     for changes, by_name, message in (
         ({}, {"num_layers": 1}, "num_layers may be model.num_layers or generator.num_layers; give the whole key"),
         ({"train.steps": 1}, {"steps": 2}, "train.steps is given twice, as 1 and 2"),
+        ({}, {"train": {"steps": 1}}, "train is a section; give keys of it, as train.KEY"),
         ({}, {"mlm_probability": 1}, "unknown key mlm_probability; did you mean data.mask_prob?"),
     ):
         with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
             config.override(changes, **by_name)
     assert config.override({"train.steps": 7}, steps=7).train.steps == 7
+    assert "peak learning rate" in (OptimizerConfig.__doc__ or "")  # in `help(config.optimizer)`
 
 
 def test_every_key_is_in_the_toml_with_its_meaning() -> None:

@@ -339,7 +339,17 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Configuration):
-    """Everything that a run depends on besides its corpus, in the sections of `config.toml`."""
+    """Everything that a run depends on besides its corpus, in the sections of `config.toml`.
+
+    `Config()` is the preset `small` in the recipe `modern`. It does not change; `override` returns another.
+
+    Example:
+        config = Config.preset("tiny", "modern").override(steps=10_000, lr=1e-3, mask_prob=0.3)
+        config = config.override({"generator.num_layers": 2})
+        config.train.steps  # 10000
+        help(config.train)  # the keys of a section, with their defaults and meanings
+        Config.load("run/config.toml").differences(config)
+    """
 
     SHORT_NAMES: ClassVar[Mapping[str, str]] = {
         "steps": "train.steps",
@@ -490,7 +500,7 @@ class Config(Configuration):
     def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
         """Returns a size (tiny, mini, small, base, large) in a recipe (modern, google, paper).
 
-        The settings that the objective needs replace those of the recipe.
+        The settings that the objective needs replace those of the recipe. Raises InputError for an unknown name.
         """
         if name not in SIZES:
             raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -86,6 +87,12 @@ _ALIASES = {
         "num_heads": "n_head n_heads num_attention_heads",
         "hidden_size": "d_model n_embd hidden_dim dim",
         "intermediate_size": "d_ff ffn_dim",
+        "max_positions": "max_position_embeddings n_positions",
+        "norm_eps": "layer_norm_eps",
+        "rope_theta": "global_rope_theta",
+        "global_attention_every": "global_attn_every_n_layers",
+        "num_threads": "dataloader_num_workers num_workers",
+        "head_dropout": "classifier_dropout",
         "dropout": "hidden_dropout_prob",
         "attention_dropout": "attention_probs_dropout_prob",
         "layer_decay": "layerwise_lr_decay llrd",
@@ -141,6 +148,15 @@ def config_key(
 @dataclass(frozen=True)
 class Section:
     """Keys that are checked against their declared type, choices and range."""
+
+    def __init_subclass__(cls) -> None:
+        """Adds the keys to the docstring, which is what `help(config.train)` shows."""
+        lines = [f"{cls.__doc__}\n"]
+        for name, field in vars(cls).items():
+            if isinstance(field, dataclasses.Field):
+                lines.append(f"{name}: {cls.__annotations__[name]} = {field.default!r}")
+                lines += textwrap.wrap(field.metadata["doc"], 92, initial_indent="    ", subsequent_indent="    ")
+        cls.__doc__ = "\n".join(lines)
 
     def __post_init__(self) -> None:
         choices = _choices(type(self))
@@ -206,7 +222,7 @@ class Configuration:
     def override(self, changes: Mapping[str, object] | None = None, /, **by_name: object) -> Self:
         """Returns a copy with other values; a string is read as on the command line, as in `"10k"` or `"1/3"`.
 
-        Examples:
+        Example:
             config.override({"train.steps": 5000, "generator.fraction": "1/3"})
             config.override(steps=5000, lr=1e-3, mask_prob=0.3)
 
@@ -226,8 +242,10 @@ class Configuration:
         table: dict[str, dict[str, object]] = {}
         known = cls.key_names()
         for given, value in overrides:
-            name = cls.full_name(given)
+            name = cls._full_name(given)
             section, _, key = name.partition(".")
+            if name in _sections(cls):
+                raise InputError(f"{name} is a section; give keys of it, as {name}.KEY")
             if name not in {*known, *REMOVED_KEYS}:
                 meant = nearest(name, known)
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
@@ -242,7 +260,7 @@ class Configuration:
         return table
 
     @classmethod
-    def full_name(cls, name: str) -> str:
+    def _full_name(cls, name: str) -> str:
         """Returns `section.key` for a short name or a key's last part; raises InputError if several keys have it."""
         keys = [key for key in cls.key_names() if key.endswith(f".{name}")]
         if name not in cls.SHORT_NAMES and len(keys) > 1:

@@ -118,7 +118,7 @@ class FinetuneSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuningConfig(Configuration):
-    """The configuration of fine-tuning."""
+    """The configuration of fine-tuning; its recipes set what depends on the task and the encoder."""
 
     SHORT_NAMES: ClassVar[Mapping[str, str]] = {
         "epochs": "finetune.epochs",
