@@ -20,8 +20,6 @@ from electra_fast.config.presets import RECIPES, SIZES
 from electra_fast.config.section import Configuration, format_value, nearest
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import RULES, FinetuningConfig
-from electra_fast.finetuning.error_detection import ErrorDetector
-from electra_fast.finetuning.predict import FinetunedModel
 from electra_fast.training import evaluate as pretrained
 
 NOTE = "<!-- Written by .ci/generate_reference.py. -->\n\n"
@@ -30,16 +28,14 @@ GROUPS = {
     "Text and corpora": "prepare vocab verify Corpus Tokenizer BatchLoader to_torch",
     "Pre-training": "Config pretrain plan evaluate report",
     "Machine and method": "doctor flops reproduce demo",
-    "Models": "load export import_folder Electra",
-    "Fine-tuning and prediction": "finetune load_finetuned detect load_error_detector",
+    "Models": "load PretrainedModel FinetunedModel export import_folder Electra",
+    "Fine-tuning and prediction": "finetune detect",
     "Results": "PretrainResult Plan FlopCount DoctorReport Comparison DemoResult",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining",
 }
 # What the functions return or call, of which there is more to say.
 RETURNED = {
     "evaluate": {"`ef.evaluate` of a pre-trained model": pretrained.evaluate},
-    "load_finetuned": {"FinetunedModel.predict": FinetunedModel.predict},
-    "load_error_detector": {"ErrorDetector.predict": ErrorDetector.predict},
 }
 
 IN_TRANSFORMERS = """

@@ -215,7 +215,7 @@ def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
         given: Any = [{"text": t[0], "text_pair": t[1]} if isinstance(t, tuple) else t for t in texts]
         run: Callable[[Any], Any] = lambda rows: classify(rows, truncation=True, max_length=MAX_LENGTH)  # noqa: E731
     else:
-        given, run = texts, ef.load_finetuned(folder).predict
+        given, run = texts, ef.load(folder).predict
     run(given[:64])
     start = time.perf_counter()
     run(given)

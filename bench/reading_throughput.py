@@ -64,7 +64,7 @@ def sentences(pairs: list[tuple[str, str]]) -> list[str]:
 
 def runner(folder: Path, kind: str, contender: str) -> Callable[[list[Any]], Any]:
     if contender == "ours":
-        return ef.load_finetuned(folder).predict
+        return ef.load(folder).predict
     from transformers import pipeline
 
     batch_size = int(contender.split()[-1])

@@ -17,7 +17,7 @@ results = ef.finetune(model, task="tagging", train=train, dev=dev, out=out)
 scores = results["tagging"]
 print(f"{scores['metric']} of entities in {dev}: {scores['median']:.3f}")
 
-tagger = ef.load_finetuned(f"{out}/tagging/seed-0/model")
+tagger = ef.load(f"{out}/tagging/seed-0/model")
 for answer in tagger.predict(texts):
     for span in answer["spans"]:
         print(f"{span['label']}\t{span['text']}\t{span['start']}-{span['end']}\t{span['score']:.2f}")

@@ -17,14 +17,14 @@ from pathlib import Path
 import electra_fast as ef
 
 model, clean, scanned, corrected, precision, *others = sys.argv[1:]
-detector = ef.load_error_detector(model)
+detector = ef.load(model)
 known = set(re.findall(r"\w+", Path(clean).read_text(encoding="utf-8").lower()))
 
 
 def read(path):
     """Returns a text, and its words with their probabilities to be wrong; a mark of punctuation is no word."""
     text = Path(path).read_text(encoding="utf-8").replace("-\n", "")  # words divided at the end of a line
-    words = [word for word in detector.predict([text])[0]["words"] if word["text"].isalnum()]
+    words = [word for word in detector.detect([text])[0]["words"] if word["text"].isalnum()]
     return text, [word if word["text"].lower() in known else word | {"probability": 1} for word in words]
 
 

@@ -41,7 +41,7 @@ def train(encoder, tickets, out):
 
 def route(out, threshold):
     """Answers tickets from standard input."""
-    model = ef.load_finetuned(f"{out}/final/classification/seed-0/model")
+    model = ef.load(f"{out}/final/classification/seed-0/model")
     for line in sys.stdin:
         ticket = json.loads(line)
         [answer] = model.predict([(ticket["subject"], ticket["body"])])

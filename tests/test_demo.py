@@ -67,7 +67,7 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
     import electra_fast
 
     out, _ = demo
-    model = electra_fast.load(out / "run")
+    model = electra_fast.load(out / "run").model
     tokenizer = AutoTokenizer.from_pretrained(out / "export" / "discriminator")
     batch = tokenizer(
         ["Return a list of the names in the module.", "Raise an error."], padding=True, return_tensors="pt"

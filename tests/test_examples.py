@@ -281,7 +281,7 @@ def test_tickets_are_routed_as_they_come(run_script, tmp_path, own_language, mon
         assert float(right) == pytest.approx(100 * np.mean(hits or [0]), abs=0.051)
     assert printed.count("%") == 16 and Path(printed.split()[-1]).is_file()
 
-    model = ef.load_finetuned(work / "final/classification/seed-0/model")
+    model = ef.load(work / "final/classification/seed-0/model")
     assert "temperature" in (work / "final/results.json").read_text()
     new = [{"id": i, "subject": f"a {i}", "body": text} for i, (text, _) in enumerate(sentences(5, seed=3))]
     expected = model.predict([(each["subject"], each["body"]) for each in new])
@@ -309,10 +309,10 @@ def test_scanning_errors_are_marked_at_a_precision(run_script, tmp_path, own_lan
     is_wrong = np.array(scanned) != right
     for name, words in {"scanned": scanned, "right": right, "other": [*right[300:400], "unheard"]}.items():
         (tmp_path / name).write_text(" ".join(words[:50]) + ".\n" + " ".join(words[50:]))
-    detector = ef.load_error_detector(own_language[0] / "run")
+    detector = ef.load(own_language[0] / "run")
 
     def probabilities(name):
-        [answer] = detector.predict([(tmp_path / name).read_text()])
+        [answer] = detector.detect([(tmp_path / name).read_text()])
         words = [word for word in answer["words"] if word["text"] != "."]
         return np.array([word["probability"] if word["text"] in right else 1 for word in words])
 
@@ -433,7 +433,7 @@ def test_serving_a_classifier_without_torch(serve, tmp_path, own_language):
     folder = shutil.copytree(own_language[0] / "tasks/classification/seed-0/model", tmp_path / "classifier")
     write_onnx(folder, "logits")
     texts = ["the class function", "value object string"]
-    answers = ef.load_finetuned(folder, precision="fp32").predict(texts)
+    answers = ef.load(folder, precision="fp32").predict(texts)
     for found, expected in zip(serve(folder)(texts), answers, strict=True):
         assert found["label"] == expected["label"]
         assert abs(found["score"] - expected["scores"][found["label"]]) < 1e-5

@@ -54,7 +54,7 @@ def test_an_evaluation_goes_on_with_fewer_rows(whole_run, validation_corpus, lim
 
 def test_a_prediction_goes_on_with_fewer_examples(finetuned, limit):
     texts = [text for text, _ in sentences(40, 5)]
-    model = ef.load_finetuned(finetuned[0] / "sst2/seed-0/model", precision="fp32")
+    model = ef.load(finetuned[0] / "sst2/seed-0/model", precision="fp32")
     expected = model.outputs(texts)
     passed = limit(SequenceClassifier, "predictions", lambda inputs, _: inputs.columns_5RL[0].numel() < 300)
     np.testing.assert_allclose(model.outputs(texts), expected, atol=1e-5)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from electra_fast.data.prepare import prepare, vocab
     from electra_fast.demonstration import DemoResult, demo
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
-    from electra_fast.finetuning.error_detection import detect, load_error_detector
+    from electra_fast.finetuning.error_detection import detect
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.predict import evaluate, load_finetuned
     from electra_fast.hardware.flops import FlopCount, flops
@@ -40,7 +40,7 @@ _NAMES = {
     "data.prepare": "prepare vocab",
     "demonstration": "DemoResult demo",
     "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
-    "finetuning.error_detection": "detect load_error_detector",
+    "finetuning.error_detection": "detect",
     "finetuning.finetune": "finetune",
     "finetuning.predict": "evaluate load_finetuned",
     "hardware.flops": "FlopCount flops",
@@ -82,8 +82,6 @@ __all__ = [
     "flops",
     "import_folder",
     "load",
-    "load_error_detector",
-    "load_finetuned",
     "plan",
     "prepare",
     "pretrain",

@@ -249,6 +249,29 @@ class FinetuningProgress(_WorkProgress):
             self._write_line("  ".join((self._name, *reversed(status[:-1]), done, f"eta {remaining}")))
 
 
+class EncodingProgress(_WorkProgress):
+    """Tokens and texts done, tokens/s and ETA of work that takes more than two seconds; before, nothing."""
+
+    def __init__(self, num_tokens: int, *, shown: bool) -> None:
+        super().__init__("encode", TaskProgressColumn, num_tokens, 0, shown=shown)
+        self._num_tokens, self._done, self._texts = num_tokens, 0, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def advance(self, tokens: int, texts: int) -> None:
+        self._done += tokens
+        self._texts += texts
+        if (seconds := time.monotonic() - self.start) < 2:
+            return
+        self._progress.start()  # does nothing the second time
+        status = (f"{self._texts:,} texts", f"{_rate(self._done / seconds)} tok/s")
+        self._move(completed=self._done, status=status)
+        if self._is_line_due():
+            remaining = timedelta(seconds=round((self._num_tokens - self._done) * seconds / self._done))
+            self._write_line("  ".join((f"encode: {self._done / self._num_tokens:.0%}", *status, f"eta {remaining}")))
+
+
 _SHOWN = (
     ("generator_loss", "gen", ".3f"),
     ("encoder_loss", "enc", ".3f"),

@@ -201,7 +201,7 @@ class TestTraining:
         changes = {"generator.kind": "unigram", "train.steps": "1", "model.tying": "none"}
         pretrain(mixed, config=tiny_config(**changes), out=tmp_path / "run")
         expected = alias_table(torch.from_numpy(Mixture(mixed).token_counts()))
-        assert (ef.load(tmp_path / "run").proposal.table_V2 == expected).all()
+        assert (ef.load(tmp_path / "run").model.proposal.table_V2 == expected).all()
 
     def test_evaluate(self, whole, folders, mixed, tmp_path):
         flags = [word for entry in mixed for word in ("--data", entry)]

@@ -16,7 +16,7 @@ from electra_fast.config.config import Config
 from electra_fast.files import atomic_files, checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.files.json_files import read_object, write_object
-from electra_fast.huggingface.export import load
+from electra_fast.huggingface.folder import read_model
 from electra_fast.model.model import Electra
 from electra_fast.optimizers.optimizer import Optimizer
 
@@ -71,7 +71,7 @@ def test_a_lost_configuration_is_named(tmp_path):
     (directory / "config.toml").rename(tmp_path / "config.toml")
     checkpoint_folder.require_config(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"step-3/config\.toml: missing; name an older checkpoint"):
-        load(directory)
+        read_model(directory)
 
 
 def test_shared_parameters_are_stored_once(tmp_path):

@@ -1,4 +1,4 @@
-"""Fine-tuned folders: loaded by `transformers` with equal outputs, and read by `load_finetuned`."""
+"""Fine-tuned folders: loaded by `transformers` with equal outputs, and read by `load`."""
 
 import json
 import os
@@ -36,6 +36,7 @@ from transformers import (
 
 import electra_fast as ef
 from electra_fast.errors import InputError
+from electra_fast.finetuning.predict import FinetunedModel
 
 SENTENCES = ["The class of a value", "false", "A method with a list of names, and more than that", ""]
 PAIRS = [("The class", "a value of it"), ("false", "true"), ("An object and a list", "")]
@@ -68,7 +69,7 @@ def their_logits(folder, examples):
 def test_logits_and_answers_are_those_of_transformers(sst2):
     """Special tokens in a text are text in both; a long text is truncated at the same place."""
     texts = [*SENTENCES, "a [SEP] b", "[CLS]", "the [MASK] of a class"]
-    model = ef.load_finetuned(sst2)
+    model = ef.load(sst2)
     np.testing.assert_allclose(model.outputs(texts), their_logits(sst2, texts), atol=1e-5)
     texts.append(" ".join(["class value name"] * 30))
     classify = pipeline("text-classification", str(sst2), device="cpu", truncation=True)
@@ -80,7 +81,7 @@ def test_logits_and_answers_are_those_of_transformers(sst2):
 def test_published_head_on_electra_has_equal_logits(encoder_folder, tmp_path):
     """gelu(z) - gelu(-z) = z lets ElectraClassificationHead compute the raw head."""
     folder = trained("mrpc", encoder_folder, tmp_path, write_mrpc, **{"finetune.head": "published"})
-    np.testing.assert_allclose(ef.load_finetuned(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
+    np.testing.assert_allclose(ef.load(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
     weight = load_file(folder / "model.safetensors")["classifier.dense.weight"]
     assert torch.equal(weight[0], -weight[2]) and not weight[4:].any()
     assert "raw" not in (folder / "README.md").read_text() and "## Head" in (folder / "README.md").read_text()
@@ -97,7 +98,7 @@ def test_published_head_on_modernbert_is_used_as_its_card_says(tmp_path, tiny_vo
         exec(code, found)
     with torch.no_grad():
         theirs = found["logits"].detach().numpy()
-        np.testing.assert_allclose(ef.load_finetuned(folder).outputs(["a text"]), theirs, atol=1e-5)
+        np.testing.assert_allclose(ef.load(folder).outputs(["a text"]), theirs, atol=1e-5)
     assert AutoModel.from_pretrained(folder).config.electra_fast_head == "published"
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"published"', '"google"'))  # as it was called
@@ -110,12 +111,12 @@ def test_pairs_of_roberta_are_joined_as_in_transformers(tmp_path):
     RobertaModel(RobertaConfig(**sizes, initializer_range=0.2)).save_pretrained(tmp_path / "encoder")
     save_tokenizer(tmp_path / "encoder", "RoBERTa")
     folder = trained("mrpc", tmp_path / "encoder", tmp_path, write_mrpc)
-    np.testing.assert_allclose(ef.load_finetuned(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
+    np.testing.assert_allclose(ef.load(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
 
 
 def test_regression_gives_values_in_the_units_of_the_data(encoder_folder, tmp_path):
     folder = trained("stsb", encoder_folder, tmp_path, write_stsb)
-    model = ef.load_finetuned(folder)
+    model = ef.load(folder)
     np.testing.assert_allclose(model.outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-4)
     values = [answer["value"] for answer in model.predict(PAIRS)]
     assert values == pytest.approx(their_logits(folder, PAIRS)[:, 0].tolist(), abs=1e-4)
@@ -137,7 +138,7 @@ def test_multi_label(encoder_folder, tmp_path, write_rows):
     (run,) = results["classification"]["runs"]
     thresholds = config["electra_fast_settings"]["thresholds"]
     assert thresholds == run["thresholds"] and len({0.5, *thresholds.values()}) == 4
-    model = ef.load_finetuned(folder, precision="fp32")
+    model = ef.load(folder, precision="fp32")
     probabilities = 1 / (1 + np.exp(-their_logits(folder, SENTENCES)))
     for answer, row in zip(model.predict(SENTENCES), probabilities, strict=True):
         assert list(answer["scores"].values()) == pytest.approx(row.tolist(), abs=1e-5)
@@ -162,7 +163,7 @@ def test_thresholds_follow_the_dev_split(encoder_folder, tmp_path):
     folder = tmp_path / "classification" / "seed-0"
     settings = json.loads((folder / "model" / "config.json").read_text())["electra_fast_settings"]
     assert settings["thresholds"] == second != first
-    answers = ef.load_finetuned(folder / "model", precision="fp32").predict(rows[80:])
+    answers = ef.load(folder / "model", precision="fp32").predict(rows[80:])
     written = (folder / "predictions.test.jsonl").read_text().splitlines()
     assert [json.loads(line)["labels"] for line in written] == [answer["labels"] for answer in answers]
 
@@ -177,7 +178,7 @@ def test_a_calibrated_model_has_its_temperature_in_its_weights(tmp_path, tiny_vo
     for name in ("false", "true"):
         changes = {"finetune.head": head, "finetune.calibrate": name}
         folder = trained("sst2", encoder, tmp_path / name, write_sst2, **changes)
-        model = ef.load_finetuned(folder, precision="fp32")
+        model = ef.load(folder, precision="fp32")
         outputs.append(model.outputs(SENTENCES))
         answers.append([answer["label"] for answer in model.predict(SENTENCES)])
     temperature = json.loads((folder.parent / "result.json").read_text())["temperature"]
@@ -188,7 +189,7 @@ def test_a_calibrated_model_has_its_temperature_in_its_weights(tmp_path, tiny_vo
 
 
 def test_only_the_best_labels(sst2):
-    model = ef.load_finetuned(sst2)
+    model = ef.load(sst2)
     for whole, best in zip(model.predict(SENTENCES), model.predict(SENTENCES, top_k=1), strict=True):
         assert best == {"label": whole["label"], "scores": {whole["label"]: max(whole["scores"].values())}}
     ranked = [[*each["scores"].values()] for each in model.predict(SENTENCES, top_k=500)]
@@ -211,14 +212,14 @@ def classifier(tmp_path_factory, tiny_vocab):
 
 
 def test_a_folder_from_elsewhere_predicts(classifier, tmp_path):
-    model = ef.load_finetuned(classifier)
+    model = ef.load(classifier)
     np.testing.assert_allclose(model.outputs(PAIRS), their_logits(classifier, PAIRS), atol=1e-5)
     assert model.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     folder = shutil.copytree(classifier, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     del config["id2label"], config["label2id"]
     (folder / "config.json").write_text(json.dumps(config | {"num_labels": 3}))
-    assert ef.load_finetuned(folder).labels == model.labels
+    assert ef.load(folder).labels == model.labels
 
 
 @pytest.mark.parametrize("form", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
@@ -231,15 +232,15 @@ def test_a_head_that_computes_something_else_is_refused(tmp_path, form):
         getattr(transformers, f"ModernBertFor{form}")(config).save_pretrained(tmp_path)
         ((name, value),) = changes.items()
         with pytest.raises(InputError, match=f"{path}: {name} = {value!r} is not supported; it must be "):
-            ef.load_finetuned(tmp_path)
+            ef.load(tmp_path)
     path.write_text(path.read_text().replace('"classifier_bias": true', '"classifier_bias": false'))
     with pytest.raises(InputError, match="tensor head.dense.bias is no part of the head that config.json describes"):
-        ef.load_finetuned(tmp_path)
+        ef.load(tmp_path)
 
 
 def test_predict_streams_in_the_order_of_the_input(classifier, tmp_path):
     """Into a file, through a link to one, and to what is no file."""
-    expected = ef.load_finetuned(classifier).predict(SENTENCES)
+    expected = ef.load(classifier).predict(SENTENCES)
     (tmp_path / "lines.txt").write_text("\n".join(SENTENCES[:3]) + "\n\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in SENTENCES))
     quoted = "".join(f'{i},"{text}"\n' for i, text in enumerate(SENTENCES))
@@ -297,7 +298,7 @@ def test_training_remembers_its_columns_for_predict(encoder_folder, tmp_path):
     assert run.returncode == 0 and "semicolons separate the cells" in run.stderr, run.stderr
     folder = tmp_path / "out/classification/seed-0/model"
     found = in_process.run("predict", folder, tmp_path / "train.csv").stdout.splitlines()
-    for number, (line, answer) in enumerate(zip(found, ef.load_finetuned(folder).predict(texts), strict=True)):
+    for number, (line, answer) in enumerate(zip(found, ef.load(folder).predict(texts), strict=True)):
         assert json.loads(line) == {"text": f"title {number}"} | answer | {"input": {"label": "ab"[number % 2]}}
 
 
@@ -308,7 +309,7 @@ def test_other_columns_pass_through_whatever_they_hold(classifier, tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     found = in_process.run("predict", classifier, tmp_path / "rows.parquet")
     answers = [json.loads(line, parse_constant=pytest.fail) for line in found.stdout.splitlines()]
-    for answer, own in zip(answers, ef.load_finetuned(classifier).predict(["a", "b"]), strict=True):
+    for answer, own in zip(answers, ef.load(classifier).predict(["a", "b"]), strict=True):
         assert {name: answer.pop(name) for name in own} == own
     first = {"id": 7, "when": "1970-01-01T00:00:00", "raw": "/w==", "cost": "1.10", "x": None, "kind": {"a": 1}}
     second = {"id": 8, "when": None, "raw": None, "cost": None, "x": 0.5, "kind": None}
@@ -319,7 +320,7 @@ def test_other_columns_pass_through_whatever_they_hold(classifier, tmp_path):
 
 
 def test_other_columns_than_in_training_and_bad_rows(classifier, tmp_path):
-    (own,) = ef.load_finetuned(classifier).predict(["a"])
+    (own,) = ef.load(classifier).predict(["a"])
     for name, content, flags, said in (
         ("rows.csv", "text\na\n", ["--text", "text"], ""),
         ("lines.txt", "a\n", [], ""),
@@ -367,8 +368,8 @@ def test_folders_and_texts_that_cannot_be_used(finetuned, encoder_folder, tmp_pa
         ("nowhere", FileNotFoundError, "no such folder; name a fine-tuned model"),
     ):
         with pytest.raises(error, match=message):
-            ef.load_finetuned(folder)
-    model = ef.load_finetuned(finetuned[0] / "sst2/seed-0/model")
+            FinetunedModel(folder)
+    model = ef.load(finetuned[0] / "sst2/seed-0/model")
     for texts, message in {
         "a text": "put a single one into a list",
         ("a", 3): "example 1 is 3; it must be a text",

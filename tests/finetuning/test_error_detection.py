@@ -13,11 +13,12 @@ import transformers
 from squad_reference import chunk_of_most_context, chunk_spans
 from tiny_run import tiny_config
 
+import electra_fast as ef
 from electra_fast import checkpoint
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.finetuning.error_detection import ErrorDetector, load_error_detector
-from electra_fast.huggingface.export import export, load
+from electra_fast.finetuning.error_detection import read_detector
+from electra_fast.huggingface.export import export
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
 
@@ -45,8 +46,8 @@ def save_run(folder, vocab, **changes):
 def test_a_fork_computes_after_its_parent_has(tmp_path, tiny_vocab, capfd):
     """Without OpenMP's threads, which a fork does not have: a child that waits for them is killed by its alarm."""
     save_run(tmp_path, tiny_vocab)
-    detector, model, ids = load_error_detector(tmp_path), load(tmp_path), torch.randint(5, 500, (64, 32))
-    computations = (lambda: detector.predict([LONG] * 40), lambda: model.discriminator_logits(ids).sum().item())
+    model, ids = ef.load(tmp_path), torch.randint(5, 500, (64, 32))
+    computations = (lambda: model.detect([LONG] * 40), lambda: model.discriminator_logits(ids).sum().item())
     torch.set_num_threads(2)
     try:
         with torch.no_grad():
@@ -108,7 +109,7 @@ def run(tmp_path_factory, tiny_vocab):
 
 @pytest.fixture(scope="module")
 def detector(run):
-    return load_error_detector(run)
+    return ef.load(run)
 
 
 class TestProbabilities:
@@ -116,23 +117,23 @@ class TestProbabilities:
     def test_they_are_those_of_transformers(self, tmp_path, tiny_vocab, recipe):
         run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
         export(run, tmp_path / "export", unfinished=True)
-        reference, detector, everything = Reference(tmp_path / "export/discriminator"), load_error_detector(run), []
-        answers = detector.predict(iter(TEXTS))
+        reference, detector, everything = Reference(tmp_path / "export/discriminator"), ef.load(run), []
+        answers = detector.detect(iter(TEXTS))
         for text, answer in zip(TEXTS, answers, strict=True):
             expected = reference.words(text, length=16)
             assert probabilities(answer) == pytest.approx(expected, abs=1e-5), text
             assert answer["score"] == pytest.approx(np.mean(expected) if expected else 0, abs=1e-5)
             everything += expected
-            [alone] = detector.predict([text])
+            [alone] = detector.detect([text])
             assert probabilities(alone) == pytest.approx(probabilities(answer), abs=1e-5)
         assert len(everything) > 100 and max(everything) - min(everything) > 0.5
 
     def test_every_source_of_a_model_gives_the_same(self, whole_run, exported, tmp_path):
         alone = shutil.copytree(exported / "discriminator", tmp_path / "alone")
         [last] = sorted((whole_run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))[-1:]
-        expected = load_error_detector(whole_run)
+        expected = read_detector(whole_run)
         for source in (last, exported, alone, str(alone)):
-            found = load_error_detector(source)
+            found = read_detector(source)
             assert found.sequence_length == expected.sequence_length == 16
             assert found.predict(TEXTS) == expected.predict(TEXTS), source
 
@@ -142,13 +143,13 @@ class TestProbabilities:
     def test_of_other_models(self, tmp_path, tiny_vocab, changes):
         changes |= {"generator.fraction": "1"} if "model.tying" in changes else {}
         run = save_run(tmp_path / "run", tiny_vocab, **changes)
-        detector, tokenizer = load_error_detector(run), Tokenizer(run)
+        detector, tokenizer = ef.load(run), Tokenizer(run)
         [ids] = tokenizer.encode_batch(["value of name"])
         special = tokenizer.special_tokens
         row = torch.tensor([[special["cls"], *ids, special["sep"]]])
         with torch.no_grad():
             logits = checkpoint.load_model(run / "checkpoints/step-0").eval().discriminator_logits(row)
-        [answer] = detector.predict(["value of name"])
+        [answer] = detector.detect(["value of name"])
         assert probabilities(answer) == pytest.approx(torch.sigmoid(logits)[0, 1:-1].tolist(), abs=1e-5)
 
 
@@ -165,16 +166,15 @@ class TestWords:
         ],
     )
     def test_spans_are_what_is_written(self, detector, text, words):
-        [answer] = detector.predict([text])
+        [answer] = detector.detect([text])
         assert [word["text"] for word in answer["words"]] == words
         assert [text[word["start"] : word["end"]] for word in answer["words"]] == words
 
-    def test_errors_are_those_that_reach_the_threshold(self, run, detector):
-        [answer] = detector.predict([LONG])
+    def test_errors_are_those_that_reach_the_threshold(self, detector):
+        [answer] = detector.detect([LONG])
         middle, counts = float(np.median(probabilities(answer))), []
         for threshold in (0.0, middle, 1.0):
-            again = ErrorDetector(*parts(run), torch.device("cpu"), sequence_length=16, threshold=threshold)
-            [found] = again.predict([LONG])
+            [found] = detector.detect([LONG], threshold)
             assert found["errors"] == [word for word in answer["words"] if word["probability"] >= threshold]
             assert found["words"] == answer["words"] and found["score"] == answer["score"]
             counts.append(len(found["errors"]))
@@ -192,39 +192,34 @@ class TestWords:
         other.train_from_iterator([LONG], trainers.BpeTrainer(special_tokens=names, initial_alphabet=alphabet))
         other.save(str(tmp_path / "tokenizer.json"))
         run = save_run(tmp_path / "run", tmp_path / "tokenizer.json")
-        [answer] = load_error_detector(run).predict(["the class   😀 \n name,"])
+        [answer] = ef.load(run).detect(["the class   😀 \n name,"])
         assert [word["text"] for word in answer["words"]] == ["the", "class", "😀", "name", ","]
-
-
-def parts(run):
-    checkpoints = sorted((run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))
-    return checkpoint.load_model(checkpoints[-1]), Tokenizer(run)
 
 
 class TestInputs:
     def test_empty_texts_score_nothing(self, detector):
         none = {"score": 0.0, "errors": [], "words": []}
-        assert detector.predict(["", " \t\n", "\x00\u200b"]) == [none] * 3
-        assert detector.predict([]) == []
+        assert detector.detect(["", " \t\n", "\x00\u200b"]) == [none] * 3
+        assert detector.detect([]) == []
 
     @pytest.mark.parametrize(
         ("texts", "message"),
         [
-            ("a text", "predict takes a list of texts; put a single one into a list"),
-            (b"bytes", "predict takes a list of texts"),
-            ({"text": "a"}, "predict takes a list of texts"),
+            ("a text", "detect takes a list of texts; put a single one into a list"),
+            (b"bytes", "detect takes a list of texts"),
+            ({"text": "a"}, "detect takes a list of texts"),
             (["a", ("a", "b")], r"example 1 is \('a', 'b'\); it must be a text"),
             (["a", "\udc00"], "example 1: half of a surrogate pair, which is not text"),
         ],
     )
     def test_what_is_no_list_of_texts(self, detector, texts, message):
         with pytest.raises(ValueError, match=message):
-            detector.predict(texts)
+            detector.detect(texts)
 
-    def test_a_threshold_that_is_no_probability(self, run):
+    def test_a_threshold_that_is_no_probability(self, detector):
         for threshold in (-0.1, 1.5, float("nan")):
             with pytest.raises(ValueError, match=f"threshold is {threshold}; it is a probability, from 0 to 1"):
-                load_error_detector(run, threshold)
+                detector.detect([], threshold)
 
 
 class TestSources:
@@ -234,7 +229,7 @@ class TestSources:
         table = json.loads((other / "config.json").read_text(encoding="utf-8"))
         foreign = {name: value for name, value in table.items() if not name.startswith("electra_fast")}
         (other / "config.json").write_text(json.dumps(foreign), encoding="utf-8")
-        detector = load_error_detector(other)
+        detector = read_detector(other)
         assert detector.sequence_length == table["max_position_embeddings"] > 16
         expected = Reference(other).words(LONG, detector.sequence_length)
         assert probabilities(detector.predict([LONG])[0]) == pytest.approx(expected, abs=1e-5)
@@ -242,7 +237,7 @@ class TestSources:
     def test_a_model_without_a_discriminator(self, exported, encoder_folder):
         source = exported / "generator"
         with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
-            load_error_detector(source)
+            ef.load(source).detect(["a"])
         assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
         with pytest.raises(ValueError, match="has no discriminator"):
-            load_error_detector(encoder_folder)
+            ef.load(encoder_folder).detect(["a"])

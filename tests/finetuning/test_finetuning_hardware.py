@@ -13,7 +13,7 @@ from tiny_task import QUICK, sentences
 import electra_fast as ef
 from electra_fast.errors import Diverged
 from electra_fast.finetuning import inference
-from electra_fast.finetuning.error_detection import load_error_detector
+from electra_fast.finetuning.error_detection import read_detector
 from electra_fast.finetuning.tasks.classification import SequenceClassifier
 from electra_fast.finetuning.training import job as job_module
 from electra_fast.finetuning.training import step as step_module
@@ -151,10 +151,10 @@ class TestPrediction:
     @pytest.mark.parametrize(("times", "precision", "atol"), [((0.2, 0.1), "bf16", 0.1), ((0.1, 0.2), "fp32", 1e-5)])
     def test_auto_takes_the_faster_and_says_so(self, folder, tmp_path, timed, products_by, times, precision, atol):
         used = products_by(SequenceClassifier, "predictions")
-        exact = ef.load_finetuned(folder, precision="fp32")
+        exact = ef.load(folder, precision="fp32")
         assert exact.note == ""
         timed(*times)
-        model = ef.load_finetuned(folder)
+        model = ef.load(folder)
         seconds = f"{times[0]} s in fp32, {times[1]} s in bf16"
         assert model.note == f"precision = auto: {precision} (256 tokens take {seconds})"
         ours, expected = model.outputs(TEXTS), exact.outputs(TEXTS)
@@ -175,13 +175,13 @@ class TestPrediction:
             run = in_process.run("predict", folder, tmp_path / "texts.txt", "--precision", precision)
             assert "= auto" not in run.stderr and run.returncode == 0
             found.append([json.loads(line)["scores"] for line in run.stdout.splitlines()])
-            answers = ef.load_finetuned(folder, precision=precision).predict(TEXTS)
+            answers = ef.load(folder, precision=precision).predict(TEXTS)
             assert found[-1] == [answer["scores"] for answer in answers]
         assert found[0] != found[1]
 
     def test_outputs_in_fp16_are_right_or_an_error(self, folder):
-        model = ef.load_finetuned(folder, precision="fp16")
-        exact = ef.load_finetuned(folder, precision="fp32").outputs(TEXTS)
+        model = ef.load(folder, precision="fp16")
+        exact = ef.load(folder, precision="fp32").outputs(TEXTS)
         np.testing.assert_allclose(model.outputs(TEXTS), exact, atol=0.02)
         with torch.no_grad():
             for parameter in model._model.parameters():
@@ -191,9 +191,9 @@ class TestPrediction:
 
     def test_an_error_detector_chooses_likewise(self, whole_run, timed):
         timed(0.2, 0.1)
-        detector = load_error_detector(whole_run)
+        detector = read_detector(whole_run)
         assert detector.note.startswith("precision = auto: bf16 (512 tokens take 0.2 s in fp32")
-        exact = load_error_detector(whole_run, precision="fp32").predict(TEXTS)
+        exact = ef.load(whole_run, precision="fp32").detect(TEXTS)
         found = detector.predict(TEXTS)
         assert found != exact
         assert [each["score"] for each in found] == pytest.approx([each["score"] for each in exact], abs=0.02)
@@ -201,6 +201,6 @@ class TestPrediction:
     def test_the_real_measurements(self, folder, own_processor):
         """Whatever they choose, the answers are close."""
         fastest_matmul.cache_clear()
-        exact = ef.load_finetuned(folder, precision="fp32").outputs(TEXTS)
-        np.testing.assert_allclose(ef.load_finetuned(folder).outputs(TEXTS), exact, atol=0.1)
+        exact = ef.load(folder, precision="fp32").outputs(TEXTS)
+        np.testing.assert_allclose(ef.load(folder).outputs(TEXTS), exact, atol=0.1)
         fastest_matmul.cache_clear()

@@ -218,7 +218,7 @@ def test_the_exported_reader_has_the_logits_of_transformers(tmp_path, encoder_fo
     ef.finetune(encoder_folder, task="squad1", squad=data, out=tmp_path / "out", overrides=READING)
     folder = tmp_path / "out" / "squad1" / "seed-0" / "model"
     theirs = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    tokenizer, reader = AutoTokenizer.from_pretrained(folder), ef.load_finetuned(folder)
+    tokenizer, reader = AutoTokenizer.from_pretrained(folder), ef.load(folder)
     question, context = "Which class", "The class of a value, and the name of an object."
     inputs = tokenizer(question, context, return_tensors="pt")
     with torch.no_grad():

@@ -180,7 +180,7 @@ def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder,
     result = json.loads((out / "sst2/untrained/seed-0/result.json").read_text())
     assert found["untrained"] == {"accuracy": result["accuracy"]}
     (start,) = encoders
-    shape = ef.load_finetuned(out / "sst2/seed-0/model")._model.shape
+    shape = ef.load(out / "sst2/seed-0/model")._model.shape
     fresh = torch.nn.ModuleDict({"embeddings": Embeddings(shape), "encoder": Encoder(shape)})
     initialize(fresh, "bert", 0)
     for name, parameter in fresh.named_parameters():

@@ -88,7 +88,7 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
     folder, steps = reference
     result, log = read_object(folder / "result.json"), read_records(folder / "metrics.jsonl")
     rows = [line.split("\t") for line in (data / "dev.tsv").read_text().splitlines()[1:]]
-    reader, scores = ef.load_finetuned(folder / "model", precision="fp32"), {}
+    reader, scores = ef.load(folder / "model", precision="fp32"), {}
     for step in (*range(2, 15, 2), 15):
         reader._model.load_state_dict(steps[step - 1])
         found = reader.predict([text for text, _ in rows])
@@ -97,7 +97,7 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
     best = max(scores, key=scores.__getitem__)
     assert 2 < best < 14  # neither the first nor the last
     assert result["best_step"] == best and result["accuracy"] == pytest.approx(scores[best])
-    for name, tensor in ef.load_finetuned(folder / "model")._model.named_parameters():
+    for name, tensor in ef.load(folder / "model")._model.named_parameters():
         assert tensor.equal(steps[best - 1][name]), name
     reader._model.load_state_dict(steps[best - 1])
     lines = (folder / "predictions.dev.tsv").read_text().splitlines()[1:]
@@ -166,7 +166,7 @@ def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):
     logs = (read_records(path / "metrics.jsonl") for path in (folder, reference[0]))
     losses, expected = ([each["loss"] for each in log if "loss" in each] for log in logs)
     assert losses == expected and len(losses) == 15
-    for name, tensor in ef.load_finetuned(folder / "model")._model.named_parameters():
+    for name, tensor in ef.load(folder / "model")._model.named_parameters():
         assert tensor.equal(reference[1][-1][name]), name
 
 

@@ -42,7 +42,7 @@ def trained(tiny_vocab, squad_folder, conll_folder, tmp_path_factory):
 def test_every_head_survives_its_folder(trained, squad_folder, tmp_path, monkeypatch, task, architecture, head):
     arguments, original = trained(task, architecture, head)
     folder = shutil.copytree(original, tmp_path / "out") / task / "seed-0"
-    reader = ef.load_finetuned(folder / "model")
+    reader = ef.load(folder / "model")
     kind = "question-answering" if task == "squad2" else "tagging"
     assert repr(reader).startswith(f"FinetunedModel: {kind}, ") and repr(reader).endswith("on cpu")
     assert "path/to/this/folder" in (folder / "model" / "README.md").read_text()
@@ -65,7 +65,7 @@ def test_every_head_survives_its_folder(trained, squad_folder, tmp_path, monkeyp
     assert ("temperature" in result) == (task == "tagging")
     if not torch.cuda.is_available():  # and can be measured
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-        assert ef.load_finetuned(folder / "model").note.startswith("precision = auto: ")
+        assert ef.load(folder / "model").note.startswith("precision = auto: ")
 
 
 def numbers(result):

@@ -19,7 +19,8 @@ from electra_fast.config.config import Config
 from electra_fast.config.presets import ADAPTATION
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.folder import read_model
 from electra_fast.model.model import Electra
 
 
@@ -58,7 +59,7 @@ def test_an_encoder_of_any_class_becomes_the_discriminator(
 ) -> None:
     theirs = hf_folder(tmp_path / "model", name, **CLASSES[name])
     import_folder(tmp_path / "model", tmp_path / "run", generator="small")
-    said, ours = capsys.readouterr().err, load(tmp_path / "run")
+    said, ours = capsys.readouterr().err, read_model(tmp_path / "run")
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     config = ours.config
     assert ("note: discriminator_head: not in" in said) == (name != "ElectraForPreTraining")
@@ -92,7 +93,7 @@ def test_the_first_layers_become_the_generator(
     """All of them: another copy, not the same weights."""
     theirs = hf_folder(tmp_path / "model", name)
     import_folder(tmp_path / "model", tmp_path / "run", generator=f"same-layers:{num_layers}")
-    ours, said = load(tmp_path / "run"), capsys.readouterr().err
+    ours, said = read_model(tmp_path / "run"), capsys.readouterr().err
     assert ours.config.model.tying == "embeddings" and ours.config.generator_shape().num_layers == num_layers
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     layers = theirs.base_model.layers if name.startswith("Modern") else theirs.base_model.encoder.layer
@@ -121,7 +122,7 @@ def test_another_model_becomes_the_generator(
     theirs = hf_folder(tmp_path / "model", name)
     small = hf_folder(tmp_path / "small", small_name, seed=1, **HALF | settings)
     import_folder(tmp_path / "model", tmp_path / "run", generator=tmp_path / "small")
-    ours = load(tmp_path / "run")
+    ours = read_model(tmp_path / "run")
     assert (ours.config.model.tying, ours.config.generator.embedding_size) == ("none", embedding_size)
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     assert_close(ours.generator_logits(IDS, MASK).detach(), hf_logits(small))
@@ -129,8 +130,8 @@ def test_another_model_becomes_the_generator(
     again = getattr(transformers, small_name).from_pretrained(tmp_path / "out" / "generator").eval()
     assert_close(hf_logits(again), hf_logits(small))
     import_folder(tmp_path / "out", tmp_path / "again")
-    assert load(tmp_path / "again").config.generator == ours.config.generator
-    assert_close(load(tmp_path / "again").generator_logits(IDS, MASK).detach(), hf_logits(small))
+    assert read_model(tmp_path / "again").config.generator == ours.config.generator
+    assert_close(read_model(tmp_path / "again").generator_logits(IDS, MASK).detach(), hf_logits(small))
 
 
 def test_equal_embeddings_are_shared(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_equal_embeddings_are_shared(tmp_path: Path) -> None:
     small.save_pretrained(tmp_path / "small")
     (tmp_path / "small" / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     import_folder(tmp_path / "model", tmp_path / "run", generator=tmp_path / "small")
-    ours = load(tmp_path / "run")
+    ours = read_model(tmp_path / "run")
     assert ours.config.model.tying == "embeddings" and ours.embeddings is ours.generator_embeddings
 
 
@@ -154,7 +155,7 @@ def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str
     export(tmp_path / "run", tmp_path / "out")
     for number, generator in enumerate(("small", "same-layers:1", str(tmp_path / "run"), str(tmp_path / "out"))):
         import_folder(tmp_path / source, tmp_path / str(number), generator=generator)
-        ours = load(tmp_path / str(number))
+        ours = read_model(tmp_path / str(number))
         assert_close(ours.discriminator_logits(IDS, MASK).detach(), whole.discriminator_logits(IDS, MASK).detach())
     assert_close(ours.generator_logits(IDS, MASK).detach(), whole.generator_logits(IDS, MASK).detach())
 
@@ -220,5 +221,5 @@ def test_an_encoder_is_adapted_from_the_command_line(
     found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out" / "discriminator"))
     own = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     assert found.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
-    adapted = load(tmp_path / "out")
-    assert not torch.equal(adapted.embeddings.token, load(tmp_path / "run/checkpoints/step-0").embeddings.token)
+    adapted = read_model(tmp_path / "out")
+    assert not torch.equal(adapted.embeddings.token, read_model(tmp_path / "run/checkpoints/step-0").embeddings.token)

@@ -23,7 +23,8 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import describe_encoder, read_encoder_shape, read_table
 from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
-from electra_fast.huggingface.export import export, load
+from electra_fast.huggingface.export import export
+from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.settings import HEAD_KEYS, SETTINGS, check_settings
 from electra_fast.model.attention import AttentionMask
 from electra_fast.model.model import Electra, Embeddings, Encoder
@@ -324,7 +325,7 @@ def write_shards(folder: Path, name: str, tensors: dict[str, Tensor]) -> Path:
 def test_weights_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
     hf_folder(tmp_path, "BertForMaskedLM")
     whole, stored = load_encoder(tmp_path), tmp_path / "model.safetensors"
-    logits = load(tmp_path).generator_logits(IDS, MASK)
+    logits = read_model(tmp_path).generator_logits(IDS, MASK)
     tensors = load_file(stored)
     stored.unlink()
     for name in ("pytorch_model.bin", "model.safetensors"):  # the second is preferred
@@ -339,7 +340,7 @@ def test_weights_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
             _use_new_zipfile_serialization=is_zip,
         )
         assert load_encoder(tmp_path).content_hash == whole.content_hash
-        assert torch.equal(load(tmp_path).generator_logits(IDS, MASK), logits)
+        assert torch.equal(read_model(tmp_path).generator_logits(IDS, MASK), logits)
 
 
 def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:

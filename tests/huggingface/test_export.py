@@ -19,10 +19,11 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.finetuning.error_detection import load_error_detector
+from electra_fast.finetuning.error_detection import read_detector
 from electra_fast.huggingface.config import CLASSES
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
 from electra_fast.training.pretrain import pretrain
@@ -112,7 +113,7 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
 ) -> None:
     model = make_run(tmp_path / "run", recipe, changes)
     expected = logits(model)
-    assert_same(logits(load(tmp_path / "run")), expected)
+    assert_same(logits(read_model(tmp_path / "run")), expected)
     export(tmp_path / "run", tmp_path / "out")
     assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == sorted({*expected, "encoder"})
     for role, tensor in expected.items():
@@ -129,11 +130,11 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
         assert hf_model.config.pad_token_id == tokenizer.pad_token_id == 0
         assert hf_model.config.max_position_embeddings == tokenizer.model_max_length == 128
 
-    back = load(tmp_path / "out")
+    back = read_model(tmp_path / "out")
     assert back.config.objective.name == model.config.objective.name
     assert_same(logits(back), expected)
     import_folder(tmp_path / "out", tmp_path / "again")
-    again = load(tmp_path / "again")
+    again = read_model(tmp_path / "again")
     assert_same(logits(again), expected)
     forgotten = {"data.corpus": "", "train.out": ""}
     assert again.config == Config.load(tmp_path / "again" / "config.toml")
@@ -168,7 +169,7 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
     tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
     for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
         assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[0]) and not torch.equal(own[0], own[1])
-    back, types = load(tmp_path / "out"), torch.ones_like(IDS)
+    back, types = read_model(tmp_path / "out"), torch.ones_like(IDS)
     with torch.no_grad():
         typed = {"discriminator": back.discriminator_logits(IDS, MASK, types)}
         typed["generator"] = back.generator_logits(IDS, MASK, types)
@@ -252,14 +253,14 @@ def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path) -> None:
 def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: Path) -> None:
     changes: Changes = {"model.embedding_size": 48}
     make_run(tmp_path / "run", "modern", changes)
-    model = load(tmp_path / "run")
+    model = read_model(tmp_path / "run")
     fresh = Electra(model.config)
     with torch.no_grad():
         for own, new in zip(model.parameters(), fresh.parameters(), strict=True):
             own.copy_(new)
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=9), keep=1)
     export(tmp_path / "run", tmp_path / "out")
-    back = load(tmp_path / "out")
+    back = read_model(tmp_path / "out")
     assert back.embeddings is back.generator_embeddings
     for name in ("embeddings.token", "discriminator.projection.weight", "generator_head.projection.weight"):
         found, expected = back.get_parameter(name), fresh.get_parameter(name)
@@ -269,11 +270,11 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
 def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
     expected = logits(make_run(tmp_path / "run", "modern", {"model.embedding_size": 48}))
     export(tmp_path / "run", tmp_path / "out")
-    discriminator = load(tmp_path / "out" / "discriminator")
+    discriminator = read_model(tmp_path / "out" / "discriminator")
     assert_same(logits(discriminator), {"discriminator": expected["discriminator"]})
     with pytest.raises(ValueError, match="read from the discriminator alone and has no generator"):
         discriminator.generator_logits(IDS)
-    generator = load(tmp_path / "out" / "generator")
+    generator = read_model(tmp_path / "out" / "generator")
     assert_same(logits(generator), {"generator": expected["generator"]})
     with pytest.raises(ValueError, match="generator only .* and no discriminator"):
         generator.discriminator_logits(IDS)
@@ -311,30 +312,30 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
         load_encoder(out)
     shutil.rmtree(out / "discriminator")
     with pytest.raises(ValueError, match="encoder: an encoder without a head"):
-        load(out)  # not as the generator alone, whose encoder is another one
+        read_model(out)  # not as the generator alone, whose encoder is another one
 
 
 def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {"objective.name": "replace-mlm", "data.masking": "tokens"})
     export(tmp_path / "run", tmp_path / "out")
     hf_model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "encoder")
-    assert_same({"encoder": hf_logits(hf_model)}, {"encoder": load(tmp_path / "out").encoder_logits(IDS, MASK)})
+    assert_same({"encoder": hf_logits(hf_model)}, {"encoder": read_model(tmp_path / "out").encoder_logits(IDS, MASK)})
     shutil.copytree(tmp_path / "out" / "generator", tmp_path / "out" / "discriminator")
     with pytest.raises(ValueError, match="has both discriminator/ and encoder/, but no model has both; remove one"):
-        load(tmp_path / "out")
+        read_model(tmp_path / "out")
 
 
 def test_a_detector_of_one_label_as_in_earlier_exports_is_read(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "modern", {})
     export(tmp_path / "run", tmp_path / "out")
-    expected = logits(load(tmp_path / "out"))
+    expected = logits(read_model(tmp_path / "out"))
     path = tmp_path / "out" / "discriminator" / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {name: tensors[name][1:] for name in ("classifier.weight", "classifier.bias")}, path)
     with pytest.raises(ValueError, match=r"classifier.weight has shape \[1, 64\], but config.json says \[2, 64\]"):
-        load(tmp_path / "out")
+        read_model(tmp_path / "out")
     edit_config(tmp_path / "out" / "discriminator", {"id2label": {"0": "replaced"}})
-    found = logits(load(tmp_path / "out"))
+    found = logits(read_model(tmp_path / "out"))
     assert all(torch.equal(found[role], tensor) for role, tensor in expected.items())
 
 
@@ -344,7 +345,7 @@ def test_a_tagger_is_no_detector(tmp_path: Path, labels: dict[str, str] | None) 
     make_run(tmp_path / "run", "modern", {})
     export(tmp_path / "run", tmp_path / "out")
     edit_config(tmp_path / "out" / "discriminator", {"id2label": labels})
-    for read in (load, lambda folder: load_encoder(folder, "discriminator"), load_error_detector):
+    for read in (read_model, lambda folder: load_encoder(folder, "discriminator"), read_detector):
         with pytest.raises(ValueError, match="config.json: id2label = .* has the labels original and replaced"):
             read(tmp_path / "out" / "discriminator")
     load_encoder(tmp_path / "out" / "discriminator")  # any model has one
@@ -354,7 +355,7 @@ def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> 
     make_run(tmp_path / "run", "google", {})
     export(tmp_path / "run", tmp_path / "out")
     before = (tmp_path / "out" / "generator" / "model.safetensors").read_bytes()
-    model = load(tmp_path / "run")
+    model = read_model(tmp_path / "run")
     with torch.no_grad():
         model.generator_head.bias.add_(1)
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=4), keep=2)
@@ -389,26 +390,26 @@ def test_a_failing_export_leaves_nothing_half_written(tmp_path: Path, monkeypatc
                 export(tmp_path / "run", tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == names
         export(tmp_path / "run", tmp_path / "out")
-    load(tmp_path / "out")
+    read_model(tmp_path / "out")
 
 
 def test_places_without_a_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none: no such folder; name a run, a checkpoint or a Hugging Face"):
-        load(tmp_path / "none")
+        read_model(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="no model here .looked for checkpoints/"):
-        load(tmp_path)
+        read_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="none: no such folder"):
         import_folder(tmp_path / "none", tmp_path / "run")
     (tmp_path / "generator").mkdir()
     with pytest.raises(FileNotFoundError, match="generator/config.json: no such file"):
-        load(tmp_path)
+        read_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "electra", "architectures": ["X"]}', encoding="utf-8")
     with pytest.raises(ValueError, match="architectures = .'X'. must name one of ElectraForPreTraining"):
-        load(tmp_path)
+        read_model(tmp_path)
     make_run(tmp_path / "run", "google", {})
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
         export(tmp_path / "run", tmp_path / "out")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
     with pytest.raises(FileNotFoundError, match="run: no checkpoint here"):
-        load(tmp_path / "run")
+        read_model(tmp_path / "run")

@@ -21,8 +21,8 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface import weights as huggingface_weights
 from electra_fast.huggingface.config import CLASSES, preset_of_size
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.export import export, import_folder, load
-from electra_fast.huggingface.folder import write_model
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.folder import read_model, write_model
 from electra_fast.model.model import Electra
 
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -78,7 +78,7 @@ def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Mod
 @pytest.mark.parametrize(("generator_hidden", "fraction"), [(16, 0.25), (64, 1.0)])
 def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int, fraction: float) -> None:
     hf_models = released_pair(tmp_path / "released", generator_hidden)
-    model = load(tmp_path / "released")
+    model = read_model(tmp_path / "released")
     assert (model.config.generator.fraction, model.config.model.tying) == (fraction, "embeddings")
     assert model.embeddings is model.generator_embeddings
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int,
             expected = hf_models[role](input_ids=IDS, attention_mask=MASK).logits
             assert (found - expected.view(found.shape)).abs().max() <= 1e-5
     import_folder(tmp_path / "released", tmp_path / "run")
-    again = logits(load(tmp_path / "run"))
+    again = logits(read_model(tmp_path / "run"))
     assert all(torch.equal(again[role], tensor) for role, tensor in logits(model).items())
     export(tmp_path / "run", tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "generator")
@@ -120,12 +120,12 @@ def test_encoders_without_heads_continue_with_new_ones(
         with torch.no_grad():
             expected[role] = whole(input_ids=IDS, attention_mask=MASK).last_hidden_state
     with pytest.raises(ValueError, match="bare/discriminator: an encoder without a head; fine-tune"):
-        load(tmp_path / "bare")
+        read_model(tmp_path / "bare")
     capsys.readouterr()
     import_folder(tmp_path / "bare", tmp_path / "run")
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == [f"note: {role}_head: not in the folder, so it starts untrained" for role in expected]
-    found = load(tmp_path / "run")
+    found = read_model(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "again")
     for role in expected:
         again = transformers.AutoModel.from_pretrained(tmp_path / "again" / role).eval()
@@ -133,7 +133,7 @@ def test_encoders_without_heads_continue_with_new_ones(
             assert (again(input_ids=IDS, attention_mask=MASK).last_hidden_state - expected[role]).abs().max() < 1e-5
     assert found.config.objective.name == "electra" and logits(found)["generator"].isfinite().all()
     import_folder(tmp_path / "bare" / "discriminator", tmp_path / "alone")  # a masked language model with a new head
-    assert load(tmp_path / "alone").config.objective.name == "mlm"
+    assert read_model(tmp_path / "alone").config.objective.name == "mlm"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_masked_language_models_of_other_types_come_in_and_go_out(
     with torch.no_grad():
         outputs = model(input_ids=IDS, attention_mask=MASK)
     expected = outputs["prediction_logits" if name == "BertForPreTraining" else "logits"]
-    assert_same(logits(load(tmp_path / "model")), {"generator": expected})
+    assert_same(logits(read_model(tmp_path / "model")), {"generator": expected})
     import_folder(tmp_path / "model", tmp_path / "run")
     trained = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")).token_type_1_trained
     assert trained == name.startswith("Bert")
@@ -175,13 +175,13 @@ def test_masked_language_models_of_other_types_come_in_and_go_out(
 def test_a_separate_output_table_of_another_type_is_refused_by_its_name(tmp_path: Path) -> None:
     model = hf_folder(tmp_path, "RobertaForMaskedLM", tie_word_embeddings=False, **ROBERTA)
     with pytest.raises(ValueError, match="lm_head.decoder.weight differs from roberta.embeddings.word_embeddings.weig"):
-        load(tmp_path)
+        read_model(tmp_path)
     tensors = model.state_dict()
     tensors["lm_head.decoder.weight"] = tensors["roberta.embeddings.word_embeddings.weight"].clone()
     tensors["lm_head.decoder.bias"] = tensors["lm_head.bias"] + 1
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="tensors lm_head.bias and lm_head.decoder.bias differ, but are one"):
-        load(tmp_path)
+        read_model(tmp_path)
     load_encoder(tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> Non
     tensors = load_file(path)
     tensors["electra.embeddings.token_type_embeddings.weight"][1, 5] += 1e-6
     save_file(tensors, path, metadata={"format": "pt"})
-    model = load(tmp_path)
+    model = read_model(tmp_path)
     assert model.config.model.tying == "none"
     assert torch.equal(
         model.generator_embeddings.token_type, tensors["electra.embeddings.token_type_embeddings.weight"]
@@ -225,7 +225,7 @@ def test_a_config_that_does_not_fit_is_named(
     write_folders(tmp_path / "out", recipe, {})
     edit_config(tmp_path / "out" / role, changes)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        load(tmp_path / "out")
+        read_model(tmp_path / "out")
     assert str(caught.value).startswith(str(tmp_path / "out"))
     assert "\n" not in str(caught.value)
 
@@ -238,7 +238,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     def expect(changed: dict[str, torch.Tensor], message: str) -> None:
         save_file(changed, path, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: {re.escape(message)}"):
-            load(tmp_path / "out")
+            read_model(tmp_path / "out")
 
     name = "model.layers.1.attn.Wqkv.weight"
     expect(tensors | {name: tensors[name][:100].clone()}, f"tensor {name} has shape [100, 64], but config.json says [1")
@@ -247,7 +247,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     expect(tensors | {table: random}, "the embedding table is no longer the product of one of width 48")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="model.safetensors: not a complete safetensors file"):
-        load(tmp_path / "out")
+        read_model(tmp_path / "out")
 
 
 def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -256,10 +256,10 @@ def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     table = tensors["electra.embeddings.word_embeddings.weight"]
     save_file(tensors | {"generator_lm_head.weight": table.clone()}, path, metadata={"format": "pt"})
-    load(tmp_path)
+    read_model(tmp_path)
     save_file(tensors | {"generator_lm_head.weight": table + 1}, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="generator_lm_head.weight differs from electra.embeddings.word_embeddings.we"):
-        load(tmp_path)
+        read_model(tmp_path)
 
 
 def test_import_takes_the_preset_of_the_same_size_for_models_of_others() -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import ElectraFastError
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.onnx import write_onnx
 from electra_fast.model.attention import AttentionMask
 
@@ -113,7 +114,7 @@ def test_automatic_classes_load_with_any_number_of_labels(exported: Export, task
 
 def test_pipelines(exported: Export) -> None:
     architecture, out = exported
-    model = load(out)
+    model = read_model(out)
     folder = {name: str(out / name) for name in ("encoder", "generator", "discriminator")}
     best = transformers.pipeline("fill-mask", folder["generator"])("the [MASK] sat", top_k=3)
     batch = tokenized(out / "generator", ["the [MASK] sat"])

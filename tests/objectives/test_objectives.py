@@ -132,7 +132,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
             ef.export(tmp_path / "run", tmp_path / "hf")
         return
     ef.export(tmp_path / "run", tmp_path / "hf")
-    ours, theirs = ef.load(tmp_path / "run"), ef.load(tmp_path / "hf")
+    ours, theirs = ef.load(tmp_path / "run").model, ef.load(tmp_path / "hf").model
     names = {f"{role}_logits" for role in ours.networks}
     ids = torch.randint(5, 20, (2, 9), generator=torch.Generator().manual_seed(0))
     folders = {folder.name for folder in (tmp_path / "hf").iterdir()}
@@ -148,7 +148,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     assert encoder.content_hash == again.content_hash
     assert torch.equal(encoder.state["embeddings.token"], ours.embeddings.token)
     ef.import_folder(tmp_path / "hf", tmp_path / "imported")
-    assert ef.load(tmp_path / "imported").config.objective == ours.config.objective
+    assert ef.load(tmp_path / "imported").model.config.objective == ours.config.objective
     few = settings.override({"train.steps": "2", "optimizer.warmup_steps": "1", "train.eval_every": "0"})
     assert pretrain(validation_corpus, config=few, out=tmp_path / "imported").step == 2
 
@@ -169,7 +169,7 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
         theirs, info = transformers.ElectraForMaskedLM.from_pretrained(folder, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         with torch.no_grad():
-            expected = getattr(ef.load(tmp_path / "run"), f"{role}_logits")(ids)
+            expected = getattr(ef.load(tmp_path / "run").model, f"{role}_logits")(ids)
             assert (theirs.eval()(ids).logits - expected).abs().max() < 1e-5
     ef.import_folder(tmp_path / "hf", tmp_path / "again")
     assert "note: copy_head: not in the folder, so it starts untrained" in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "imported")
     table = alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts()))
     for name in ("run", "imported"):
-        assert torch.equal(ef.load(tmp_path / name).proposal.table_V2, table)
+        assert torch.equal(ef.load(tmp_path / name).model.proposal.table_V2, table)
 
 
 def test_a_new_total_does_not_break_a_resume(whole_run, validation_corpus, tmp_path):

@@ -87,7 +87,7 @@ def test_every_objective_reads_the_same_text(validation_corpus, tmp_path):
         found = evaluate(run, validation_corpus, corrupted_by="unigram", **few)
         texts.add((found["corruption"], found["tokens"], found["rows"], found["sequence_length"]))
 
-        networks = ef.load(run).networks.keys()
+        networks = ef.load(run).model.networks.keys()
         expected = {"generator_loss", "generator_accuracy"} if "generator" in networks else set()
         if "discriminator" in networks or name == "all-tokens-mlm":
             expected |= {name for name in METRICS if "discriminator" in name and name != "discriminator_loss"}
@@ -114,7 +114,7 @@ def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corp
     """Over all tokens, no segment kept whole, computed from single texts without packing or padding."""
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name] | {"data.sequence_length": "32"})
     found = evaluate(run, validation_corpus, batch_size=4, max_batches=2, corrupted_by=runs["google"])
-    model = ef.load(run)
+    model = ef.load(run).model
     corruptor = Corruptor.load(runs["google"], ef.Corpus(validation_corpus), SEED, CPU)
     loader, rows, answers, nll = loader_of(validation_corpus, 32, 4), [], [], []
     for first_row in (0, 4):
@@ -151,7 +151,7 @@ def test_its_samples_are_those_of_the_generator(runs, validation_corpus):
     expected = sample_alias_reference(table, torch.arange(num_slots), seed).view(batch["masked_ids"].shape)
     assert torch.equal(Corruptor.unigram(corpus, SEED, CPU).sample(batch, 0), expected)
     for source in runs.values():
-        model = ef.load(source)
+        model = ef.load(source).model
         corruptor = Corruptor.load(source, corpus, SEED, CPU)
         samples, slots = corruptor.sample(batch, 7), batch["masked_ids"].shape[1]
         for row in range(6):
@@ -183,7 +183,7 @@ def test_it_computes_in_fp64(runs, validation_corpus):
     whole = to_torch(next(loader_of(validation_corpus, 32, 6)))
     for source in runs.values():
         with use_impl("reference"):
-            model = ef.load(source)
+            model = ef.load(source).model
             together_MD, parts = masked_states(model, whole), []
             for row in range(6):
                 part = {name: values[row : row + 1] for name, values in whole.items() if name != "cu_seqlens"}

@@ -56,12 +56,12 @@ def models(tmp_path_factory, validation_corpus, whole_run):
     """Untrained models of both architectures whose logits differ from 0, and one that is trained a little."""
     folder = tmp_path_factory.mktemp("untrained")
     changes = {"data.sequence_length": "32", "data.mask_prob": "0.9"}
-    google = ef.load(save_run(folder / "google", validation_corpus, **changes))
+    google = ef.load(save_run(folder / "google", validation_corpus, **changes)).model
     changes |= {"objective.temperature": "4"}
-    modern = ef.load(save_run(folder / "modern", validation_corpus, "modern", **changes, **LOCAL))
+    modern = ef.load(save_run(folder / "modern", validation_corpus, "modern", **changes, **LOCAL)).model
     with torch.no_grad():  # a generator that is sure, so that it matters how the formula weighs its probabilities
         google.generator_head.norm.weight.mul_(6)
-    return {"google": google, "modern": modern, "trained": ef.load(whole_run)}
+    return {"google": google, "modern": modern, "trained": ef.load(whole_run).model}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_prediction_is_the_papers(name, num_candidates, count, models, valid
 
 
 def test_without_the_original_among_the_samples_there_is_no_accuracy(validation_corpus, tmp_path):
-    model = ef.load(save_run(tmp_path, validation_corpus, **{"objective.disallow_correct": "true"}))
+    model = ef.load(save_run(tmp_path, validation_corpus, **{"objective.disallow_correct": "true"})).model
     corpus = ef.Corpus(validation_corpus).holdout
     report = mlm_accuracy(model, corpus, sequence_length=32, seed=SEED, num_examples=3)
     assert report == dict.fromkeys(MLM) | {"mlm_examples": 0}
@@ -111,7 +111,7 @@ def test_the_discriminator_decides_between_likely_candidates():
 
 def test_a_generator_alone_predicts_its_likeliest_token(validation_corpus, tmp_path):
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS["mlm"] | {"data.sequence_length": "32"})
-    model, first, found = ef.load(run), [], []
+    model, first, found = ef.load(run).model, [], []
     for ids, position, target in texts(validation_corpus, 32, 100):
         order = model.generator_logits(torch.tensor([ids]))[0, position].argsort(descending=True).tolist()
         first.append(order[0] == target)
@@ -162,7 +162,7 @@ def test_micro_batches_change_rounding_alone(validation_corpus, tmp_path, monkey
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name])
     settings = {"max_batches": 2, "sequence_length": 16, "corrupted_by": run if is_corrupted else None}
     expected = evaluate(run, validation_corpus, **settings)
-    config = ef.load(run).config.override({"train.accumulate": "4"})
+    config = ef.load(run).model.config.override({"train.accumulate": "4"})
     assert evaluation._most_rows(config, torch.device("cuda"), World()) == config.train.batch_size // 4
     monkeypatch.setattr(evaluation, "_most_rows", lambda *_: 3)
     found = evaluate(run, validation_corpus, **settings)

@@ -13,7 +13,8 @@ from electra_fast.checkpoint import lengthened
 from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.config import CLASSES
-from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.folder import read_model
 from electra_fast.training.pretrain import pretrain
 
 LOCAL = {"model.local_attention": "32", "model.global_attention_every": "2"}
@@ -58,7 +59,7 @@ def test_a_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, 
     assert record["step"] == 2 and record["changes"].keys() == long.keys()
 
     export(tmp_path / "run", tmp_path / "out")
-    model = load(tmp_path / "out")
+    model = read_model(tmp_path / "out")
     ids = torch.randint(5, model.config.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     folder = tmp_path / "out" / "discriminator"
     theirs = getattr(transformers, CLASSES[model.config.model.architecture, "discriminator"]).from_pretrained(folder)
@@ -95,4 +96,4 @@ def test_an_import_grows_when_its_training_starts(validation_corpus, tmp_path):
     import_folder(tmp_path / "out", tmp_path / "run")
     longer = Config.load(tmp_path / "run/config.toml", GROWN | {"model.rope_theta": "160000", "train.steps": "1"})
     pretrain(validation_corpus, config=longer, out=tmp_path / "run")
-    assert load(tmp_path / "run").config.model.rope_theta == 160_000
+    assert read_model(tmp_path / "run").config.model.rope_theta == 160_000

@@ -30,7 +30,7 @@ def test_counts_are_those_of_the_run(whole_run, validation_corpus):
     config = ef.Config.load(whole_run / "config.toml")
     found = ef.plan(validation_corpus, config=config, tokens_per_second=64)
     checkpoint = checkpoint_folder.latest(whole_run)
-    model = ef.load(checkpoint)
+    model = ef.load(checkpoint).model
     assert found["parameters"] == sum(found["parameters_by_part"].values())
     assert found["parameters"] == sum(each.numel() for each in model.parameters())
     written = sum(each.stat().st_size for each in checkpoint.rglob("*") if each.is_file())

@@ -19,7 +19,8 @@ from electra_fast.data.prepare_report import contents
 from electra_fast.errors import TrainingFailed
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.folder import read_model
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import trainer
 from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
@@ -143,7 +144,7 @@ def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_pa
     export(tmp_path / "run", tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "again")
     pretrain(validation_corpus, config=tiny_config(**few | {"model.vocab_size": "0"}), out=tmp_path / "again")
-    table = load(tmp_path / "again").generator_head.bias
+    table = read_model(tmp_path / "again").generator_head.bias
     assert len(table) == size and table[:-6].all() and not table[-6:].any()
     few["model.vocab_size"] = str(size - 7)
     with pytest.raises(ValueError, match=f"model.vocab_size = {size - 7}, but the corpus was prepared with {size - 6}"):
@@ -154,7 +155,7 @@ def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(validatio
     """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
     config = tiny_config("modern", **{"train.steps": "8", "data.packing": "best-fit", "train.precision": "bf16"})
     pretrain(validation_corpus, config=config, out=tmp_path / "run")
-    model = load(tmp_path / "run")
+    model = read_model(tmp_path / "run")
     with torch.no_grad():
         model.discriminator_head.classifier.weight.mul_(1e-3)
         model.discriminator_head.classifier.bias.fill_(-2.0)

@@ -6,7 +6,8 @@ No training is needed: the discriminator of a run, a checkpoint or a Hugging Fac
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,13 @@ from electra_fast import checkpoint
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.finetuning.embedding import checked_texts
 from electra_fast.finetuning.encoding import text_chunks
 from electra_fast.finetuning.inference import choose_inference, rounded
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.finetuning.prediction_input import ExampleReader, Source, reading_options
 from electra_fast.finetuning.prediction_output import answer_file
-from electra_fast.finetuning.readers.rows import Row, check_unicode, text_of
+from electra_fast.finetuning.readers.rows import Row, text_of
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.config import own_config, read_table, role_shape
@@ -57,7 +59,6 @@ class ErrorDetector(ExampleReader):
         device: The device.
         sequence_length: Tokens per input, [CLS] and [SEP] included; longer texts are read in chunks that overlap by
             half.
-        threshold: Probability from which a word counts as an error, 0 to 1.
         precision: `fp32`, `fp16` or `bf16`; by default the faster one.
     """
 
@@ -68,38 +69,24 @@ class ErrorDetector(ExampleReader):
         device: torch.device,
         *,
         sequence_length: int,
-        threshold: float = 0.5,
         precision: str = AUTO,
     ) -> None:
-        if not 0 <= threshold <= 1:
-            raise InputError(f"threshold is {threshold}; it is a probability, from 0 to 1")
-        self.threshold, self.sequence_length = threshold, sequence_length
-        self.tokenizer = tokenizer
+        self.sequence_length, self.tokenizer = sequence_length, tokenizer
         self._inference, self.note = choose_inference(ReplacedTokenDetector(model).to(device).eval(), device, precision)
-
-    def __repr__(self) -> str:
-        limits = f"threshold {self.threshold:g}, {self.sequence_length} tokens per input"
-        return f"{type(self).__name__}: {limits}, {self._inference}"
 
     usual_columns = (("text",),)
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str:
         return text_of(path, line, row, columns[0])
 
-    def predict(self, texts: Iterable[str]) -> list[Prediction]:
-        """Returns an answer per text, in their order: `{"score": x, "errors": [...], "words": [...]}`.
-
-        `words` has all words in order, each as `{"text", "start", "end", "probability"}`, `errors` those that reach the
-        threshold. `start` and `end` count code points, so that `text[start:end]` is the word. The tokenizer's rules
-        delimit words: for BERT's, a run of letters and digits, or a punctuation mark. A word's probability is that any
-        of its tokens is replaced, assuming independence; the highest of them finds fewer errors (bench/LOG.md).
-        `score` is the mean over the words, the fraction expected not to belong; 0 for a text without words.
-        """
-        texts = _checked(texts)
+    def predict(self, texts: Iterable[str], threshold: float = 0.5) -> list[Prediction]:
+        """Returns an answer per text, as `PretrainedModel.detect`."""
+        check_threshold(threshold)
+        texts = checked_texts(texts, "detect")
         pieces = self.tokenizer.encode_with_offsets(texts)
         probabilities = self._piece_probabilities(pieces)
         return [
-            _answer(_words(text, own, each), self.threshold)
+            _answer(_words(text, own, each), threshold)
             for text, own, each in zip(texts, pieces, probabilities, strict=True)
         ]
 
@@ -156,33 +143,31 @@ def detect(
         FileNotFoundError, ValueError: The message names the file, line, value and remedy.
         Interrupted: At a signal.
     """
-    detector = load_error_detector(model, threshold, precision, device)
+    check_threshold(threshold)
+    detector = read_detector(model, device, precision)
     columns = (text,) if isinstance(text, str) else tuple(text)
     reading = reading_options(quoting, delimiter, no_header, format, skip_bad_rows)
     source = Source(path=Path(file), text=columns, num_texts=1, **reading)
     purpose = f"{model} finds errors in texts"
-    return answer_file(detector.predict, detector, source, out, preface=detector.note, purpose=purpose)
+    predict = partial(detector.predict, threshold=threshold)
+    return answer_file(predict, detector, source, out, preface=detector.note, purpose=purpose)
 
 
-def load_error_detector(
-    source: str | Path, threshold: float = 0.5, precision: Precision = "auto", device: str = AUTO
-) -> ErrorDetector:
-    """Loads the detector of a run (its latest checkpoint), a checkpoint, an export or a Hugging Face discriminator.
+def check_threshold(threshold: float) -> None:
+    if not 0 <= threshold <= 1:
+        raise InputError(f"threshold is {threshold}; it is a probability, from 0 to 1")
+
+
+def read_detector(source: str | Path, device: str = AUTO, precision: str = AUTO) -> ErrorDetector:
+    """Reads the detector of a run (its latest checkpoint), a checkpoint, an export or a Hugging Face discriminator.
 
     Inputs are as long as in pre-training; if the folder does not record that, as long as the model has positions.
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source = Path(source)
-    model, sequence_length = _read_discriminator(source)
+    model, length = _read_discriminator(source)
     tokenizer = Tokenizer(tokenizer_folder(source, model.config.model.vocab_size))
-    return ErrorDetector(
-        model,
-        tokenizer,
-        choose_device(device),
-        sequence_length=sequence_length,
-        threshold=threshold,
-        precision=precision,
-    )
+    return ErrorDetector(model, tokenizer, choose_device(device), sequence_length=length, precision=precision)
 
 
 def _read_discriminator(source: Path) -> tuple[Electra, int]:
@@ -206,17 +191,6 @@ def _check_roles(source: Path, roles: Iterable[str]) -> None:
             f"{source}: has no {ROLE}, only the {' and the '.join(roles)}; errors are found by a model that was "
             'pre-trained to tell replaced tokens, such as objective.name = "electra"'
         )
-
-
-def _checked(texts: Iterable[str]) -> list[str]:
-    if isinstance(texts, (str, bytes, Mapping)):
-        raise InputError("predict takes a list of texts; put a single one into a list")
-    texts = list(texts)
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InputError(f"example {number} is {text!r}; it must be a text")
-        check_unicode(f"example {number}: ", text)
-    return texts
 
 
 def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> list[Prediction]:

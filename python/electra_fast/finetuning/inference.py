@@ -31,13 +31,17 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
 _SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
 
 
+def _nothing() -> None:
+    """Has a name, so that a model can be pickled."""
+
+
 @dataclass(frozen=True)
 class Inference:
     """A model in use, without dropout. Calls `before_batch` before each batch; it may raise."""
 
     model: EncoderWithHead
     compute: ComputeConfig
-    before_batch: Callable[[], None] = lambda: None
+    before_batch: Callable[[], None] = _nothing
 
     def __str__(self) -> str:
         parameters = list(self.model.parameters())

@@ -75,10 +75,10 @@ class Inputs:
         return Queries(self.first_n, segment_T[self.first_n][:, None] == segment_T)
 
     def by_example(self, values_T: Tensor, fill: float, width: int = 0) -> Tensor:
-        """Arranges the values of tokens by example, padded with `fill`; [T] → [n, max(longest, width)]."""
+        """Arranges the values of tokens by example, padded with `fill`; [T, ...] → [n, max(longest, width), ...]."""
         n, longest = len(self.first_n), max(self.longest, width)
         positions_T, owners_T = self.columns_5RL[2].flatten(), self.columns_5RL[4].flatten()
-        grid = values_T.new_full((n + 1, longest), fill)  # the last row takes the padding
+        grid = values_T.new_full((n + 1, longest, *values_T.shape[1:]), fill)  # the last row takes the padding
         return grid.index_put((owners_T, positions_T.clamp(max=longest - 1)), values_T)[:n]
 
 

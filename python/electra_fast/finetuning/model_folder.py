@@ -7,6 +7,7 @@ which `AutoModel` loads, and the head's tensors beside it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,16 @@ from electra_fast.config.section import present_name
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.readers.labels import truncated
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import (
+    CLASSES,
     HEADLESS,
     MODEL_TYPES,
     describe_encoder,
     named_classes,
+    num_detector_labels,
     read_encoder_shape,
     read_table,
 )
@@ -124,7 +128,8 @@ def read_finetuned(folder: Path) -> Finetuned:
     """
     if not (folder / "config.json").is_file():
         what = "no config.json there" if folder.is_dir() else "no such folder"
-        raise FileNotFoundError(f"{folder}: {what}; name a fine-tuned model, as DIR/TASK/seed-0/model")
+        hint = models_inside(folder) or f"{what}; name a fine-tuned model, as DIR/TASK/seed-0/model"
+        raise FileNotFoundError(f"{folder}: {hint}")
     table, path = read_table(folder), folder / "config.json"
     if ORIGINAL_KEY in table:  # their heads are others than Electra's
         raise InputError(
@@ -161,11 +166,26 @@ def read_finetuned(folder: Path) -> Finetuned:
     return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, *columns)
 
 
+def models_inside(folder: Path) -> str:
+    """Returns a hint that names the fine-tuned models in a folder of `finetune` that is none itself, else ""."""
+    if any((folder / name).exists() for name in ("config.json", "checkpoints", "state.json")):
+        return ""
+    patterns = ("model", "seed-*/model", "*/seed-*/model", "*/*/seed-*/model")
+    found = [path.parent for pattern in patterns for path in sorted(folder.glob(f"{pattern}/config.json"))]
+    return f"no model itself; name one of those inside: {truncated([str(path) for path in found])}" if found else ""
+
+
 def is_finetuned(folder: Path) -> bool:
-    if not (folder / "config.json").is_file():
+    """Returns whether a folder has a head for a task; that of a detector of replaced tokens is none."""
+    path = folder / "config.json"
+    if not path.is_file():
         return False
-    table = read_object(folder / "config.json")
+    table = read_object(path)
     classes = table.get("architectures")
+    if classes == [CLASSES["modernbert", "discriminator"]] and KIND_KEY not in table:
+        with contextlib.suppress(InputError):
+            num_detector_labels(path, table)
+            return False
     endings = tuple(f"For{task_type.hf.ending}" for task_type in TASK_TYPES.values())
     named = isinstance(classes, list) and any(str(name).endswith(endings) for name in classes)
     return named or HEAD_KEY in table or KIND_KEY in table

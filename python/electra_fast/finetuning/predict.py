@@ -1,4 +1,4 @@
-"""A fine-tuned model in use: `load_finetuned` for scripts, `predict_file` for the command line, `evaluate` for both."""
+"""A fine-tuned model in use: `FinetunedModel` for scripts, `predict_file` for the command line, `evaluate` for both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
@@ -17,6 +16,7 @@ from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.embedding import TextEncoder
 from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, is_finetuned, read_finetuned
 from electra_fast.finetuning.prediction_input import Source, open_examples, reading_options
@@ -29,20 +29,28 @@ from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.task_data import options_of, refuse, with_tuples
 from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.huggingface.sentence_settings import read_sentence_settings
 from electra_fast.messages import say
 from electra_fast.model.compute import Precision, choose_device
 
 
-class FinetunedModel:
-    """A fine-tuned model: read from its folder, with the folder's tokenizer, on a device.
+class FinetunedModel(TextEncoder):
+    """A fine-tuned model: a folder that `finetune` wrote, or one of `transformers`' classes for these tasks.
 
-    The precision of the activations is `fp32`, `fp16` or `bf16`; by default the faster one.
+    `predict` computes in the precision that was given; by default bf16 on CUDA, on a CPU the faster in a measurement.
     """
 
-    def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
+    def __init__(self, folder: str | Path, *, device: str = AUTO, precision: str = AUTO) -> None:
+        folder = Path(folder)
+        finetuned, tokenizer, on = read_finetuned(folder), Tokenizer(folder), choose_device(device)
+        if tokenizer.vocab_size > finetuned.shape.vocab_size:
+            raise InputError(
+                f"{tokenizer.path}: has {tokenizer.vocab_size:,} entries, but the model has "
+                f"{finetuned.shape.vocab_size:,}; put the model's own tokenizer there"
+            )
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
-        self._tokenizer, self.task_type = tokenizer, TASK_TYPES[finetuned.kind]
+        self.task_type = TASK_TYPES[finetuned.kind]
         self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
         task = Task(
             name=finetuned.kind,
@@ -59,8 +67,9 @@ class FinetunedModel:
         self._config = _prediction_config(finetuned)
         self._model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
         self._model.load_state_dict(self.task_type.from_units(self.task, finetuned.state, self._settings))
-        self._model.to(device).eval()
-        self._inference, self.note = choose_inference(self._model, device, precision)
+        self._model.to(on).eval()
+        super().__init__(finetuned.shape, self._model, tokenizer, read_sentence_settings(folder, folder), on, precision)
+        self._inference, self.note = choose_inference(self._model, on, precision)
 
     def __repr__(self) -> str:
         labels = f", {len(self.labels)} labels: {truncated(self.labels)}" if self.labels else ""
@@ -95,7 +104,7 @@ class FinetunedModel:
 
     def predict_split(self, split: Split, **settings: Any) -> list[Prediction]:
         """Returns an answer per example of a split."""
-        features = self.task_type.features(self._tokenizer, split, self._config)
+        features = self.task_type.features(self.tokenizer, split, self._config)
         outputs = self.task_type.predict(self._inference, features, self._config)
         return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
 
@@ -107,7 +116,7 @@ class FinetunedModel:
         split = self._split(examples, text)
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)
-        features = self.task_type.features(self._tokenizer, split, self._config)
+        features = self.task_type.features(self.tokenizer, split, self._config)
         return self.task_type.in_units(self.task, self.task_type.predict(self._inference, features, self._config))
 
     def source(self, path: Path, text: str | Sequence[str] = (), **options: Any) -> Source:
@@ -151,24 +160,6 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
         raise InputError(f"config.json: {SETTINGS_KEY}: {error}") from None
 
 
-def load_finetuned(folder: str | Path, *, precision: Precision = "auto", device: str = AUTO) -> FinetunedModel:
-    """Loads a folder that `finetune` wrote, or one of `transformers`' classes for these tasks.
-
-    `precision` is that of the activations; `auto` is bf16 on CUDA, on a CPU the faster in a short measurement.
-    `device` is `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
-
-    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
-    """
-    folder = Path(folder)
-    finetuned, tokenizer = read_finetuned(folder), Tokenizer(folder)
-    if tokenizer.vocab_size > finetuned.shape.vocab_size:
-        raise InputError(
-            f"{tokenizer.path}: has {tokenizer.vocab_size:,} entries, but the model has "
-            f"{finetuned.shape.vocab_size:,}; put the model's own tokenizer there"
-        )
-    return FinetunedModel(finetuned, tokenizer, choose_device(device), precision)
-
-
 def predict_file(
     model: str | Path,
     file: str | Path,
@@ -195,7 +186,7 @@ def predict_file(
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
     """
-    predictor = load_finetuned(model, precision=precision, device=device)
+    predictor = FinetunedModel(model, device=device, precision=precision)
     reader = predictor.task_type
     refuse(settings, reader.prediction_settings, f"not for {predictor.kind}")
     reading = reading_options(quoting, delimiter, no_header, format, skip_bad_rows)
@@ -213,7 +204,7 @@ def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, 
         data: Labeled examples, in a file or in memory as for `finetune`; or corpora, by default that of the run.
         **options: Those of a fine-tuned model follow.
         out: A folder for report.json, report.md, their pictures and predictions.jsonl.
-        precision: As for `load_finetuned`.
+        precision: As for `load`.
         text, label: The columns; by default those of training, or the usual ones.
         skip_bad_rows: Number of unusable rows that may be left out, those with labels that the model lacks among them.
         labels: For tags: the names of those that are numbers.
@@ -248,7 +239,7 @@ def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, 
     if isinstance(data, list) and all(isinstance(each, str) for each in data):
         raise InputError(f"{source}: a fine-tuned model is evaluated on one file; give --data once")
     file = Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data)
-    predictor, out = load_finetuned(source, precision=options.pop("precision", "auto")), options.pop("out", None)
+    predictor, out = FinetunedModel(source, precision=options.pop("precision", "auto")), options.pop("out", None)
     with local_file(file) as copy:
         return _evaluate(predictor, copy, out, options)
 

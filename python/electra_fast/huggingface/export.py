@@ -1,4 +1,4 @@
-"""`load`, `export` and `import_folder`: conversion between runs and Hugging Face folders."""
+"""`export` and `import_folder`: conversion between runs and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -35,15 +35,6 @@ _MARKS = {"config.json": f'"{OWN_KEY}"'.encode(), "README.md": b"exported by ele
 # Names of the files that `export` writes.
 _NAMES = {*_MARKS, *FILES, "model.safetensors", ONNX_FILE}
 _ONNX_OUTPUTS = {"encoder": "last_hidden_state", "discriminator": "logits"}
-
-
-def load(path: str | Path) -> Electra:
-    """Loads the model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
-
-    Using a network that the folder lacks raises ValueError. Raises FileNotFoundError, or ValueError naming the file,
-    field, value and remedy.
-    """
-    return read_model(Path(path)).eval()
 
 
 def export(
@@ -97,7 +88,7 @@ def export(
     source_origin = origin(source)
     if not unfinished:
         _check_finished(source, source_origin)
-    model = load(source)
+    model = read_model(source)
     source_origin = _with_trained_types(source, source_origin, model)
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
     _check_whole(source, model, "export needs")

@@ -51,9 +51,15 @@ _AGREEING = (
 )
 
 
-def read_model(source: Path) -> Electra:
+def read_model(source: str | Path) -> Electra:
+    """Reads the model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
+
+    Using a network that the folder lacks raises ValueError. Raises FileNotFoundError, or ValueError naming the file,
+    field, value and remedy.
+    """
+    source = Path(source)
     stored = checkpoint_of(source)
-    return read_models(folders_of(source)) if stored is None else load_model(stored)
+    return (read_models(folders_of(source)) if stored is None else load_model(stored)).eval()
 
 
 def write_model(

@@ -18,7 +18,7 @@ from torch import Tensor
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
-from electra_fast.huggingface.export import load
+from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.model.compute import ComputeConfig
@@ -73,7 +73,7 @@ class Corruptor:
         Raises FileNotFoundError if there is no model, and ValueError naming the folder if it has no generator or
         another vocabulary than the corpus.
         """
-        model = load(source).to(device)
+        model = read_model(source).to(device)
         _check_vocabulary(source, model, corpus)
         shape, data = model.config.model, model.config.data
         generator = _generator(source, model, corpus.vocab_size)

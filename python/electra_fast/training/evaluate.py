@@ -26,7 +26,7 @@ from electra_fast.data.mixture import Corpora, Mixture, missing_folder
 from electra_fast.distributed.division import nth_part, rows_per_micro_batch
 from electra_fast.distributed.world import World
 from electra_fast.errors import InputError, is_out_of_memory
-from electra_fast.huggingface.export import load
+from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.messages import say
@@ -447,7 +447,7 @@ def verdicts(run: Path, corpus: Corpus) -> list[list[Word]]:
     Raises InputError if the newest checkpoint has no discriminator, or the corpus no validation split or another
     vocabulary.
     """
-    model = load(run)
+    model = read_model(run)
     config = model.config
     validation, tokenizer = corpus.holdout, Tokenizer.of(corpus)
     if validation is None:

@@ -124,7 +124,7 @@ def test_a_frame_is_trained_on_resumed_and_predicted(encoder_folder, tmp_path):
     again = ef.finetune(task="classification", train=frame.to_dict("records"), test=frame[:3], out=out, **options)
     assert again["classification"]["runs"][0]["accuracy"] == first["classification"]["runs"][0]["accuracy"]
     assert first["classification"]["runs"][0]["warning"].startswith("dev: all 8 dev examples have a text that is in")
-    model = ef.load_finetuned(out / "classification/seed-0/model", precision="fp32")
+    model = ef.load(out / "classification/seed-0/model", precision="fp32")
     expected = model.predict(frame["body"])
     for examples in (frame, pa.table(frame[["body"]]), frame.to_dict("records")):
         assert model.predict(examples) == expected

@@ -71,7 +71,7 @@ def test_answers_to_a_file_are_those_of_training(readers, squad_folder, tmp_path
 
 def test_no_answer_beyond_the_threshold(readers):
     folder, _, _ = readers["squad2"]
-    reader, pair = ef.load_finetuned(folder / "seed-0" / "model"), ("Which class of it?", "The class of a value.")
+    reader, pair = ef.load(folder / "seed-0" / "model"), ("Which class of it?", "The class of a value.")
     (answer,) = reader.predict([pair], null_threshold=1e9)
     assert answer["answer"] == pair[1][answer["start"] : answer["end"]] != ""
     (nothing,) = reader.predict([pair], null_threshold=-1e9)
@@ -93,7 +93,7 @@ def test_no_answer_beyond_the_threshold(readers):
 def test_answers_do_not_depend_on_their_neighbours(readers):
     """Contexts of one chunk and of many, emoji and right-to-left text."""
     folder, _, _ = readers["squad2"]
-    reader = ef.load_finetuned(folder / "seed-0" / "model")
+    reader = ef.load(folder / "seed-0" / "model")
     contexts = [
         "The class of a value.",
         "The name of an object, a list. " * 20,

@@ -110,7 +110,7 @@ def test_the_tagger_has_the_logits_of_transformers(tagger):
     chosen = [squad_reference.chunk_of_most_context(spans, piece) for piece in first[:-1]]
     expected = [outputs[chunk][first[i] - spans[chunk][0]] for i, chunk in enumerate(chosen)]
     assert len(set(chosen)) > 2
-    np.testing.assert_allclose(ef.load_finetuned(folder).outputs([words]), expected, atol=1e-5)
+    np.testing.assert_allclose(ef.load(folder).outputs([words]), expected, atol=1e-5)
 
 
 def test_spans_are_those_of_the_pipeline(tagger):
@@ -120,7 +120,7 @@ def test_spans_are_those_of_the_pipeline(tagger):
     find = pipeline("token-classification", str(folder), aggregation_strategy="first")
     call = 'pipeline("token-classification", "path/to/this/folder", aggregation_strategy="first")'
     assert call in (folder / "README.md").read_text()
-    for text, answer in zip(texts, ef.load_finetuned(folder).predict(texts), strict=True):
+    for text, answer in zip(texts, ef.load(folder).predict(texts), strict=True):
         theirs = [(each["start"], each["end"], each["entity_group"]) for each in find(text)] if text else []
         assert [(span["start"], span["end"], span["label"]) for span in answer["spans"]] == theirs
         assert all(text[span["start"] : span["end"]] == span["text"] for span in answer["spans"])
@@ -160,14 +160,14 @@ def test_tags_of_a_file(tagger, conll_folder, tmp_path):
     assert [answer["words"] for answer in answers] == [["the", "object", "of", "it"], [], ["module", "file"]]
     assert [len(answer["tags"]) for answer in answers] == [4, 0, 2]
     with pytest.raises(InputError, match="example 0 is 3; it must be a text or a list of words"):
-        ef.load_finetuned(folder / "model").predict([3])
+        ef.load(folder / "model").predict([3])
 
 
 def test_a_list_of_words_is_a_row_and_other_columns_pass_through(tagger, tmp_path):
     folder = tagger[0] / "seed-0/model"
     rows = '{"id": "7", "tokens": ["the", "object"], "tags": "x"}\n{"tokens": [null]}\n'
     (tmp_path / "rows.jsonl").write_text(rows)
-    (own,) = ef.load_finetuned(folder).predict(["the object"])
+    (own,) = ef.load(folder).predict(["the object"])
     run = in_process.run("predict", folder, tmp_path / "rows.jsonl", "--skip-bad-rows", "1")
     assert json.loads(run.stdout) == {"id": "7"} | own | {"input": {"tags": "x"}}
     assert "line 2: 'tokens' has None, which is not a word" in run.stderr
@@ -197,7 +197,7 @@ def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
     model.save_pretrained(tmp_path)
     for name in ("vocab.txt", "tokenizer_config.json"):
         (tmp_path / name).write_text((encoder_folder / name).read_text())
-    (answer,) = ef.load_finetuned(tmp_path).predict(["The class returns"])
+    (answer,) = ef.load(tmp_path).predict(["The class returns"])
     with torch.no_grad():
         inputs = AutoTokenizer.from_pretrained(tmp_path)("The class returns", return_tensors="pt")
         places = [inputs.word_ids().index(word) for word in range(3)]

@@ -1,0 +1,89 @@
+"""How a folder's text becomes a vector in sentence-transformers: its own settings, or that library's defaults."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from electra_fast.errors import InputError
+from electra_fast.files.json_files import parse_json, read_object
+
+Pooling = Literal["mean", "cls"]
+
+
+@dataclass(frozen=True)
+class SentenceSettings:
+    """Settings of a vector per text.
+
+    Args:
+        max_length: Most tokens that are read; None: as many as the model has positions.
+        pooling: `mean` over the tokens, or `cls`.
+        normalize: Vectors have length 1.
+        prompt: Precedes each text.
+        lowercase: Texts are in lower case.
+    """
+
+    max_length: int | None = None
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    prompt: str = ""
+    lowercase: bool = False
+
+
+def read_sentence_settings(folder: Path, tokenizer: Path | None) -> SentenceSettings:
+    """Reads modules.json and what belongs to it, and the length of a tokenizer's folder.
+
+    Raises ValueError for what only sentence-transformers computes.
+    """
+    max_length = _max_length(tokenizer / "tokenizer_config.json", "model_max_length") if tokenizer else None
+    if not (path := folder / "modules.json").is_file():
+        return SentenceSettings(max_length)
+    kinds, paths = _modules(path)
+    if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise InputError(f"{path}: has {', '.join(kinds)}; only Transformer, Pooling and Normalize are computed here")
+    pooling = _pooling(folder / paths[1] / "config.json") if len(paths) > 1 else "mean"
+    own, whole = (
+        _optional(folder / "sentence_bert_config.json"),
+        _optional(folder / "config_sentence_transformers.json"),
+    )
+    return SentenceSettings(
+        _max_length(folder / "sentence_bert_config.json", "max_seq_length") or max_length,
+        cast(Pooling, pooling),
+        "Normalize" in kinds,
+        str((whole.get("prompts") or {}).get(whole.get("default_prompt_name")) or ""),
+        bool(own.get("do_lower_case")),
+    )
+
+
+def _modules(path: Path) -> tuple[list[str], list[str]]:
+    """Returns the classes and folders of modules.json."""
+    try:
+        modules = parse_json(path.read_text(encoding="utf-8"))
+        return [each["type"].rpartition(".")[2] for each in modules], [str(each["path"]) for each in modules]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(f"{path}: not a list of modules of sentence-transformers") from None
+
+
+def _pooling(path: Path) -> str:
+    table = read_object(path)
+    names = {"cls": "cls_token", "mean": "mean_tokens"}  # of earlier versions; others are refused
+    modes = [key for key, value in table.items() if key.startswith("pooling_mode_") and value is True]
+    known = next((mode for mode, name in names.items() if modes == [f"pooling_mode_{name}"]), modes or "mean")
+    pooling = table.get("pooling_mode", known)
+    pooling = pooling[0] if isinstance(pooling, list) and len(pooling) == 1 else pooling
+    if pooling not in names or table.get("include_prompt") is False:
+        raise InputError(f"{path}: {json.dumps(table)}: only the poolings mean and cls are computed here")
+    return str(pooling)
+
+
+def _max_length(path: Path, key: str) -> int | None:
+    length = _optional(path).get(key)
+    if length is not None and (type(length) not in (int, float) or not length >= 3):
+        raise InputError(f"{path}: {key} = {length!r} must be a number of tokens")
+    return None if length is None else int(min(length, 1 << 30))
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
