@@ -67,7 +67,7 @@ LINES = {
     "python/electra_fast/data": 2_700,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,
-    "python/electra_fast/finetuning": 12_500,
+    "python/electra_fast/finetuning": 12_800,
     "python/electra_fast/hardware": 2_000,
     "python/electra_fast/huggingface": 2_700,
     "python/electra_fast/model": 1_500,
@@ -77,7 +77,7 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_300,
-    "python/electra_fast": 36_700,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 37_000,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
     "tests": 31_000,
     "bench": 4_500,
