@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
     from electra_fast.finetuning.error_detection import detect
     from electra_fast.finetuning.finetune import finetune
-    from electra_fast.finetuning.predict import evaluate, load_finetuned
+    from electra_fast.finetuning.loading import PretrainedModel, load
+    from electra_fast.finetuning.predict import FinetunedModel, evaluate
     from electra_fast.hardware.flops import FlopCount, flops
-    from electra_fast.huggingface.export import export, import_folder, load
+    from electra_fast.huggingface.export import export, import_folder
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.report import Comparison
     from electra_fast.reproduction.reproduce import reproduce
@@ -42,9 +43,10 @@ _NAMES = {
     "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
     "finetuning.error_detection": "detect",
     "finetuning.finetune": "finetune",
-    "finetuning.predict": "evaluate load_finetuned",
+    "finetuning.loading": "PretrainedModel load",
+    "finetuning.predict": "FinetunedModel evaluate",
     "hardware.flops": "FlopCount flops",
-    "huggingface.export": "export import_folder load",
+    "huggingface.export": "export import_folder",
     "model.model": "Electra",
     "reproduction.report": "Comparison",
     "reproduction.reproduce": "reproduce",
@@ -64,11 +66,13 @@ __all__ = [
     "DoctorReport",
     "Electra",
     "ElectraFastError",
+    "FinetunedModel",
     "FlopCount",
     "InputError",
     "Interrupted",
     "Plan",
     "PretrainResult",
+    "PretrainedModel",
     "StopTraining",
     "Tokenizer",
     "TrainingFailed",

@@ -96,7 +96,7 @@ def evaluate(
     if mlm_examples < 0:
         raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
     target = choose_device(device)
-    model = load(source).to(target)
+    model = read_model(source).to(target)
     mixture = _own_corpus(Path(source)) if data is None else Mixture(data)
     corpora = _validation_part(source, mixture)
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), mixture.corpora[0])
