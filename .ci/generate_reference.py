@@ -20,17 +20,19 @@ from electra_fast.config.presets import RECIPES, SIZES
 from electra_fast.config.section import Configuration, format_value, nearest
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import RULES, FinetuningConfig
+from electra_fast.results import Result
 from electra_fast.training import evaluate as pretrained
 
 NOTE = "<!-- Written by .ci/generate_reference.py. -->\n\n"
 LISTS = ("Args:", "Raises:", "Attributes:")
 GROUPS = {
-    "Text and corpora": "prepare vocab verify Corpus Tokenizer BatchLoader to_torch",
+    "Text and corpora": "prepare vocab inspect verify Corpus Tokenizer BatchLoader to_torch",
     "Pre-training": "Config pretrain plan evaluate report",
     "Machine and method": "doctor flops reproduce demo",
     "Models": "load PretrainedModel FinetunedModel export import_folder Electra",
     "Fine-tuning and prediction": "finetune detect",
-    "Results": "PretrainResult Plan FlopCount DoctorReport Comparison DemoResult",
+    "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult Plan FlopCount DoctorReport "
+    "Comparison DemoResult",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining",
 }
 # What the functions return or call, of which there is more to say.
@@ -189,7 +191,7 @@ def python() -> str:
             thing = getattr(ef, name)
             parts.append(_documented(f"ef.{name}", thing, level=3))
             parts += [_documented(title, member, level=4) for title, member in RETURNED.get(name, {}).items()]
-            if inspect.isclass(thing) and not issubclass(thing, Exception):
+            if inspect.isclass(thing) and not issubclass(thing, Exception | Result):
                 parts += [_documented(f"{name}.{each}", member, level=4) for each, member in _members(thing)]
     return NOTE + "\n".join(parts)
 

@@ -11,9 +11,11 @@ from electra_fast._data import VERSION as __version__
 
 if TYPE_CHECKING:
     from electra_fast.config.config import Config
-    from electra_fast.data.corpus import Corpus, Tokenizer, verify
+    from electra_fast.data.corpus import Corpus, Tokenizer, Verification, verify
+    from electra_fast.data.inspect import Inspection, inspect
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, vocab
+    from electra_fast.data.prepare_report import PrepareReport, Vocabulary
     from electra_fast.demonstration import DemoResult, demo
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
     from electra_fast.finetuning.error_detection import detect
@@ -36,9 +38,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _NAMES = {
     "config.config": "Config",
-    "data.corpus": "Corpus Tokenizer verify",
+    "data.corpus": "Corpus Tokenizer Verification verify",
+    "data.inspect": "Inspection inspect",
     "data.loader": "BatchLoader to_torch",
     "data.prepare": "prepare vocab",
+    "data.prepare_report": "PrepareReport Vocabulary",
     "demonstration": "DemoResult demo",
     "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
     "finetuning.error_detection": "detect",
@@ -69,13 +73,17 @@ __all__ = [
     "FinetunedModel",
     "FlopCount",
     "InputError",
+    "Inspection",
     "Interrupted",
     "Plan",
+    "PrepareReport",
     "PretrainResult",
     "PretrainedModel",
     "StopTraining",
     "Tokenizer",
     "TrainingFailed",
+    "Verification",
+    "Vocabulary",
     "__version__",
     "demo",
     "detect",
@@ -85,6 +93,7 @@ __all__ = [
     "finetune",
     "flops",
     "import_folder",
+    "inspect",
     "load",
     "plan",
     "prepare",

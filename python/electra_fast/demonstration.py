@@ -26,7 +26,7 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.data.prepare import prepare, vocab
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.export import export
-from electra_fast.messages import printable
+from electra_fast.messages import printable, say
 from electra_fast.results import Result
 from electra_fast.training.diagnostics import auc_text
 from electra_fast.training.evaluate import Word, evaluate, verdicts
@@ -86,9 +86,9 @@ def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
     if not corpus.exists():
         _write_corpus(corpus)
     if not words.exists():
-        vocab([str(corpus)], out=words, size=VOCAB_SIZE)
+        say(str(vocab([str(corpus)], out=words, size=VOCAB_SIZE)))
     # The casing is explicit, because a kill may have left vocab.txt without its tokenizer.json.
-    prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)
+    say(str(prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)))
     pretrain(shards, config=demo_config(), out=run, device=device)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length, device=device)
     export(run, out / "export")

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from electra_fast.config.config import Config
-from electra_fast.data.inspect import inspect, show_row
+from electra_fast.data.inspect import inspect
 from electra_fast.data.loader import BatchLoader, merge_states, rows_of, to_torch
 from electra_fast.data.prepare import prepare
 
@@ -58,7 +58,7 @@ def test_the_repr_says_what_comes_and_where_it_stands(open_loader, corpus):
 def test_the_defaults_are_those_of_a_configuration():
     """But for the lanes and the cache, which a run decides."""
     keys = vars(Config().data) | vars(Config().train)
-    for function, num_shared in ((BatchLoader, 9), (inspect, 1), (show_row, 3)):
+    for function, num_shared in ((BatchLoader, 9), (inspect, 5)):
         parameters = signature(function).parameters.values()
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         shared = {name: value for name, value in defaults.items() if name in keys.keys() - {"lanes", "cache_dir"}}

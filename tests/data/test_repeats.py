@@ -38,14 +38,14 @@ def once(text, vocab, tmp_path_factory):
     return out
 
 
-def test_the_report_names_what_is_repeated(text, vocab, tmp_path, capsys):
+def test_the_report_names_what_is_repeated(text, vocab, tmp_path):
     report = prepare([text], vocab=vocab, out=tmp_path / "out")
     lines = [line.rstrip() for path in sorted(text.iterdir()) for line in path.read_text().splitlines() if line.strip()]
     assert report.repeats.lines == RepeatCount(len(lines), len(lines) - len(set(lines)), 1)
     assert report.repeats.documents == RepeatCount(320, 320 - 240, 1)
     assert report.repeats.most_repeated[0] == ("w1 w2 w3", 320)
     assert [count for _, count in report.repeats.most_repeated[1:]] == [2] * 9
-    shown = capsys.readouterr().err
+    shown = str(report)
     assert "repeated in the input: documents 80 of 320 (25.0%), lines 399 of 640 (62.3%)\n" in shown
     assert "    320 × w1 w2 w3\n" in shown and "duplicate" not in shown
 
@@ -63,11 +63,11 @@ def test_documents_of_an_iterator_are_counted_too(vocab, tmp_path):
     assert str(RepeatCount(1000, 120, 16)) == "about 12.0% of 1,000 (estimated from 1 of 16)"
 
 
-def test_the_report_says_what_was_dropped(text, vocab, tmp_path, capsys):
+def test_the_report_says_what_was_dropped(text, vocab, tmp_path):
     report = prepare([text], vocab=vocab, out=tmp_path / "out", drop_duplicates="lines")
     assert (report.num_documents, report.dropped_lines, report.emptied_documents) == (240, 399, 80)
     said = "  399 duplicate lines dropped, 80 documents dropped that had no other lines\n"
-    assert said in capsys.readouterr().err
+    assert said in str(report)
     again = prepare([text], vocab=vocab, out=tmp_path / "out", drop_duplicates="lines", progress=False)
     assert again.already_complete and (again.dropped_lines, again.emptied_documents) == (399, 80)
     with pytest.raises(ValueError, match="holds a finished corpus of other inputs or options"):
@@ -86,7 +86,7 @@ def test_it_is_the_same_corpus(part, text, vocab, once, tmp_path, capsys, monkey
             prepare([text], vocab=vocab, out=out, executor=executor, progress=False, **options)
     else:
         assert main([*arguments, "1/2"]) in (None, 0)
-        assert "hashed, but 2 of 4 input groups are not; run it again when all partitions" in capsys.readouterr().err
+        assert "hashed, but 2 of 4 input groups are not; run it again when all partitions" in capsys.readouterr().out
         for index in (2, 1):
             main([*arguments, f"{index}/2"])
     assert contents(out) == contents(once)

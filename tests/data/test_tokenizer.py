@@ -89,11 +89,11 @@ class TestCase:
         assert Tokenizer(vocab, cased=flags != ["--cased"]).options != options  # explicit flags take precedence
 
     def test_a_tokenizer_json_alone(self, text, tmp_path):
-        size = ef.vocab([text], out=tmp_path / "v/own.json", size=64, cased=True, progress=False)
+        report = ef.vocab([text], out=tmp_path / "v/own.json", size=64, cased=True, progress=False)
         assert [path.name for path in (tmp_path / "v").iterdir()] == ["own.json"]
         ef.vocab([text], out=tmp_path / "w/vocab.txt", size=64, cased=True, progress=False)
         alone, other = Tokenizer(tmp_path / "v/own.json"), Tokenizer(tmp_path / "w/vocab.txt")
-        assert alone.fast and alone.vocab_size == size
+        assert alone.fast and alone.vocab_size == report.num_entries
         assert alone.content_hash == other.content_hash
         assert alone.to_json() == other.to_json() == (tmp_path / "w/tokenizer.json").read_text(encoding="utf-8")
 

@@ -158,8 +158,7 @@ def _vocab(options: argparse.Namespace) -> None:
     from electra_fast.data.prepare import vocab
 
     names = ("out", "size", "cased", "strip_accents", "character_coverage", "min_frequency", "sample", "seed", *READING)
-    size = vocab(options.inputs, kind="files", **_named(options, *names))
-    say(f"{options.out}: {size} entries")
+    _print_result(vocab(options.inputs, kind="files", **_named(options, *names)), options)
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -169,22 +168,21 @@ def _prepare(options: argparse.Namespace) -> None:
     names = ("vocab", "out", "cased", "partition", "verify_inputs", "holdout", "drop_duplicates")
     scheduler = dask_executor(options.scheduler) if options.scheduler else contextlib.nullcontext()
     with scheduler as executor:
-        prepare(options.inputs, executor=executor, kind="files", **_named(options, *names, *READING))
+        report = prepare(options.inputs, executor=executor, kind="files", **_named(options, *names, *READING))
+    _print_result(report, options)
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from electra_fast.data.inspect import inspect, show_row
+    from electra_fast.data.inspect import inspect
 
-    _print_report(inspect(options.directory, sequence_length=options.sequence_length), options.json)
-    if not options.json:
-        names = ("sequence_length", "masking", "mask_prob", "packing", "cut_at", "seed")
-        show_row(options.directory, **_named(options, *names))
+    names = ("sequence_length", "masking", "mask_prob", "packing", "cut_at", "seed")
+    _print_result(inspect(options.corpus, **_named(options, *names)), options)
 
 
 def _verify(options: argparse.Namespace) -> None:
     from electra_fast.data.corpus import verify
 
-    _print_report(verify(options.directory), options.json)
+    _print_result(verify(options.corpus), options)
 
 
 def _pretrain(options: argparse.Namespace) -> int:

@@ -119,21 +119,16 @@ def _prepare(sub: Parser) -> None:
 
 
 def _inspect(sub: Parser) -> None:
-    _path(sub, "directory", "corpus folder", "CORPUS")
-    for name, meaning in (
-        ("sequence_length", "tokens per row"),
-        ("masking", "masking of the row: tokens, with-repeats, 80-10-10, whole-word or span"),
-        ("mask_prob", "fraction of its tokens to mask"),
-        ("packing", "packing of the row: best-fit or examples"),
-        ("cut_at", "cut documents at: token, word or line"),
-    ):
-        _option(sub, f"--{name.replace('_', '-')}", getattr(DataConfig, name), meaning)
+    _option(sub, "corpus", None, "corpus folder, or its URL", "CORPUS")
+    for name in ("sequence_length", "masking", "mask_prob", "packing", "cut_at"):
+        help = Config.describe_key(f"data.{name}")
+        _option(sub, f"--{name.replace('_', '-')}", getattr(DataConfig, name), help)
     _option(sub, "--seed", 0, "seed that selects the row")
     _add_json(sub)
 
 
 def _verify(sub: Parser) -> None:
-    _path(sub, "directory", "corpus folder", "CORPUS")
+    _option(sub, "corpus", None, "corpus folder, or its URL", "CORPUS")
     _add_json(sub)
 
 
@@ -429,7 +424,8 @@ def _add_inputs(sub: Parser) -> None:
     help = "format of every file; auto: by its extension, skipping other files"
     _option(sub, "--format", "auto", help, choices=formats)
     _option(sub, "--skip-bad-rows", 0, "most malformed JSON records to skip, over all inputs", "N")
-    _option(sub, "--threads", 0, "threads; 0: all cores")
+    _option(sub, "--threads", 0, "threads; 0: all cores", "N")
+    _add_json(sub)
 
 
 def _add_config(sub: Parser, meaning: str) -> None:

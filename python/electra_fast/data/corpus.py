@@ -6,6 +6,7 @@ import json
 import operator
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -19,6 +20,7 @@ from electra_fast.data.inputs import StrPath
 from electra_fast.data.pair_template import PairTemplate, template_of
 from electra_fast.data.tokenizer_folder import open_tokenizer
 from electra_fast.errors import InputError
+from electra_fast.results import Result
 
 Ids = NDArray[np.int32]
 
@@ -287,21 +289,27 @@ def location(path: StrPath) -> Path | str:
     return _data.url_of(os.fspath(path)) or Path(path)
 
 
-def verify(path: StrPath) -> dict[str, Any]:
-    """Checks every checksum, length and table of a corpus and its validation split.
+@dataclass(frozen=True, eq=False, repr=False)
+class Verification(Result):
+    """What `verify` has read: `files`, `bytes`, and the `content_hash` of the corpus."""
 
-    Returns:
-        The number of `files` and `bytes` read, and the `content_hash`.
+    files: int
+    bytes: int
+    content_hash: str
+
+
+def verify(corpus: StrPath) -> Verification:
+    """Checks every checksum, length and table of a corpus and its validation split.
 
     Raises:
         FileNotFoundError: There is no corpus.
         ValueError: Something is damaged; lists every damaged file and block, separated by "; also ".
     """
-    num_files, num_bytes, damaged = _data.verify(os.fspath(path))
+    num_files, num_bytes, damaged = _data.verify(os.fspath(corpus))
     if damaged:
         more = "" if len(damaged) == 1 else f" ({len(damaged)} damaged places in all)"
         raise InputError("; also ".join(damaged) + more)
-    return {"files": num_files, "bytes": num_bytes, "content_hash": Corpus(path).content_hash}
+    return Verification(num_files, num_bytes, Corpus(corpus).content_hash)
 
 
 def _options(settings: tuple[bool | None, bool | None]) -> dict[str, bool | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
+import torch
 
 from electra_fast import _data
 from electra_fast.config.config import Config, DataConfig
@@ -15,90 +16,119 @@ from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
 from electra_fast.data.prepare_report import contents
 from electra_fast.messages import printable
-from electra_fast.progress import result_console
+from electra_fast.results import Result, table_lines
 
 
-def inspect(directory: str | Path, *, sequence_length: int = DataConfig.sequence_length) -> dict[str, Any]:
-    """Statistics of a corpus and its validation split: documents, tokens, bytes per token, rows of a given length.
+@dataclass(frozen=True, eq=False, repr=False)
+class Inspection(Result):
+    """Statistics of a corpus and of its rows of a given length, and one of these rows as text.
 
-    `unknown_share` is [UNK] per token; `tokens_per_word` is `None` for a tokenizer that does not mark words. Both
-    are measured on at most 2^24 evenly spaced tokens.
-
-    `rows` and `tokens_per_row` are those of `best-fit`. For each packing, keys with its prefix (`best_fit_`,
-    `examples_`) give the number of rows, the tokens kept and dropped, and the share of positions filled.
+    `rows` and `tokens_per_row` are those of packing `best-fit`. Of each packing there are the rows of an epoch, the
+    tokens kept and dropped, and the fraction of positions that are not padding. The row has a line per segment, and
+    masked positions as `[MASK](original)`.
     """
-    corpus = Corpus(directory)
-    validation = Corpus(corpus.holdout) if corpus.holdout else None
-    coverage = corpus.coverage()
-    report = {
-        "content_hash": corpus.content_hash,
-        "documents": len(corpus),
-        "tokens": corpus.num_tokens,
-        "tokens_per_document": corpus.num_tokens / max(1, len(corpus)),
-        "bytes_per_token": corpus.bytes_per_token,
-        "vocab_size": corpus.vocab_size,
-        "unknown_share": coverage.unknown_share,
-        "tokens_per_word": coverage.tokens_per_word,
-        "held_out_documents": len(validation) if validation else 0,
-        "held_out_tokens": validation.num_tokens if validation else 0,
-        "sequence_length": sequence_length,
-    }
-    for packing in _data.PACKINGS:
-        kept, name = contents(directory, packing, sequence_length), packing.replace("-", "_")
-        if packing == "best-fit":
-            report |= {"rows": kept.rows, "tokens_per_row": corpus.num_tokens / max(1, kept.rows)}
-        report |= {
-            f"{name}_rows": kept.rows,
-            f"{name}_tokens_kept": kept.tokens,
-            f"{name}_tokens_dropped": corpus.num_tokens - kept.tokens,
-            f"{name}_fill": kept.fill,
-        }
-    return report
+
+    content_hash: str
+    documents: int
+    tokens: int
+    tokens_per_document: float
+    bytes_per_token: float
+    vocab_size: int
+    unknown_share: float
+    """[UNK] per token, measured as `tokens_per_word` on at most 2^24 evenly spaced tokens."""
+    tokens_per_word: float | None
+    """None for a tokenizer that does not mark words."""
+    held_out_documents: int
+    held_out_tokens: int
+    sequence_length: int
+    rows: int
+    tokens_per_row: float
+    best_fit_rows: int
+    best_fit_tokens_kept: int
+    best_fit_tokens_dropped: int
+    best_fit_fill: float
+    examples_rows: int
+    examples_tokens_kept: int
+    examples_tokens_dropped: int
+    examples_fill: float
+    row: str
+
+    def lines(self) -> Iterator[str]:
+        yield from table_lines({name: value for name, value in self.items() if name != "row"})
+        yield from self.row.split("\n")
 
 
-def show_row(
-    directory: str | Path,
+def inspect(
+    corpus: str | Path,
     *,
-    sequence_length: int,
-    masking: str,
-    seed: int,
+    sequence_length: int = DataConfig.sequence_length,
+    masking: str = DataConfig.masking,
     mask_prob: float = DataConfig.mask_prob,
     packing: str = DataConfig.packing,
     cut_at: str = DataConfig.cut_at,
-) -> None:
-    """Prints a row: one segment per line, masked positions in color with the original token."""
-    corpus = Corpus(directory)
-    tokenizer = Tokenizer.of(corpus)
+    seed: int = 0,
+) -> Inspection:
+    """Summarizes a corpus and its validation split, and shows one of its packed, masked rows as text.
+
+    Args:
+        corpus: Folder or URL of a corpus.
+        sequence_length: Tokens per row, special tokens included.
+        masking: How the row is masked; this and the next three as for `BatchLoader`.
+        mask_prob: Fraction of its tokens to mask.
+        packing: How it is packed.
+        cut_at: Where documents are cut.
+        seed: Selects the row.
+
+    Raises:
+        FileNotFoundError: There is no corpus.
+        ValueError: As for `BatchLoader`.
+    """
     options: dict[str, Any] = {"masking": masking, "mask_prob": mask_prob, "packing": packing, "cut_at": cut_at}
-    loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, seed=seed, epochs=1, **options)
-    row = {name: tensor.flatten().tolist() for name, tensor in to_torch(next(loader)).items()}
-    result_console().print(_text_of(row, tokenizer))
+    loader = BatchLoader(corpus, sequence_length=sequence_length, batch_size=1, seed=seed, epochs=1, **options)
+    opened = Corpus(corpus)
+    validation = Corpus(opened.holdout) if opened.holdout else None
+    coverage, num_tokens = opened.coverage(), opened.num_tokens
+    packings: dict[str, Any] = {}
+    for name in _data.PACKINGS:
+        kept, prefix = contents(corpus, name, sequence_length), name.replace("-", "_")
+        packings |= {f"{prefix}_rows": kept.rows, f"{prefix}_fill": kept.fill}
+        packings |= {f"{prefix}_tokens_kept": kept.tokens, f"{prefix}_tokens_dropped": num_tokens - kept.tokens}
+    return Inspection(
+        content_hash=opened.content_hash,
+        documents=len(opened),
+        tokens=num_tokens,
+        tokens_per_document=num_tokens / max(1, len(opened)),
+        bytes_per_token=opened.bytes_per_token,
+        vocab_size=opened.vocab_size,
+        unknown_share=coverage.unknown_share,
+        tokens_per_word=coverage.tokens_per_word,
+        held_out_documents=len(validation or ()),
+        held_out_tokens=validation.num_tokens if validation else 0,
+        sequence_length=sequence_length,
+        rows=packings["best_fit_rows"],
+        tokens_per_row=num_tokens / max(1, packings["best_fit_rows"]),
+        row=next(_texts_of(to_torch(next(loader)), Tokenizer.of(opened))),
+        **packings,
+    )
 
 
 def rows_as_text(config: Config, num_rows: int) -> Iterator[str]:
     """Yields lines of a run's first rows: one segment per line, masked positions as [MASK](original)."""
     tokenizer = Tokenizer.of(Mixture(config.data.corpus).corpora[0])
-    loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
-    batch = to_torch(next(loader))
-    names = ("input_ids", "segment_ids", "masked_positions", "masked_ids", "masked_weights")
-    for number in range(num_rows):
+    batch = next(BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1))
+    for number, text in enumerate(_texts_of(to_torch(batch), tokenizer)):
         yield f"row {number}:"
-        text = _text_of({name: batch[name][number].tolist() for name in names}, tokenizer).plain
-        yield from text.rstrip().split("\n")
+        yield from text.split("\n")
 
 
-def _text_of(row: Mapping[str, list[Any]], tokenizer: Tokenizer) -> Text:
-    slots = zip(row["masked_positions"], row["masked_ids"], row["masked_weights"], strict=True)
-    originals = {position: token_id for position, token_id, weight in slots if weight}
-    text = Text()
-    for position, token_id in enumerate(row["input_ids"]):
-        if not row["segment_ids"][position]:
-            break
-        token = printable(tokenizer.id_to_token(token_id))
-        if position in originals:
-            text.append(token, style="bold red")
-            text.append(f"({printable(tokenizer.id_to_token(originals[position]))})", style="red")
-        else:
-            text.append(token, style="dim" if token in ("[CLS]", "[SEP]") else "")
-        text.append(" " if token != "[SEP]" else "\n")
-    return text
+def _texts_of(batch: Mapping[str, torch.Tensor], tokenizer: Tokenizer) -> Iterator[str]:
+    columns = ("input_ids", "segment_ids", "masked_positions", "masked_ids", "masked_weights")
+    for ids, segments, *slots in zip(*(batch[name].tolist() for name in columns), strict=True):
+        originals = {position: token_id for position, token_id, weight in zip(*slots, strict=True) if weight}
+        text = ""
+        for position, token_id in enumerate(ids[: segments.index(0) if 0 in segments else None]):
+            token = printable(tokenizer.id_to_token(token_id))
+            original = originals.get(position)
+            text += token if original is None else f"{token}({printable(tokenizer.id_to_token(original))})"
+            text += "\n" if token == "[SEP]" else " "
+        yield text.rstrip()

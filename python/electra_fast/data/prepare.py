@@ -25,7 +25,7 @@ from electra_fast.data.inputs import (
     source,
 )
 from electra_fast.data.prepare_executor import prepare_on
-from electra_fast.data.prepare_report import PrepareReport, guess, summary, words_counted
+from electra_fast.data.prepare_report import PrepareReport, Vocabulary, guess, notes, packings_of, words_counted
 from electra_fast.data.tokenizer_folder import open_tokenizer
 from electra_fast.errors import InputError
 from electra_fast.progress import ReadingProgress
@@ -98,10 +98,7 @@ def prepare(
             under the same paths or URLs. Does not affect the result. Not for documents, and not with `partition`.
         kind: `files` or `documents`, where the rule above would misread `inputs`, such as a list of short documents.
         progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
-            terminal; warn if the vocabulary does not cover a sample of the text; print a summary.
-
-    Returns:
-        Counts and properties of the corpus.
+            terminal; warn if the vocabulary does not cover a sample of the text; count what each packing keeps.
 
     Raises:
         FileNotFoundError: An input or the vocabulary does not exist.
@@ -119,6 +116,9 @@ def prepare(
     with ReadingProgress("prepare", shown=progress) as bar:
         if progress and tokenizer.casing_inferred:
             bar.say(guess(tokenizer))
+        if progress and tokenizer.fallback_reason:
+            reason = tokenizer.fallback_reason
+            bar.say(f"text is tokenized by the tokenizers crate, which is many times slower, because {reason}")
         beginning: list[str] = []
         sample = None
         if progress and not _is_complete(out):
@@ -141,7 +141,7 @@ def prepare(
         else:
             found = prepare_on(executor, inner, os.fspath(out), bar, **arguments)
         bar.warn(passed_over_warning(found))
-        report = PrepareReport.of(found)
+        report = PrepareReport.of(os.fspath(out), found)
         if report.complete:
             coverage = Corpus(out).coverage()
             report = replace(report, unknown_share=coverage.unknown_share, tokens_per_word=coverage.tokens_per_word)
@@ -156,9 +156,11 @@ def prepare(
         if report.skipped_rows:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
             bar.warn(skipped_lines(report.skipped_rows, report.first_skipped, listed))
-        if progress:  # counting what each packing keeps takes seconds for a large corpus
-            for line in summary(report, out, tokenizer.fallback_reason):
-                bar.say(line)
+        if progress:
+            for note in notes(report):
+                bar.say(note)
+            if report.complete and not report.already_complete:
+                report = replace(report, packings=packings_of(report.out))
     return report
 
 
@@ -181,7 +183,7 @@ def vocab(
     threads: int = 0,
     kind: Kind = "auto",
     progress: bool = True,
-) -> int:
+) -> Vocabulary:
     """Trains a WordPiece vocabulary; deterministic for the same text.
 
     Args:
@@ -205,9 +207,6 @@ def vocab(
         threads: As for `prepare`.
         kind: As for `prepare`.
         progress: As for `prepare`.
-
-    Returns:
-        The number of entries: `size`, or fewer if the text does not yield that many.
 
     Raises:
         FileNotFoundError: An input does not exist.
@@ -244,7 +243,7 @@ def vocab(
             bar.warn(skipped_lines(report["skipped_rows"], report["first_skipped"], None))
         for warning in sample_warnings(beginning, open_tokenizer(os.fspath(out))[0]):
             bar.warn(warning)
-    return int(report["num_entries"])
+    return Vocabulary(os.fspath(out), report["num_entries"], report["skipped_files"], report["skipped_rows"])
 
 
 def _open_tokenizer(vocab: StrPath | Tokenizer, cased: bool | None, strip_accents: bool | None) -> Tokenizer:

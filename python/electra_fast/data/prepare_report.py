@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from electra_fast import _data
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.mixture import Corpora, weighted_folders
 from electra_fast.messages import printable
+from electra_fast.results import Result
 
 # Characters of a repeated line that are shown.
 SHOWN = 60
@@ -47,10 +47,12 @@ class Repeats:
     that is named may occur so many times more than is said."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrepareReport:
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PrepareReport(Result):
     """The outcome of `prepare`; counts exclude validation documents."""
 
+    out: str
+    """The corpus: its folder or URL."""
     complete: bool
     """The folder is a complete corpus; `False` if input groups of other partitions are missing."""
     already_complete: bool
@@ -94,16 +96,76 @@ class PrepareReport:
     """[UNK] per token, measured on at most 2^24 evenly spaced tokens; `None` while incomplete."""
     tokens_per_word: float | None = None
     """Fertility; `None` while incomplete, or if the tokenizer does not mark words."""
+    packings: dict[str, dict[int, Contents]] = field(default_factory=dict)
+    """What each packing keeps in rows of 128 and 512 tokens; counted for a new corpus, with `progress`."""
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> PrepareReport:
+    def of(cls, out: str, fields: dict[str, Any]) -> PrepareReport:
+        """Returns the report of the engine's counts."""
         if repeats := fields["repeats"]:
             documents, lines, most_repeated, error = repeats
             fields["repeats"] = Repeats(RepeatCount(*documents), RepeatCount(*lines), tuple(most_repeated), error)
-        return cls(**fields)
+        return cls(out=out, **fields)
+
+    def lines(self) -> Iterator[str]:
+        counts = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        if self.unknown_share is not None:
+            counts += f", {self.unknown_share:.2%} [UNK]"
+        if self.tokens_per_word is not None:
+            counts += f", {self.tokens_per_word:.2f} tokens per word"
+        if self.already_complete:
+            yield f"{self.out}: already complete: {counts}"
+            return
+        if self.unhashed_input_groups:
+            counted = f"{self.unhashed_input_groups} of {self.num_input_groups} input groups are not"
+            yield f"{self.out}: hashed, but {counted}; run it again when all partitions have been hashed"
+            return
+        if not self.complete:
+            missing = f"{self.missing_input_groups} of {self.num_input_groups} input groups are still missing"
+            remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
+            if _data.url_of(self.out):
+                remedy = "the part that is done last completes the corpus"
+            yield f"{self.out}: {counts} so far; {missing}: {remedy}"
+            return
+        empty = f", {self.empty_documents:,} empty ones left out" if self.empty_documents else ""
+        dropped = ", ".join(
+            f"{count:,} {what}"
+            for count, what in (
+                (self.dropped_documents, "duplicate documents dropped"),
+                (self.dropped_lines, "duplicate lines dropped"),
+                (self.emptied_documents, "documents dropped that had no other lines"),
+            )
+            if count
+        )
+        validation = f", {self.holdout_documents:,} documents held out" if self.holdout_documents else ""
+        yield f"{self.out}: {counts}{empty}{validation}"
+        if dropped:
+            yield f"  {dropped}"
+        yield from _repeat_lines(self.repeats)
+        for packing, lengths in self.packings.items():
+            kept = (_kept(each, length, self.num_tokens) for length, each in lengths.items())
+            yield f"  packing {packing}: {'; '.join(kept)}"
 
 
-class Contents(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class Vocabulary(Result):
+    """The outcome of `vocab`."""
+
+    out: str
+    """The file of the vocabulary."""
+    num_entries: int
+    """The size asked for, or fewer if the text does not yield that many."""
+    skipped_files: int
+    """Files of other kinds, in folders or matched by globs, that were passed over."""
+    skipped_rows: int
+    """JSON records that could not be read and were skipped."""
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.out}: {self.num_entries:,} entries"
+
+
+@dataclass(frozen=True)
+class Contents:
     """What the rows of one epoch contain: tokens without special ones, and the fraction of positions not padding."""
 
     rows: int
@@ -126,6 +188,14 @@ def examples_drop(corpora: Corpora, num_tokens: int, sequence_length: int, *, se
         f'data.packing = "examples" drops {dropped:,} of {num_tokens:,} tokens '
         f"({dropped / max(1, num_tokens):.1%}) in rows of {sequence_length}; --data.packing best-fit keeps them all"
     )
+
+
+def notes(report: PrepareReport) -> Iterator[str]:
+    """Yields what of the inputs was not read."""
+    if report.skipped_files:
+        yield f"{report.skipped_files} files of other kinds were passed over"
+    if splits := ", ".join(report.skipped_splits):
+        yield f"of the splits of saved datasets only train was read, not {splits}: name their folders"
 
 
 def guess(tokenizer: Tokenizer) -> str:
@@ -160,49 +230,6 @@ def words_counted(
     yield f"merging the pieces of {num_words:,} words into a vocabulary"
 
 
-def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason: str | None) -> Iterator[str]:
-    skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
-    if report.skipped_splits:
-        skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"
-    counts = f"{report.num_documents:,} documents, {report.num_tokens:,} tokens"
-    if report.unknown_share is not None:
-        counts += f", {report.unknown_share:.2%} [UNK]"
-    if report.tokens_per_word is not None:
-        counts += f", {report.tokens_per_word:.2f} tokens per word"
-    if report.already_complete:
-        yield f"{os.fspath(out)}: already complete: {counts}{skipped}"
-        return
-    if report.unhashed_input_groups:
-        counted = f"{report.unhashed_input_groups} of {report.num_input_groups} input groups are not"
-        yield f"{os.fspath(out)}: hashed, but {counted}; run it again when all partitions have been hashed{skipped}"
-        return
-    if fallback_reason:
-        skipped += f"; tokenized by the tokenizers crate, which is many times slower, because {fallback_reason}"
-    if not report.complete:
-        missing = f"{report.missing_input_groups} of {report.num_input_groups} input groups are still missing"
-        remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
-        if _data.url_of(os.fspath(out)):
-            remedy = "the part that is done last completes the corpus"
-        yield f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}"
-        return
-    empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
-    dropped = ", ".join(
-        f"{count:,} {what}"
-        for count, what in (
-            (report.dropped_documents, "duplicate documents dropped"),
-            (report.dropped_lines, "duplicate lines dropped"),
-            (report.emptied_documents, "documents dropped that had no other lines"),
-        )
-        if count
-    )
-    validation = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""
-    yield f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}"
-    if dropped:
-        yield f"  {dropped}"
-    yield from _repeat_lines(report.repeats)
-    yield from _packing_lines(report.num_tokens, out)
-
-
 def _repeat_lines(repeats: Repeats | None) -> Iterator[str]:
     if repeats is None or not repeats.lines.repeated:
         return
@@ -215,14 +242,12 @@ def _repeat_lines(repeats: Repeats | None) -> Iterator[str]:
             yield f"    {count:,} × {printable(text if len(text) <= SHOWN else text[:SHOWN] + '…')}"
 
 
-def _packing_lines(num_tokens: int, out: str | os.PathLike[str]) -> Iterator[str]:
-    for packing in _data.PACKINGS:
-        parts = []
-        for length in LENGTHS:
-            kept = contents(out, packing, length)
-            dropped = num_tokens - kept.tokens
-            share = f" ({dropped / max(1, num_tokens):.1%})" if dropped else ""
-            parts.append(
-                f"in rows of {length} keeps {kept.tokens:,} tokens and drops {dropped:,}{share}, fill {kept.fill:.1%}"
-            )
-        yield f"  packing {packing}: {'; '.join(parts)}"
+def _kept(kept: Contents, length: int, num_tokens: int) -> str:
+    dropped = num_tokens - kept.tokens
+    share = f" ({dropped / max(1, num_tokens):.1%})" if dropped else ""
+    return f"in rows of {length} keeps {kept.tokens:,} tokens and drops {dropped:,}{share}, fill {kept.fill:.1%}"
+
+
+def packings_of(corpus: str) -> dict[str, dict[int, Contents]]:
+    """Counts what each packing keeps in rows of the published lengths: seconds for a large corpus."""
+    return {packing: {length: contents(corpus, packing, length) for length in LENGTHS} for packing in _data.PACKINGS}
