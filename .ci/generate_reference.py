@@ -125,7 +125,7 @@ def configuration() -> str:
     presets, recipes = list(SIZES), list(RECIPES)
     parts = [
         "# Configuration keys\n",
-        "Set them on the command line, `--train.steps 100k`, or in a TOML file, `pretrain --config FILE.toml`:\n",
+        "Set them on the command line, `--steps 100k`, or in a TOML file, `pretrain --config FILE.toml`:\n",
         FILE,
         "Without its first lines, it starts from the preset `small` in the recipe `modern`, as `ef.Config()` does.",
         "Numbers take units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: preset and recipe, what the objective",

@@ -24,7 +24,7 @@ fi
 # The run has the model's tokenizer. Some documents are set aside: their losses are those to watch.
 electra-fast prepare "$texts" --vocab "$out/run" --out "$out/shards" --holdout 0.02
 
-# The settings are in OUT/run/config.toml; `import` has printed why. For more than 20 M tokens: --train.steps 5000.
+# The settings are in OUT/run/config.toml; `import` has printed why. For more than 20 M tokens: --steps 5000.
 electra-fast pretrain "$out/shards" --out "$out/run" "$@"
 electra-fast export "$out/run" --out "$out/model"
 

@@ -201,8 +201,9 @@ def test_verify_names_the_damage(folder, tmp_path):
 
 
 def test_a_run_goes_on_by_its_own_configuration_and_an_imported_one_by_flags(folder):
-    done = run("pretrain", "--out", folder / "run")
+    done = run("pretrain", "--out", folder / "run", "--json")
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"run": str(folder / "run"), "step": 3, "is_finished": True}
     assert "step 3 of 3: finished" in done.stderr
     refused = fails("pretrain", "--out", folder / "run", "--train.batch_size", 8)
     assert "was started with train.batch_size = 4, now it is 8" in refused and "--allow-changes" in refused

@@ -43,18 +43,16 @@ SITE = "https://electra-fast.github.io/electra-fast/"
 NOT_RUN = {"the tests have no access to PyTorch's index"}
 # What makes blocks a matter of seconds; each text is in some block.
 SMALLER = {
-    "electra_fast pretrain ": "electra_fast pretrain --train.steps 12 --train.batch_size 2 ",
     "pretrain s3": "pretrain --preset tiny s3",
-    "electra-fast pretrain ": "electra-fast pretrain --train.steps 12 --train.batch_size 2 ",
     "--preset small": "--preset tiny",
     "--preset mini": "--preset tiny",
     'preset = "mini"': 'preset = "tiny"',
     "--preset base --out": "--preset tiny --out",
-    "--train.steps 5000": "--train.steps 12",
-    "--train.steps 110k": "--train.steps 16",
-    "--train.steps 2000": "--train.steps 12",
-    "--train.batch_size 1024": "--train.batch_size 2",
-    "--train.batch_size 8192": "--train.batch_size 4",
+    "--steps 5000": "--steps 12",
+    "--steps 110k": "--steps 16",
+    "--steps 2000": "--steps 12",
+    "--batch-size 1024": "--batch-size 2",
+    "--batch-size 8192": "--batch-size 2",
     '"mini").override(steps=5000)': '"tiny").override(steps=12, batch_size=2)',
     "electra-fast finetune ": "electra-fast finetune --finetune.epochs 1 ",
     "seeds=3": "seeds=1, epochs=1",
@@ -72,6 +70,8 @@ SMALLER = {
     " /nvme/": " ./nvme/",
     " /shared/": " ./shared/",
 }
+# Of pre-training, where a block says nothing of it.
+SHORT = {"--steps": "12", "--batch-size": "2"}
 
 # --- Pages --------------------------------------------------------------------------------------
 
@@ -87,7 +87,10 @@ class Script:
 
     @property
     def smaller(self):
-        return functools.reduce(lambda code, each: code.replace(*each), SMALLER.items(), self.code)
+        code = functools.reduce(lambda code, each: code.replace(*each), SMALLER.items(), self.code)
+        for flag, value in SHORT.items():
+            code = re.sub(rf"(electra[-_]fast pretrain )(?!.*{flag} )", rf"\1{flag} {value} ", code)
+        return code
 
     def words(self):
         """Words and strings in the order of the code, each with whether it names what the script writes."""

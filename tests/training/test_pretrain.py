@@ -16,7 +16,7 @@ from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
 from electra_fast.data.prepare import prepare
 from electra_fast.data.prepare_report import contents
-from electra_fast.errors import TrainingFailed
+from electra_fast.errors import InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.huggingface.export import export, import_folder
@@ -43,6 +43,33 @@ def test_metrics_have_the_promised_keys(whole_run):
     assert checkpoint_folder.steps(whole_run) == [21, 24]
     facts = json.loads((whole_run / "environment.jsonl").read_text())
     assert facts["torch"] == torch.__version__ and facts["attention"] == "sdpa"
+
+
+RANKS = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}
+
+
+@pytest.mark.parametrize(
+    ("corpus", "options", "message"),
+    [
+        (ef.Config(), {}, "the first argument is the corpus; give the configuration with config="),
+        ("own.toml", {}, "own.toml: a configuration is given with --config"),
+        (["shards:1", "own.toml:2"], {}, "own.toml: a configuration is given with --config"),
+        ("shards", {"device": "gpu"}, "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
+        ("shards", {"device": "cuda:99"}, "device = 'cuda:99': this machine has "),
+        ("shards", {"device": "cuda:0", "ranks": RANKS}, "each rank takes the GPU of its number"),
+        ("shards", {"device": "cuda:0", "ranks": RANKS | {"RANK": "1"}}, None),
+    ],
+)
+def test_a_wrong_first_argument_or_device_is_refused_before_there_is_a_run(
+    corpus, options, message, validation_corpus, tmp_path, monkeypatch
+):
+    for name, value in options.pop("ranks", {"WORLD_SIZE": ""}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    given = validation_corpus if corpus == "shards" else corpus
+    with pytest.raises(InputError if message else ReportedElsewhere, match=message):
+        pretrain(given, config=tiny_config(), out=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_seed_is_another_run(whole_run, validation_corpus, tmp_path):

@@ -15,7 +15,7 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.training.forecast import low_peak_warnings
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.run import exclusive
+from electra_fast.training.run import config_of_run, exclusive
 
 
 @pytest.fixture
@@ -49,6 +49,19 @@ def test_a_finished_run_is_continued_and_a_killed_extension_resumes_by_its_folde
     shutil.copytree(before / "checkpoints", run / "checkpoints")
     assert pretrain(config=Config.load(run / "config.toml")).step == 2 * STEPS
     assert_same_run(run, unkilled)
+
+
+def test_without_a_configuration_it_is_the_runs_own(run, tmp_path, monkeypatch):
+    """In Python as by the command; what the hardware chose is chosen anew if it cannot run here."""
+    saved = run / "config.toml"
+    saved.write_text(saved.read_text().replace('execution = "eager"', 'execution = "graph"'))
+    result = pretrain(out=run, overrides={"train.steps": STEPS + 2})
+    assert dict(result) == {"run": run, "step": STEPS + 2, "is_finished": True}
+    assert str(result) == f"{run}: step {STEPS + 2}, finished"
+    assert Config.load(saved).train.execution == "eager"
+    assert config_of_run(None, out=run, from_step=STEPS).train.steps == STEPS + 2
+    assert config_of_run(None, out=tmp_path / "new") == Config()
+    assert config_of_run(None, overrides={"objective.name": "two-stage"}) == Config().with_objective("two-stage")
 
 
 class TestAllowedChanges:

@@ -194,10 +194,14 @@ def _pretrain(options: argparse.Namespace) -> int:
     named = _named(options, "out", "overrides", "from_step") | {"config": _asked(options)}
     corpus = _corpora(options.corpora)
     if options.dry_run:
-        from electra_fast.training.plan import dry_run
+        from electra_fast.training.plan import dry_run, plan
         from electra_fast.training.run import config_of_run
 
-        show(dry_run(config_of_run(corpus=corpus, **named), corpus, options.device))
+        config = config_of_run(corpus=corpus, **named)
+        if options.json:
+            _print_result(plan(corpus, config=config, device=options.device), options)
+        else:
+            show(dry_run(config, corpus, options.device))
         return 0
     result = pretrain(corpus, **named, **_named(options, "device", "allow_changes"))
     if Launch.from_environment().rank == 0:

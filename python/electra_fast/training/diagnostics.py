@@ -183,7 +183,7 @@ def _auc_amount(auc: float, found: Mapping[str, Number]) -> str:
 
 def _reasons(config: Config, trained_tokens: int, corpus_tokens: int) -> Iterator[str]:
     steps, is_fixed = config.train.steps, OBJECTIVE_SPECS[config.objective.name].num_stages > 1
-    longer = f"{'start again' if is_fixed else 'continue'} with --train.steps {10 * steps}"
+    longer = f"{'start again' if is_fixed else 'continue'} with --steps {10 * steps}"
     yield f"too little training ({steps:,} steps, {trained_tokens / 1e6:.2f} M tokens): {longer}"
     if config.model.architecture == "bert":
         yield "recipes google and paper learn late: start again with --recipe modern"

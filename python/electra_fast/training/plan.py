@@ -313,7 +313,8 @@ def _proposed(corpus: Corpora, hours: float, recipe: str, device: str) -> Plan:
         folders = [f"{folder}:{weight}" for folder, weight in corpus.items()]
     words = ["electra-fast", "pretrain", *map(str, folders), "--preset", preset, "--recipe", recipe]
     words += [] if device == AUTO else ["--device", device]
-    words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    short = {key: name for name, key in Config.SHORT_NAMES.items()}
+    words += [word for key, value in changes.items() for word in (f"--{short.get(key, key)}", str(value))]
     also = "" if recipe == DEFAULT_RECIPE else f", and in recipe {recipe} as in {DEFAULT_RECIPE}"
     proposal = {
         "preset": preset,

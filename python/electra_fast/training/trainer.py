@@ -305,7 +305,7 @@ class Trainer:
         if self.train_step.scaler is not None and self.train_step.scaler.has_failed():
             self._end_diverged(
                 f"the gradients overflow fp16 even with a loss scale of 1 in {self._window_steps()} "
-                "(--train.precision fp32 has no such limit)"
+                "(--precision fp32 has no such limit)"
             )
 
     def _check_loss(self) -> None:
