@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +55,14 @@ def test_a_fine_tuning_resumes(name: str, old: str, new: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("name", "old", "new"), RENAMED)
-def test_elsewhere_it_is_answered(name: str, old: str, new: str) -> None:
+def test_elsewhere_it_is_answered(name: str, old: str, new: str, tmp_path: Path) -> None:
     configuration = FinetuningConfig if name.startswith("finetune.") else Config
     choices = configuration.choices(name) or ()
     assert new in choices and old not in choices
-    with pytest.raises(InputError, match=f'^{re.escape(name)} = "{old}": now called "{new}"$'):
-        Config.of_table({}, {name: old}) if configuration is Config else FinetuningConfig().override({name: old})
+    (tmp_path / "config.toml").write_text("")
+    ways: list[Callable[[], object]] = [lambda: configuration().override({name: old})]
+    if configuration is Config:  # of the command line, so it does not name the file
+        ways.append(lambda: Config.load(tmp_path / "config.toml", {name: old}))
+    for way in ways:
+        with pytest.raises(InputError, match=f'^{re.escape(name)} = "{old}": now called "{new}"$'):
+            way()

@@ -478,6 +478,7 @@ class Config(Configuration):
         Raises FileNotFoundError, or ValueError naming the file, key, value and allowed values.
         """
         table = read_toml(Path(path))
+        cls.tables_of((overrides or {}).items())  # raises without naming the file
         try:
             return cls.of_table(table, overrides)
         except InputError as error:

@@ -216,7 +216,7 @@ class Configuration:
                 if key not in keys:
                     raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
             read = {key: _read(f"{name}.{key}", self._field(f"{name}.{key}"), value) for key, value in values.items()}
-            sections[name] = dataclasses.replace(sections[name], **integers_as_floats(sections[name], read))
+            sections[name] = dataclasses.replace(sections[name], **read)
         return type(self)(**sections)
 
     def override(self, changes: Mapping[str, object] | None = None, /, **by_name: object) -> Self:
@@ -238,7 +238,10 @@ class Configuration:
 
     @classmethod
     def tables_of(cls, overrides: Iterable[tuple[str, object]]) -> dict[str, dict[str, object]]:
-        """Returns values by name as `table[section][key]`; unknown names raise with the nearest match."""
+        """Returns values by name as `table[section][key]`, read and checked; unknown ones raise with the nearest match.
+
+        A name is `section.key`, a short name, or a key's last part.
+        """
         table: dict[str, dict[str, object]] = {}
         known = cls.key_names()
         for given, value in overrides:
@@ -250,11 +253,14 @@ class Configuration:
                 meant = nearest(name, known)
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
                 raise InputError(f"unknown key {name}{hint}")
-            if name in known and cls._field(name).metadata["takes_several"] and isinstance(value, str):
-                metadata = cls._field(name).metadata
-                value = parse_several(name, value)
-                if metadata["choices"] and isinstance(value, str):
-                    value = list(comma_separated(value)) if value else ""
+            if name in known:
+                field = cls._field(name)
+                if field.metadata["takes_several"] and isinstance(value, str):
+                    value = parse_several(name, value)
+                    if field.metadata["choices"] and isinstance(value, str):
+                        value = list(comma_separated(value)) if value else ""
+                value = _read(name, field, value)
+                _check(name, field, value, cls.choices(name))
             if value not in [table.setdefault(section, {}).setdefault(key, value)]:
                 raise InputError(f"{name} is given twice, as {table[section][key]!r} and {value!r}")
         return table
@@ -350,6 +356,8 @@ def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
             return parse_value(name, value, kind)
         except InputError as error:
             raise InputError(f"{error}, or auto") if field.metadata["or_auto"] else error from None
+    if kind is float and type(value) is int and abs(value) <= _MAX_INT:
+        return float(value)
     return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
 
 
