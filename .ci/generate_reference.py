@@ -29,11 +29,11 @@ GROUPS = {
     "Text and corpora": "prepare vocab inspect verify Corpus Tokenizer BatchLoader to_torch",
     "Pre-training": "Config pretrain plan evaluate report",
     "Machine and method": "doctor flops reproduce demo",
-    "Models": "load PretrainedModel FinetunedModel export import_folder Electra",
+    "Models": "load PretrainedModel FinetunedModel export Electra import_",
     "Fine-tuning and prediction": "finetune detect",
-    "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult Plan FlopCount DoctorReport "
-    "Comparison DemoResult",
-    "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining",
+    "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult Plan "
+    "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report",
+    "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining Diverged OutOfMemory ExecutorFailed",
 }
 # What the functions return or call, of which there is more to say.
 RETURNED = {

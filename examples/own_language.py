@@ -43,7 +43,7 @@ metrics = ef.evaluate(out / "run", out / "shards", sequence_length=config.data.s
 print(f"replaced words are found with an AUC of {metrics['unigram_auc']:.3f} (0.5 is chance)")
 
 # Folders for transformers, sentence-transformers and others: docs/use-your-encoder.md.
-ef.export(out / "run", out / "model", languages=["hu"])
+ef.export(out / "run", out=out / "model", language=["hu"])
 
 # The model's worth shows in a task. Beside the score is that of always giving the most frequent answer.
 results = ef.finetune(out / "run", task="classification", train=labeled, out=out / "tasks", seeds=3)["classification"]

@@ -211,7 +211,7 @@ THINGS = {
     "run": make_run,
     "run1": make_run,
     "run2": lambda path, get: make_run(path, get, seed=1),
-    "model": lambda path, get: ef.export(get("run"), path),
+    "model": lambda path, get: ef.export(get("run"), out=path),
     "bert-base-uncased": make_bert,
     "glue": make_glue,
     "squad": lambda path, get: write_squad(path, 2),

@@ -19,7 +19,7 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.export import import_folder
+from electra_fast.huggingface.export import import_
 
 NAN, HUGE = float("nan"), 2**64
 
@@ -52,7 +52,7 @@ def test_sizes_that_the_tensors_do_not_have_take_no_memory(encoder_folder, tmp_p
     table = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(table | {"hidden_size": 2**16, "intermediate_size": 2**17}))
     with pytest.raises(InputError, match=r"model.safetensors: tensor .* has shape"):
-        import_folder(folder, tmp_path / "run")
+        import_(folder, out=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_values_that_are_no_numbers_are_refused(encoder_folder, tmp_path, value)
     tensors[name] = tensors[name].double()
     tensors[name][0, 0] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for read in (load_encoder, lambda source: import_folder(source, tmp_path / "run")):
+    for read in (load_encoder, lambda source: import_(source, out=tmp_path / "run")):
         with pytest.raises(InputError, match=f"model.safetensors: {name} has values that are nan or infinite"):
             read(folder)
     save_file({"exp_avg": torch.tensor([1.0, value])}, tmp_path / "optimizer.safetensors")

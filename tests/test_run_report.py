@@ -115,27 +115,27 @@ def test_a_finetuning_that_has_not_ended(runs, tmp_path):
     fold = runs / "tuned/cola/fold-0/seed-0"
     fold.mkdir(parents=True)
     shutil.copy(runs / "tuned/cola/seed-0/metrics.jsonl", fold)
-    ef.report(runs / "tuned", tmp_path / "report.html")
+    ef.report(runs / "tuned", out=tmp_path / "report.html")
     assert '"name": "tuned: cola/fold-0/seed-0"' in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_same_configurations(runs, tmp_path):
     shutil.copy(runs / "fast/config.toml", runs / "slow/config.toml")
-    ef.report([runs / "fast", runs / "slow"], tmp_path / "report.html")
+    ef.report([runs / "fast", runs / "slow"], out=tmp_path / "report.html")
     assert "All are the same." in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_refusals(tmp_path):
     with pytest.raises(ef.InputError, match="contains no run"):
-        ef.report(tmp_path, tmp_path / "report.html")
+        ef.report(tmp_path, out=tmp_path / "report.html")
     with pytest.raises(FileNotFoundError, match="no such folder"):
-        ef.report(tmp_path / "none", tmp_path / "report.html")
+        ef.report(tmp_path / "none", out=tmp_path / "report.html")
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "results.json").write_text('{"cola": 1}')
     with pytest.raises(ef.InputError, match="cola has no list of runs"):
-        ef.report(tmp_path, tmp_path / "report.html")
+        ef.report(tmp_path, out=tmp_path / "report.html")
     with pytest.raises(ef.InputError, match="is a folder"):
-        ef.report(tmp_path, tmp_path)
+        ef.report(tmp_path, out=tmp_path)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -159,7 +159,7 @@ def test_a_damaged_file_is_named(runs, tmp_path, file, content, capsys):
 
 
 def test_samples(whole_run, tmp_path):
-    ef.report(whole_run, tmp_path / "report.html")
+    ef.report(whole_run, out=tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.count('<p class="sample">') > 1 and re.search(r"<u>[^<]+</u><i> \[", page)
     assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -209,7 +209,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def test_in_a_browser(runs, tmp_path, width):
     """Draws every chart, reports no error on the console, and fits the window."""
     out = tmp_path / "report.html"
-    ef.report(runs, out)
+    ef.report(runs, out=out)
     # A headless window is at least 500 pixels wide, so the page itself is made narrow.
     probe = f"document.documentElement.style.width = '{width}px'; {USE}"
     text = out.read_text(encoding="utf-8")

@@ -17,17 +17,26 @@ if TYPE_CHECKING:
     from electra_fast.data.prepare import prepare, vocab
     from electra_fast.data.prepare_report import PrepareReport, Vocabulary
     from electra_fast.demonstration import DemoResult, demo
-    from electra_fast.errors import ElectraFastError, InputError, Interrupted, StopTraining, TrainingFailed
+    from electra_fast.errors import (
+        Diverged,
+        ElectraFastError,
+        ExecutorFailed,
+        InputError,
+        Interrupted,
+        OutOfMemory,
+        StopTraining,
+        TrainingFailed,
+    )
     from electra_fast.finetuning.error_detection import detect
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.loading import PretrainedModel, load
     from electra_fast.finetuning.predict import FinetunedModel, evaluate
     from electra_fast.hardware.flops import FlopCount, flops
-    from electra_fast.huggingface.export import export, import_folder
+    from electra_fast.huggingface.export import ExportResult, ImportResult, export, import_
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.report import Comparison
     from electra_fast.reproduction.reproduce import reproduce
-    from electra_fast.run_report.report import report
+    from electra_fast.run_report.report import Report, report
     from electra_fast.training.doctor import DoctorReport, doctor
     from electra_fast.training.plan import Plan, plan
     from electra_fast.training.pretrain import PretrainResult, pretrain
@@ -44,17 +53,17 @@ _NAMES = {
     "data.prepare": "prepare vocab",
     "data.prepare_report": "PrepareReport Vocabulary",
     "demonstration": "DemoResult demo",
-    "errors": "ElectraFastError InputError Interrupted StopTraining TrainingFailed",
+    "errors": "Diverged ElectraFastError ExecutorFailed InputError Interrupted OutOfMemory StopTraining TrainingFailed",
     "finetuning.error_detection": "detect",
     "finetuning.finetune": "finetune",
     "finetuning.loading": "PretrainedModel load",
     "finetuning.predict": "FinetunedModel evaluate",
     "hardware.flops": "FlopCount flops",
-    "huggingface.export": "export import_folder",
+    "huggingface.export": "ExportResult ImportResult export import_",
     "model.model": "Electra",
     "reproduction.report": "Comparison",
     "reproduction.reproduce": "reproduce",
-    "run_report.report": "report",
+    "run_report.report": "Report report",
     "training.doctor": "DoctorReport doctor",
     "training.plan": "Plan plan",
     "training.pretrain": "PretrainResult pretrain",
@@ -67,18 +76,24 @@ __all__ = [
     "Config",
     "Corpus",
     "DemoResult",
+    "Diverged",
     "DoctorReport",
     "Electra",
     "ElectraFastError",
+    "ExecutorFailed",
+    "ExportResult",
     "FinetunedModel",
     "FlopCount",
+    "ImportResult",
     "InputError",
     "Inspection",
     "Interrupted",
+    "OutOfMemory",
     "Plan",
     "PrepareReport",
     "PretrainResult",
     "PretrainedModel",
+    "Report",
     "StopTraining",
     "Tokenizer",
     "TrainingFailed",
@@ -92,7 +107,7 @@ __all__ = [
     "export",
     "finetune",
     "flops",
-    "import_folder",
+    "import_",
     "inspect",
     "load",
     "plan",

@@ -91,7 +91,7 @@ def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
     say(str(prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)))
     pretrain(shards, config=demo_config(), out=run, device=device)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length, device=device)
-    export(run, out / "export")
+    export(run, out=out / "export")
     result = DemoResult(out / "export", out / "demo.png", metrics, verdicts(run, Corpus(shards)))
     draw(result.picture, result.rows[:NUM_DRAWN], run)
     return result

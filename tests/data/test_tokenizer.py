@@ -16,7 +16,7 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.prepare import prepare
 from electra_fast.errors import InputError
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.training.evaluate import evaluate
 from electra_fast.training.pretrain import pretrain
@@ -232,7 +232,7 @@ def folder(tmp_path_factory, tiny_corpus, tiny_vocab):
     """A run and its export, and corpora with the run's vocabulary and with others."""
     folder = tmp_path_factory.mktemp("told-apart")
     pretrain(tiny_corpus, config=tiny_config(), out=folder / "run")
-    export(folder / "run", folder / "export")
+    export(folder / "run", out=folder / "export")
     words = tiny_vocab.read_text(encoding="utf-8").split()[len(SPECIAL) :]
     write_vocab(folder / "shuffled.txt", *reversed(words))
     write_vocab(folder / "smaller.txt", *words[:200])
@@ -271,7 +271,7 @@ class TestVocabulariesToldApart:
 
     def test_an_imported_run_refuses_another(self, folder, tmp_path):
         assert evaluate(folder / "run", folder / "same", max_batches=1)["rows"]
-        import_folder(folder / "export", tmp_path / "imported")
+        import_(folder / "export", out=tmp_path / "imported")
         with pytest.raises(ValueError, match="is not the vocabulary of the corpus"):
             pretrain(folder / "cased", config=tiny_config(), out=tmp_path / "imported")
         assert pretrain(folder / "same", config=tiny_config(), out=tmp_path / "imported").step == 1
@@ -280,11 +280,11 @@ class TestVocabulariesToldApart:
         mixed = shutil.copytree(folder / "export", tmp_path / "mixed")
         write_tokenizer(mixed / "generator", Tokenizer(folder / "shuffled.txt"), 512)
         with pytest.raises(ValueError, match="generator/tokenizer.json: another vocabulary than that of"):
-            import_folder(mixed, tmp_path / "run")
+            import_(mixed, out=tmp_path / "run")
         for role in ("discriminator", "generator"):
             write_tokenizer(mixed / role, Tokenizer(write_vocab(tmp_path / "large.txt", *map(str, range(3000)))), 512)
         with pytest.raises(ValueError, match="has 3,005 entries, but the model has [0-9]+"):
-            import_folder(mixed, tmp_path / "run")
+            import_(mixed, out=tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
     def test_a_run_without_its_tokenizer(self, folder, tmp_path):

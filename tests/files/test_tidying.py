@@ -13,7 +13,7 @@ from tiny_run import tiny_config
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.files import atomic_files, checkpoint_folder
-from electra_fast.huggingface.export import import_folder
+from electra_fast.huggingface.export import import_
 from electra_fast.training.run import exclusive, open_run
 
 SMALL = ("--preset", "tiny", "--train.steps", 1, "--train.batch_size", 4, "--train.log_every", 1)
@@ -92,7 +92,7 @@ def test_an_import_replaces_what_a_run_has_left_of_its_beginning(whole_run, tmp_
     run("export", whole_run, "--out", tmp_path / "export")
     with exclusive(tmp_path / "run"):
         pass
-    import_folder(tmp_path / "export", tmp_path / "run")
+    import_(tmp_path / "export", out=tmp_path / "run")
     assert checkpoint_folder.steps(tmp_path / "run") == [0]
 
 

@@ -98,7 +98,7 @@ class Reference:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, whole_run):
     folder = tmp_path_factory.mktemp("errors") / "export"
-    export(whole_run, folder)
+    export(whole_run, out=folder)
     return folder
 
 
@@ -116,7 +116,7 @@ class TestProbabilities:
     @pytest.mark.parametrize("recipe", ["google", "modern"])
     def test_they_are_those_of_transformers(self, tmp_path, tiny_vocab, recipe):
         run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
-        export(run, tmp_path / "export", unfinished=True)
+        export(run, out=tmp_path / "export", unfinished=True)
         reference, detector, everything = Reference(tmp_path / "export/discriminator"), ef.load(run), []
         answers = detector.detect(iter(TEXTS))
         for text, answer in zip(TEXTS, answers, strict=True):

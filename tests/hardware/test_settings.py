@@ -12,7 +12,7 @@ from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.hardware import settings as hardware
 from electra_fast.hardware.settings import Measurement, measure, measure_products, shortest_times
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.model.compute import ComputeConfig, choose_compute, choose_precision
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
 from electra_fast.model.model import DiscriminatorHead
@@ -313,8 +313,8 @@ class TestAnotherDevice:
 class TestNothingRecorded:
     def test_an_import_chooses_afresh(self, run, validation_corpus, tmp_path, timed, monkeypatch):
         recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
-        export(run, tmp_path / "out", unfinished=True)
-        import_folder(tmp_path / "out", tmp_path / "again")
+        export(run, out=tmp_path / "out", unfinished=True)
+        import_(tmp_path / "out", out=tmp_path / "again")
         assert set(hardware_values(tmp_path / "again").values()) == {AUTO}
         timed(0.2, 0.1)
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):

@@ -19,7 +19,7 @@ from electra_fast.config.config import Config
 from electra_fast.config.presets import ADAPTATION
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model
 from electra_fast.model.model import Electra
 
@@ -58,7 +58,7 @@ def test_an_encoder_of_any_class_becomes_the_discriminator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     theirs = hf_folder(tmp_path / "model", name, **CLASSES[name])
-    import_folder(tmp_path / "model", tmp_path / "run", generator="small")
+    import_(tmp_path / "model", out=tmp_path / "run", generator="small")
     said, ours = capsys.readouterr().err, read_model(tmp_path / "run")
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     config = ours.config
@@ -79,7 +79,7 @@ def test_an_encoder_of_any_class_becomes_the_discriminator(
 @pytest.mark.parametrize(("num_heads", "fraction"), [(12, 0.25), (16, 0.25), (2, 0.5), (6, 1 / 3)])
 def test_a_small_generator_has_a_whole_number_of_heads(tmp_path: Path, num_heads: int, fraction: float) -> None:
     hf_folder(tmp_path / "model", "ElectraModel", hidden_size=96, num_attention_heads=num_heads)
-    import_folder(tmp_path / "model", tmp_path / "run", generator="small")
+    import_(tmp_path / "model", out=tmp_path / "run", generator="small")
     assert Config.load(tmp_path / "run" / "config.toml").generator.fraction == pytest.approx(fraction)
 
 
@@ -92,7 +92,7 @@ def test_the_first_layers_become_the_generator(
 ) -> None:
     """All of them: another copy, not the same weights."""
     theirs = hf_folder(tmp_path / "model", name)
-    import_folder(tmp_path / "model", tmp_path / "run", generator=f"same-layers:{num_layers}")
+    import_(tmp_path / "model", out=tmp_path / "run", generator=f"same-layers:{num_layers}")
     ours, said = read_model(tmp_path / "run"), capsys.readouterr().err
     assert ours.config.model.tying == "embeddings" and ours.config.generator_shape().num_layers == num_layers
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
@@ -121,15 +121,15 @@ def test_another_model_becomes_the_generator(
 ) -> None:
     theirs = hf_folder(tmp_path / "model", name)
     small = hf_folder(tmp_path / "small", small_name, seed=1, **HALF | settings)
-    import_folder(tmp_path / "model", tmp_path / "run", generator=tmp_path / "small")
+    import_(tmp_path / "model", out=tmp_path / "run", generator=tmp_path / "small")
     ours = read_model(tmp_path / "run")
     assert (ours.config.model.tying, ours.config.generator.embedding_size) == ("none", embedding_size)
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     assert_close(ours.generator_logits(IDS, MASK).detach(), hf_logits(small))
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     again = getattr(transformers, small_name).from_pretrained(tmp_path / "out" / "generator").eval()
     assert_close(hf_logits(again), hf_logits(small))
-    import_folder(tmp_path / "out", tmp_path / "again")
+    import_(tmp_path / "out", out=tmp_path / "again")
     assert read_model(tmp_path / "again").config.generator == ours.config.generator
     assert_close(read_model(tmp_path / "again").generator_logits(IDS, MASK).detach(), hf_logits(small))
 
@@ -140,7 +140,7 @@ def test_equal_embeddings_are_shared(tmp_path: Path) -> None:
     small.electra.embeddings.load_state_dict(model.embeddings.state_dict())
     small.save_pretrained(tmp_path / "small")
     (tmp_path / "small" / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    import_folder(tmp_path / "model", tmp_path / "run", generator=tmp_path / "small")
+    import_(tmp_path / "model", out=tmp_path / "run", generator=tmp_path / "small")
     ours = read_model(tmp_path / "run")
     assert ours.config.model.tying == "embeddings" and ours.embeddings is ours.generator_embeddings
 
@@ -152,9 +152,9 @@ def test_equal_embeddings_are_shared(tmp_path: Path) -> None:
 def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str) -> None:
     """With a projection beside the table, or multiplied into it."""
     whole = make_run(tmp_path / "run", recipe, {"model.embedding_size": 48})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     for number, generator in enumerate(("small", "same-layers:1", str(tmp_path / "run"), str(tmp_path / "out"))):
-        import_folder(tmp_path / source, tmp_path / str(number), generator=generator)
+        import_(tmp_path / source, out=tmp_path / str(number), generator=generator)
         ours = read_model(tmp_path / str(number))
         assert_close(ours.discriminator_logits(IDS, MASK).detach(), whole.discriminator_logits(IDS, MASK).detach())
     assert_close(ours.generator_logits(IDS, MASK).detach(), whole.generator_logits(IDS, MASK).detach())
@@ -165,7 +165,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     def refused(generator: str | Path | None, message: str) -> None:
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            import_folder(tmp_path / "model", tmp_path / "run", generator=generator)
+            import_(tmp_path / "model", out=tmp_path / "run", generator=generator)
         assert not (tmp_path / "run").exists()
 
     refused(None, "model: only the discriminator; training needs the generator too; make one with --generator small")

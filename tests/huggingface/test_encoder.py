@@ -255,7 +255,7 @@ MLM: Changes = {"objective.name": "mlm"}
 )
 def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, recipe: str, changes: Changes) -> None:
     model = make_run(tmp_path / "run", recipe, changes)
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     hidden = {role: own_hidden(model, role) for role in model.networks}
     assert len(hidden) == 1 + (changes != MLM)
     default = next(role for role in ("discriminator", "generator") if role in hidden)
@@ -280,7 +280,7 @@ def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, r
 
 def test_a_token_type_that_never_occurred_is_a_copy_of_the_other(tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit"})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     own = model.embeddings.token_type
     assert not torch.equal(own[0], own[1])
     for source in ("run", "run/checkpoints/step-3", "out", "out/generator"):
@@ -392,7 +392,7 @@ def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
 def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
     make_run(tmp_path / "mlm", "google", MLM)
     make_run(tmp_path / "run", "google", {})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     hf_folder(tmp_path / "base", "ElectraModel")
     with pytest.raises(ValueError, match="step-3: has no discriminator, only the generator"):
         load_encoder(tmp_path / "mlm", "discriminator")

@@ -22,7 +22,7 @@ from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning.error_detection import read_detector
 from electra_fast.huggingface.config import CLASSES
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
@@ -114,7 +114,7 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
     model = make_run(tmp_path / "run", recipe, changes)
     expected = logits(model)
     assert_same(logits(read_model(tmp_path / "run")), expected)
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == sorted({*expected, "encoder"})
     for role, tensor in expected.items():
         folder = tmp_path / "out" / role
@@ -133,7 +133,7 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
     back = read_model(tmp_path / "out")
     assert back.config.objective.name == model.config.objective.name
     assert_same(logits(back), expected)
-    import_folder(tmp_path / "out", tmp_path / "again")
+    import_(tmp_path / "out", out=tmp_path / "again")
     again = read_model(tmp_path / "again")
     assert_same(logits(again), expected)
     forgotten = {"data.corpus": "", "train.out": ""}
@@ -165,7 +165,7 @@ def type_tables(export_folder: Path) -> list[torch.Tensor]:
 def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path) -> None:
     """Only the export has the copy; transformers and a model loaded from the export agree on token type 1."""
     model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit", "model.tying": "none"})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
     for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
         assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[0]) and not torch.equal(own[0], own[1])
@@ -179,7 +179,7 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
     assert_same(typed, logits(model))  # those of token type 0
     edit_config(tmp_path / "out" / "generator", {"electra_fast_token_type_1_trained": "yes"})
     with pytest.raises(ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes' must be true or fals"):
-        import_folder(tmp_path / "out", tmp_path / "again")
+        import_(tmp_path / "out", out=tmp_path / "again")
 
 
 def others_folders(folder: Path) -> None:
@@ -192,8 +192,8 @@ def others_folders(folder: Path) -> None:
 def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_corpus: Path) -> None:
     config = Config.preset("tiny", "modern").override(sequence_length=16, steps=2, batch_size=4, lr=1e-3)
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "out")
-    import_folder(tmp_path / "out", tmp_path / "again")
+    export(tmp_path / "run", out=tmp_path / "out")
+    import_(tmp_path / "out", out=tmp_path / "again")
     optimizer = Config.load(tmp_path / "again" / "config.toml").optimizer
     assert (optimizer.warmup_steps, optimizer.learning_rate, optimizer.muon_learning_rate) == (-1, 1e-3, 0)
 
@@ -212,7 +212,7 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
         }
     )
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     was_copied = origin != "google"
     assert [torch.equal(*table) for table in type_tables(tmp_path / "out")] == [was_copied] * 2
     if origin == "others":
@@ -222,25 +222,25 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
             tensors = load_file(path)
             tensors["electra.embeddings.token_type_embeddings.weight"][1] += 1
             save_file(tensors, path, metadata={"format": "pt"})
-    import_folder(tmp_path / "out", tmp_path / "again")
+    import_(tmp_path / "out", out=tmp_path / "again")
     config = config.override({"data.packing": "best-fit"})
     pretrain(tiny_corpus, config=config, out=tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-2")
     pretrain(tiny_corpus, config=config, out=tmp_path / "again")
-    export(tmp_path / "again", tmp_path / "more")
+    export(tmp_path / "again", out=tmp_path / "more")
     was_copied = origin == "best-fit"
     assert [torch.equal(*table) for table in type_tables(tmp_path / "more")] == [was_copied] * 2
     for role in ("discriminator", "generator"):
         table = json.loads((tmp_path / "more" / role / "config.json").read_text(encoding="utf-8"))
         assert table["electra_fast_token_type_1_trained"] is not was_copied
     trained = type_tables(tmp_path / "more")
-    export(tmp_path / "more", tmp_path / "last")  # folders to folders
+    export(tmp_path / "more", out=tmp_path / "last")  # folders to folders
     assert all(map(torch.equal, type_tables(tmp_path / "last"), trained))
 
 
 def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "modern", {})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     table = json.loads((tmp_path / "out" / "discriminator" / "config.json").read_text(encoding="utf-8"))
     older = {"global_attn_every_n_layers": 1, "global_rope_theta": 10_000.0, "local_rope_theta": 10_000.0}
     assert older.items() <= table.items()
@@ -259,7 +259,7 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
         for own, new in zip(model.parameters(), fresh.parameters(), strict=True):
             own.copy_(new)
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=9), keep=1)
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     back = read_model(tmp_path / "out")
     assert back.embeddings is back.generator_embeddings
     for name in ("embeddings.token", "discriminator.projection.weight", "generator_head.projection.weight"):
@@ -269,7 +269,7 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
 
 def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
     expected = logits(make_run(tmp_path / "run", "modern", {"model.embedding_size": 48}))
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     discriminator = read_model(tmp_path / "out" / "discriminator")
     assert_same(logits(discriminator), {"discriminator": expected["discriminator"]})
     with pytest.raises(ValueError, match="read from the discriminator alone and has no generator"):
@@ -279,9 +279,9 @@ def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="generator only .* and no discriminator"):
         generator.discriminator_logits(IDS)
     with pytest.raises(ValueError, match="only the discriminator; training needs the generator too"):
-        import_folder(tmp_path / "out" / "discriminator", tmp_path / "again")
+        import_(tmp_path / "out" / "discriminator", out=tmp_path / "again")
     with pytest.raises(ValueError, match="only the discriminator; export needs the generator too"):
-        export(tmp_path / "out" / "discriminator", tmp_path / "more")
+        export(tmp_path / "out" / "discriminator", out=tmp_path / "more")
     assert not (tmp_path / "again").exists() and not (tmp_path / "more").exists()
 
 
@@ -290,7 +290,7 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
     """`transformers` reads it without a missing tensor; for us the folder is what it was without it."""
     run, out = tmp_path / "run", tmp_path / "out"
     make_run(run, recipe, {"model.embedding_size": 48, "data.packing": "best-fit"})
-    export(run, out)
+    export(run, out=out)
     name = "ElectraModel" if recipe == "google" else "ModernBertModel"
     encoder, info = transformers.AutoModel.from_pretrained(out / "encoder", output_loading_info=True)
     assert type(encoder).__name__ == name and {key: value for key, value in info.items() if value} == {}
@@ -317,7 +317,7 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
 
 def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {"objective.name": "replace-mlm", "data.masking": "tokens"})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     hf_model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "encoder")
     assert_same({"encoder": hf_logits(hf_model)}, {"encoder": read_model(tmp_path / "out").encoder_logits(IDS, MASK)})
     shutil.copytree(tmp_path / "out" / "generator", tmp_path / "out" / "discriminator")
@@ -327,7 +327,7 @@ def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
 
 def test_a_detector_of_one_label_as_in_earlier_exports_is_read(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "modern", {})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     expected = logits(read_model(tmp_path / "out"))
     path = tmp_path / "out" / "discriminator" / "model.safetensors"
     tensors = load_file(path)
@@ -343,7 +343,7 @@ def test_a_detector_of_one_label_as_in_earlier_exports_is_read(tmp_path: Path) -
 def test_a_tagger_is_no_detector(tmp_path: Path, labels: dict[str, str] | None) -> None:
     """The class of ModernBERT's detector is also that of taggers; only the labels tell."""
     make_run(tmp_path / "run", "modern", {})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     edit_config(tmp_path / "out" / "discriminator", {"id2label": labels})
     for read in (read_model, lambda folder: load_encoder(folder, "discriminator"), read_detector):
         with pytest.raises(ValueError, match="config.json: id2label = .* has the labels original and replaced"):
@@ -353,29 +353,29 @@ def test_a_tagger_is_no_detector(tmp_path: Path, labels: dict[str, str] | None) 
 
 def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     before = (tmp_path / "out" / "generator" / "model.safetensors").read_bytes()
     model = read_model(tmp_path / "run")
     with torch.no_grad():
         model.generator_head.bias.add_(1)
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=4), keep=2)
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     assert (tmp_path / "out" / "generator" / "model.safetensors").read_bytes() != before
-    export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
+    export(tmp_path / "run" / "checkpoints" / "step-3", out=tmp_path / "out")
     assert (tmp_path / "out" / "generator" / "model.safetensors").read_bytes() == before
 
     note = tmp_path / "out" / "notes.txt"
     note.write_text("mine", encoding="utf-8")
     with pytest.raises(ValueError, match="out: not empty and not an earlier export; choose another folder"):
-        export(tmp_path / "run", tmp_path / "out")
+        export(tmp_path / "run", out=tmp_path / "out")
     with pytest.raises(ValueError, match="run: not empty; choose another folder for the run"):
-        import_folder(tmp_path / "out", tmp_path / "run")
+        import_(tmp_path / "out", out=tmp_path / "run")
     with pytest.raises(ValueError, match="is a file; choose another folder"):
-        export(tmp_path / "run", note)
+        export(tmp_path / "run", out=note)
     assert note.read_text(encoding="utf-8") == "mine"
     note = note.rename(tmp_path / "out" / "encoder" / "notes.txt")
     with pytest.raises(ValueError, match=r"encoder/notes\.txt is not of the earlier export and would be lost; move it"):
-        export(tmp_path / "run", tmp_path / "out")
+        export(tmp_path / "run", out=tmp_path / "out")
     assert note.read_text(encoding="utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "vocab.txt"]
 
@@ -387,9 +387,9 @@ def test_a_failing_export_leaves_nothing_half_written(tmp_path: Path, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr("electra_fast.huggingface.folder.write_tensors", Mock(side_effect=error))
             with pytest.raises(OSError, match="out: not written: .*No space left on device"):
-                export(tmp_path / "run", tmp_path / "out")
+                export(tmp_path / "run", out=tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == names
-        export(tmp_path / "run", tmp_path / "out")
+        export(tmp_path / "run", out=tmp_path / "out")
     read_model(tmp_path / "out")
 
 
@@ -399,7 +399,7 @@ def test_places_without_a_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no model here .looked for checkpoints/"):
         read_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="none: no such folder"):
-        import_folder(tmp_path / "none", tmp_path / "run")
+        import_(tmp_path / "none", out=tmp_path / "run")
     (tmp_path / "generator").mkdir()
     with pytest.raises(FileNotFoundError, match="generator/config.json: no such file"):
         read_model(tmp_path)
@@ -409,7 +409,7 @@ def test_places_without_a_model_are_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {})
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
-        export(tmp_path / "run", tmp_path / "out")
+        export(tmp_path / "run", out=tmp_path / "out")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
     with pytest.raises(FileNotFoundError, match="run: no checkpoint here"):
         read_model(tmp_path / "run")

@@ -21,7 +21,7 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface import weights as huggingface_weights
 from electra_fast.huggingface.config import CLASSES, preset_of_size
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model, write_model
 from electra_fast.model.model import Electra
 
@@ -85,10 +85,10 @@ def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int,
         for role, found in logits(model).items():
             expected = hf_models[role](input_ids=IDS, attention_mask=MASK).logits
             assert (found - expected.view(found.shape)).abs().max() <= 1e-5
-    import_folder(tmp_path / "released", tmp_path / "run")
+    import_(tmp_path / "released", out=tmp_path / "run")
     again = logits(read_model(tmp_path / "run"))
     assert all(torch.equal(again[role], tensor) for role, tensor in logits(model).items())
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "generator")
     assert tokenizer("The cats")["input_ids"] == [2, 5, 6, 7, 3]
 
@@ -122,17 +122,17 @@ def test_encoders_without_heads_continue_with_new_ones(
     with pytest.raises(ValueError, match="bare/discriminator: an encoder without a head; fine-tune"):
         read_model(tmp_path / "bare")
     capsys.readouterr()
-    import_folder(tmp_path / "bare", tmp_path / "run")
+    import_(tmp_path / "bare", out=tmp_path / "run")
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == [f"note: {role}_head: not in the folder, so it starts untrained" for role in expected]
     found = read_model(tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "again")
+    export(tmp_path / "run", out=tmp_path / "again")
     for role in expected:
         again = transformers.AutoModel.from_pretrained(tmp_path / "again" / role).eval()
         with torch.no_grad():
             assert (again(input_ids=IDS, attention_mask=MASK).last_hidden_state - expected[role]).abs().max() < 1e-5
     assert found.config.objective.name == "electra" and logits(found)["generator"].isfinite().all()
-    import_folder(tmp_path / "bare" / "discriminator", tmp_path / "alone")  # a masked language model with a new head
+    import_(tmp_path / "bare" / "discriminator", out=tmp_path / "alone")  # a masked language model with a new head
     assert read_model(tmp_path / "alone").config.objective.name == "mlm"
 
 
@@ -157,10 +157,10 @@ def test_masked_language_models_of_other_types_come_in_and_go_out(
         outputs = model(input_ids=IDS, attention_mask=MASK)
     expected = outputs["prediction_logits" if name == "BertForPreTraining" else "logits"]
     assert_same(logits(read_model(tmp_path / "model")), {"generator": expected})
-    import_folder(tmp_path / "model", tmp_path / "run")
+    import_(tmp_path / "model", out=tmp_path / "run")
     trained = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")).token_type_1_trained
     assert trained == name.startswith("Bert")
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "generator").eval()
     with torch.no_grad():
         assert_same({"generator": again(input_ids=IDS, attention_mask=MASK).logits}, {"generator": expected})

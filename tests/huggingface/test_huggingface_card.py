@@ -15,11 +15,11 @@ from transformers import AutoModel
 
 from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.training.pretrain import pretrain
 
 TRAIN = {"steps": 3, "batch_size": 4, "log_every": 2, "checkpoint_every": 2, "eval_every": 0}
-HUB = {"datasets": ["acme/webtext", "squad"], "base_model": "google/electra-base"}
+TEXTS, BASE = ["acme/webtext", "squad"], {"base_model": "google/electra-base"}
 REMARK = "Token type 1 never occurred in training."
 
 
@@ -32,7 +32,7 @@ def trained(folder: Path, corpus: Path, recipe: str, packing: str, **changes: ob
 @pytest.mark.parametrize(("recipe", "packing"), [("google", "examples"), ("paper", "best-fit"), ("modern", "best-fit")])
 def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: str, packing: str) -> None:
     config = trained(tmp_path / "run", tiny_corpus, recipe, packing)
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     tokens = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["tokens"]
     detector = "token-classification" if recipe == "modern" else None
     pipelines = {"encoder": "feature-extraction", "discriminator": detector, "generator": "fill-mask"}
@@ -65,14 +65,17 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
 @pytest.mark.parametrize(
     ("told", "found"),
     [
-        ({"languages": ["no"], "license": "apache-2.0"}, {"language": ["no"], "license": "apache-2.0"}),
-        ({"languages": ["hu", "zh-Hant"], **HUB}, {"language": ["hu", "zh-Hant"], **HUB}),
+        ({"language": ["no"], "license": "apache-2.0"}, {"language": ["no"], "license": "apache-2.0"}),
+        (
+            {"language": ["hu", "zh-Hant"], "dataset": TEXTS, **BASE},
+            {"language": ["hu", "zh-Hant"], "datasets": TEXTS, **BASE},
+        ),
     ],
 )
 def test_cards_say_what_they_are_told(
     tmp_path: Path, whole_run: Path, told: dict[str, Any], found: dict[str, Any]
 ) -> None:
-    export(whole_run, tmp_path / "out", **told)
+    export(whole_run, out=tmp_path / "out", **told)
     evaluation = json.loads((whole_run / "evaluations.jsonl").read_text().splitlines()[-1])
     for role in ("discriminator", "generator"):
         card = ModelCard.load(tmp_path / "out" / role / "README.md")
@@ -87,48 +90,48 @@ def test_cards_say_what_they_are_told(
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"languages": ["Hungarian"]}, "language 'Hungarian' is not a code such as hu, en or zh-Hant"),
-        ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
+        ({"language": ["Hungarian"]}, "language 'Hungarian' is not a code such as hu, en or zh-Hant"),
+        ({"language": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
         ({"license": "Apache 2.0"}, "license 'Apache 2.0' is not an identifier such as apache-2.0"),
-        ({"datasets": ["texts/de/part"]}, "'texts/de/part' is not a name on the Hugging Face Hub, such as owner/name"),
+        ({"dataset": ["texts/de/part"]}, "'texts/de/part' is not a name on the Hugging Face Hub, such as owner/name"),
         ({"base_model": "./model"}, "'./model' is not a name on the Hugging Face Hub"),
     ],
 )
 def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        export(whole_run, tmp_path / "out", **told)
+        export(whole_run, out=tmp_path / "out", **told)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpus: Path) -> None:
-    trained(tmp_path / "run", tiny_corpus, "google", "google")
+    trained(tmp_path / "run", tiny_corpus, "google", "examples")
     earlier = tmp_path / "run" / "checkpoints" / "step-2"
     with pytest.raises(ValueError, match=r"step-2: at step 2 of 3; finish it with .* or export it .* --unfinished"):
-        export(earlier, tmp_path / "out")
+        export(earlier, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    export(earlier, tmp_path / "out", unfinished=True)
+    export(earlier, out=tmp_path / "out", unfinished=True)
     text = (tmp_path / "out" / "discriminator" / "README.md").read_text(encoding="utf-8")
     assert "2 of 3 steps of 4 rows" in text and "- exported before its training was finished" in text
-    export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
+    export(tmp_path / "run" / "checkpoints" / "step-3", out=tmp_path / "out")
     assert "unfinished" not in (tmp_path / "out" / "discriminator" / "README.md").read_text(encoding="utf-8")
     settings = tmp_path / "run" / "config.toml"
     settings.write_text(settings.read_text().replace("steps = 3 ", "steps = 5 "), encoding="utf-8")
-    export(tmp_path / "run", tmp_path / "out")  # whatever is planned, the checkpoint ends a schedule
+    export(tmp_path / "run", out=tmp_path / "out")  # whatever is planned, the checkpoint ends a schedule
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
     settings.write_text(settings.read_text().replace("steps = 5 ", "steps = 2 "), encoding="utf-8")
-    export(tmp_path / "run", tmp_path / "out")  # the run was told to end here
+    export(tmp_path / "run", out=tmp_path / "out")  # the run was told to end here
 
 
 def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: Path) -> None:
     trained(tmp_path / "run", tiny_corpus, "google", "best-fit", **{"objective.name": "mlm"})
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     text = (tmp_path / "out" / "generator" / "README.md").read_text(encoding="utf-8")
     assert "# Masked language model" in text and "objective `mlm`" in text
-    import_folder(tmp_path / "out", tmp_path / "again")
-    export(tmp_path / "again", tmp_path / "more")
+    import_(tmp_path / "out", out=tmp_path / "again")
+    export(tmp_path / "again", out=tmp_path / "more")
     text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
     assert "Exported from Hugging Face folders" in text and "steps of" not in text and REMARK in text
     pretrain(tiny_corpus, config=Config.load(tmp_path / "again" / "config.toml"), out=tmp_path / "again")
-    export(tmp_path / "again", tmp_path / "more")
+    export(tmp_path / "again", out=tmp_path / "more")
     text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
     assert "continued from an imported model" in text and "3 of 3 steps" in text and REMARK in text

@@ -24,7 +24,7 @@ from torch import Tensor
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import ElectraFastError
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.onnx import write_onnx
 from electra_fast.model.attention import AttentionMask
@@ -54,7 +54,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Architecture and folder of an export; token type 1 of the first never occurred in training."""
     folder = tmp_path_factory.mktemp(request.param)
     make_run(folder / "run", *RECIPES[request.param])
-    export(folder / "run", folder / "out")
+    export(folder / "run", out=folder / "out")
     return request.param, folder / "out"
 
 
@@ -159,8 +159,8 @@ def test_trainer(exported: Export, tmp_path: Path) -> None:
     if architecture == "bert":
         model.base_model.save_pretrained(tmp_path / "pair" / "generator")  # to continue its pre-training, and export it
         tokenizer.save_pretrained(tmp_path / "pair" / "generator")
-        import_folder(tmp_path / "pair", tmp_path / "run")
-        export(tmp_path / "run", tmp_path / "again")
+        import_(tmp_path / "pair", out=tmp_path / "run")
+        export(tmp_path / "run", out=tmp_path / "again")
         assert_read_back(tmp_path / "again", model.base_model, out / "encoder")
 
 
@@ -248,7 +248,7 @@ def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
 
 def test_onnx_of_a_detector_with_local_attention(tmp_path: Path) -> None:
     make_run(tmp_path / "run", *RECIPES["modernbert"])
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     folder = tmp_path / "out/discriminator"
     write_onnx(folder, "logits")
     assert_onnx_agrees(folder, "logits", transformers.AutoModelForTokenClassification.from_pretrained(folder))
@@ -272,7 +272,7 @@ def test_export_with_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     save_file(tensors | {name: tensors[name] + 1e-3}, whole, {"format": "pt"})
     monkeypatch.setattr(torch.onnx, "export", lambda model, inputs, path, **_: shutil.copyfile(stale, path))
     with pytest.raises(ElectraFastError, match="^encoder/model.onnx: onnxruntime's last_hidden_state differs .* by"):
-        export(out, tmp_path / "never", onnx=True)
+        export(out, out=tmp_path / "never", onnx=True)
     assert not (tmp_path / "never").exists() and len(list(tmp_path.iterdir())) == 4
     monkeypatch.setattr("electra_fast.huggingface.onnx.find_spec", lambda name: None if "script" in name else "here")
     done = in_process.run("export", run, "--out", out, "--onnx")

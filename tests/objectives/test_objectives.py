@@ -129,9 +129,9 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     assert (found["discriminator_auc"] is not None) == has_detector
     if "plain" in name:
         with pytest.raises(ValueError, match='no class of transformers has model.heads = "plain"'):
-            ef.export(tmp_path / "run", tmp_path / "hf")
+            ef.export(tmp_path / "run", out=tmp_path / "hf")
         return
-    ef.export(tmp_path / "run", tmp_path / "hf")
+    ef.export(tmp_path / "run", out=tmp_path / "hf")
     ours, theirs = ef.load(tmp_path / "run").model, ef.load(tmp_path / "hf").model
     names = {f"{role}_logits" for role in ours.networks}
     ids = torch.randint(5, 20, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -147,7 +147,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     encoder, again = load_encoder(tmp_path / "run"), load_encoder(tmp_path / "hf")
     assert encoder.content_hash == again.content_hash
     assert torch.equal(encoder.state["embeddings.token"], ours.embeddings.token)
-    ef.import_folder(tmp_path / "hf", tmp_path / "imported")
+    ef.import_(tmp_path / "hf", out=tmp_path / "imported")
     assert ef.load(tmp_path / "imported").model.config.objective == ours.config.objective
     few = settings.override({"train.steps": "2", "optimizer.warmup_steps": "1", "train.eval_every": "0"})
     assert pretrain(validation_corpus, config=few, out=tmp_path / "imported").step == 2
@@ -158,7 +158,7 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
     settings = tiny_config(**VARIANTS["all-tokens-mlm"] | {"train.steps": "2", "train.eval_every": "0"})
     pretrain(validation_corpus, config=settings, out=tmp_path / "run")
     capsys.readouterr()
-    ef.export(tmp_path / "run", tmp_path / "hf")
+    ef.export(tmp_path / "run", out=tmp_path / "hf")
     assert "note: copy_head: not exported, since no class of transformers has this head" in capsys.readouterr().err
     assert (
         "the head that decides whether to copy a token is left out" in (tmp_path / "hf/encoder/README.md").read_text()
@@ -171,7 +171,7 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
         with torch.no_grad():
             expected = getattr(ef.load(tmp_path / "run").model, f"{role}_logits")(ids)
             assert (theirs.eval()(ids).logits - expected).abs().max() < 1e-5
-    ef.import_folder(tmp_path / "hf", tmp_path / "again")
+    ef.import_(tmp_path / "hf", out=tmp_path / "again")
     assert "note: copy_head: not in the folder, so it starts untrained" in capsys.readouterr().err
 
 
@@ -179,7 +179,7 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
     """An export has none: it is evaluated, and an import trains, on those of the corpus."""
     changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
-    ef.export(tmp_path / "run", tmp_path / "hf")
+    ef.export(tmp_path / "run", out=tmp_path / "hf")
     expected = ef.evaluate(tmp_path / "run", validation_corpus)
     assert "note" not in capsys.readouterr().err
     found = ef.evaluate(tmp_path / "hf", validation_corpus)
@@ -188,7 +188,7 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert "token counts are not exported; those of the corpus are used" in capsys.readouterr().err
 
-    ef.import_folder(tmp_path / "hf", tmp_path / "imported")
+    ef.import_(tmp_path / "hf", out=tmp_path / "imported")
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "imported")
     table = alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts()))
     for name in ("run", "imported"):

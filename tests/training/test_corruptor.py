@@ -50,7 +50,7 @@ def runs(tmp_path_factory, validation_corpus):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, whole_run):
     folder = tmp_path_factory.mktemp("exported") / "hf"
-    ef.export(whole_run, folder)
+    ef.export(whole_run, out=folder)
     return folder
 
 
@@ -308,7 +308,7 @@ def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_co
     refused(f"{other} cannot corrupt this text: {other / 'tokenizer'}", other)
 
     unigram = save_run(tmp_path / "unigram", validation_corpus, **VARIANTS["unigram"])
-    ef.export(unigram, tmp_path / "hf", unfinished=True)
+    ef.export(unigram, out=tmp_path / "hf", unfinished=True)
     refused(f"{tmp_path / 'hf'}: a unigram generator's token counts are not exp", tmp_path / "hf")
     # As the model it has a discriminator that reads any text.
     report = evaluate(tmp_path / "hf", validation_corpus, corrupted_by=unigram, max_batches=1, mlm_examples=1)

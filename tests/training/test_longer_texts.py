@@ -13,7 +13,7 @@ from electra_fast.checkpoint import lengthened
 from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.config import CLASSES
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model
 from electra_fast.training.pretrain import pretrain
 
@@ -58,7 +58,7 @@ def test_a_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, 
     record = json.loads((tmp_path / "run" / "changes.jsonl").read_text())
     assert record["step"] == 2 and record["changes"].keys() == long.keys()
 
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", out=tmp_path / "out")
     model = read_model(tmp_path / "out")
     ids = torch.randint(5, model.config.model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     folder = tmp_path / "out" / "discriminator"
@@ -92,8 +92,8 @@ def test_learned_positions_and_their_moments_repeat(validation_corpus, tmp_path)
 def test_an_import_grows_when_its_training_starts(validation_corpus, tmp_path):
     """Without a permission: nothing has been trained with other sizes here."""
     pretrain(validation_corpus, config=tiny_config("modern", **SMALL, **{"train.steps": "1"}), out=tmp_path / "first")
-    export(tmp_path / "first", tmp_path / "out")
-    import_folder(tmp_path / "out", tmp_path / "run")
+    export(tmp_path / "first", out=tmp_path / "out")
+    import_(tmp_path / "out", out=tmp_path / "run")
     longer = Config.load(tmp_path / "run/config.toml", GROWN | {"model.rope_theta": "160000", "train.steps": "1"})
     pretrain(validation_corpus, config=longer, out=tmp_path / "run")
     assert read_model(tmp_path / "run").config.model.rope_theta == 160_000

@@ -19,7 +19,7 @@ from electra_fast.data.prepare_report import contents
 from electra_fast.errors import InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import trainer
@@ -168,8 +168,8 @@ def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_pa
     size = Corpus(validation_corpus).vocab_size + 6
     few = {"model.vocab_size": str(size), "train.steps": "2", "train.eval_every": "0"}
     pretrain(validation_corpus, config=tiny_config(**few), out=tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "hf")
-    import_folder(tmp_path / "hf", tmp_path / "again")
+    export(tmp_path / "run", out=tmp_path / "hf")
+    import_(tmp_path / "hf", out=tmp_path / "again")
     pretrain(validation_corpus, config=tiny_config(**few | {"model.vocab_size": "0"}), out=tmp_path / "again")
     table = read_model(tmp_path / "again").generator_head.bias
     assert len(table) == size and table[:-6].all() and not table[-6:].any()

@@ -229,19 +229,14 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import export
 
-    named = _named(options, "unfinished", "onnx", "license", "base_model")
-    out = export(options.source, options.out, languages=options.language, datasets=options.dataset, **named)
-    say(f"{out}: loads with transformers' from_pretrained{'' if isinstance(out, Path) else ' once it is downloaded'}")
+    names = ("out", "unfinished", "onnx", "language", "license", "dataset", "base_model")
+    _print_result(export(options.run, **_named(options, *names)), options)
 
 
 def _import(options: argparse.Namespace) -> None:
-    from electra_fast.huggingface.export import import_folder
+    from electra_fast.huggingface.export import import_
 
-    import_folder(options.directory, options.out, generator=options.generator)
-    say(
-        f"{options.out}: a run at step 0 with a new learning-rate schedule and no optimizer state; "
-        f"train it with `electra-fast pretrain CORPUS --out {options.out}`"
-    )
+    _print_result(import_(options.model, **_named(options, "out", "generator")), options)
 
 
 def _flops(options: argparse.Namespace) -> None:
@@ -335,8 +330,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> None:
     from electra_fast.run_report.report import report
 
-    report(options.runs, options.out)
-    show([str(options.out)])
+    _print_result(report(options.runs, out=options.out), options)
 
 
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {

@@ -262,7 +262,7 @@ def _reproduce(sub: Parser) -> None:
 
 
 def _export(sub: Parser) -> None:
-    _path(sub, "source", "run or checkpoint", "RUN")
+    _path(sub, "run", "run or checkpoint", "RUN")
     _option(sub, "--out", None, "output folder, or URL in an object store, such as s3://bucket/model", required=True)
     _flag(sub, "--unfinished", "export a run that has steps left")
     _flag(sub, "--onnx", "also write model.onnx, compared with torch by onnxruntime")
@@ -270,16 +270,18 @@ def _export(sub: Parser) -> None:
     _option(sub, "--license", None, "license of the model, for the model card, e.g. apache-2.0", "NAME")
     _several(sub, "--dataset", "OWNER/NAME,...", "training texts on the Hugging Face Hub, for the model card")
     _option(sub, "--base-model", None, "the imported model on the Hub, for the model card", "OWNER/NAME")
+    _add_json(sub)
 
 
 def _import(sub: Parser) -> None:
-    _path(sub, "directory", "folder with discriminator/ and generator/, or one model")
+    _path(sub, "model", "folder with discriminator/ and generator/, or one model", "MODEL")
     _path(sub, "--out", "run folder", required=True)
     help = (
         "adapt one encoder to other text by replaced-token detection, with a new small generator, copies of its first "
         "N layers, or another masked language model of its vocabulary"
     )
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
+    _add_json(sub)
 
 
 def _doctor(sub: Parser) -> None:
@@ -311,6 +313,7 @@ def _plan(sub: Parser) -> None:
 def _report(sub: Parser) -> None:
     _path(sub, "runs", "run, fine-tuning, or folder with such inside", "RUN", nargs="+")
     _path(sub, "--out", "page to write", "FILE.html", default=Path("report.html"))
+    _add_json(sub)
 
 
 # In the order of work.

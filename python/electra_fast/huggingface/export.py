@@ -1,10 +1,11 @@
-"""`export` and `import_folder`: conversion between runs and Hugging Face folders."""
+"""`export` and `import_`: conversion between runs and Hugging Face folders."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS, networks_of
+from electra_fast.results import Result
 
 # What tells a folder of ours: in the file that is uploaded last, and in the first one.
 _MARKS = {"config.json": f'"{OWN_KEY}"'.encode(), "README.md": b"exported by electra-fast"}
@@ -37,17 +39,48 @@ _NAMES = {*_MARKS, *FILES, "model.safetensors", ONNX_FILE}
 _ONNX_OUTPUTS = {"encoder": "last_hidden_state", "discriminator": "logits"}
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class ExportResult(Result):
+    """The result of `export`: where it is, a URL as a string, and its folders."""
+
+    out: Path | str
+    folders: list[str]
+    onnx: dict[str, str]
+    """How each ONNX file compares with torch, by its path within `out`."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields where the folders are, then a line per ONNX file."""
+        once = "" if isinstance(self.out, Path) else ", once they are downloaded"
+        yield f"{self.out}: {', '.join(self.folders)} load with transformers' from_pretrained{once}"
+        yield from (f"{self.out}/{name}: {comparison}" for name, comparison in self.onnx.items())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImportResult(Result):
+    """The result of `import_`: the run's folder, and its networks."""
+
+    out: Path
+    networks: list[str]
+
+    def lines(self) -> Iterator[str]:
+        """Yields how to continue."""
+        yield (
+            f"{self.out}: a run at step 0 with a new learning-rate schedule and no optimizer state; train it with "
+            f"`electra-fast pretrain CORPUS --out {self.out}`"
+        )
+
+
 def export(
-    source: str | Path,
-    out: str | Path,
+    run: str | Path,
     *,
+    out: str | Path,
     unfinished: bool = False,
     onnx: bool = False,
-    languages: Sequence[str] = (),
+    language: str | Sequence[str] = (),
     license: str | None = None,
-    datasets: Sequence[str] = (),
+    dataset: str | Sequence[str] = (),
     base_model: str | None = None,
-) -> Path | str:
+) -> ExportResult:
     """Writes out/encoder, out/discriminator and out/generator, each with tokenizer and model card, for `transformers`.
 
     encoder/ is the model to fine-tune or to use elsewhere: the discriminator's encoder without a head or, for the
@@ -56,26 +89,24 @@ def export(
     error. If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
 
     Args:
-        source: A run (its latest checkpoint), a checkpoint, or Hugging Face folders.
+        run: A run (its latest checkpoint), a checkpoint, or Hugging Face folders.
         out: Output folder; an earlier export is replaced atomically. Or a URL in an object store, such as
             `s3://bucket/model`; an earlier export there is not loadable until the new one is complete.
         unfinished: Export even if the run has steps left.
         onnx: Also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits), compared with
             torch. Needs the packages of the extra `onnx`.
-        languages: Codes of the text's languages, such as `hu`, for the model card.
+        language: Code of the text's language, such as `hu`, or several, for the model card.
         license: Identifier of the model's license, such as `apache-2.0`, for the model card.
-        datasets: Names of the training texts on the Hugging Face Hub, for the model card.
+        dataset: Name of the training text on the Hugging Face Hub, or several, for the model card.
         base_model: Name on the Hub of the model that an import started from, for the model card.
-
-    Returns `out`, a URL as a string.
 
     Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export; ElectraFastError if
     the outputs of an ONNX file are wrong; OSError if an upload fails, with the local folder that has the export then.
     """
-    source, target = Path(source), location(out)
+    source, target = Path(run), location(out)
     if onnx:
         require_packages()
-    about = metadata(languages, license, datasets, base_model)
+    about = metadata(_listed(language), license, _listed(dataset), base_model)
     if isinstance(target, str):
         is_free, names = _is_free_in_store(target), [name for name, _ in list_objects(target)]
     else:
@@ -101,7 +132,8 @@ def export(
     if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
 
-    measured: list[str] = []
+    folders: list[str] = []
+    measured: dict[str, str] = {}
 
     def write_role(folder: Path, role: str, headless: bool = False) -> None:
         shape = model.config.model
@@ -113,6 +145,7 @@ def export(
         has_onnx = onnx and folder.name in _ONNX_OUTPUTS
         card = model_card(model.config, role, sizes, source_origin, about, headless=headless, has_onnx=has_onnx)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        folders.append(folder.name)
 
     def write(folder: Path) -> None:
         for role in model.networks:
@@ -121,28 +154,30 @@ def export(
             write_role(folder / "encoder", next(role for role in PARTS if role in model.networks), headless=True)
         for name, output in _ONNX_OUTPUTS.items() if onnx else ():
             if (folder / name).is_dir():
-                measured.append(f"{target}/{name}/{ONNX_FILE}: {write_onnx(folder / name, output)}")
+                measured[f"{name}/{ONNX_FILE}"] = write_onnx(folder / name, output)
 
     if isinstance(target, str):
         _write_to_store(target, write)
     else:
         _write_folder(target, write)
-    for line in measured:
-        say(line)
-    return target
+    return ExportResult(target, sorted(folders), measured)
 
 
-def import_folder(directory: str | Path, out: str | Path, *, generator: str | Path | None = None) -> None:
+def _listed(names: str | Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def import_(model: str | Path, *, out: str | Path, generator: str | Path | None = None) -> ImportResult:
     """Creates a run at step 0 from Hugging Face folders, which `pretrain` can continue.
 
-    `directory` holds an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
+    `model` holds an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
     those without a head get a new one. Sizes and tying come from the folders, the rest of config.toml from the exported
     run or, for other models, from the preset of that size. The learning-rate schedule restarts, with a warmup of 5% of
     the steps unless set, and peak rates derived from the steps if those of the exported run were; precision, attention
     backend and execution are `auto` again.
 
     Args:
-        directory: The folders. With `generator`, one encoder: a folder of any class, an export, a run or a checkpoint.
+        model: The folders. With `generator`, one encoder: a folder of any class, an export, a run or a checkpoint.
         out: The run's folder, missing or empty.
         generator: Makes a run for replaced-token detection from one encoder, with the settings of
             `config.presets.ADAPTATION`. "small": a new generator of about a quarter of its width, which shares its
@@ -151,20 +186,21 @@ def import_folder(directory: str | Path, out: str | Path, *, generator: str | Pa
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
-    source, out = Path(directory), Path(out)
+    source, out = Path(model), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    model = _read_to_continue(source) if generator is None else read_with_generator(source, str(generator))
-    tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
+    electra = _read_to_continue(source) if generator is None else read_with_generator(source, str(generator))
+    tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
 
     def write(folder: Path) -> None:
-        copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[model.config.model.architecture])
-        (folder / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
-        trained = _with_trained_types(source, origin(source), model).token_type_1_trained
+        copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[electra.config.model.architecture])
+        (folder / "config.toml").write_text(electra.config.to_toml(), encoding="utf-8")
+        trained = _with_trained_types(source, origin(source), electra).token_type_1_trained
         state = TrainState(imported=True, token_type_1_trained=trained)
-        checkpoint.save(folder, model, None, state, keep=1)
+        checkpoint.save(folder, electra, None, state, keep=1)
 
     _write_folder(out, write)
+    return ImportResult(out, list(electra.networks))
 
 
 def _read_to_continue(source: Path) -> Electra:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
+from electra_fast.results import Result
 from electra_fast.run_report.runs import (
     FinetuningRun,
     PretrainingRun,
@@ -25,7 +27,22 @@ from electra_fast.run_report.runs import (
 _MISSING = object()
 
 
-def report(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
+@dataclass(frozen=True, eq=False, repr=False)
+class Report(Result):
+    """The result of `report`: the page, and the names of the runs on it."""
+
+    out: Path
+    pretraining: list[str]
+    finetuning: list[str]
+
+    def lines(self) -> Iterator[str]:
+        """Yields the page's path."""
+        yield str(self.out)
+
+
+def report(
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str] = "report.html"
+) -> Report:
     """Writes one self-contained HTML page about runs.
 
     Args:
@@ -57,6 +74,7 @@ def report(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out:
     finetunings = [read_finetuning(each, names[each]) for each in folders if not is_pretraining(each)]
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     replace_file(Path(out), _page(pretrainings, finetunings))
+    return Report(Path(out), [run.name for run in pretrainings], [run.name for run in finetunings])
 
 
 def _page(pretrainings: Sequence[PretrainingRun], finetunings: Sequence[FinetuningRun]) -> str:
