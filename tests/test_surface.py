@@ -5,6 +5,7 @@ import re
 import pytest
 from in_process import run
 
+import electra_fast as ef
 from electra_fast.cli.arguments import MAX_SHOWN, KeyOption
 from electra_fast.cli.parser import CONFIGURED, build_parser
 from electra_fast.errors import InputError
@@ -67,11 +68,15 @@ OTHER_TOOLS = {
     "null_score_diff_threshold n_best_size max_answer_length model_name train_batch_size normalize_embeddings "
     "overwrite_output_dir resume_from_checkpoint gradient_accumulation_steps dataloader_num_workers fsdp optim",
     "predict": "model_name_or_path test_file predict_file input_file output_file text_column max_length",
+    "vocab": "input files model_prefix vocab_size min_count num_threads input_sentence_size fname text_column_name",
+    "prepare": "train_file tokenizer_name output_dir preprocessing_num_workers validation_split_percentage text_key",
     "export": "model checkpoint output_dir push_to_hub hub_model_id",
 }
 ANSWERED = {
     "pretrain --data": "the corpus needs no flag: electra-fast pretrain CORPUS",
     "pretrain --from": "did you mean --from-step?",
+    "finetune --data": "did you mean --glue or --squad or --train?",
+    "finetune --model": "the model needs no flag: electra-fast finetune MODEL",
     "predict --task": "electra-fast detect MODEL FILE",
     "reproduce --data": "the corpus needs no flag: electra-fast reproduce EXPERIMENT CORPUS",
     "reproduce --tasks": "did you mean --glue?",
@@ -158,7 +163,7 @@ def test_flags_are_read_with_hyphens_and_underscores_and_never_by_a_part(command
 
 
 def overrides(*words):
-    return PARSER.parse(["finetune", *words, "--task", "sst2", "--model", "m", "--out", "o"]).overrides
+    return PARSER.parse(["finetune", *words, "m", "--out", "o"]).overrides
 
 
 def test_boolean_keys_need_no_value():
@@ -190,3 +195,10 @@ def test_arguments_come_in_any_order():
     assert options.corpora == ["a", "b", "-c"] and options.quiet and str(options.out) == "o"
     assert options.overrides == {"train.steps": "5", "train.seed": "1"}
     assert PARSER.parse(["predict", "-", "m"]).model.name == "-"
+
+
+@pytest.mark.parametrize(("former", "now"), {"train_vocab": "vocab", "import_folder": "import_"}.items())
+def test_former_names_of_python_are_answered(former, now):
+    with pytest.raises(AttributeError, match=f"^electra_fast.{former} is now electra_fast.{now}$"):
+        getattr(ef, former)
+    assert not hasattr(ef, "nothing") and hasattr(ef, now)

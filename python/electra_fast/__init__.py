@@ -69,6 +69,8 @@ _NAMES = {
     "training.pretrain": "PretrainResult pretrain",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Former names, which are answered with the present one.
+_FORMER = {"train_vocab": "vocab", "import_folder": "import_", "load_finetuned": "load", "load_error_detector": "load"}
 
 __all__ = [
     "BatchLoader",
@@ -123,6 +125,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
+        if name in _FORMER:
+            raise AttributeError(f"{__name__}.{name} is now {__name__}.{_FORMER[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 

@@ -1,6 +1,6 @@
 """A model for replaced-token detection from one encoder, to continue on text of a domain.
 
-`read_with_generator` is `import_folder` with a generator. The encoder becomes the discriminator.
+`read_with_generator` is `import_` with a generator. The encoder becomes the discriminator.
 """
 
 from __future__ import annotations
