@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast import _data
-from electra_fast.cli.parser import build_parser
+from electra_fast.cli.parser import COMMANDS, build_parser
 from electra_fast.config.config import Config, config_of
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, OBJECTIVE_SPECS
 from electra_fast.config.section import format_value
@@ -333,22 +333,4 @@ def _report(options: argparse.Namespace) -> None:
     _print_result(report(options.runs, out=options.out), options)
 
 
-HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "demo": _demo,
-    "vocab": _vocab,
-    "prepare": _prepare,
-    "inspect": _inspect,
-    "verify": _verify,
-    "pretrain": _pretrain,
-    "evaluate": _evaluate,
-    "finetune": _finetune,
-    "predict": _predict,
-    "detect": _detect,
-    "reproduce": _reproduce,
-    "export": _export,
-    "import": _import,
-    "flops": _flops,
-    "plan": _plan,
-    "report": _report,
-    "doctor": _doctor,
-}
+HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {name: globals()[f"_{name}"] for name in COMMANDS}

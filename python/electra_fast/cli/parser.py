@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,10 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for group, names in GROUPS.items():
         for name in names:
-            summary, add_arguments, shown = COMMANDS[name]
+            summary, shown = COMMANDS[name]
             sub: Parser = commands.add_parser(name, help=summary, description=summary)
             sub.add_argument("--help-all", action=HelpAll, nargs=0, help="show every option and key")
-            add_arguments(sub)
+            globals()[f"_{name}"](sub)
             for defaults in CONFIGURED.get(name, ()):
                 sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1)
             sub.shown = [f"--{option}" for option in shown.split()]
@@ -323,69 +322,58 @@ GROUPS = {
     "Look": ("report", "doctor", "flops"),
     "Research": ("reproduce",),
 }
-# What a command is for, its arguments, and the options of its --help; "" for all.
-COMMANDS: dict[str, tuple[str, Callable[[Parser], None], str]] = {
-    "demo": ("train and export a model in 1 to 3 minutes, without downloads", _demo, ""),
+# What a command is for, and the options of its --help; "" for all.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("train and export a model in 1 to 3 minutes, without downloads", ""),
     "vocab": (
         "train a WordPiece vocabulary",
-        _vocab,
         "out size cased strip-accents text format documents threads json",
     ),
     "prepare": (
         "tokenize text into a corpus of shards; rerun with the same --out to resume",
-        _prepare,
         "vocab out holdout drop-duplicates text format documents partition threads json",
     ),
-    "inspect": ("summarize a corpus and show one of its packed, masked rows as text", _inspect, ""),
-    "verify": ("verify all checksums of a corpus", _verify, ""),
+    "inspect": ("summarize a corpus and show one of its packed, masked rows as text", ""),
+    "verify": ("verify all checksums of a corpus", ""),
     "plan": (
         "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise",
-        _plan,
         "config preset recipe hours gpu-memory gpus steps batch-size lr json",
     ),
     "pretrain": (
         "train a model; rerun with the same --out to resume",
-        _pretrain,
         "out config preset recipe steps batch-size lr precision device dry-run",
     ),
-    "export": ("export a run as Hugging Face folders: encoder/, discriminator/ and generator/", _export, ""),
-    "import": ("create a run from exported folders, to continue training", _import, ""),
+    "export": ("export a run as Hugging Face folders: encoder/, discriminator/ and generator/", ""),
+    "import": ("create a run from exported folders, to continue training", ""),
     "finetune": (
         "fine-tune an encoder on GLUE, SQuAD or your own data; rerun with the same --out to resume",
-        _finetune,
         "task train dev test text label glue out seeds epochs",
     ),
     "predict": (
         "predict labels, values, tags or answers, as JSON lines that keep each row's other columns",
-        _predict,
         "out text format threshold top-k n-best batch-size device precision",
     ),
     "detect": (
         "find words that do not belong, such as typing errors, by a pre-trained model, as JSON lines with each row's "
         "other columns",
-        _detect,
         "out threshold text precision device",
     ),
     "evaluate": (
         "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on a "
         "corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC",
-        _evaluate,
         "out text label sequence-length batch-size max-batches corrupted-by device precision json",
     ),
-    "report": ("write one page about runs: curves, configurations, evaluations, fine-tuning, samples", _report, ""),
+    "report": ("write one page about runs: curves, configurations, evaluations, fine-tuning, samples", ""),
     "doctor": (
         "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem",
-        _doctor,
         "config preset recipe device precision json",
     ),
     "flops": (
         "count the FLOPs of a configuration: the paper's count and the true one",
-        _flops,
         "config preset recipe steps batch-size sequence-length json",
     ),
     "reproduce": (
         "run the paper's comparisons at equal compute; rerun with the same --out to resume",
-        _reproduce,
         "glue out preset recipe budget minutes seeds task finetune-seeds json",
     ),
 }
@@ -417,7 +405,7 @@ def _checkpoint_step(text: str) -> int:
 
 def _add_inputs(sub: Parser) -> None:
     kinds = ".txt, .jsonl, .json, .parquet, .arrow (.gz, .zst, .xz)"
-    sub.add_argument("inputs", nargs="+", metavar="INPUT", help=f"{kinds}, folder or glob")
+    sub.add_argument("inputs", nargs="+", metavar="TEXT", help=f"{kinds}, folder or glob")
     help = "text field of JSON, .parquet and .arrow; several separated by commas; a dot leads into an object"
     _option(sub, "--text", "text", help)
     separators = ("blank-line", "line", "file")
