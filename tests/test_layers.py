@@ -77,7 +77,7 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_300,
-    "python/electra_fast": 37_000,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 37_200,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
     "tests": 31_000,
     "bench": 4_500,
