@@ -214,14 +214,16 @@ def test_a_run_goes_on_by_its_own_configuration_and_an_imported_one_by_flags(fol
 
 
 def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
-    data = ("shards", "--preset", "tiny", "--train.steps", 1, "--train.batch_size", 4)
+    data = ("shards", "--preset", "tiny", "--steps", 1, "--batch-size", 4, "--lr", "2e-3")
     monkeypatch.chdir(folder)
     started = run("pretrain", *data, "--out", tmp_path / "run")
+    assert "Muon's matrices follow optimizer.muon_learning_rate = 0.02" in started.stderr
+    assert "\nlearning_rate = 0.002\n" in re.sub(" *#.*", "", (tmp_path / "run/config.toml").read_text())
     assert started.returncode == 0, started.stderr
     assert "starts; 1 steps, " in started.stderr
     monkeypatch.chdir(tmp_path)
     resumed = run("pretrain", "--out", "run")
-    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.returncode == 0 and "Muon" not in resumed.stderr, resumed.stderr
     assert "resumes at step 1 of 1, " in resumed.stderr
     saved = tmp_path / "run/config.toml"
     saved.write_text(saved.read_text().replace(str(folder / "shards"), "moved"))

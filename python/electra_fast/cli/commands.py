@@ -188,23 +188,28 @@ def _verify(options: argparse.Namespace) -> None:
 def _pretrain(options: argparse.Namespace) -> int:
     from electra_fast.distributed.launch import Launch, is_restarted
     from electra_fast.training.pretrain import pretrain
+    from electra_fast.training.run import config_of_run
 
     if is_restarted():  # the first attempt has gone back already
         options.from_step = None
-    named = _named(options, "out", "overrides", "from_step") | {"config": _asked(options)}
     corpus = _corpora(options.corpora)
+    config = config_of_run(_asked(options), corpus, options.overrides, options.out, options.from_step)
     if options.dry_run:
         from electra_fast.training.plan import dry_run, plan
-        from electra_fast.training.run import config_of_run
 
-        config = config_of_run(corpus=corpus, **named)
         if options.json:
             _print_result(plan(corpus, config=config, device=options.device), options)
         else:
             show(dry_run(config, corpus, options.device))
         return 0
-    result = pretrain(corpus, **named, **_named(options, "device", "allow_changes"))
-    if Launch.from_environment().rank == 0:
+    is_first = Launch.from_environment().rank == 0
+    optimizer = config.resolved().optimizer
+    rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
+    if is_first and optimizer.name == "muon" and [rate in options.overrides for rate in rates] == [True, False]:
+        rate = f"{rates[1]} = {optimizer.muon_learning_rate:g}"
+        say(f"--lr is the rate of the parameters that AdamW updates; Muon's matrices follow {rate}")
+    result = pretrain(corpus, config=config, **_named(options, "out", "from_step", "device", "allow_changes"))
+    if is_first:
         _print_result(result, options)
     return 0 if result.is_finished else TIME_IS_UP
 

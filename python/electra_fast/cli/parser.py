@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast import __version__
-from electra_fast.cli.arguments import HelpAll, Parser, PrintCompletion, number
+from electra_fast.cli.arguments import METAVARS, HelpAll, Parser, PrintCompletion, number
 from electra_fast.config.config import Config, DataConfig
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, RECIPES, SIZES
 from electra_fast.config.section import Configuration, comma_separated
@@ -37,6 +37,7 @@ def _option(to: Arguments, name: str, default: Any, help: str, metavar: str | No
     """Adds an option with a value, of its default's type unless `type` is another."""
     if not isinstance(default, (str, tuple, type(None))):
         more = {"type": type(default)} | more
+    metavar = metavar or METAVARS.get(more.get("type", str))
     to.add_argument(name, default=default, help=help, metavar=metavar, **more)
 
 
