@@ -71,6 +71,9 @@ def test_small_files_give_the_same_bytes_as_ever(vocab, tmp_path):
     assert found["job"] == "11d098fd67fc233620188a088eed0f01"
     assert found["content_hash"] == "05584862e51ee2bd984080ba09292a5b"
     assert found["checksum"] == "2eb678879adb7c583a92e6f77c28ff09"
+    (tmp_path / "a.md").write_text("w1 w2\n\nw3")
+    prepare([tmp_path / "a.md"], vocab=vocab, out=tmp_path / "txt", format="txt", progress=False)  # once "text"
+    assert json.loads((tmp_path / "txt/manifest.json").read_text())["job"] == "45383c6a79cdda93ea7cf2a999f09bd0"
 
 
 def test_unfinished_work_of_an_older_release_is_resumed(vocab, tmp_path):

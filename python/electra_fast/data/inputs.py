@@ -154,7 +154,7 @@ def passed_over_warning(report: Mapping[str, Any]) -> str | None:
     )
 
 
-def skipped_lines(count: int, first: Iterable[tuple[str, int, str]], list_file: str | None) -> str:
+def skipped_lines(count: int, first: Iterable[tuple[str, int, str]], list_file: str | None) -> Iterator[str]:
     more = f"; all of them are in {list_file}" if list_file else ""
-    lines = [f"warning: {count:,} bad rows were skipped{more}"]
-    return "\n".join([*lines, *(f"  {file}:{line}: {reason}" for file, line, reason in first)])
+    yield f"warning: {count:,} bad rows were skipped{more}"
+    yield from (f"  {file}:{line}: {reason}" for file, line, reason in first)

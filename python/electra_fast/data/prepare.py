@@ -155,7 +155,8 @@ def prepare(
             )
         if report.skipped_rows:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
-            bar.warn(skipped_lines(report.skipped_rows, report.first_skipped, listed))
+            for line in skipped_lines(report.skipped_rows, report.first_skipped, listed):
+                bar.warn(line)
         if progress:
             for note in notes(report):
                 bar.say(note)
@@ -240,7 +241,8 @@ def vocab(
         )
         bar.warn(passed_over_warning(report))
         if report["skipped_rows"]:
-            bar.warn(skipped_lines(report["skipped_rows"], report["first_skipped"], None))
+            for line in skipped_lines(report["skipped_rows"], report["first_skipped"], None):
+                bar.warn(line)
         for warning in sample_warnings(beginning, open_tokenizer(os.fspath(out))[0]):
             bar.warn(warning)
     return Vocabulary(os.fspath(out), report["num_entries"], report["skipped_files"], report["skipped_rows"])
