@@ -5,6 +5,7 @@ Libraries that no other test needs are imported where they are used: every worke
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from test_encoder import Bare
 from test_export import make_run
 from torch import Tensor
 
+import electra_fast as ef
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import ElectraFastError
 from electra_fast.huggingface.encoder import load_encoder
@@ -193,6 +195,30 @@ def test_embeddings_of_sentence_transformers(exported: Export, tmp_path: Path) -
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
     assert_read_back(tmp_path / "saved", model[0].auto_model, out / "encoder")
+
+
+def test_encode_is_that_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
+    """Of a run, its export, a model fine-tuned elsewhere, and one that they saved with another pooling."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    architecture, out = exported
+    texts = [*TEXTS, "", "w3 " * 300, "the cats sat, w9. " * 4]
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(out / "encoder", num_labels=2)
+    classifier.save_pretrained(tmp_path / "tuned")
+    transformers.AutoTokenizer.from_pretrained(out / "encoder").save_pretrained(tmp_path / "tuned")
+    encoder = Transformer(str(out / "encoder"), max_seq_length=16)
+    theirs = SentenceTransformer(modules=[encoder, Pooling(32, "cls"), Normalize()], device="cpu")
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    np.testing.assert_allclose(ef.load(tmp_path / "saved").encode(texts), theirs.encode(texts), atol=1e-5)
+    for sources in ((out.parent / "run", out, out / "encoder"), (tmp_path / "tuned",)):
+        folder = str(sources[-1])
+        for pooling in ("mean", "cls"):
+            theirs = SentenceTransformer(modules=[Transformer(folder), Pooling(32, pooling)], device="cpu")
+            for source, normalize in itertools.product(sources, (False, True)):
+                found = ef.load(source).encode(texts, pooling=pooling, normalize=normalize)
+                expected = theirs.encode(texts, normalize_embeddings=normalize)
+                np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json, read_object
@@ -43,14 +43,14 @@ def read_sentence_settings(folder: Path, tokenizer: Path | None) -> SentenceSett
     kinds, paths = _modules(path)
     if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise InputError(f"{path}: has {', '.join(kinds)}; only Transformer, Pooling and Normalize are computed here")
-    pooling = _pooling(folder / paths[1] / "config.json") if len(paths) > 1 else "mean"
+    pooling: Pooling = _pooling(folder / paths[1] / "config.json") if len(paths) > 1 else "mean"
     own, whole = (
         _optional(folder / "sentence_bert_config.json"),
         _optional(folder / "config_sentence_transformers.json"),
     )
     return SentenceSettings(
         _max_length(folder / "sentence_bert_config.json", "max_seq_length") or max_length,
-        cast(Pooling, pooling),
+        pooling,
         "Normalize" in kinds,
         str((whole.get("prompts") or {}).get(whole.get("default_prompt_name")) or ""),
         bool(own.get("do_lower_case")),
@@ -66,16 +66,15 @@ def _modules(path: Path) -> tuple[list[str], list[str]]:
         raise InputError(f"{path}: not a list of modules of sentence-transformers") from None
 
 
-def _pooling(path: Path) -> str:
+def _pooling(path: Path) -> Pooling:
     table = read_object(path)
-    names = {"cls": "cls_token", "mean": "mean_tokens"}  # of earlier versions; others are refused
-    modes = [key for key, value in table.items() if key.startswith("pooling_mode_") and value is True]
-    known = next((mode for mode, name in names.items() if modes == [f"pooling_mode_{name}"]), modes or "mean")
-    pooling = table.get("pooling_mode", known)
-    pooling = pooling[0] if isinstance(pooling, list) and len(pooling) == 1 else pooling
-    if pooling not in names or table.get("include_prompt") is False:
-        raise InputError(f"{path}: {json.dumps(table)}: only the poolings mean and cls are computed here")
-    return str(pooling)
+    modes = [name for name in table if name.startswith("pooling_mode_") and table[name] is True]  # of earlier versions
+    modes = table.get("pooling_mode", modes or ["mean"])
+    if modes in ("mean", ["mean"], ["pooling_mode_mean_tokens"]) and table.get("include_prompt") is not False:
+        return "mean"
+    if modes in ("cls", ["cls"], ["pooling_mode_cls_token"]):
+        return "cls"
+    raise InputError(f"{path}: {json.dumps(table)}: only the poolings mean and cls are computed here")
 
 
 def _max_length(path: Path, key: str) -> int | None:
