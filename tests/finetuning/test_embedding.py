@@ -37,7 +37,7 @@ def run_and_export(request, tmp_path_factory, tiny_vocab):
     folder = tmp_path_factory.mktemp(request.param)
     local = {"model.local_attention": "4"} if request.param == "modern" else {}
     run = save_run(folder / "run", tiny_vocab, recipe=request.param, **local)
-    export(run, folder / "export", unfinished=True)
+    export(run, out=folder / "export", unfinished=True)
     return run, folder / "export"
 
 
