@@ -361,7 +361,7 @@ def run(things, environment, request):
         name, command = f"{script.page.stem}.{script.line}", [script.language]
         if script.language == "toml":
             named = re.match(r"\s*# (\S+\.toml)$", code, re.M)
-            name, command = named[1] if named else f"{name}.toml", ["electra-fast", "flops"]
+            name, command = named[1] if named else f"{name}.toml", ["electra-fast", "flops", "--config"]
         if script.language == "sh":
             command = ["sbatch"] if "#SBATCH" in code else ["bash", "-eu"]
             code = f"trap 'echo \"$PAGE:$LINENO: $BASH_COMMAND\" >&2' ERR{code}"  # on the first line

@@ -168,7 +168,7 @@ def test_bad_input_is_one_line_before_anything_is_trained(corpus, tiny_corpus, g
         ({"--task": "rte"}, "RTE"),
         ({"budget": "1e6"}, "a budget of 1e+06 FLOPs is 0 steps of tying-none"),
         ({"experiment": "tieing"}, "did you mean tying?"),
-        ({"--finetune.epoch": 3}, "unknown key finetune.epoch"),
+        ({"--finetune.epoch": 3}, "did you mean --finetune.epochs?"),
         ({"--corrupted-by": tmp_path / "nowhere"}, "no such folder"),
         ({"--corrupted-by": whole_run, "budget": "3e11", **long_rows}, "reads 128 tokens, and the rows have 256"),
         ({"out": foreign}, "holds notes, but no reproduce.json"),
