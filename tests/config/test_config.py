@@ -30,6 +30,14 @@ TABLE = {
 BASE_KEYS = {"train.log_every": 7, "train.eval_every": 77, "optimizer.beta1": 0.95, "model.num_heads": 8}
 
 
+def as_table(values: dict[str, object]) -> dict[str, dict[str, object]]:
+    table: dict[str, dict[str, object]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        table.setdefault(section, {})[key] = value
+    return table
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_presets_have_the_published_sizes(name: str) -> None:
     config = Config.preset(name, "google")
@@ -115,7 +123,7 @@ def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Confi
             config = configuration().override({name: value})
         except ValueError:  # no such choice, or other keys have to change with it
             continue
-        found = configuration()._replace(tomllib.loads(config.to_toml()))
+        found = configuration()._replace(configuration.values_of_file(tomllib.loads(config.to_toml())))
         assert found == config and found.value(name) == value and type(found.value(name)) is type(value)
         changed |= found.differences(configuration()).keys()
     assert len(changed) > 0.6 * len(configuration.key_names())
@@ -137,7 +145,7 @@ def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Confi
     ],
 )
 def test_units_and_typed_values(name: str, given: object, value: object) -> None:
-    for config in (Config().override({name: given}), Config.of_table(Config.tables_of([(name, given)]))):
+    for config in (Config().override({name: given}), Config.of_table(as_table({name: given}))):
         assert config.value(name) == value and type(config.value(name)) is type(value)
 
 
@@ -145,7 +153,7 @@ def test_keys_have_names_without_a_section() -> None:
     config = Config.preset("tiny", "google").override({"model.num_layers": 1}, steps="5k", lr=1e-3, mask_prob=0.3)
     assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (1, 5000, 1e-3)
     assert config.data.mask_prob == 0.3 and FinetuningConfig().override(lr=1e-5).finetune.learning_rate == 1e-5
-    assert {Config._full_name(name) for name in Config.SHORT_NAMES} <= {*Config.key_names()}
+    assert {*Config.SHORT_NAMES.values()} <= {*Config.key_names()}
     for changes, by_name, message in (
         ({}, {"num_layers": 1}, "num_layers may be model.num_layers or generator.num_layers; give the whole key"),
         ({"train.steps": 1}, {"steps": 2}, "train.steps is given twice, as 1 and 2"),
@@ -220,7 +228,7 @@ def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: 
     set_by_presets = {
         *itertools.chain(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
     } - YOUNGER_KEYS.keys()
-    assert Config.of_table(Config.tables_of((name, config.value(name)) for name in set_by_presets)) == older
+    assert Config.of_table(as_table({name: config.value(name) for name in set_by_presets})) == older
     assert Config.of_table({"optimizer": tables["optimizer"]}).objective == ObjectiveConfig()  # not of a run
 
 
@@ -266,7 +274,7 @@ def test_differences_name_the_keys() -> None:
     ("text", "message"),
     [
         ("[modle]\nnum_layers = 1", "unknown section [modle]; did you mean model?"),
-        ("[train]\nstep = 1", "unknown key train.step; did you mean steps?"),
+        ("[train]\nstep = 1", "unknown key train.step; did you mean train.steps?"),
         ("[generator]\nqqq = 1", "unknown key generator.qqq; there are kind, fraction, num_layers"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5 must be an integer, not a number"),
         ('[train]\nsteps = "10 rows"', "train.steps = '10 rows' must be an integer, such as 10000 or 10k"),

@@ -35,7 +35,6 @@ from electra_fast.config.section import (
     Section,
     config_key,
     did_you_mean,
-    present_names,
     read_toml,
 )
 from electra_fast.errors import InputError
@@ -478,7 +477,7 @@ class Config(Configuration):
         Raises FileNotFoundError, or ValueError naming the file, key, value and allowed values.
         """
         table = read_toml(Path(path))
-        cls.tables_of((overrides or {}).items())  # raises without naming the file
+        cls.values_of((overrides or {}).items())  # raises without naming the file
         try:
             return cls.of_table(table, overrides)
         except InputError as error:
@@ -487,15 +486,14 @@ class Config(Configuration):
     @classmethod
     def of_table(cls, table: Mapping[str, Any], overrides: Mapping[str, object] | None = None) -> Config:
         """Returns the configuration of a TOML file that was parsed."""
-        sections = present_names({name: keys for name, keys in table.items() if name not in ("preset", "recipe")})
-        tables = (sections, cls.tables_of((overrides or {}).items()))
-        objective = "electra"
-        for section in (each.get("objective") for each in tables):
-            if isinstance(section, Mapping):
-                objective = str(section.get("name", objective))
+        stored = cls.values_of_file({name: keys for name, keys in table.items() if name not in ("preset", "recipe")})
+        values = stored | cls.values_of((overrides or {}).items())
         preset, recipe = table.get("preset", DEFAULT_PRESET), table.get("recipe", DEFAULT_RECIPE)
-        config = cls.preset(str(preset), str(recipe), objective)
-        return (config.override(YOUNGER_KEYS) if _is_whole(sections) else config)._replace(*tables)
+        config = cls.preset(str(preset), str(recipe), values.get("objective.name", "electra"))
+        set_by_presets = set().union(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
+        if set_by_presets - YOUNGER_KEYS.keys() <= stored.keys():  # as in the files that runs save
+            config = config.override(YOUNGER_KEYS)
+        return config._replace(values)
 
     @classmethod
     def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
@@ -517,10 +515,3 @@ def config_of(config: Config | str | os.PathLike[str] | None, overrides: Mapping
     if config is None:
         config = Config.preset(DEFAULT_PRESET, DEFAULT_RECIPE, str(given.get("objective.name", "electra")))
     return config.override(given) if isinstance(config, Config) else Config.load(Path(config), given)
-
-
-def _is_whole(sections: Mapping[str, Any]) -> bool:
-    """Whether every key that presets and recipes set is given, as in the files that runs save."""
-    needed = set().union(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values()) - YOUNGER_KEYS.keys()
-    given = (f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, Mapping) for key in keys)
-    return needed <= set(given)

@@ -202,23 +202,6 @@ class Configuration:
         (field,) = (f for f in dataclasses.fields(_sections(cls)[section]) if f.name == key)
         return field
 
-    def _replace(self, *tables: Mapping[str, Any]) -> Self:
-        """Returns a copy with each `table[section][key]` replaced; unknown names raise with the nearest match."""
-        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name, values in itertools.chain.from_iterable(table.items() for table in tables):
-            if name not in sections:
-                raise InputError(f"unknown section [{name}]{did_you_mean(name, sections)}")
-            if not isinstance(values, Mapping):
-                raise InputError(f"[{name}] is not a table")
-            keys = [field.name for field in dataclasses.fields(sections[name])]
-            values = {key: value for key, value in values.items() if key in keys or not _is_removed(name, key, value)}
-            for key in values:
-                if key not in keys:
-                    raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
-            read = {key: _read(f"{name}.{key}", self._field(f"{name}.{key}"), value) for key, value in values.items()}
-            sections[name] = dataclasses.replace(sections[name], **read)
-        return type(self)(**sections)
-
     def override(self, changes: Mapping[str, object] | None = None, /, **by_name: object) -> Self:
         """Returns a copy with other values; a string is read as on the command line, as in `"10k"` or `"1/3"`.
 
@@ -234,44 +217,62 @@ class Configuration:
         Raises:
             InputError: An unknown key or value, with the nearest one; a name that several sections have, with all keys.
         """
-        return self._replace(self.tables_of([*(changes or {}).items(), *by_name.items()]))
+        return self._replace(self.values_of([*(changes or {}).items(), *by_name.items()]))
+
+    def _replace(self, values: Mapping[str, Any]) -> Self:
+        """Returns a copy with other values by `section.key`, which were read and checked."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            section, _, key = name.partition(".")
+            sections.setdefault(section, {})[key] = value
+        changed = {name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()}
+        return dataclasses.replace(self, **changed)
 
     @classmethod
-    def tables_of(cls, overrides: Iterable[tuple[str, object]]) -> dict[str, dict[str, object]]:
-        """Returns values by name as `table[section][key]`, read and checked; unknown ones raise with the nearest match.
-
-        A name is `section.key`, a short name, or a key's last part.
-        """
-        table: dict[str, dict[str, object]] = {}
-        known = cls.key_names()
+    def values_of(cls, overrides: Iterable[tuple[str, object]]) -> dict[str, Any]:
+        """Returns overrides by `section.key`, read and checked; a name may be a short one or a key's last part."""
+        values: dict[str, Any] = {}
         for given, value in overrides:
-            name = cls._full_name(given)
-            section, _, key = name.partition(".")
+            keys = [key for key in cls.key_names() if key.endswith(f".{given}")]
+            if given not in cls.SHORT_NAMES and len(keys) > 1:
+                raise InputError(f"{given} may be {' or '.join(keys)}; give the whole key")
+            name = cls.SHORT_NAMES.get(given, keys[0] if keys else given)
+            if isinstance(value, str) and name in cls.key_names() and cls._field(name).metadata["takes_several"]:
+                value = parse_several(name, value)
+                if cls.choices(name) and isinstance(value, str):
+                    value = list(comma_separated(value)) if value else ""
+            if value not in [values.setdefault(name, value)]:
+                raise InputError(f"{name} is given twice, as {values[name]!r} and {value!r}")
+        return cls._checked(values)
+
+    @classmethod
+    def values_of_file(cls, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a file's `table[section][key]` by `section.key`, read and checked."""
+        values: dict[str, Any] = {}
+        for section, keys in table.items():
+            if section not in _sections(cls):
+                raise InputError(f"unknown section [{section}]{did_you_mean(section, _sections(cls))}")
+            if not isinstance(keys, Mapping):
+                raise InputError(f"[{section}] is not a table")
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+        return cls._checked(present_names(values))
+
+    @classmethod
+    def _checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values of their keys' types, without removed keys; unknown names raise with the nearest match."""
+        found, known = {}, cls.key_names()
+        for name, value in values.items():
             if name in _sections(cls):
                 raise InputError(f"{name} is a section; give keys of it, as {name}.KEY")
-            if name not in {*known, *REMOVED_KEYS}:
-                meant = nearest(name, known)
-                hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
-                raise InputError(f"unknown key {name}{hint}")
             if name in known:
-                field = cls._field(name)
-                if field.metadata["takes_several"] and isinstance(value, str):
-                    value = parse_several(name, value)
-                    if field.metadata["choices"] and isinstance(value, str):
-                        value = list(comma_separated(value)) if value else ""
-                value = _read(name, field, value)
-                _check(name, field, value, cls.choices(name))
-            if value not in [table.setdefault(section, {}).setdefault(key, value)]:
-                raise InputError(f"{name} is given twice, as {table[section][key]!r} and {value!r}")
-        return table
-
-    @classmethod
-    def _full_name(cls, name: str) -> str:
-        """Returns `section.key` for a short name or a key's last part; raises InputError if several keys have it."""
-        keys = [key for key in cls.key_names() if key.endswith(f".{name}")]
-        if name not in cls.SHORT_NAMES and len(keys) > 1:
-            raise InputError(f"{name} may be {' or '.join(keys)}; give the whole key")
-        return cls.SHORT_NAMES.get(name, keys[0] if keys else name)
+                found[name] = _read(name, cls._field(name), value)
+                _check(name, cls._field(name), found[name], cls.choices(name))
+            elif not _is_removed(name, value):
+                meant, (section, _, key) = nearest(name, known), name.rpartition(".")
+                keys = [each.removeprefix(f"{section}.") for each in known if each.startswith(f"{section}.")]
+                hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(key, keys or known)
+                raise InputError(f"unknown key {name}{hint}")
+        return found
 
     def to_toml(self) -> str:
         """Returns the whole configuration as TOML, each key with its meaning; `Config.load` restores it exactly."""
@@ -321,9 +322,8 @@ def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
     return {name: choices for name, choices in found.items() if choices}
 
 
-def _is_removed(section: str, key: str, value: object) -> bool:
+def _is_removed(name: str, value: object) -> bool:
     """Whether a key was removed. Raises ValueError if its value is not the former default."""
-    name = f"{section}.{key}"
     if name not in REMOVED_KEYS:
         return False
     default, instead = REMOVED_KEYS[name]
@@ -332,14 +332,11 @@ def _is_removed(section: str, key: str, value: object) -> bool:
     return True
 
 
-def present_names(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a file's `table[section][key]`, with `RENAMED_VALUES` under their present names."""
-    return {
-        section: {key: present_name(f"{section}.{key}", value) for key, value in keys.items()}
-        if isinstance(keys, Mapping)
-        else keys
-        for section, keys in sections.items()
-    }
+def present_names(values: Any, section: str = "") -> Any:
+    """Returns a file's values by key, or whatever is there, with `RENAMED_VALUES` under their present names."""
+    if not isinstance(values, Mapping):
+        return values
+    return {name: present_name(f"{section}{name}", value) for name, value in values.items()}
 
 
 def present_name(name: str, value: Any) -> Any:

@@ -182,8 +182,7 @@ def finetune(
         raise InputError(f"seeds = {seeds}: must be at least 1")
     out, place = Path(out), choose_device(device)
     files = {name: _file(name, given[name]) for name in ("train", "dev", "test") if given[name] is not None}
-    keys = FinetuningConfig.tables_of([*(overrides or {}).items(), *short.items()]).get("finetune", {})
-    settings = {f"finetune.{name}": value for name, value in keys.items()}
+    settings = FinetuningConfig.values_of([*(overrides or {}).items(), *short.items()])
     if folds is not None and "finetune.patience" not in settings:
         settings.setdefault("finetune.select", "last")  # a fold must not choose the model that it scores
     encoder = load_encoder(model, role)
@@ -294,9 +293,9 @@ def _check_folder(job: Job) -> None:
     if not path.exists() and job.folder.exists() and _visible(job.folder):
         raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
     made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoints/step-*")]
-    if made and (
-        found := first_difference(present_names(read_object(path)) | {"hardware": None}, now | {"hardware": None})
-    ):
+    before = read_object(path) if made else {}
+    before |= {"hardware": None, "finetune": present_names(before.get("finetune"), "finetune.")}
+    if made and (found := first_difference(before, now | {"hardware": None})):
         raise InputError(f"{job.folder}: {found}; give the same to resume, or another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(now | {"hardware": job.hardware}, indent=2) + "\n")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from electra_fast.config.config import AUTO, Config
-from electra_fast.config.section import present_name
+from electra_fast.config.section import present_names
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged, ElectraFastError, InputError, TrainingFailed
@@ -196,8 +196,7 @@ def _settle(out: Path, identity: Mapping[str, Any], first: Config, device: str =
     path, asked = out / IDENTITY, identity["asked"]
     if path.exists():
         known = read_object(path)
-        if isinstance(given := known.get("overrides"), dict):
-            known["overrides"] = {name: present_name(name, value) for name, value in given.items()}
+        known["overrides"] = present_names(known.get("overrides"))
         if found := first_difference({name: known.get(name) for name in identity}, identity):
             raise InputError(f"{out}: {found}; give the same to resume, or another --out")
         return known
