@@ -21,7 +21,6 @@ from electra_fast.config.section import Configuration, format_value, nearest
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import RULES, FinetuningConfig
 from electra_fast.results import Result
-from electra_fast.training import evaluate as pretrained
 
 NOTE = "<!-- Written by .ci/generate_reference.py. -->\n\n"
 LISTS = ("Args:", "Raises:", "Attributes:")
@@ -32,12 +31,8 @@ GROUPS = {
     "Models": "load PretrainedModel FinetunedModel export Electra import_",
     "Fine-tuning and prediction": "finetune detect",
     "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult Plan "
-    "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report",
+    "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report Evaluation EvaluationReport",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining Diverged OutOfMemory ExecutorFailed",
-}
-# What the functions return or call, of which there is more to say.
-RETURNED = {
-    "evaluate": {"`ef.evaluate` of a pre-trained model": pretrained.evaluate},
 }
 
 IN_TRANSFORMERS = """
@@ -190,7 +185,6 @@ def python() -> str:
         for name in names.split():
             thing = getattr(ef, name)
             parts.append(_documented(f"ef.{name}", thing, level=3))
-            parts += [_documented(title, member, level=4) for title, member in RETURNED.get(name, {}).items()]
             if inspect.isclass(thing) and not issubclass(thing, Exception | Result):
                 parts += [_documented(f"{name}.{each}", member, level=4) for each, member in _members(thing)]
     return NOTE + "\n".join(parts)

@@ -92,7 +92,7 @@ def test_any_encoding_of_the_terminal_gets_every_answer(whole_run, tmp_path, mon
 
 
 def test_evaluate_json_of_run_and_export(folder):
-    common = ("--data", folder / "shards", "--sequence-length", 32, "--batch-size", 8, "--json")
+    common = (folder / "shards", "--sequence-length", 32, "--batch-size", 8, "--json")
     ours, theirs = (json.loads(run("evaluate", folder / source, *common).stdout) for source in ("run", "export"))
     assert list(ours)[:4] == ["unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss"]
     assert 0 < ours["unigram_auc"] < 1 and ours["unigram_auc"] != ours["discriminator_auc"]
@@ -102,14 +102,12 @@ def test_evaluate_json_of_run_and_export(folder):
 
 
 def test_evaluate_says_first_what_compares(folder):
-    done = run("evaluate", folder / "run", "--data", folder / "shards")
+    done = run("evaluate", folder / "run", folder / "shards")
     compares, auc, does_not, own, *_ = done.stdout.splitlines()
     assert compares.startswith("Comparable between models") and auc.split()[0] == "unigram_auc"
     assert does_not.startswith("Not comparable") and own.split()[0] == "discriminator_auc"
     assert "was trained on rows of 32 tokens and is judged on rows of 128" in done.stderr
-    fixed = json.loads(
-        run("evaluate", folder / "run", "--data", folder / "shards", "--corrupted-by", "unigram", "--json").stdout
-    )
+    fixed = json.loads(run("evaluate", folder / "run", folder / "shards", "--corrupted-by", "unigram", "--json").stdout)
     assert fixed["unigram_auc"] == fixed["discriminator_auc"] == pytest.approx(float(auc.split()[1]), abs=0.05)
 
 
@@ -153,7 +151,7 @@ LINES = {
     "inspect": (("inspect", "shards"), 20),
     "verify": (("verify", "shards"), 3),
     "pretrain": (("pretrain", "shards", "--dry-run", "--preset", "tiny", "--train.batch_size", 4), 100),
-    "evaluate": (("evaluate", "run", "--data", "shards", "--batches", 1), 10),
+    "evaluate": (("evaluate", "run", "shards", "--max-batches", 1), 10),
     "detect": (("detect", "run", "text.txt", "--text", "text"), 400),
     "export": (("export", "run", "--out", "other"), 1),
     "import": (("import", "model/encoder", "--generator", "small", "--out", "adapted"), 5),
@@ -330,14 +328,14 @@ def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
 
 def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
     """Of a corpus without a validation part; not of a corpus that the run has never seen."""
-    own = ("evaluate", folder / "run", "--data", folder / "shards" / "holdout", "--sequence-length", 32, "--json")
+    own = ("evaluate", folder / "run", folder / "shards" / "holdout", "--sequence-length", 32, "--json")
     assert run(*own).stderr == ""
     data = ("--vocab", folder / "vocab.txt", "--out", tmp_path / "shards")
     assert run("prepare", folder / "text.txt", *data).returncode == 0
     size = ("--train.steps", 2, "--train.batch_size", 4)
     done = run("pretrain", tmp_path / "shards", "--preset", "tiny", "--out", tmp_path / "run", *size)
     assert done.returncode == 0, done.stderr
-    done = run("evaluate", tmp_path / "run", "--data", tmp_path / "shards", "--json")
+    done = run("evaluate", tmp_path / "run", tmp_path / "shards", "--json")
     assert json.loads(done.stdout)["tokens"] > 0
     assert f"warning: {tmp_path / 'shards'}: the model was trained on all of this corpus" in done.stderr
 
@@ -347,7 +345,7 @@ def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
     size = ("--train.steps", 2, "--train.batch_size", 4)
     assert run("pretrain", shards, "--preset", "tiny", "--out", tmp_path / "run", *size).returncode == 0
     for source in ("run", "run/checkpoints/step-2"):
-        own, named = (run("evaluate", tmp_path / source, *data, "--json") for data in ((), ("--data", shards)))
+        own, named = (run("evaluate", tmp_path / source, *data, "--json") for data in ((), (shards,)))
         assert own.stdout == named.stdout != "" and named.stderr == ""
         where = f"evaluated on the corpus of its training, {shards} (its validation part)"
         assert own.stderr == f"{tmp_path / source}: {where}\n"
@@ -386,7 +384,7 @@ MISTAKES = {
     "pretrain --config {tmp}/none.toml": "no such configuration",
     "pretrain --preset tiny --out {tmp}/run": "needs a corpus",
     "pretrain {tmp} --preset tiny --out {tmp}/run": "manifest.json",
-    "evaluate {tmp}/nothing --data {folder}/shards": "{tmp}/nothing",
+    "evaluate {tmp}/nothing {folder}/shards": "{tmp}/nothing",
     "prepare {tmp}/*.txt --vocab {folder}/vocab.txt --out {tmp}/s": "No file",
     "prepare x.txt --out y": "required: --vocab",
     "pretrain --config {tmp}/c.toml": "c.toml: train.steps = 'ten' must be an integer",

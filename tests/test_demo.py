@@ -49,7 +49,7 @@ def plain(text):
 
 def test_discriminator_beats_the_majority_on_held_out_text(demo):
     out, done = demo
-    evaluated = run("evaluate", out / "run", "--data", out / "shards", "--json",
+    evaluated = run("evaluate", out / "run", out / "shards", "--json",
                     "--sequence-length", 32, "--mlm-examples", 100)  # fmt: skip
     metrics = json.loads(evaluated.stdout)
     assert metrics["discriminator_auc"] >= 0.70

@@ -41,9 +41,9 @@ def limit(monkeypatch):
 
 def test_an_evaluation_goes_on_with_fewer_rows(whole_run, validation_corpus, limit):
     settings = {"max_batches": 2, "sequence_length": 16}
-    expected = evaluate(whole_run, validation_corpus, **settings)
+    expected = dict(evaluate(whole_run, validation_corpus, **settings))
     passed = limit(ElectraObjective, "forward", lambda _, batch: len(batch.tensors["input_ids"]) <= 3)
-    found = evaluate(whole_run, validation_corpus, **settings)
+    found = dict(evaluate(whole_run, validation_corpus, **settings))
     floats = [name for name, value in expected.items() if isinstance(value, float)]
     assert [found.pop(name) for name in floats] == pytest.approx([expected.pop(name) for name in floats], rel=1e-6)
     assert found == expected and [len(batch.tensors["input_ids"]) for _, batch in passed] == [2] * 16

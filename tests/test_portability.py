@@ -64,7 +64,7 @@ def test_from_text_to_predictions(tmp_path, tiny_text, tiny_vocab):
         ["prepare", text, "--vocab", tiny_vocab, "--out", shards, "--holdout", "0.1"],
         ["plan", *settings],
         ["pretrain", *settings, "--out", run, "--train.eval_every", "4", "--train.eval_batches", "2"],
-        ["evaluate", run, "--data", shards],
+        ["evaluate", run, shards],
         ["finetune", run, "--glue", sst2, "--out", tasks, "--seeds", "1", *overrides],
         ["predict", model, sst2 / "dev.tsv"],
         ["export", run, "--out", tmp_path / "exported"],

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
         TrainingFailed,
     )
     from electra_fast.finetuning.error_detection import detect
+    from electra_fast.finetuning.evaluate import EvaluationReport, evaluate
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.loading import PretrainedModel, load
-    from electra_fast.finetuning.predict import FinetunedModel, evaluate
+    from electra_fast.finetuning.predict import FinetunedModel
     from electra_fast.hardware.flops import FlopCount, flops
     from electra_fast.huggingface.export import ExportResult, ImportResult, export, import_
     from electra_fast.model.model import Electra
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from electra_fast.reproduction.reproduce import reproduce
     from electra_fast.run_report.report import Report, report
     from electra_fast.training.doctor import DoctorReport, doctor
+    from electra_fast.training.evaluate import Evaluation
     from electra_fast.training.plan import Plan, plan
     from electra_fast.training.pretrain import PretrainResult, pretrain
 
@@ -55,9 +57,10 @@ _NAMES = {
     "demonstration": "DemoResult demo",
     "errors": "Diverged ElectraFastError ExecutorFailed InputError Interrupted OutOfMemory StopTraining TrainingFailed",
     "finetuning.error_detection": "detect",
+    "finetuning.evaluate": "EvaluationReport evaluate",
     "finetuning.finetune": "finetune",
     "finetuning.loading": "PretrainedModel load",
-    "finetuning.predict": "FinetunedModel evaluate",
+    "finetuning.predict": "FinetunedModel",
     "hardware.flops": "FlopCount flops",
     "huggingface.export": "ExportResult ImportResult export import_",
     "model.model": "Electra",
@@ -65,6 +68,7 @@ _NAMES = {
     "reproduction.reproduce": "reproduce",
     "run_report.report": "Report report",
     "training.doctor": "DoctorReport doctor",
+    "training.evaluate": "Evaluation",
     "training.plan": "Plan plan",
     "training.pretrain": "PretrainResult pretrain",
 }
@@ -82,6 +86,8 @@ __all__ = [
     "DoctorReport",
     "Electra",
     "ElectraFastError",
+    "Evaluation",
+    "EvaluationReport",
     "ExecutorFailed",
     "ExportResult",
     "FinetunedModel",

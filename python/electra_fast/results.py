@@ -7,7 +7,7 @@ import html
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from electra_fast.messages import printable
 
@@ -52,6 +52,20 @@ class Result(Mapping[str, Any]):
 
     def _names(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # subclasses are dataclasses
+
+
+class Entries(Result):
+    """A result whose entries depend on what was asked; they are attributes and items, as fields are."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        vars(self).update(entries)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def _names(self) -> list[str]:
+        return list(vars(self))
 
 
 def table_lines(table: Mapping[str, Any], indent: str = "") -> Iterator[str]:

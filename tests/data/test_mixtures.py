@@ -204,8 +204,7 @@ class TestTraining:
         assert (ef.load(tmp_path / "run").model.proposal.table_V2 == expected).all()
 
     def test_evaluate(self, whole, folders, mixed, tmp_path):
-        flags = [word for entry in mixed for word in ("--data", entry)]
-        assert main(["evaluate", str(whole), *flags, "--mlm-examples", "2", "--json"]) == 0
+        assert main(["evaluate", str(whole), *mixed, "--mlm-examples", "2", "--json"]) == 0
         alone = evaluate(whole, folders / "wiki")
         both = evaluate(whole, mixed, corrupted_by="unigram")
         assert both["rows"] > alone["rows"] and both["corruption"]

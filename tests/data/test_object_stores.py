@@ -114,8 +114,8 @@ def test_training_and_evaluation_read_from_a_bucket(local, remote, tmp_path):
         done = run(*PRETRAIN, data, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "bucket") == losses(tmp_path / "disk")
-    evaluated = run("evaluate", tmp_path / "bucket", "--data", remote, "--json")
-    expected = run("evaluate", tmp_path / "disk", "--data", local, "--json")
+    evaluated = run("evaluate", tmp_path / "bucket", remote, "--json")
+    expected = run("evaluate", tmp_path / "disk", local, "--json")
     assert json.loads(evaluated.stdout) == json.loads(expected.stdout)
 
 

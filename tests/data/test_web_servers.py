@@ -141,7 +141,7 @@ COMMANDS = {
     "vocab": ["vocab", "URL", "--out", "OUT"],
     "pretrain": ["pretrain", "URL", "--preset", "tiny", "--out", "OUT"],
     "a mixture": ["pretrain", "CORPUS:0.5", "URL:0.5", "--preset", "tiny", "--out", "OUT"],
-    "evaluate": ["evaluate", "RUN", "--data", "URL"],
+    "evaluate": ["evaluate", "RUN", "URL"],
 }
 
 

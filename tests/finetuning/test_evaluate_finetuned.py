@@ -9,6 +9,7 @@ from tiny_task import QUICK, sentences
 
 import electra_fast as ef
 from electra_fast.errors import InputError
+from electra_fast.finetuning import inference
 
 
 def rows_of(task, count, seed):
@@ -81,7 +82,7 @@ def test_the_validation_file_has_the_scores_and_the_report_of_fine_tuning(traine
         assert [each["value"] for each in ours] == pytest.approx([each["value"] for each in theirs], abs=1e-2)
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     trained_report = json.loads((folder / "report.json").read_text())
-    assert written == json.loads(json.dumps(report))
+    assert written == json.loads(report.to_json())
     assert trained_report.keys() - written.keys() <= {"label_shares", "duplicates"} and "duplicates" in trained_report
     assert [error["id"] for error in written["errors"]] == [error["id"] for error in trained_report["errors"]]
     pictures = {path.name for path in (tmp_path / "out").glob("*.png")}
@@ -91,22 +92,43 @@ def test_the_validation_file_has_the_scores_and_the_report_of_fine_tuning(traine
 def test_the_command_prints_scores_and_the_model_decides_which_options_apply(trained, tmp_path, encoder_folder):
     folder, result, files = trained("classification")
     model = folder / "seed-0" / "model"
-    done = in_process.run("evaluate", model, "--data", files["dev"], "--out", tmp_path / "out")
+    done = in_process.run("evaluate", model, files["dev"], "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert f"accuracy model {result['accuracy']:.6g} majority" in " ".join(done.stdout.split())
     assert "report.md: 24 examples" in done.stderr
     refused = {
-        (model, "--batches", "3"): "--batches is for pre-trained models, and",
+        (model, "--max-batches", "3"): "--max-batches is for pre-trained models, and",
         (model, "--scheme", "IO"): "--scheme is not for classification",
-        (model, "--data", "other"): "a fine-tuned model is evaluated on one file",
+        (model, "other"): "on a file of labeled examples; name one",
         (encoder_folder,): "not fine-tuned, so it cannot predict the labels of",
     }
     for (source, *options), message in refused.items():
-        done = in_process.run("evaluate", source, "--data", files["dev"], *options)
+        done = in_process.run("evaluate", source, files["dev"], *options)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert "is evaluated on labeled examples; name their file with --data" in in_process.run("evaluate", model).stderr
-    done = in_process.run("evaluate", encoder_folder, "--data", tmp_path, "--label", "x")
+    assert (
+        "is evaluated on a file of labeled examples; name it after the model"
+        in in_process.run("evaluate", model).stderr
+    )
+    done = in_process.run("evaluate", encoder_folder, tmp_path, "--label", "x")
     assert "--label is for fine-tuned models, and" in done.stderr
+
+
+def test_a_corpus_and_a_device_that_is_not_there_are_refused_and_batches_are_as_large_as_asked(
+    trained, tiny_corpus, monkeypatch
+):
+    folder, result, files = trained("classification")
+    model, sizes = folder / "seed-0" / "model", []
+    with pytest.raises(InputError, match="labeled examples, and .* is a corpus, on which pre-trained models are"):
+        ef.evaluate(model, tiny_corpus)
+    with pytest.raises(InputError, match="device = 'cuda:7': this machine has"):
+        ef.evaluate(model, files["dev"], device="cuda:7")
+    pack = inference.pack
+    monkeypatch.setattr(
+        inference, "pack", lambda encoded, rows, **how: sizes.append(len(rows)) or pack(encoded, rows, **how)
+    )
+    report = ef.evaluate(model, files["dev"], batch_size=5, precision="fp32")
+    assert sizes == [5, 5, 5, 5, 4] and report.scores["accuracy"]["model"] == pytest.approx(result["accuracy"])
+    assert str(report).startswith("accuracy") and "examples" in dir(report) and report.examples == 24
 
 
 def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(trained, tmp_path):

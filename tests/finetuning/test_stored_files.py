@@ -31,7 +31,7 @@ def test_examples_in_a_bucket_are_those_on_disk(tmp_path, tiny_vocab, monkeypatc
         trained = tmp_path / "bucket/classification/seed-0/model"
         found = [run("predict", trained, f"{folder}/test.tsv") for folder in (tmp_path, url)]
         assert found[0].stdout == found[1].stdout != "" and f"{url}/test.tsv: 30 predictions" in found[1].stderr
-        found = [run("evaluate", trained, "--data", f"{folder}/test.tsv", "--json") for folder in (tmp_path, url)]
+        found = [run("evaluate", trained, f"{folder}/test.tsv", "--json") for folder in (tmp_path, url)]
         assert json.loads(found[0].stdout)["scores"] == json.loads(found[1].stdout)["scores"]
         with pytest.raises(InputError, match=rf"{url}/bad\.tsv: line 2"):
             ef.finetune(model, task="classification", train=f"{url}/bad.tsv", out=tmp_path / "x")

@@ -1,5 +1,6 @@
 """Masked-language-model accuracy by Appendix G of the paper, against its formula written out."""
 
+import json
 import math
 
 import pytest
@@ -161,11 +162,23 @@ def test_there_are_no_more_examples_than_rows(models, validation_corpus):
 def test_micro_batches_change_rounding_alone(validation_corpus, tmp_path, monkeypatch, name, is_corrupted):
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name])
     settings = {"max_batches": 2, "sequence_length": 16, "corrupted_by": run if is_corrupted else None}
-    expected = evaluate(run, validation_corpus, **settings)
+    expected = dict(evaluate(run, validation_corpus, **settings))
     config = ef.load(run).model.config.override({"train.accumulate": "4"})
     assert evaluation._most_rows(config, torch.device("cuda"), World()) == config.train.batch_size // 4
     monkeypatch.setattr(evaluation, "_most_rows", lambda *_: 3)
-    found = evaluate(run, validation_corpus, **settings)
+    found = dict(evaluate(run, validation_corpus, **settings))
     floats = [name for name, value in expected.items() if isinstance(value, float)]
     assert [found.pop(name) for name in floats] == pytest.approx([expected.pop(name) for name in floats], rel=1e-6)
     assert found == expected and found["rows"] == 16
+
+
+def test_a_precision_is_another_one_than_fp32_only_if_asked(whole_run, validation_corpus, tmp_path):
+    few = {"max_batches": 1, "sequence_length": 16}
+    exact, found = (
+        ef.evaluate(whole_run, validation_corpus, precision=precision, out=tmp_path / "out", **few)
+        for precision in (None, "bf16")
+    )
+    assert exact == evaluate(whole_run, validation_corpus, precision="fp32", **few)
+    assert found != exact and found.loss == pytest.approx(exact.loss, rel=1e-2)
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == found
+    assert str(found).startswith("Comparable between models")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +105,6 @@ def _print_result(result: Result, options: argparse.Namespace) -> None:
     show([result.to_json()] if options.json else result.lines())
 
 
-def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of an evaluation, metrics that compare between models first."""
-    rest = dict(report)
-    if report["unigram_auc"] is not None and "corruption" not in report:
-        auc, length = rest.pop("unigram_auc"), rest.pop("unigram_sequence_length")
-        yield f"Comparable between models (replacements by frequency, rows of {length} tokens):"
-        yield from table_lines({"unigram_auc": auc}, "  ")
-        yield "Not comparable between models (replacements by each model's own generator):"
-    yield from table_lines(rest, "  ")
-
-
 def _asked(options: argparse.Namespace) -> Config | Path | None:
     """Returns the configuration that the command line names, before its keys: a preset, a file, or none."""
     if not (options.preset or options.recipe):
@@ -133,6 +123,13 @@ def _config(options: argparse.Namespace) -> Config:
 def _corpora(folders: list[str] | None) -> str | list[str] | None:
     """Returns the given folders, None for none; a single one may contain colons."""
     return folders[0] if folders and len(folders) == 1 else folders or None
+
+
+def _arguments(function: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Returns a function's keyword arguments that are options of its command."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and hasattr(options, each.name)]
+    return _named(options, *names)
 
 
 def _named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -215,20 +212,9 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.predict import evaluate
+    from electra_fast.finetuning.evaluate import evaluate
 
-    names = (
-        *("sequence_length", "batch_size", "max_batches", "corrupted_by", "mlm_examples"),
-        *("out", "precision", "text", "label", "labels", "label_map", "label_separator", "scheme", "quoting"),
-        *("delimiter", "no_header", "skip_bad_rows"),
-    )
-    defaults = build_parser().commands["evaluate"]  # left out, since a kind of model refuses options of the other
-    given = {name: value for name, value in _named(options, *names).items() if value != defaults.get_default(name)}
-    report = evaluate(options.source, _corpora(options.data), **given)
-    lines = _evaluation_lines(report) if "unigram_auc" in report else table_lines(report["scores"])
-    show([json.dumps(report)] if options.json else lines)
-    if options.out is not None:
-        say(f"{options.out / 'report.md'}: {report['examples']:,} examples")
+    _print_result(evaluate(options.model, _corpora(options.data), **_arguments(evaluate, options)), options)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ CONFIGURED: dict[str, tuple[Configuration, ...]] = {
 }
 # The default of columns where a fine-tuned model knows them.
 AS_TRAINED = "as in training"
+DEVICES = "auto (CUDA if there is a GPU), cpu, cuda or cuda:N"
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 Arguments = argparse._ActionsContainer
 """A parser or a group of its arguments."""
@@ -146,24 +147,30 @@ def _pretrain(sub: Parser) -> None:
 
 def _evaluate(sub: Parser) -> None:
     help = "fine-tuned model, e.g. DIR/TASK/seed-0/model; or run, checkpoint or Hugging Face folder"
-    _path(sub, "source", help, "MODEL")
+    _path(sub, "model", help, "MODEL")
     help = (
-        "labeled file; or corpus, of which the validation part (prepare --holdout) is used, or all of it if it has "
-        "none; repeat to mix corpora (default: the corpus of the run)"
+        "of a fine-tuned model: labeled file; of a run: CORPUS[:WEIGHT], also several, of which the validation parts "
+        "(prepare --holdout) are used, or all of one that has none (default: the run's own)"
     )
-    _option(sub, "--data", None, help, "FILE|FOLDER[:WEIGHT]", action="append")
+    sub.add_argument("data", nargs="*", metavar="DATA", help=help)
+    help = (
+        "folder for report.md, report.json, pictures and predictions.jsonl, or for evaluation.json of a pre-trained "
+        "model"
+    )
+    _path(sub, "--out", help)
+    _option(sub, "--device", "auto", DEVICES)
+    help = "dtype of activations (default: auto, as for predict; fp32 of a pre-trained model, so that figures compare)"
+    _option(sub, "--precision", None, help, choices=PRECISIONS)
+    help = "examples or rows per batch (default: as suits the device; the run's, on a GPU in its micro-batches)"
+    _option(sub, "--batch-size", None, help, type=int)
     _add_json(sub)
     labeled = sub.add_argument_group("for a fine-tuned model")
-    _path(labeled, "--out", "folder for report.md, report.json, pictures and predictions.jsonl")
-    _option(labeled, "--precision", "auto", "dtype of activations, as for predict", choices=PRECISIONS)
     _add_text(labeled, AS_TRAINED)
     _add_label(labeled, AS_TRAINED)
     _several(labeled, "--labels", "A,B,...", "tagging: names of tags that are numbers")
     corpus = sub.add_argument_group("for a pre-trained model")
     _option(corpus, "--sequence-length", None, "tokens per row (default: the run's, or the corruptor's)", type=int)
-    help = "rows per batch (default: the run's, on a GPU in its micro-batches)"
-    _option(corpus, "--batch-size", None, help, type=int)
-    _option(corpus, "--batches", 0, "number of batches; 0: all", "N", dest="max_batches")
+    _option(corpus, "--max-batches", 0, "number of batches; 0: all", "N")
     help = (
         "source of replacements, so that models compare: the generator of this run, checkpoint or Hugging Face folder, "
         "or unigram for the corpus's token frequencies (default: the model's own generator)"
@@ -194,7 +201,7 @@ def _finetune(sub: Parser) -> None:
     _option(sub, "--role", None, help, choices=tuple(PARTS))
     _path(sub, "--glue", "GLUE: folder of a task, or of several tasks' folders", "DIR")
     _path(sub, "--squad", "SQuAD: folder of its files, train*.json and dev*.json", "DIR")
-    _option(sub, "--device", "auto", "auto, cpu, cuda or cuda:N")
+    _option(sub, "--device", "auto", DEVICES)
     _add_json(sub)
     title = "your own data (.tsv, .csv, .jsonl, .parquet; tags: .conll; questions: .json)"
     own = sub.add_argument_group(title)
@@ -393,7 +400,7 @@ def _add_corpora(sub: Parser) -> None:
 
 
 def _add_device(sub: Parser) -> None:
-    _option(sub, "--device", "auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N")
+    _option(sub, "--device", "auto", DEVICES)
 
 
 def _checkpoint_step(text: str) -> int:

@@ -96,7 +96,7 @@ def json_text(content: Mapping[str, Any], encoding: str | None = "utf-8") -> str
 
     JSON is UTF-8: for a stream in another encoding, all that is not ASCII is escaped.
     """
-    text = json.dumps(content, ensure_ascii=codecs.lookup(encoding or "utf-8").name != "utf-8")
+    text = json.dumps(content, default=dict, ensure_ascii=codecs.lookup(encoding or "utf-8").name != "utf-8")
     return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
 
 

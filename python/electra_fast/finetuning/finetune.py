@@ -141,10 +141,10 @@ def finetune(
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
         text: The text column of `train`, or two for pairs; by default one of the usual names.
         label: The label column, or several of 0 and 1; by default one of the usual names.
-        dev_text: The text columns of `dev`, if they differ; likewise `dev_label`, `test_text` and `test_label`.
-        dev_label: See `dev_text`.
-        test_text: See `dev_text`.
-        test_label: See `dev_text`.
+        dev_text: The text columns of `dev`, if they differ.
+        dev_label: Its label columns, if they differ.
+        test_text: The text columns of `test`, if they differ.
+        test_label: Its label columns, if they differ.
         labels: The classes in the order of their ids; by default those in `train`, sorted.
         label_map: New names of labels, as a mapping or `OLD=NEW`; examples whose new name is empty are left out.
         label_separator: What separates several labels in a cell.

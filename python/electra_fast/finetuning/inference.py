@@ -42,6 +42,8 @@ class Inference:
     model: EncoderWithHead
     compute: ComputeConfig
     before_batch: Callable[[], None] = _nothing
+    batch_size: int | None = None
+    """Examples per batch; None for as many as suit the device."""
 
     def __str__(self) -> str:
         parameters = list(self.model.parameters())
@@ -76,6 +78,8 @@ class Inference:
         model.eval()
         order = np.argsort(encoded.lengths, kind="stable")
         ends = np.cumsum(encoded.lengths[order]) // BATCH_TOKENS[device.type]
+        if self.batch_size:
+            ends = np.arange(len(order)) // self.batch_size
         pending = np.split(order, np.flatnonzero(np.diff(ends)) + 1)[::-1]
         casts = WeightCasts(model.encoder, compute.dtype, device.type == "cpu", without_gradient=True)
         with casts.current():

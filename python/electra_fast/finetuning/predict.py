@@ -1,4 +1,4 @@
-"""A fine-tuned model in use: `FinetunedModel` for scripts, `predict_file` for the command line, `evaluate` for both."""
+"""A fine-tuned model in use: `FinetunedModel` for scripts, `predict_file` for the command line."""
 
 from __future__ import annotations
 
@@ -12,25 +12,20 @@ import numpy as np
 
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
-from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
-from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.embedding import TextEncoder
 from electra_fast.finetuning.inference import choose_inference
-from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, is_finetuned, read_finetuned
+from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.finetuning.prediction_input import Source, open_examples, reading_options
 from electra_fast.finetuning.prediction_output import answer_file
-from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
 from electra_fast.finetuning.readers.labels import truncated
 from electra_fast.finetuning.readers.table_formats import MemoryTable, is_table
 from electra_fast.finetuning.readers.tables import Quoting
-from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task import Prediction, Split, Task
-from electra_fast.finetuning.task_data import options_of, refuse, with_tuples
+from electra_fast.finetuning.task_data import refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.huggingface.sentence_settings import read_sentence_settings
-from electra_fast.messages import say
 from electra_fast.model.compute import Precision, choose_device
 
 
@@ -102,10 +97,11 @@ class FinetunedModel(TextEncoder):
         split = self._split(examples, text)
         return self.predict_split(split, **settings) if split.texts else []
 
-    def predict_split(self, split: Split, **settings: Any) -> list[Prediction]:
+    def predict_split(self, split: Split, batch_size: int | None = None, **settings: Any) -> list[Prediction]:
         """Returns an answer per example of a split."""
         features = self.task_type.features(self.tokenizer, split, self._config)
-        outputs = self.task_type.predict(self._inference, features, self._config)
+        inference = dataclasses.replace(self._inference, batch_size=batch_size)
+        outputs = self.task_type.predict(inference, features, self._config)
         return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
 
     def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
@@ -193,75 +189,3 @@ def predict_file(
     source = predictor.source(Path(file), text, **reading)
     predict, purpose = partial(predictor.predict, **settings), f"{model} is for {predictor.kind}"
     return answer_file(predict, reader, source, out, preface=predictor.note, purpose=purpose)
-
-
-def evaluate(source: str | Path, data: Any = None, **options: Any) -> dict[str, Any]:
-    """Evaluates a fine-tuned model on labeled examples, or a pre-trained one on a corpus.
-
-    Args:
-        source: A fine-tuned model; or a run, a checkpoint or a folder of `transformers`, which `training.evaluate`
-            evaluates with its own arguments.
-        data: Labeled examples, in a file or in memory as for `finetune`; or corpora, by default that of the run.
-        **options: Those of a fine-tuned model follow.
-        out: A folder for report.json, report.md, their pictures and predictions.jsonl.
-        precision: As for `load`.
-        text, label: The columns; by default those of training, or the usual ones.
-        skip_bad_rows: Number of unusable rows that may be left out, those with labels that the model lacks among them.
-        labels: For tags: the names of those that are numbers.
-        label_map, label_separator, scheme, quoting, delimiter, no_header: As for `finetune`.
-
-    Returns:
-        The report on the examples: `{"task", "kind", "examples", "scores": {name: {"model": x, "majority": x}}, ...}`,
-        with sections by task (classes, confusion, calibration, entity_types, matching, residuals, answer_lengths, ...)
-        and `errors`, the worst ones. `majority` has the scores of the data's own most frequent label.
-
-    Raises:
-        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
-    """
-    from electra_fast.training import evaluate as pretrained  # takes long, and predictions need none
-
-    own, others = {"out", "precision", *DIALECT}, options_of(pretrained.evaluate)
-    own = own.union(*(options_of(task_type.read_labeled) for task_type in TASK_TYPES.values()))
-    unknown = next((name for name in options if name not in own | others.keys()), None)
-    if unknown is not None:
-        raise TypeError(f"evaluate() got an unexpected keyword argument {unknown!r}")
-    if not is_finetuned(Path(source)):
-        if isinstance(data, str | Path) and Path(data).is_file() and Path(source).exists():
-            raise InputError(
-                f"{source}: not fine-tuned, so it cannot predict the labels of {data}; name a fine-tuned model, as "
-                f"DIR/TASK/seed-0/model, or fine-tune this one with `electra-fast finetune {source}`"
-            )
-        refuse(options, others, f"for fine-tuned models, and {source} is not one")
-        return pretrained.evaluate(source, data, **options)
-    refuse(options, own, f"for pre-trained models, and {source} is fine-tuned")
-    if data is None:
-        raise InputError(f"{source}: a fine-tuned model is evaluated on labeled examples; name their file with --data")
-    if isinstance(data, list) and all(isinstance(each, str) for each in data):
-        raise InputError(f"{source}: a fine-tuned model is evaluated on one file; give --data once")
-    file = Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data)
-    predictor, out = FinetunedModel(source, precision=options.pop("precision", "auto")), options.pop("out", None)
-    with local_file(file) as copy:
-        return _evaluate(predictor, copy, out, options)
-
-
-def _evaluate(predictor: FinetunedModel, file: Path, out: Any, options: dict[str, Any]) -> dict[str, Any]:
-    task, task_type = predictor.task, predictor.task_type
-    dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
-    refuse(options, options_of(task_type.read_labeled), f"not for {predictor.kind}")
-    options = with_tuples(options)
-    trained = (predictor.text_columns, predictor.label_columns)
-    dialect = with_fields(dialect, (*trained[0], *trained[1], *(options.get(name, ()) for name in ("text", "label"))))
-    split, notes = task_type.read_labeled(task, file, trained, quoting=dialect, **options)
-    num_texts = predictor.num_texts or len(split.texts[0])
-    if len(split.texts[0]) != num_texts:
-        reads = "one text" if num_texts == 1 else "a pair of texts"
-        raise InputError(f"{file}: this model reads {reads}; choose the columns with --text")
-    for note in (*filter(None, [predictor.note]), *notes):
-        say(note)
-    answers = predictor.predict_split(split)
-    report = make_report(task, [(split, answers)], baselines={"majority": task_type.majority(task, split, split)})
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        replace_file(Path(out) / "predictions.jsonl", task_type.prediction_lines(task, split, answers))
-        write_report(Path(out), report)
-    return report.content

@@ -37,16 +37,10 @@ def read_tasks(
     files: Mapping[str, Path] | None = None,
     columns: Mapping[str, Any] | None = None,
 ) -> list[TaskData]:
-    """Reads the data of GLUE tasks, of SQuAD, or of a task on own files.
+    """Reads the data of GLUE tasks, of SQuAD, or of a task on own `files`, by default all that the folder holds.
 
-    Args:
-        task: The task; of GLUE also several, as a sequence or with commas. None for all that `glue` or `squad` holds.
-        glue: Folder of a GLUE task, or of the folders of several.
-        squad: Folder of SQuAD's files.
-        files: Own files: `train`, and optionally `dev` and `test`.
-        columns: Keyword arguments of the reader of own files.
-
-    Raises FileNotFoundError, or ValueError naming what is wrong.
+    `files` are `train`, and optionally `dev` and `test`; `columns` has keyword arguments of their reader. Raises
+    FileNotFoundError, or ValueError naming what is wrong.
     """
     asked = task.split(",") if isinstance(task, str) else list(task or ())
     chosen = list(dict.fromkeys(_known(name.strip()) for name in asked if name.strip()))
@@ -130,8 +124,8 @@ def refuse(options: Iterable[str], known: Collection[str], why: str) -> None:
     """Raises InputError for the first option that is not known."""
     refused = next((name for name in options if name not in known), None)
     if refused is not None:
-        names = {"max_batches": "batches", "seed": "split-seed"}
-        raise InputError(f"--{names.get(refused, refused.replace('_', '-'))} is {why}")
+        flag = "split-seed" if refused == "seed" else refused.replace("_", "-")
+        raise InputError(f"--{flag} is {why}")
 
 
 _DEFAULTS = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}

@@ -7,6 +7,7 @@ use the model's own generator, as in training, or the source that `corrupted_by`
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -26,16 +27,18 @@ from electra_fast.data.mixture import Corpora, Mixture, missing_folder
 from electra_fast.distributed.division import nth_part, rows_per_micro_batch
 from electra_fast.distributed.world import World
 from electra_fast.errors import InputError, is_out_of_memory
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.messages import say
-from electra_fast.model.compute import ComputeConfig, choose_device, use_compute
+from electra_fast.model.compute import ComputeConfig, choose_device, resolve_compute, use_compute
 from electra_fast.model.matmul import fastest_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective, Output, RngKey
 from electra_fast.ops.sampling import alias_table
+from electra_fast.results import Entries, table_lines
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.mlm_accuracy import mlm_accuracy
 
@@ -50,49 +53,34 @@ FIRST = ("unigram_auc", "discriminator_auc", "discriminator_loss", "generator_lo
 _Batches = Iterator[tuple[int, int, Mapping[str, Tensor]]]
 
 
+class Evaluation(Entries):
+    """Validation metrics of a model by name, with the ones that compare between models first (`evaluate`)."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields what the command prints."""
+        rest = dict(self)
+        if self["unigram_auc"] is not None and "corruption" not in self:
+            auc, length = rest.pop("unigram_auc"), rest.pop("unigram_sequence_length")
+            yield f"Comparable between models (replacements by frequency, rows of {length} tokens):"
+            yield from table_lines({"unigram_auc": auc}, "  ")
+            yield "Not comparable between models (replacements by each model's own generator):"
+        yield from table_lines(rest, "  ")
+
+
 def evaluate(
     source: str | Path,
     data: Corpora | None = None,
     *,
-    sequence_length: int | None = None,
-    batch_size: int | None = None,
-    max_batches: int = 0,
+    out: str | Path | None = None,
     device: str = AUTO,
+    precision: str = "fp32",
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    max_batches: int = 0,
     corrupted_by: str | Path | None = None,
     mlm_examples: int = 0,
-) -> dict[str, Number | str]:
-    """Returns validation metrics of a run, a checkpoint or an exported folder.
-
-    Args:
-        source: Run, checkpoint or Hugging Face folder.
-        data: A corpus, of which the validation part (`prepare --holdout`) is used, or all if it has none. Or several,
-            as for `pretrain`: the validation parts of those that have one, each read once; weights matter only for
-            `corrupted_by` "unigram". By default the corpus that the run was trained on.
-        sequence_length: Tokens per row. By default 128 for `unigram_auc`, or the longest row that the model can read if
-            that is shorter; for the rest that of the run, or of the corruptor if given.
-        batch_size: Rows per batch; by default that of the run, on a GPU in its micro-batches.
-        max_batches: Largest number of batches; 0: all.
-        device: "auto" (CUDA if there is a GPU), "cpu", "cuda" or "cuda:N".
-        corrupted_by: Source of replacements, so that several models are judged on the same text: the generator of a
-            run, checkpoint or Hugging Face folder, or "unigram" for the token counts of `data` (rows of 128 tokens by
-            default). Rows are then packed, masked and sampled as in the recipe `paper`, and every discriminator is
-            judged over all tokens. By default the model's own generator.
-        mlm_examples: Rows with one masked token, for the masked-language-model accuracy; 0: none.
-
-    Returns:
-        First `unigram_auc`, comparable between models on the same data: the AUC on replacements drawn by the frequency
-        of the masked tokens. Then `discriminator_auc` and the means of `metrics.jsonl` with the model's own generator,
-        which are not comparable (None for a discriminator alone), and the `rows` and `tokens` they cover.
-
-        With `corrupted_by`, `loss` is None, since weights differ between models, and `sequence_length` and
-        `corruption` are added; the latter, 16 hexadecimal digits, are equal for models that read exactly the same text.
-
-        With `mlm_examples`, also the metrics of `mlm_accuracy.mlm_accuracy`.
-
-    Warns if the model was trained on all of the corpus. Raises FileNotFoundError or ValueError if a folder is missing
-    or of the wrong kind, if the vocabulary of the corpus is not that of the model or the corruptor, or if rows are too
-    long for the model.
-    """
+) -> Evaluation:
+    """Returns validation metrics of a run, a checkpoint or an exported folder, as `electra_fast.evaluate` describes."""
     if mlm_examples < 0:
         raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
     target = choose_device(device)
@@ -104,9 +92,9 @@ def evaluate(
     config = model.config
     if batch_size is not None:
         config = config.override({"train.batch_size": batch_size, "train.accumulate": 1})
-    # fp32, references, and the backend that runs everywhere, independent of training.
-    kernels = (("*", "reference"),) if target.type == "cuda" else ()
-    compute = ComputeConfig("sdpa", torch.float32, fastest_matmul(model.config.model, target), kernels)
+    # References, and the backend that runs everywhere, independent of training.
+    compute = resolve_compute(model.config.model, target, precision, fastest_matmul(model.config.model, target), "sdpa")
+    compute = dataclasses.replace(compute, kernels=(("*", "reference"),) if target.type == "cuda" else ())
     if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
         config = config.override({"objective.corrective_weight": 0.0})
     report: dict[str, Number | str]
@@ -136,7 +124,12 @@ def evaluate(
         length = config.data.sequence_length
         with use_compute(compute):
             report |= mlm_accuracy(model, corpora, sequence_length=length, seed=SEED, num_examples=mlm_examples)
-    return report
+    evaluation = Evaluation(report)
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        replace_file(Path(out) / "evaluation.json", evaluation.to_json() + "\n")
+        say(f"{Path(out) / 'evaluation.json'}: {report['tokens']} tokens")
+    return evaluation
 
 
 def _evaluate_own(
@@ -361,7 +354,7 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
 
 def _own_corpus(source: Path) -> Mixture:
     """Returns the corpus that a run was trained on, and says so. Raises ValueError or OSError if it is not there."""
-    stored, remedy = checkpoint_of(source), "name the corpus to evaluate on with --data"
+    stored, remedy = checkpoint_of(source), "name the corpus to evaluate on after it"
     folders = Config.load(stored / "config.toml").data.corpus if stored else ""
     if not folders:
         raise InputError(f"{source}: does not say what it was trained on; {remedy}")
