@@ -19,9 +19,9 @@ from electra_fast.reproduction.reproduce import EVALUATION, IDENTITY, RunSetting
 
 pytestmark = pytest.mark.slow
 
-QUICK = ("--finetune.epochs", "1", "--finetune.batch_size", "8", "--finetune.sequence_length", "24")
-QUICK += ("--finetune.matmul", "default")
-SMALL = ("--data.sequence_length", "16", "--train.batch_size", "4", "--train.matmul", "default")
+QUICK = {"--finetune.epochs": 1, "--finetune.batch_size": 8, "--finetune.sequence_length": 24}
+QUICK |= {"--finetune.matmul": "default"}
+SMALL = {"--data.sequence_length": 16, "--train.batch_size": 4, "--train.matmul": "default"}
 
 
 def arguments(corpus, glue, out, experiment="tying", budget="9e9", **options):
@@ -33,9 +33,9 @@ def arguments(corpus, glue, out, experiment="tying", budget="9e9", **options):
         "--task": "sst2,mrpc",
         "--device": "cpu",
     }
-    words = [str(word) for pair in (flags | options).items() if pair[1] is not None for word in pair]
+    words = [str(word) for pair in (QUICK | SMALL | flags | options).items() if pair[1] is not None for word in pair]
     paths = [str(corpus), "--glue", str(glue), "--out", str(out)]
-    return ["reproduce", experiment, *paths, *SMALL, *QUICK, *words]
+    return ["reproduce", experiment, *paths, *words]
 
 
 @pytest.fixture(scope="module")
