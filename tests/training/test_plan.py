@@ -142,6 +142,8 @@ def test_hours_choose_by_the_scaling_law(tiny_corpus, monkeypatch, flops, preset
 def test_what_cannot_be_planned_is_refused(options, message, capsys):
     assert cli.main(["plan", *options]) == 2
     assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="that of a proposal, with hours"):
+        ef.plan(recipe="google")
 
 
 def test_large_steps_continue_on_a_line():

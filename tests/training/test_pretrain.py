@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
 
 import electra_fast as ef
 from electra_fast import checkpoint
+from electra_fast.cli import main
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
@@ -24,7 +26,7 @@ from electra_fast.huggingface.folder import read_model
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import trainer
 from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
-from electra_fast.training.pretrain import pretrain
+from electra_fast.training.pretrain import PretrainResult, pretrain
 from electra_fast.training.reporting import words_to_mask
 
 
@@ -70,6 +72,16 @@ def test_a_wrong_first_argument_or_device_is_refused_before_there_is_a_run(
     with pytest.raises(InputError if message else ReportedElsewhere, match=message):
         pretrain(given, config=tiny_config(), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_first_rank_alone_prints_the_result(monkeypatch, capsys):
+    result = PretrainResult(Path("run"), 3, is_finished=False)
+    monkeypatch.setattr("electra_fast.training.pretrain.pretrain", lambda *_, **__: result)
+    for name, value in (RANKS | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for rank, printed in (("0", "run: step 3, stopped by train.max_minutes; the same call resumes\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["pretrain", "shards"]) == 75 and capsys.readouterr().out == printed
 
 
 def test_another_seed_is_another_run(whole_run, validation_corpus, tmp_path):

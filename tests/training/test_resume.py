@@ -55,7 +55,7 @@ def test_without_a_configuration_it_is_the_runs_own(run, tmp_path, monkeypatch):
     """In Python as by the command; what the hardware chose is chosen anew if it cannot run here."""
     saved = run / "config.toml"
     saved.write_text(saved.read_text().replace('execution = "eager"', 'execution = "graph"'))
-    result = pretrain(out=run, overrides={"train.steps": STEPS + 2})
+    result = pretrain(out=run, overrides={"steps": STEPS + 2})
     assert dict(result) == {"run": run, "step": STEPS + 2, "is_finished": True}
     assert str(result) == f"{run}: step {STEPS + 2}, finished"
     assert Config.load(saved).train.execution == "eager"

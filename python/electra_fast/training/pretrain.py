@@ -68,8 +68,8 @@ def pretrain(
         out: Run folder; `train.out` of the configuration by default.
         config: The run's configuration, or its TOML file. By default that of the run in `out`, where its choices for
             the hardware are kept if they can run here, or else `Config()`.
-        overrides: Configuration keys to change, such as `{"train.steps": 10_000}`. The steps may differ from those of
-            an earlier call: a run, finished or not, continues to the new number, and the learning-rate schedule is
+        overrides: Configuration keys to change, as for `Config.override`. `train.steps` may differ from that of an
+            earlier call: a run, finished or not, continues to the new number, and the learning-rate schedule is
             stretched to it.
         device: "auto" (CUDA if there is a GPU), "cpu", "cuda" or "cuda:N". Several ranks choose their GPUs themselves.
         allow_changes: Resume with changed optimizer, objective, data and training keys, or other corpora of the same

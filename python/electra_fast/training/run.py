@@ -140,21 +140,20 @@ def config_of_run(
     Its recorded choices for the hardware are kept if they can run here, and made anew otherwise. Raises
     FileNotFoundError, naming the file, if the corpus that it names is missing and no other is given.
     """
-    path = None if isinstance(config, Config) else config
-    given = dict(overrides or {})
+    given = Config.values_of((overrides or {}).items())
     if config is None and out:
         if from_step is not None:
             return config_at(Path(out), from_step).override(given)
         checkpoint_folder.require_config(Path(out))
         own, recorded = Path(out) / "config.toml", dict.fromkeys(HARDWARE_KEYS, AUTO) | given
         if own.exists():
-            path, given = own, recorded
+            config, given = own, recorded
         elif (url := given.get("train.mirror")) and (mirrored := mirror.read_config(str(url))):
             return Config.of_table(mirrored, recorded)
-    found = config_of(config if path is None else path, given)
-    named = corpus is not None or "data.corpus" in given
-    if path is not None and not named and (missing := missing_folder(found.data.corpus)):
-        where = f'{os.fspath(path)}: data.corpus = "{missing}"'
+    found = config_of(config, given)
+    is_file, is_named = isinstance(config, (str, os.PathLike)), corpus is not None or "data.corpus" in given
+    if is_file and not is_named and (missing := missing_folder(found.data.corpus)):
+        where = f'{config}: data.corpus = "{missing}"'
         raise FileNotFoundError(f"{where}: no such folder; give its new location: electra-fast pretrain CORPUS")
     return found
 
