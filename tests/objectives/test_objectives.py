@@ -11,6 +11,7 @@ from tiny_run import assert_same_run, lines, tiny_config, truncate
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
+from electra_fast import _data
 from electra_fast.config.config import Config
 from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.files import checkpoint_folder
@@ -95,6 +96,12 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Config.preset("tiny", "paper").override(changes)
+
+
+def test_any_masking_of_distinct_tokens_fits():
+    for masking in {*_data.MASKINGS} - {"with-repeats"}:
+        config = Config.preset("tiny", "paper").override({"objective.contrastive_weight": 1.0, "data.masking": masking})
+        assert config.data.masking == masking
 
 
 def resumed(original, to, step, data, settings):
