@@ -17,7 +17,7 @@ from electra_fast.cli.arguments import KeyOption, Parser
 from electra_fast.cli.parser import CONFIGURED, build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.presets import RECIPES, SIZES
-from electra_fast.config.section import Configuration, format_value, nearest
+from electra_fast.config.section import RENAMED_VALUES, Configuration, format_value, nearest
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import RULES, FinetuningConfig
 from electra_fast.results import Result
@@ -43,6 +43,35 @@ num_hidden_layers num_attention_heads max_position_embeddings hidden_dropout_pro
 classifier_dropout layer_norm_eps global_rope_theta global_attn_every_n_layers
 """.split()
 """Names in `transformers` and its training arguments that differ from ours."""
+# Options that had other names before the commands had rules, by command.
+FORMER = {
+    "vocab prepare": "text-field skip-bad-records",
+    "pretrain": "data from",
+    "plan": "data",
+    "finetune": "model data",
+    "predict": "task",
+    "evaluate": "data batches",
+    "reproduce": "data tasks",
+}
+RULES_OF_THE_SURFACE = """# One surface
+
+Commands, configuration keys and Python have one set of rules. A test holds them for every command.
+
+1. What a command works on is positional: text, a corpus, a run, a model, a file. `--out` is what it writes.
+2. One word for one idea everywhere: `--text` is the column or field with the text, `--seed` is a seed and `--seeds` a
+   number of runs, `--device auto|cpu|cuda|cuda:N` and `--precision auto|fp32|fp16|bf16` choose where and how a model
+   computes.
+3. Each command is a function of `electra_fast` with its name (`import` is `import_`), the same positional arguments and
+   keyword arguments with the names of its options. It returns what the command prints: `print(result)` is the output,
+   `result.to_json()` that of `--json`. Only the command line has `--json`, `--quiet`, `--help`, `--dry-run` and, where
+   Python passes a `Config`, `--preset` and `--recipe`.
+4. Flags have hyphens and keys have underscores; both are read for both. Options and positional arguments may come in
+   any order. A boolean key needs no value: `--finetune.calibrate`.
+5. `--help` shows at most ten options, `--help-all` every option and key.
+6. Only whole names are read. A former name, one of another tool, or a typing error is answered with the right name and
+   exit code 2, and never obeyed.
+"""
+
 FILE = """```toml
 preset = "mini"                # sizes
 recipe = "modern"              # encoder, optimizer, masks
@@ -147,6 +176,38 @@ def _in_transformers() -> str:
     keys = [*Config.key_names(), *FinetuningConfig.key_names()]
     rows = [[f"`{name}`", ", ".join(f"`{key}`" for key in nearest(name, keys))] for name in IN_TRANSFORMERS]
     return table(["`transformers`", "here"], rows)
+
+
+def surface() -> str:
+    """The rules, the short names of keys, and former names."""
+    short = [
+        [f"`--{name.replace('_', '-')}`", f"`{name}=`", f"`{key}`", commands]
+        for names, commands in (
+            (Config.SHORT_NAMES, "pretrain, plan, flops, doctor"),
+            (FinetuningConfig.SHORT_NAMES, "finetune"),
+        )
+        for name, key in names.items()
+    ]
+    parsers = build_parser().commands
+    former = [
+        [f"`{command} --{flag}`", parsers[command].answer(f"--{flag}").partition("; ")[2]]
+        for commands, flags in FORMER.items()
+        for command in commands.split()
+        for flag in flags.split()
+    ]
+    former = [[old, re.sub(r"did you mean (.*)\?", r"\1", new)] for old, new in former]
+    former.append(["`pretrain FILE.toml`, likewise plan, flops, doctor", "--config FILE.toml"])
+    values = [[f"`{key}`", old, new] for key, renamed in RENAMED_VALUES.items() for old, new in renamed.items()]
+    parts = [
+        RULES_OF_THE_SURFACE,
+        "## Short names of keys\n\nGiven in both forms with different values, a key is an error.\n",
+        table(["option", "`Config.override`", "key", "commands"], short),
+        "## Former names\n\nFiles with a former value are read.\n",
+        table(["option", "now"], former),
+        table(["key", "former value", "now"], values),
+        table(["Python", "now"], [[f"`ef.{old}`", f"`ef.{new}`"] for old, new in ef._FORMER.items()]),
+    ]
+    return NOTE + "\n".join(parts)
 
 
 def _keys(defaults: Configuration) -> str:
@@ -254,7 +315,7 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-PAGES = {"commands.md": commands, "configuration.md": configuration, "python.md": python}
+PAGES = {"surface.md": surface, "commands.md": commands, "configuration.md": configuration, "python.md": python}
 
 
 def main() -> None:

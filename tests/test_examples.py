@@ -81,7 +81,7 @@ class Cluster:
 def assert_command_line_is_valid(arguments):
     options = build_parser().parse(arguments)
     Config.preset(options.preset).override(options.overrides)
-    assert options.command == "pretrain" and options.corpora and options.out
+    assert options.command == "pretrain" and options.corpus and options.out
 
 
 def torchrun_options(arguments):

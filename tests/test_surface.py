@@ -1,5 +1,6 @@
 """The rules of the command line and of its functions in Python (docs/reference/surface.md), held for all commands."""
 
+import inspect
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import electra_fast as ef
 from electra_fast.cli.arguments import MAX_SHOWN, KeyOption
 from electra_fast.cli.parser import CONFIGURED, build_parser
 from electra_fast.errors import InputError
+from electra_fast.finetuning.config import FinetuningConfig
 
 PARSER = build_parser()
 # Options before the surface had rules.
@@ -71,6 +73,21 @@ OTHER_TOOLS = {
     "vocab": "input files model_prefix vocab_size min_count num_threads input_sentence_size fname text_column_name",
     "prepare": "train_file tokenizer_name output_dir preprocessing_num_workers validation_split_percentage text_key",
     "export": "model checkpoint output_dir push_to_hub hub_model_id",
+}
+# Which commands have an option of several: those where it means something, and none has it under another name.
+WORDS = {
+    **dict.fromkeys(("data", "model", "input", "corpus", "text-field", "skip-bad-records", "workers", "batches"), ""),
+    "out": "demo vocab prepare pretrain export import finetune predict detect evaluate report reproduce",
+    "json": "demo vocab prepare inspect verify plan pretrain export import finetune evaluate report doctor flops "
+    "reproduce",
+    "device": "demo plan pretrain finetune predict detect evaluate doctor reproduce",
+    "precision": "plan pretrain doctor flops finetune predict detect evaluate",
+    "text": "vocab prepare finetune predict detect evaluate",
+    "skip-bad-rows": "vocab prepare finetune predict detect evaluate",
+    "threads": "vocab prepare",
+    "seed": "vocab inspect plan pretrain doctor flops",
+    "seeds": "finetune reproduce",
+    "config": "plan pretrain doctor flops",
 }
 ANSWERED = {
     "pretrain --data": "the corpus needs no flag: electra-fast pretrain CORPUS",
@@ -172,7 +189,7 @@ def test_boolean_keys_need_no_value():
         "finetune.both_orders": "false",
     }
     assert overrides("--finetune.calibrate=False") == {"finetune.calibrate": "False"}
-    assert PARSER.parse(["pretrain", "--optimizer.bias_correction", "shards"]).corpora == ["shards"]
+    assert PARSER.parse(["pretrain", "--optimizer.bias_correction", "shards"]).corpus == ["shards"]
 
 
 def test_short_names_are_keys():
@@ -192,9 +209,35 @@ def test_short_names_are_keys():
 
 def test_arguments_come_in_any_order():
     options = PARSER.parse(["-q", "pretrain", "--steps", "5", "a", "--train.seed=1", "b", "--out", "o", "--", "-c"])
-    assert options.corpora == ["a", "b", "-c"] and options.quiet and str(options.out) == "o"
+    assert options.corpus == ["a", "b", "-c"] and options.quiet and str(options.out) == "o"
     assert options.overrides == {"train.steps": "5", "train.seed": "1"}
     assert PARSER.parse(["predict", "-", "m"]).model.name == "-"
+
+
+# Options that Python does not have: what it prints, and what it passes as a `Config` or an executor.
+ONLY_OF_COMMANDS = {"help", "help_all", "quiet", "json", "dry_run", "preset", "recipe", "scheduler"}
+IS_PENDING = {"evaluate", "predict"}
+
+
+@pytest.mark.parametrize("command", PARSER.commands.keys() - IS_PENDING)
+def test_a_command_is_a_function_with_its_arguments(command):
+    function = getattr(ef, "import_" if command == "import" else command)
+    parameters = inspect.signature(function).parameters
+    arguments = [each for each in PARSER.commands[command]._actions if not isinstance(each, KeyOption)]
+    positional = [each.dest for each in arguments if not each.option_strings]
+    options = {each.dest for each in arguments if each.option_strings} - ONLY_OF_COMMANDS
+    assert list(parameters)[: len(positional)] == positional and options <= parameters.keys()
+    keyword_only = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    assert options - {"config"} <= keyword_only
+    if command == "finetune":
+        assert FinetuningConfig.SHORT_NAMES.keys() <= keyword_only
+
+
+def test_one_word_is_for_one_idea_in_every_command():
+    have = {word: {command for command in PARSER.commands if f"--{word}" in flags_of(command)} for word in WORDS}
+    assert {word: commands - IS_PENDING for word, commands in have.items()} == {
+        word: set(commands.split()) - IS_PENDING for word, commands in WORDS.items()
+    }
 
 
 @pytest.mark.parametrize(("former", "now"), {"train_vocab": "vocab", "import_folder": "import_"}.items())

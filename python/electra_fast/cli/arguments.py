@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
                 continue
             name, equals, value = word.partition("=")
             if _plain(name) not in actions:
-                raise InputError(self._answer(name))
+                raise InputError(self.answer(name))
             flag, action = actions[_plain(name)]
             takes_value = bool(rest) and not (rest[0].startswith("--") or _plain(rest[0]) in actions)
             if action.nargs == 0:
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             options.append(f"{flag}={value}")
         return options + positionals
 
-    def _answer(self, name: str) -> str:
+    def answer(self, name: str) -> str:
         """Returns what an unknown flag should be: of this command, else the commands that have it."""
         unknown = name.lstrip("-").replace("-", "_").lower()
         flags = {flag: each.option_strings[0] for each in self._actions for flag in each.option_strings}

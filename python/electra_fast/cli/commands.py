@@ -189,7 +189,7 @@ def _pretrain(options: argparse.Namespace) -> int:
 
     if is_restarted():  # the first attempt has gone back already
         options.from_step = None
-    corpus = _corpora(options.corpora)
+    corpus = _corpora(options.corpus)
     config = config_of_run(_asked(options), corpus, options.overrides, options.out, options.from_step)
     if options.dry_run:
         from electra_fast.training.plan import dry_run, plan
@@ -298,7 +298,7 @@ def _plan(options: argparse.Namespace) -> None:
     from electra_fast.training.plan import plan
     from electra_fast.training.run import config_of_run
 
-    config, corpus = None, _corpora(options.corpora)
+    config, corpus = None, _corpora(options.corpus)
     names = ["device", "tokens_per_second", "hours", "gpu_memory", "gpus"]
     if options.hours is None:
         config = config_of_run(_asked(options), corpus, options.overrides)

@@ -396,7 +396,7 @@ def _add_corpora(sub: Parser) -> None:
         "corpus; several are mixed in proportion to WEIGHT or else to their tokens (default: data.corpus of the "
         "configuration)"
     )
-    sub.add_argument("corpora", nargs="*", metavar="CORPUS[:WEIGHT]", help=help)
+    sub.add_argument("corpus", nargs="*", metavar="CORPUS[:WEIGHT]", help=help)
 
 
 def _add_device(sub: Parser) -> None:
