@@ -216,7 +216,7 @@ def test_arguments_come_in_any_order():
 
 # Options that Python does not have: what it prints, and what it passes as a `Config` or an executor.
 ONLY_OF_COMMANDS = {"help", "help_all", "quiet", "json", "dry_run", "preset", "recipe", "scheduler"}
-IS_PENDING = {"evaluate", "predict"}
+IS_PENDING = {"predict"}
 
 
 @pytest.mark.parametrize("command", PARSER.commands.keys() - IS_PENDING)

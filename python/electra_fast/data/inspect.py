@@ -25,7 +25,7 @@ class Inspection(Result):
 
     `rows` and `tokens_per_row` are those of packing `best-fit`. Of each packing there are the rows of an epoch, the
     tokens kept and dropped, and the fraction of positions that are not padding. The row has a line per segment, and
-    masked positions as `[MASK](original)`.
+    masked positions as `[MASK]` followed by the original.
     """
 
     content_hash: str
