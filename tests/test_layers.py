@@ -64,7 +64,7 @@ CRATE_USES = {
 LINES = {
     "python/electra_fast/cli": 1_300,
     "python/electra_fast/config": 1_400,
-    "python/electra_fast/data": 2_720,
+    "python/electra_fast/data": 2_730,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,
     "python/electra_fast/finetuning": 12_800,

@@ -73,10 +73,10 @@ def inspect(
     Args:
         corpus: Folder or URL of a corpus.
         sequence_length: Tokens per row, special tokens included.
-        masking: How the row is masked; this and the next three as for `BatchLoader`.
+        masking: Masking of the row, as for `BatchLoader`.
         mask_prob: Fraction of its tokens to mask.
-        packing: How it is packed.
-        cut_at: Where documents are cut.
+        packing: Packing of documents into it, as for `BatchLoader`.
+        cut_at: Places where a document may be cut, as for `BatchLoader`.
         seed: Selects the row.
 
     Raises:

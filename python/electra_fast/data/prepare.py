@@ -60,9 +60,9 @@ def prepare(
             or one after another; in a folder, a `.json` that holds no records with text is passed over. From a folder
             saved by `datasets`, only the files that it lists are read, and of several splits only `train` (to read
             another split, give its folder). A list or tuple in which a string has a newline or more than 4,096
-            characters is a list of documents, and so is any other iterable of `str` or of records with that field,
-            such as a `datasets.Dataset`. Documents are consumed in a separate thread, and an interrupted run over them
-            restarts from the beginning.
+            characters is a list of documents, and so is any other iterable of `str` or of records with the field that
+            `text` names, such as a `datasets.Dataset`. Documents are consumed in a separate thread, and an interrupted
+            run over them restarts from the beginning.
         vocab: A `vocab.txt`, a `tokenizer.json`, a folder with one of them, or an open tokenizer; not among `inputs`.
         out: The output folder, or its URL (`s3://`, `gs://`, `az://`): new, empty, or left by an interruption of the
             same run.
@@ -99,6 +99,9 @@ def prepare(
         kind: `files` or `documents`, where the rule above would misread `inputs`, such as a list of short documents.
         progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
             terminal; warn if the vocabulary does not cover a sample of the text; count what each packing keeps.
+
+    Returns:
+        What was prepared. Its `print` is a summary.
 
     Raises:
         FileNotFoundError: An input or the vocabulary does not exist.
@@ -208,6 +211,9 @@ def vocab(
         threads: As for `prepare`.
         kind: As for `prepare`.
         progress: As for `prepare`.
+
+    Returns:
+        The file and its number of entries: `size`, or fewer if the text does not yield that many.
 
     Raises:
         FileNotFoundError: An input does not exist.
