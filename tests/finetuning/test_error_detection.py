@@ -239,5 +239,5 @@ class TestSources:
         with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
             ef.load(source).detect(["a"])
         assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
-        with pytest.raises(ValueError, match="has no discriminator"):
+        with pytest.raises(ValueError, match="has no discriminator, only the encoder;"):
             ef.load(encoder_folder).detect(["a"])

@@ -28,7 +28,7 @@ from electra_fast.finetuning.prediction_output import answer_file
 from electra_fast.finetuning.readers.rows import Row, text_of
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction
-from electra_fast.huggingface.config import own_config, read_table, role_shape
+from electra_fast.huggingface.config import is_headless, own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
 from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder
 from electra_fast.model.compute import ComputeConfig, Precision, choose_device
@@ -178,7 +178,7 @@ def _read_discriminator(source: Path) -> tuple[Electra, int]:
         _check_roles(source, model.networks)
         return model, model.config.data.sequence_length
     folders = folders_of(source)
-    _check_roles(source, folders)
+    _check_roles(source, ["encoder" if is_headless(read_table(path)) else role for role, path in folders.items()])
     folder = folders[ROLE]
     model = read_models({ROLE: folder})
     is_recorded = own_config(folder / "config.json", read_table(folder)) is not None

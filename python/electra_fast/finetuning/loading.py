@@ -20,7 +20,7 @@ from electra_fast.finetuning.predict import FinetunedModel
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.folder import read_model
-from electra_fast.huggingface.sentence_settings import read_sentence_settings
+from electra_fast.huggingface.sentence_settings import read_sentence_settings, tokenizer_length
 from electra_fast.huggingface.source import checkpoint_of
 from electra_fast.model.compute import Precision, choose_device
 from electra_fast.model.model import Electra, Embeddings, Encoder
@@ -56,11 +56,12 @@ class PretrainedModel(TextEncoder):
     def __init__(self, path: str | Path, *, device: str = AUTO, precision: str = AUTO) -> None:
         self.path = Path(path).resolve()
         encoder, on = load_encoder(self.path), choose_device(device)
-        own_length = checkpoint_of(self.path) is None  # that of a run is how many positions it has
-        settings = read_sentence_settings(self.path, encoder.tokenizer if own_length else None)
+        # A run reads as many tokens as it has positions, and so does its export.
+        length = tokenizer_length(encoder.tokenizer) if checkpoint_of(self.path) is None else None
+        sentences = read_sentence_settings(self.path, length)
         parts = nn.ModuleDict({"embeddings": Embeddings(encoder.shape), "encoder": Encoder(encoder.shape)})
         parts.load_state_dict(encoder.state)
-        super().__init__(encoder.shape, parts.to(on).eval(), Tokenizer(encoder.tokenizer), settings, on, precision)
+        super().__init__(encoder.shape, parts.to(on).eval(), Tokenizer(encoder.tokenizer), sentences, on, precision)
 
     def __repr__(self) -> str:
         shape, size = self._shape, sum(each.numel() for each in self._parts.parameters()) / 1e6

@@ -25,7 +25,7 @@ from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.task_data import refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.huggingface.sentence_settings import read_sentence_settings
+from electra_fast.huggingface.sentence_settings import SentenceSettings, tokenizer_length
 from electra_fast.model.compute import Precision, choose_device
 
 
@@ -63,7 +63,8 @@ class FinetunedModel(TextEncoder):
         self._model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
         self._model.load_state_dict(self.task_type.from_units(self.task, finetuned.state, self._settings))
         self._model.to(on).eval()
-        super().__init__(finetuned.shape, self._model, tokenizer, read_sentence_settings(folder, folder), on, precision)
+        sentences = SentenceSettings(tokenizer_length(folder))
+        super().__init__(finetuned.shape, self._model, tokenizer, sentences, on, precision)
         self._inference, self.note = choose_inference(self._model, on, precision)
 
     def __repr__(self) -> str:

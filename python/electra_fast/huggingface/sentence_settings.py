@@ -32,12 +32,16 @@ class SentenceSettings:
     lowercase: bool = False
 
 
-def read_sentence_settings(folder: Path, tokenizer: Path | None) -> SentenceSettings:
-    """Reads modules.json and what belongs to it, and the length of a tokenizer's folder.
+def tokenizer_length(folder: Path) -> int | None:
+    """Returns the most tokens that a tokenizer's folder allows, if it says so."""
+    return _max_length(folder / "tokenizer_config.json", "model_max_length")
+
+
+def read_sentence_settings(folder: Path, max_length: int | None) -> SentenceSettings:
+    """Reads modules.json and what belongs to it; `max_length` is that of the tokenizer.
 
     Raises ValueError for what only sentence-transformers computes.
     """
-    max_length = _max_length(tokenizer / "tokenizer_config.json", "model_max_length") if tokenizer else None
     if not (path := folder / "modules.json").is_file():
         return SentenceSettings(max_length)
     kinds, paths = _modules(path)
