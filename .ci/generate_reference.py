@@ -29,9 +29,10 @@ GROUPS = {
     "Pre-training": "Config pretrain plan evaluate report",
     "Machine and method": "doctor flops reproduce demo",
     "Models": "load PretrainedModel FinetunedModel export Electra import_",
-    "Fine-tuning and prediction": "finetune detect",
+    "Fine-tuning and prediction": "finetune predict detect",
     "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult Plan "
-    "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report Evaluation EvaluationReport",
+    "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report "
+    "FinetuneResults TaskResult Evaluation EvaluationReport",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining Diverged OutOfMemory ExecutorFailed",
 }
 

@@ -67,7 +67,7 @@ LINES = {
     "python/electra_fast/data": 2_730,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,
-    "python/electra_fast/finetuning": 12_800,
+    "python/electra_fast/finetuning": 12_850,
     "python/electra_fast/hardware": 2_000,
     "python/electra_fast/huggingface": 2_700,
     "python/electra_fast/model": 1_500,
@@ -79,7 +79,7 @@ LINES = {
     "python/electra_fast/training": 5_300,
     "python/electra_fast": 37_200,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 31_300,
+    "tests": 31_350,
     "bench": 4_500,
     "crates": 23_500,
 }

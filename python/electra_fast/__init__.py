@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     )
     from electra_fast.finetuning.error_detection import detect
     from electra_fast.finetuning.evaluate import EvaluationReport, evaluate
-    from electra_fast.finetuning.finetune import finetune
+    from electra_fast.finetuning.finetune import FinetuneResults, TaskResult, finetune
     from electra_fast.finetuning.loading import PretrainedModel, load
-    from electra_fast.finetuning.predict import FinetunedModel
+    from electra_fast.finetuning.predict import FinetunedModel, predict
     from electra_fast.hardware.flops import FlopCount, flops
     from electra_fast.huggingface.export import ExportResult, ImportResult, export, import_
     from electra_fast.model.model import Electra
@@ -58,9 +58,9 @@ _NAMES = {
     "errors": "Diverged ElectraFastError ExecutorFailed InputError Interrupted OutOfMemory StopTraining TrainingFailed",
     "finetuning.error_detection": "detect",
     "finetuning.evaluate": "EvaluationReport evaluate",
-    "finetuning.finetune": "finetune",
+    "finetuning.finetune": "FinetuneResults TaskResult finetune",
     "finetuning.loading": "PretrainedModel load",
-    "finetuning.predict": "FinetunedModel",
+    "finetuning.predict": "FinetunedModel predict",
     "hardware.flops": "FlopCount flops",
     "huggingface.export": "ExportResult ImportResult export import_",
     "model.model": "Electra",
@@ -90,6 +90,7 @@ __all__ = [
     "EvaluationReport",
     "ExecutorFailed",
     "ExportResult",
+    "FinetuneResults",
     "FinetunedModel",
     "FlopCount",
     "ImportResult",
@@ -103,6 +104,7 @@ __all__ = [
     "PretrainedModel",
     "Report",
     "StopTraining",
+    "TaskResult",
     "Tokenizer",
     "TrainingFailed",
     "Verification",
@@ -119,6 +121,7 @@ __all__ = [
     "inspect",
     "load",
     "plan",
+    "predict",
     "prepare",
     "pretrain",
     "report",

@@ -298,6 +298,12 @@ def test_training_remembers_its_columns_for_predict(encoder_folder, tmp_path):
     assert run.returncode == 0 and "semicolons separate the cells" in run.stderr, run.stderr
     folder = tmp_path / "out/classification/seed-0/model"
     found = in_process.run("predict", folder, tmp_path / "train.csv").stdout.splitlines()
+    assert ef.predict(folder, tmp_path / "train.csv") == [json.loads(line) for line in found]
+    assert ef.predict(folder, tmp_path / "train.csv", out=tmp_path / "answers.jsonl") is None
+    assert (tmp_path / "answers.jsonl").read_text().splitlines() == found
+    assert [len(each["scores"]) for each in ef.predict(folder, tmp_path / "train.csv", top_k=1)] == [1] * len(found)
+    with pytest.raises(InputError, match="--n-best is not for classification"):
+        ef.predict(folder, tmp_path / "train.csv", n_best=2)
     for number, (line, answer) in enumerate(zip(found, ef.load(folder).predict(texts), strict=True)):
         assert json.loads(line) == {"text": f"title {number}"} | answer | {"input": {"label": "ab"[number % 2]}}
 

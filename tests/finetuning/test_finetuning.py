@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -38,7 +39,7 @@ def model_bytes(out):
 
 
 def without_times(results):
-    if isinstance(results, dict):
+    if isinstance(results, Mapping):
         return {name: without_times(value) for name, value in results.items() if name != "seconds"}
     return [without_times(value) for value in results] if isinstance(results, list) else results
 
@@ -46,6 +47,10 @@ def without_times(results):
 def test_results_and_what_each_seed_leaves(finetuned, glue_folder):
     out, results = finetuned
     assert list(results) == ["sst2", "mrpc"] and json.loads((out / "results.json").read_text()) == results
+    assert json.loads(results.to_json()) == results and results["sst2"].median == results["sst2"]["median"]
+    header, *lines = str(results).splitlines()
+    assert header.split() == ["task", "metric", "median", "lowest", "highest", "majority", "runs", "seconds"]
+    assert [line.split()[0] for line in lines] == ["sst2", "mrpc", "mean"] and "<pre>task" in results._repr_html_()
     for task, splits in {"sst2": {"dev": 16, "test": 8}, "mrpc": {"dev": 10}}.items():
         found, metrics = results[task], {"accuracy", *(["f1"] if task == "mrpc" else [])}
         scores = [run["accuracy"] for run in found["runs"]]

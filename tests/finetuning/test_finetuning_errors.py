@@ -8,11 +8,12 @@ import shutil
 import in_process
 import pytest
 import torch
-from tiny_reading import flags
+from tiny_reading import flags, write_squad
 from tiny_task import QUICK, save_encoder, sentences, write_sst2
 
 import electra_fast as ef
 from electra_fast.errors import InputError, TrainingFailed
+from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.training.run import exclusive
 
@@ -197,3 +198,35 @@ def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_
     for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
         with pytest.raises(InputError, match=key):
             ef.finetune(model=encoder_folder, overrides={key: value}, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {},
+            "finetune needs --glue DIR or --squad DIR, or --train FILE with --task classification, regression, tagging",
+        ),
+        ({"task": "tagging"}, "--task tagging needs --train FILE"),
+        ({"train": "x.csv"}, "--train needs one task: --task classification, "),
+        ({"train": "x.csv", "task": "tagging,regression"}, "--train needs one task"),
+        ({"glue": "SST-2", "squad": "squad"}, "--glue DIR and --squad DIR: data of one kind per call"),
+        ({"squad": "both"}, "both: holds both; choose with --task squad1 or --task squad2"),
+        ({"squad": "SST-2"}, r"SST-2: no train\*.json of SQuAD there"),
+        ({"glue": "SST-2", "epochs": 1, "overrides": {"finetune.epochs": 2}}, "finetune.epochs is given twice"),
+        ({"glue": "SST-2", "device": "gpu"}, "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
+        ({"glue": "SST-2", "split_seed": 1}, "--split-seed is for --train with"),
+    ],
+)
+def test_data_that_are_missing_or_of_two_kinds_are_named(encoder_folder, tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    write_sst2(tmp_path / "SST-2")
+    for version in (1, 2):
+        write_squad(tmp_path / "both", version)
+    with pytest.raises((InputError, FileNotFoundError), match=message):
+        ef.finetune(encoder_folder, out=tmp_path / "out", **given)
+
+
+def test_the_folder_says_which_task_or_version_of_squad_it_holds(tmp_path):
+    assert [each.task.name for each in read_tasks(None, squad=write_squad(tmp_path / "squad", 2))] == ["squad2"]
+    assert [each.task.name for each in read_tasks(None, glue=write_sst2(tmp_path / "SST-2"))] == ["sst2"]

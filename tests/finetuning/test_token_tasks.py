@@ -77,7 +77,7 @@ def test_a_model_of_another_task_is_named(trained, squad_folder, tmp_path):
     (tmp_path / "lines.txt").write_text("a line\n")
     questions, lines = squad_folder / "dev-v1.1.json", tmp_path / "lines.txt"
     for task, name, file in (("squad2", "question-answering", lines), ("tagging", "tagging", questions)):
-        model = trained(task, "bert", "google")[1] / task / "seed-0" / "model"
+        model = trained(task, "bert", "published")[1] / task / "seed-0" / "model"
         for command, message in (("predict", f"is for {name}"), ("detect", "")):
             run = in_process.run(command, model, file)
             assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and message in run.stderr

@@ -253,19 +253,9 @@ def _flops(options: argparse.Namespace) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.finetune import finetune, print_table
+    from electra_fast.finetuning.finetune import finetune
 
-    names = (
-        *("out", "task", "glue", "squad", "train", "dev", "test", "seeds", "recipe", "device", "overrides", "role"),
-        *("text", "label", "dev_text", "dev_label", "test_text", "test_label", "labels", "label_map"),
-        *("label_separator", "quoting", "dev_fraction", "scheme", "delimiter", "no_header", "skip_bad_rows"),
-        *("folds", "group", "split_seed", "untrained_twin"),
-    )
-    results = finetune(options.model, **_named(options, *names))
-    if options.json:
-        show([json.dumps(results)])
-    else:
-        print_table(results)
+    _print_result(finetune(options.model, **_arguments(finetune, options)), options)
 
 
 def _reproduce(options: argparse.Namespace) -> None:
@@ -279,19 +269,15 @@ def _reproduce(options: argparse.Namespace) -> None:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.predict import predict_file
+    from electra_fast.finetuning.predict import predict
 
-    names = ("text", "quoting", "delimiter", "no_header", "format", "skip_bad_rows", "precision", "device")
-    optional = _named(options, "threshold", "top_k", "n_best", "null_threshold")
-    given = {name: value for name, value in optional.items() if value is not None}
-    predict_file(options.model, options.file, options.out, **_named(options, *names), **given)
+    predict(options.model, options.file, **_arguments(predict, options))
 
 
 def _detect(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.error_detection import detect
 
-    names = ("out", "threshold", "text", "quoting", "delimiter", "no_header", "format", "skip_bad_rows")
-    detect(options.model, options.file, **_named(options, *names, "precision", "device"))
+    detect(options.model, options.file, **_arguments(detect, options))
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -238,7 +238,7 @@ def _predict(sub: Parser) -> None:
     help = "question-answering: no answer where null_odds exceed X (default: from the model's config.json)"
     _option(sub, "--null-threshold", None, help, "X", type=float)
     _add_inference(sub)
-    _path(sub, "--out", "output file (default: standard output)")
+    _path(sub, "--out", "output file; -: standard output", default=Path("-"))
     _add_text(sub, AS_TRAINED)
 
 
@@ -247,7 +247,7 @@ def _detect(sub: Parser) -> None:
     _add_file(sub)
     _option(sub, "--threshold", 0.5, "lowest probability of a marked word", "P")
     _add_inference(sub)
-    _path(sub, "--out", "output file (default: standard output)")
+    _path(sub, "--out", "output file; -: standard output", default=Path("-"))
     _add_text(sub, "text")
 
 

@@ -115,17 +115,17 @@ def detect(
     skip_bad_rows: int = 0,
     precision: Precision = "auto",
     device: str = AUTO,
-) -> int:
-    """Finds words that do not belong in the texts of a file, without fine-tuning; writes lines of JSON in its order.
+) -> list[Prediction] | None:
+    """Finds words that do not belong in the texts of a file, without fine-tuning.
 
     The fields are `score`, `errors` and `words` (`PretrainedModel.detect`) and the other columns of a row; those named
-    like a field of the answer are in its field `input`. Except for .json files, the input may be larger than memory. A
-    pipe, or `-` for standard input, is answered as it comes.
+    like a field of the answer are in its field `input`. With `out`, the file may be larger than memory, except for
+    .json, and a pipe, or `-` for standard input, is answered as it comes.
 
     Args:
         model: A run, a checkpoint, an export or a Hugging Face discriminator.
         file: The texts: .txt, one per line, .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL.
-        out: The output file; by default standard output.
+        out: A file for the answers, a line of JSON each; `-` is standard output. By default they are returned.
         threshold: Probability from which a word counts as an error, 0 to 1.
         text: The text column of a table; by default `text`.
         quoting: Quotes around the cells of a table, as for `finetune`.
@@ -137,7 +137,7 @@ def detect(
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
 
     Returns:
-        The number of texts.
+        An answer per text in their order; None with `out`.
 
     Raises:
         FileNotFoundError, ValueError: The message names the file, line, value and remedy.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from electra_fast.config.section import present_names
@@ -39,12 +40,45 @@ from electra_fast.huggingface.encoder import load_encoder, untrained
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.messages import say
 from electra_fast.model.compute import Precision, choose_device, use_compute
-from electra_fast.progress import FinetuningProgress, result_console
+from electra_fast.progress import PIPE_WIDTH, FinetuningProgress
+from electra_fast.results import Entries
 from electra_fast.training.loggers import Callback, Callbacks, require_loggers
 from electra_fast.training.plots import plot_finetuning
 from electra_fast.training.run import exclusive
 
 Results = dict[str, dict[str, Any]]
+
+
+class TaskResult(Entries):
+    """The result of a task in results.json.
+
+    `metric`, the name of its main score, of which `median`, `min` and `max` are over the seeds; `medians` of every
+    score; `majority`, the scores of the most frequent training answer; `runs`, the scores of each seed; `seconds`. With
+    `folds` also the `means` and `deviations` over the folds, and the scores `out_of_fold`, of all validation
+    predictions together; with `untrained_twin` the scores `untrained`.
+    """
+
+
+class FinetuneResults(Entries):
+    """The content of results.json for the tasks of a call: a `TaskResult` per task; prints as a table."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields the table of medians, in percent."""
+        baselines = [name for name in ("majority", "untrained") if any(found.get(name) for found in self.values())]
+        headers = ("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
+        table = Table(*headers, box=None, padding=(0, 1, 0, 0))
+        for name, found in self.items():
+            numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
+            besides = (found.get(baseline, {}).get(found["metric"]) for baseline in baselines)
+            shown = ("" if score is None else f"{100 * score:.2f}" for score in besides)
+            table.add_row(name, found["metric"], *numbers, *shown, str(len(found["runs"])), f"{found['seconds']:.0f}")
+        if len(self) > 1:
+            mean = statistics.mean(found["median"] for found in self.values())
+            table.add_row("mean", "", f"{100 * mean:.2f}")
+        console = Console(file=io.StringIO(), width=PIPE_WIDTH, markup=False)
+        with console.capture() as text:
+            console.print(table)
+        yield from (line.rstrip() for line in text.get().splitlines())
 
 
 @dataclass(frozen=True)
@@ -108,15 +142,13 @@ def finetune(
     on_log: Callback | None = None,
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
-) -> Results:
+) -> FinetuneResults:
     """Fine-tunes an encoder on GLUE, on SQuAD or on own data, with seeds 0 to `seeds - 1` each.
 
     Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, `out/TASK/report.md` and
-    `report.json` on the seed with the median score (or on all folds together), and `out/results.json`, whose content is
-    returned: `{task: {"metric": name, "median": x, "medians": {every score: x}, "min": x, "max": x,
-    "majority": {score: x}, "runs": [...], "seconds": x}}`; `majority` has the scores of the most frequent training
-    answer. Called again after an interruption, it resumes at that seed and step; finished models are scored again if
-    the content of `test` has changed, or with `finetune.select = last` that of `dev`, on which the best step depends.
+    `report.json` on the seed with the median score (or on all folds together), and `out/results.json`. Called again
+    after an interruption, it resumes at that seed and step; finished models are scored again if the content of `test`
+    has changed, or with `finetune.select = last` that of `dev`, on which the best step depends.
 
     Args:
         model: A run, a checkpoint or a Hugging Face folder.
@@ -158,11 +190,8 @@ def finetune(
         split_seed: Seed of that split.
         folds: Cross-validation on own data: validates on each of so many parts of `train`, which is stratified as
             without `dev`, a model trained on the others, in `out/TASK/fold-K/seed-0/`. The last step's model is kept
-            unless `overrides` say otherwise, since a fold must not choose the model that it scores. Adds
-            `{"means": {score: x}, "deviations": {score: x}, "out_of_fold": {score: x}}` to the results: over the
-            folds, and of all validation predictions together.
-        untrained_twin: Also train the same network from random weights, with seed 0, in `out/TASK/untrained/`, and add
-            its scores to the results as `untrained`.
+            unless `overrides` say otherwise, since a fold must not choose the model that it scores.
+        untrained_twin: Also train the same network from random weights, with seed 0, in `out/TASK/untrained/`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
         overrides: Any keys of the configuration, `{"finetune.epochs": 5}`.
         on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
@@ -172,8 +201,13 @@ def finetune(
             passes through, after a checkpoint.
         on_checkpoint: Called likewise when a checkpoint is complete: `{"step", "path"}`.
 
-    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed if the loss is not
-    finite; Interrupted after a checkpoint.
+    Returns:
+        A `TaskResult` by task: the content of results.json.
+
+    Raises:
+        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
+        TrainingFailed: The loss is not finite.
+        Interrupted: After a checkpoint.
     """
     given = locals()
     columns = {name: given[name] for name in OPTIONS} | {"seed": split_seed}
@@ -229,7 +263,8 @@ def finetune(
             for job in (*own.jobs, *own.twins):
                 _check_folder(job)
         replace_file(out / "config.toml", toml)
-        return _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation, on_checkpoint))
+        results = _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation, on_checkpoint))
+    return FinetuneResults({name: TaskResult(found) for name, found in results.items()})
 
 
 def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str, Any]]:
@@ -492,19 +527,3 @@ def summary_text(group: TaskRuns, found: Mapping[str, Any]) -> str:
         together = f"; of all out-of-fold predictions together {found['out_of_fold'][metric]:.4f}"
     spread = f"{found['min']:.4f} to {found['max']:.4f}"
     return f"{group.name}: {centre}{beside} of {runs}, {spread}{together}"
-
-
-def print_table(results: Results) -> None:
-    baselines = [name for name in ("majority", "untrained") if any(found.get(name) for found in results.values())]
-    headers = ("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
-    table = Table(*headers, box=None, padding=(0, 1, 0, 0))
-    table.columns[0].overflow = "fold"
-    for name, found in results.items():
-        numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
-        besides = (found.get(baseline, {}).get(found["metric"]) for baseline in baselines)
-        shown = ("" if score is None else f"{100 * score:.2f}" for score in besides)
-        table.add_row(name, found["metric"], *numbers, *shown, str(len(found["runs"])), f"{found['seconds']:.0f}")
-    mean = statistics.mean(found["median"] for found in results.values())
-    if len(results) > 1:
-        table.add_row("mean", "", f"{100 * mean:.2f}")
-    result_console().print(table)

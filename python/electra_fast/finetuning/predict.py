@@ -1,4 +1,4 @@
-"""A fine-tuned model in use: `FinetunedModel` for scripts, `predict_file` for the command line."""
+"""A fine-tuned model in use: `FinetunedModel` for texts in memory, `predict` for files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,16 @@ class FinetunedModel(TextEncoder):
         labels = f", {len(self.labels)} labels: {truncated(self.labels)}" if self.labels else ""
         return f"{type(self).__name__}: {self.kind}{labels}, {self._inference}"
 
-    def predict(self, examples: Iterable[Any], *, text: str | Sequence[str] = (), **settings: Any) -> list[Prediction]:
+    def predict(
+        self,
+        examples: Iterable[Any],
+        *,
+        text: str | Sequence[str] = (),
+        top_k: int | None = None,
+        threshold: float | None = None,
+        n_best: int | None = None,
+        null_threshold: float | None = None,
+    ) -> list[Prediction]:
         """Returns an answer per example, in their order.
 
         Examples are as below, or rows: a data frame, a pyarrow Table, a `Dataset`, or a list of dicts.
@@ -89,12 +98,13 @@ class FinetunedModel(TextEncoder):
 
         Args:
             examples: The examples.
-            text: The text columns of rows; by default as `predict_file` chooses them.
-            settings: For classes: `top_k`, the number of labels in `scores`, best first; for several labels at once
-                also `threshold`, the probability above which each is chosen, in place of the model's own. For question
-                answering: `n_best` answers to list, `null_threshold` in place of the model's own.
+            text: The text columns of rows; by default those of training, or the usual ones.
+            top_k: For classes: the number of labels in `scores`, best first; by default all.
+            threshold: For several labels at once: the probability above which each is chosen, in place of its own.
+            n_best: For question answering: the number of answers to list in `n_best`.
+            null_threshold: For question answering: the threshold of `null_odds`, in place of the model's own.
         """
-        refuse(settings, self.task_type.prediction_settings, f"not for {self.kind}")
+        settings = self._chosen(top_k=top_k, threshold=threshold, n_best=n_best, null_threshold=null_threshold)
         split = self._split(examples, text)
         return self.predict_split(split, **settings) if split.texts else []
 
@@ -104,6 +114,12 @@ class FinetunedModel(TextEncoder):
         inference = dataclasses.replace(self._inference, batch_size=batch_size)
         outputs = self.task_type.predict(inference, features, self._config)
         return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
+
+    def _chosen(self, **settings: float | None) -> dict[str, Any]:
+        """Returns the settings that are given; raises InputError for one that is not for this kind of task."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        refuse(given, self.task_type.prediction_settings, f"not for {self.kind}")
+        return given
 
     def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
         """Returns logits, float32 [n, labels], in tagging [words, labels]; values, float64 [n, 1]; or readings.
@@ -157,12 +173,16 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
         raise InputError(f"config.json: {SETTINGS_KEY}: {error}") from None
 
 
-def predict_file(
+def predict(
     model: str | Path,
     file: str | Path,
-    out: str | Path | None = None,
     *,
-    text: Sequence[str] = (),
+    out: str | Path | None = None,
+    top_k: int | None = None,
+    threshold: float | None = None,
+    n_best: int | None = None,
+    null_threshold: float | None = None,
+    text: str | Sequence[str] = (),
     quoting: Quoting = "auto",
     delimiter: str = "",
     no_header: bool = False,
@@ -170,23 +190,39 @@ def predict_file(
     skip_bad_rows: int = 0,
     precision: Precision = "auto",
     device: str = AUTO,
-    **settings: Any,
-) -> int:
-    """Writes an answer per example of a file, as lines of JSON in its order, to `out` or standard output.
+) -> list[Prediction] | None:
+    """Predicts the examples of a file with a fine-tuned model.
 
-    Streams: except for .json files, the input may be larger than memory. A pipe, or `-` for standard input, is answered
-    as it comes. An answer also has the other columns of its row; those named like a field of the answer are in its
-    field `input`. Returns the number of examples.
+    An answer also has the other columns of its row; those named like a field of the answer are in its field `input`.
+    With `out`, the file may be larger than memory, except for .json, and a pipe is answered as it comes.
 
-    `model` is a fine-tuned folder. `text` names the text columns; by default those of training, or the usual ones.
-    `format` reads the file as if it had this extension. `settings` are those of `FinetunedModel.predict`.
+    Args:
+        model: A fine-tuned model, as `out/TASK/seed-0/model` of `finetune`.
+        file: The examples: .txt, one per line, .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL; for tagging also
+            .conll, for questions SQuAD's .json; `-` is standard input.
+        out: A file for the answers, a line of JSON each; `-` is standard output. By default they are returned.
+        top_k: As for `FinetunedModel.predict`.
+        threshold: As for `FinetunedModel.predict`.
+        n_best: As for `FinetunedModel.predict`.
+        null_threshold: As for `FinetunedModel.predict`.
+        text: The text columns; by default those of training, or the usual ones.
+        quoting: Quotes around the cells of a table, as for `finetune`.
+        delimiter: Their separator; by default by extension and first line.
+        no_header: The first line is data; the columns are named 0, 1, 2, ...
+        format: Read the file as if it had this extension; `auto` is by its own or, of a pipe, by its first line.
+        skip_bad_rows: Number of unusable rows that may be left out.
+        precision: Of the activations; `auto` is bf16 on CUDA, on a CPU the faster in a short measurement.
+        device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
 
-    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
+    Returns:
+        An answer per example in their order, as of `FinetunedModel.predict`; None with `out`.
+
+    Raises:
+        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
+        Interrupted: At a signal.
     """
     predictor = FinetunedModel(model, device=device, precision=precision)
-    reader = predictor.task_type
-    refuse(settings, reader.prediction_settings, f"not for {predictor.kind}")
-    reading = reading_options(quoting, delimiter, no_header, format, skip_bad_rows)
-    source = predictor.source(Path(file), text, **reading)
-    predict, purpose = partial(predictor.predict, **settings), f"{model} is for {predictor.kind}"
-    return answer_file(predict, reader, source, out, preface=predictor.note, purpose=purpose)
+    settings = predictor._chosen(top_k=top_k, threshold=threshold, n_best=n_best, null_threshold=null_threshold)
+    source = predictor.source(Path(file), text, **reading_options(quoting, delimiter, no_header, format, skip_bad_rows))
+    answer, purpose = partial(predictor.predict, **settings), f"{model} is for {predictor.kind}"
+    return answer_file(answer, predictor.task_type, source, out, preface=predictor.note, purpose=purpose)

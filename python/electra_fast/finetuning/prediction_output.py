@@ -34,8 +34,8 @@ def answer_file(
     *,
     preface: str,
     purpose: str,
-) -> int:
-    """Writes an answer per example of a source, as lines of JSON in its order; returns their number.
+) -> list[Prediction] | None:
+    """Writes an answer per example of a source, as lines of JSON in its order, or returns them.
 
     An answer also has the other columns of its row; those named like a field of the answer are in its field `input`.
 
@@ -43,7 +43,7 @@ def answer_file(
         predict: Answers examples.
         reader: Reads them.
         source: The file. Except for .json, it may be larger than memory; a pipe is answered as it comes.
-        out: A file, complete or not there; None for standard output.
+        out: A file, complete or not there; `-` for standard output; None to return the answers.
         preface: A line for the user before the first answer, if any.
         purpose: What the model is for, for the error about a file that has no examples for it.
 
@@ -70,28 +70,31 @@ def _answer(
     examples: Examples,
     out: str | Path | None,
     preface: str,
-) -> int:
+) -> list[Prediction] | None:
+    returned: list[Prediction] = []
     count, num_notes, started = 0, len(examples.notes), time.monotonic()
     for line in filter(None, (preface, *examples.notes)):
         say(line)
     try:
-        with _output(Path(out) if out is not None else None) as stream:
+        with _output(Path(out or "-")) as stream:
             for chunk in _chunks(examples):
-                answers = predict([example for example, _ in chunk])
-                stream.writelines(
-                    json_text(with_columns(answer, row), stream.encoding)
-                    for answer, (_, row) in zip(answers, chunk, strict=True)
-                )
+                predicted = zip(predict([example for example, _ in chunk]), chunk, strict=True)
+                answers = [with_columns(answer, row) for answer, (_, row) in predicted]
                 count += len(chunk)
+                if out is None:
+                    returned += answers
+                    continue
+                stream.writelines(json_text(answer, stream.encoding) for answer in answers)
                 stream.flush()
     except KeyboardInterrupt as stop:
-        number, kept = getattr(stop, "signal", signal.SIGINT), "are written" if out is None else f"are not in {out}"
+        kept = "are dropped" if out is None else "are written" if str(out) == "-" else f"are not in {out}"
+        number = getattr(stop, "signal", signal.SIGINT)
         raise Interrupted(number, f"interrupted; {file}: {count:,} predictions {kept}") from None
     seconds = time.monotonic() - started
     for line in examples.notes[num_notes:]:
         say(line)
     say(f"{file}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)")
-    return count
+    return returned if out is None else None
 
 
 def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
@@ -113,9 +116,9 @@ def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
 
 
 @contextlib.contextmanager
-def _output(path: Path | None) -> Iterator[TextIO]:
+def _output(path: Path) -> Iterator[TextIO]:
     """Opens standard output, or a file that is renamed when complete; pipes and devices are written directly."""
-    if path is None:
+    if str(path) == "-":
         yield sys.stdout
         return
     if path.exists() and not path.is_file():
