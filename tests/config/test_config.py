@@ -228,7 +228,9 @@ def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: 
     set_by_presets = {
         *itertools.chain(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
     } - YOUNGER_KEYS.keys()
-    assert Config.of_table(as_table({name: config.value(name) for name in set_by_presets})) == older
+    values = {name: config.value(name) for name in set_by_presets}
+    assert Config.of_table(as_table(values)) == older
+    assert Config.of_table({}, values).objective.corrective_weight == 1  # of the command line, not of a file
     assert Config.of_table({"optimizer": tables["optimizer"]}).objective == ObjectiveConfig()  # not of a run
 
 
