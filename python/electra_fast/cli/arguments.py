@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     """Reports an error as one line, without the usage. Reads integers as the configuration does: 10000, 10k or 1e4."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options | {"allow_abbrev": False, "formatter_class": _Help})
+        super().__init__(**options | {"allow_abbrev": False, "formatter_class": partial(_Help, max_help_position=32)})
         self.register("type", int, number(int))
         self._positionals.title = "arguments"
         self.shown: list[str] = []
@@ -172,7 +173,7 @@ class Parser(argparse.ArgumentParser):
         elif self.shown:
             yield "arguments", [each for each in self._actions if not each.option_strings]
             by_flag = {flag: each for each in self._actions for flag in each.option_strings}
-            yield "options", [by_flag[flag] for flag in self.shown if flag in by_flag]
+            yield "options", [by_flag[flag] for flag in self.shown]
         else:
             yield from ((group.title, group._group_actions) for group in self._action_groups)
 
@@ -227,9 +228,6 @@ class HelpAll(argparse.Action):
 
 class _Help(argparse.HelpFormatter):
     """Appends its default to the help of every option that takes a value."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default

@@ -359,7 +359,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "predict": (
         "predict labels, values, tags or answers, as JSON lines that keep each row's other columns",
-        "out text format threshold top-k n-best batch-size device precision",
+        "out text format threshold top-k n-best null-threshold device precision",
     ),
     "detect": (
         "find words that do not belong, such as typing errors, by a pre-trained model, as JSON lines with each row's "
