@@ -139,6 +139,8 @@ def test_help_shows_at_most_ten_options_and_counts_the_others(command, monkeypat
     if shown:
         assert listed[0] == shown and len(shown) <= MAX_SHOWN
         options_left, keys_left = re.findall(r"(\d+) more options(?: and (\d+) configuration keys)?: ", texts[0])[0]
+        keys = [each for each in options(command) if isinstance(each, KeyOption)]
+        assert int(keys_left or 0) == len(keys) - sum(each.option_strings[0] in shown for each in keys)
         assert int(options_left) + int(keys_left or 0) + len(shown) == len(options(command))
     else:
         assert texts[0] == texts[1] and len(listed[0]) <= MAX_SHOWN + len(("help", "help-all", "quiet"))
