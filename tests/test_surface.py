@@ -218,10 +218,9 @@ def test_arguments_come_in_any_order():
 
 # Options that Python does not have: what it prints, and what it passes as a `Config` or an executor.
 ONLY_OF_COMMANDS = {"help", "help_all", "quiet", "json", "dry_run", "preset", "recipe", "scheduler"}
-IS_PENDING = {"predict"}
 
 
-@pytest.mark.parametrize("command", PARSER.commands.keys() - IS_PENDING)
+@pytest.mark.parametrize("command", PARSER.commands)
 def test_a_command_is_a_function_with_its_arguments(command):
     function = getattr(ef, "import_" if command == "import" else command)
     parameters = inspect.signature(function).parameters
@@ -237,9 +236,7 @@ def test_a_command_is_a_function_with_its_arguments(command):
 
 def test_one_word_is_for_one_idea_in_every_command():
     have = {word: {command for command in PARSER.commands if f"--{word}" in flags_of(command)} for word in WORDS}
-    assert {word: commands - IS_PENDING for word, commands in have.items()} == {
-        word: set(commands.split()) - IS_PENDING for word, commands in WORDS.items()
-    }
+    assert have == {word: set(commands.split()) for word, commands in WORDS.items()}
 
 
 @pytest.mark.parametrize(("former", "now"), {"train_vocab": "vocab", "import_folder": "import_"}.items())

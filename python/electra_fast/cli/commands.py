@@ -10,11 +10,10 @@ import argparse
 import contextlib
 import errno
 import inspect
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from electra_fast.config.section import format_value
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, escape_unencodable, quietly, say, show
-from electra_fast.results import Result, table_lines
+from electra_fast.results import Result
 
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
@@ -95,10 +94,6 @@ def _message(error: Exception, out: object) -> str:
     if is_full and "free some space" not in text:  # the data engine's message has it
         text += "; free some space there, or choose another disk, and run the same command again"
     return text
-
-
-def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
-    show([json.dumps(dict(report))] if as_json else table_lines(report))
 
 
 def _print_result(result: Result, options: argparse.Namespace) -> None:

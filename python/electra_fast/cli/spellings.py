@@ -60,20 +60,15 @@ _MEANT: dict[tuple[str, ...], str] = {
     ("task", "the model knows whether questions may have no answer"): "version_2_with_negative",
     ("quiet",): "disable_tqdm no_progress silent log_level",
     ("execution",): "compile.enable",
-    ("cache_dir", _NOTHING): "cache_dir",
-    ("keep_checkpoints", _NOTHING): "save_total_limit keep_latest_k",
+    ("select", _NOTHING): "load_best_model_at_end metric_for_best_model",
     ("log_every", _NOTHING): "logging_steps logging_strategy log_interval log_freq",
     ("sharding", "only pre-training uses several GPUs"): "fsdp deepspeed zero_stage data_parallel_shard_degree",
-    ("select", _NOTHING): "load_best_model_at_end metric_for_best_model",
     ("sequence_length", _OF_MODEL): "max_seq_length max_seq_len max_length",
-    ("doc_stride", _OF_MODEL): "doc_stride",
-    ("max_answer_length", _OF_MODEL): "max_answer_length",
     ("checkpoint_every",): "checkpoint.interval",
     ("accumulate", "batch_size"): "activation_checkpoint.mode",
     ("optimizer.name", "fine-tuning uses AdamW"): "optim optimizer",
     ("budget", "hours", "steps"): "target_flops target_param_data_ratio num_tokens train_tokens max_tokens",
     ("minutes", "max_minutes", "hours"): "max_time max_hours time_limit",
-    ("json", "out"): "output_format report_file",
     # What needs no option here.
     ("electra-fast pretrain, finetune, evaluate and predict are commands of their own",): (
         "do_train do_eval do_predict do_test mode eval_only evaluate_only"
