@@ -78,7 +78,7 @@ def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path,
     step = checkpoint_folder.steps(tmp_path / "run")[-1]
     assert f"interrupted at step {step} of {STEPS}" in str(caught.value)
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
-    assert pretrain_verb(tiny_config(), data=validation_corpus, out=tmp_path / "run").step == STEPS
+    assert pretrain_verb(validation_corpus, config=tiny_config(), out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", whole_run)
 
 

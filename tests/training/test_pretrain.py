@@ -104,7 +104,7 @@ def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path)
     [
         ("the broken tokens of longer words", 40, "", ""),
         ("中文的文字之间没有空格所以分词是一个问题", 60, "100.0% of the tokens are words by themselves .* span", ""),
-        ("ข้าวเช้าทุกวันที่บ้านของฉันมีแมวสี่ตัว ฉัน", 60, "of more than 10 tokens, .* paper", "of more than 10 tokens, .* paper"),
+        ("ข้าวเช้าทุกวันที่บ้านของฉันมีแมวสี่ตัว ฉัน", 60, "of more than 10 tokens, .* tokens", "of more than 10 tokens, .* tokens"),
     ],
 )
 def test_masks_of_words_that_do_nothing_are_told(tmp_path, text, size, whole_words, spans):
@@ -165,7 +165,7 @@ def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
 
 def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpus):
     figures = evaluate(whole_run, validation_corpus)
-    validation = contents(validation_corpus / "holdout", "google", 16, seed=SEED)
+    validation = contents(validation_corpus / "holdout", "examples", 16, seed=SEED)
     # Every token that the packing keeps once, and two or three special tokens per example.
     assert figures["rows"] == validation.rows
     assert figures["tokens"] - validation.tokens in range(2 * validation.rows, 3 * validation.rows)

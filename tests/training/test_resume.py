@@ -138,9 +138,8 @@ class TestAllowedChanges:
             path.write_text(re.sub("with-repeats|examples", "google", path.read_text()))
         (newest / "state.json").unlink()
         checkpoint_folder.seal(newest, state)
-        pretrain(
-            tiny_config(**{"optimizer.learning_rate": "2e-3"}), data=validation_corpus, out=run, allow_changes=True
-        )
+        faster = tiny_config(**{"optimizer.learning_rate": "2e-3"})
+        pretrain(validation_corpus, config=faster, out=run, allow_changes=True)
         ours, whole = (checkpoint_folder.read_state(checkpoint_folder.latest(each)).loader for each in (run, whole_run))
         assert ours == whole and [*records_of_changes(run)[0][1]] == ["optimizer.learning_rate"]
 

@@ -90,7 +90,7 @@ def test_the_verdict(found, amount, measured):
 
 def test_the_likely_reasons():
     reasons = said(unigram_auc=0.5)[1]
-    for reason in ("350 steps, 0.70 M tokens", "--train.steps 3500", "--recipe modern", "0.0005", "5.00 M tokens"):
+    for reason in ("350 steps, 0.70 M tokens", "--steps 3500", "--recipe modern", "0.0005", "5.00 M tokens"):
         assert reason in reasons
     modern = said("modern", unigram_auc=0.5)[1]
     assert "--recipe modern" not in modern and "learning rate" not in modern  # which is that of the rule
