@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from electra_fast.checkpoint import read_tensors
-from electra_fast.cli.commands import HANDLERS
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
@@ -141,9 +140,9 @@ def test_sizes_beyond_memory_are_one_line(tiny_corpus, tmp_path):
     "error", [MemoryError(), pa.ArrowMemoryError("malloc of size 9"), torch.OutOfMemoryError("CUDA out of memory.")]
 )
 def test_every_library_that_has_no_memory_is_one_line(monkeypatch, error):
-    def fail(options):
+    def fail(corpus):
         raise error
 
-    monkeypatch.setitem(HANDLERS, "verify", fail)
+    monkeypatch.setattr("electra_fast.verify", fail)
     found = in_process.run("verify", "corpus")
     assert found.returncode == 2 and found.stderr.startswith("electra-fast: error: out of memory")

@@ -14,11 +14,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
+import electra_fast
 from electra_fast import _data
-from electra_fast.cli.parser import COMMANDS, build_parser
+from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config, config_of
 from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, OBJECTIVE_SPECS
 from electra_fast.config.section import format_value
@@ -53,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse(sys.argv[1:] if arguments is None else arguments)
         with quietly() if options.quiet else contextlib.nullcontext():
-            return HANDLERS[options.command](options) or 0
+            if options.command in HANDLERS:
+                return HANDLERS[options.command](options) or 0
+            _print(options, _call(options))
+            return 0
     except KeyboardInterrupt as interruption:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         is_reported = isinstance(interruption, Interrupted) and interruption.is_reported
@@ -96,7 +101,14 @@ def _message(error: Exception, out: object) -> str:
     return text
 
 
-def _print_result(result: Result, options: argparse.Namespace) -> None:
+def _call(options: argparse.Namespace, **replaced: Any) -> Any:
+    """Calls the command's function with the options that are its arguments, some of them replaced."""
+    function = getattr(electra_fast, options.command + "_" * iskeyword(options.command))
+    names = inspect.signature(function).parameters.keys()
+    return function(**{name: value for name, value in vars(options).items() if name in names} | replaced)
+
+
+def _print(options: argparse.Namespace, result: Result) -> None:
     show([result.to_json()] if options.json else result.lines())
 
 
@@ -120,66 +132,31 @@ def _corpora(folders: list[str] | None) -> str | list[str] | None:
     return folders[0] if folders and len(folders) == 1 else folders or None
 
 
-def _arguments(function: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Returns a function's keyword arguments that are options of its command."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and hasattr(options, each.name)]
-    return _named(options, *names)
-
-
-def _named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in names}
-
-
-READING = ("text", "documents", "invalid_utf8", "format", "skip_bad_rows", "threads")
-
-
 def _demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from electra_fast.demonstration import demo
-
-    result = demo(**_named(options, "out", "device"))
+    result = _call(options)
     if options.json:
-        _print_result(result, options)
+        _print(options, result)
     else:
         result.write(Console())  # in colors
 
 
 def _vocab(options: argparse.Namespace) -> None:
-    from electra_fast.data.prepare import vocab
-
-    names = ("out", "size", "cased", "strip_accents", "character_coverage", "min_frequency", "sample", "seed", *READING)
-    _print_result(vocab(options.inputs, kind="files", **_named(options, *names)), options)
+    _print(options, _call(options, kind="files"))
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from electra_fast.data.prepare import prepare
     from electra_fast.data.prepare_executor import dask_executor
 
-    names = ("vocab", "out", "cased", "partition", "verify_inputs", "holdout", "drop_duplicates")
     scheduler = dask_executor(options.scheduler) if options.scheduler else contextlib.nullcontext()
     with scheduler as executor:
-        report = prepare(options.inputs, executor=executor, kind="files", **_named(options, *names, *READING))
-    _print_result(report, options)
-
-
-def _inspect(options: argparse.Namespace) -> None:
-    from electra_fast.data.inspect import inspect
-
-    names = ("sequence_length", "masking", "mask_prob", "packing", "cut_at", "seed")
-    _print_result(inspect(options.corpus, **_named(options, *names)), options)
-
-
-def _verify(options: argparse.Namespace) -> None:
-    from electra_fast.data.corpus import verify
-
-    _print_result(verify(options.corpus), options)
+        report = _call(options, kind="files", executor=executor)
+    _print(options, report)
 
 
 def _pretrain(options: argparse.Namespace) -> int:
     from electra_fast.distributed.launch import Launch, is_restarted
-    from electra_fast.training.pretrain import pretrain
     from electra_fast.training.run import config_of_run
 
     if is_restarted():  # the first attempt has gone back already
@@ -190,7 +167,7 @@ def _pretrain(options: argparse.Namespace) -> int:
         from electra_fast.training.plan import dry_run, plan
 
         if options.json:
-            _print_result(plan(corpus, config=config, device=options.device), options)
+            _print(options, plan(corpus, config=config, device=options.device))
         else:
             show(dry_run(config, corpus, options.device))
         return 0
@@ -200,35 +177,18 @@ def _pretrain(options: argparse.Namespace) -> int:
     if is_first and optimizer.name == "muon" and [rate in options.overrides for rate in rates] == [True, False]:
         rate = f"{rates[1]} = {optimizer.muon_learning_rate:g}"
         say(f"--lr is the rate of the parameters that AdamW updates; Muon's matrices follow {rate}")
-    result = pretrain(corpus, config=config, **_named(options, "out", "from_step", "device", "allow_changes"))
+    result = _call(options, corpus=corpus, config=config, overrides=None)
     if is_first:
-        _print_result(result, options)
+        _print(options, result)
     return 0 if result.is_finished else TIME_IS_UP
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.evaluate import evaluate
-
-    _print_result(evaluate(options.model, _corpora(options.data), **_arguments(evaluate, options)), options)
-
-
-def _export(options: argparse.Namespace) -> None:
-    from electra_fast.huggingface.export import export
-
-    names = ("out", "unfinished", "onnx", "language", "license", "dataset", "base_model")
-    _print_result(export(options.run, **_named(options, *names)), options)
-
-
-def _import(options: argparse.Namespace) -> None:
-    from electra_fast.huggingface.export import import_
-
-    _print_result(import_(options.model, **_named(options, "out", "generator")), options)
+    _print(options, _call(options, data=_corpora(options.data)))
 
 
 def _flops(options: argparse.Namespace) -> None:
     """Prints the FLOPs of any objective; names the keys that had to change for it."""
-    from electra_fast.hardware.flops import flops
-
     given, name = options.overrides, options.overrides.get("objective.name")
     try:
         config = _config(options)
@@ -244,65 +204,43 @@ def _flops(options: argparse.Namespace) -> None:
     changed = {key: now for key, (_, now) in before.differences(config).items() if key not in given}
     if changed:
         say(f"{name}: counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
-    _print_result(flops(config), options)
-
-
-def _finetune(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.finetune import finetune
-
-    _print_result(finetune(options.model, **_arguments(finetune, options)), options)
-
-
-def _reproduce(options: argparse.Namespace) -> None:
-    from electra_fast.reproduction.reproduce import reproduce
-
-    names = (
-        *("glue", "out", "preset", "recipe", "budget", "minutes", "seeds", "task"),
-        *("finetune_seeds", "corrupted_by", "device", "overrides"),
-    )
-    _print_result(reproduce(options.experiment, options.corpus, **_named(options, *names)), options)
-
-
-def _predict(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.predict import predict
-
-    predict(options.model, options.file, **_arguments(predict, options))
-
-
-def _detect(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.error_detection import detect
-
-    detect(options.model, options.file, **_arguments(detect, options))
+    _print(options, electra_fast.flops(config))
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from electra_fast.training.plan import plan
     from electra_fast.training.run import config_of_run
 
-    config, corpus = None, _corpora(options.corpus)
-    names = ["device", "tokens_per_second", "hours", "gpu_memory", "gpus"]
+    config, recipe, corpus = None, None, _corpora(options.corpus)
     if options.hours is None:
         config = config_of_run(_asked(options), corpus, options.overrides)
     elif options.config or options.preset or options.overrides:
         raise InputError("--hours proposes preset and keys, and takes none but --recipe; leave it out to plan your own")
     else:
-        names.append("recipe")
-    _print_result(plan(corpus, config=config, **_named(options, *names)), options)
+        recipe = options.recipe
+    _print(options, _call(options, corpus=corpus, config=config, recipe=recipe))
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from electra_fast.training.doctor import doctor
-
     say("doctor: examining this machine; with a GPU, this takes a minute or two")
-    report = doctor(_config(options), device=options.device)
-    _print_result(report, options)
+    report = _call(options, config=_config(options))
+    _print(options, report)
     return 1 if report.problems else 0
 
 
-def _report(options: argparse.Namespace) -> None:
-    from electra_fast.run_report.report import report
-
-    _print_result(report(options.runs, out=options.out), options)
+def _predict(options: argparse.Namespace) -> None:
+    _call(options)  # writes the answers itself
 
 
-HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {name: globals()[f"_{name}"] for name in COMMANDS}
+# Commands that do more than to call their function and print its result.
+HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "demo": _demo,
+    "vocab": _vocab,
+    "prepare": _prepare,
+    "plan": _plan,
+    "pretrain": _pretrain,
+    "predict": _predict,
+    "detect": _predict,
+    "evaluate": _evaluate,
+    "doctor": _doctor,
+    "flops": _flops,
+}
