@@ -317,7 +317,7 @@ def test_completion_knows_commands_options_and_keys(shell_name, checked, tmp_pat
 
 
 def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
-    def verify(directory):
+    def verify(corpus):
         raise ValueError("axis 3 is out of bounds")  # of a library
 
     monkeypatch.setattr("electra_fast.data.corpus.verify", verify)
