@@ -26,7 +26,7 @@ def test_examples_in_a_bucket_are_those_on_disk(tmp_path, tiny_vocab, monkeypatc
         for name, folder in (("disk", str(tmp_path)), ("bucket", url)):
             files = {split: f"{folder}/{split}.tsv" for split in ("train", "dev", "test")}
             made = ef.finetune(model, task="classification", out=tmp_path / name, seeds=1, overrides=QUICK, **files)
-            results[name] = re.sub(r'"seconds": [\d.]+', "", json.dumps(made))
+            results[name] = re.sub(r'"seconds": [\d.]+', "", made.to_json())
         assert results["bucket"] == results["disk"].replace(str(tmp_path), url)
         trained = tmp_path / "bucket/classification/seed-0/model"
         found = [run("predict", trained, f"{folder}/test.tsv") for folder in (tmp_path, url)]
