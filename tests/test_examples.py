@@ -29,6 +29,7 @@ from tiny_reading import write_conll
 from tiny_task import BAD, GOOD, WORDS, sentences
 
 import electra_fast as ef
+from electra_fast import demonstration
 from electra_fast.cli.parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
@@ -36,7 +37,7 @@ from electra_fast.huggingface.onnx import write_onnx
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".yaml"))
+FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".ipynb", ".py", ".sh", ".yaml"))
 # In place of a command: appends its arguments and environment to a file of its name, and exits as told.
 FAKE = """#!{python}
 import json, os, pathlib, sys
@@ -211,6 +212,24 @@ def own_language(tmp_path_factory, run_script, tiny_text, labeled):
     folder = tmp_path_factory.mktemp("own")
     (folder / "texts.txt").write_text("\n\n".join(tiny_text))
     return folder / "work", run_script("own_language.py", folder / "texts.txt", labeled, folder / "work", "tiny", 8)
+
+
+def cells_of(path):
+    """The code of a notebook, by cell."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+    config = demonstration.demo_config().override(steps=20)
+    monkeypatch.setattr(demonstration, "demo_config", lambda: config)
+    monkeypatch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for cell in cells_of(EXAMPLES / "tour.ipynb"):
+        exec(cell, names)
+    assert names["vectors"].shape == (len(names["texts"]), 64)
+    assert names["results"]["classification"].median > 0 and len(names["classifier"].labels) == 3
 
 
 def test_an_encoder_of_my_own_language(own_language):
@@ -442,7 +461,8 @@ def test_serving_a_classifier_without_torch(serve, tmp_path, own_language):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_an_example_is_short_in_the_table_and_run_here(path):
     assert re.search(rf'(EXAMPLES / |run_script\()"{path.name}"', Path(__file__).read_text(encoding="utf-8"))
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines if path.suffix != ".ipynb" else "\n".join(cells_of(path)).splitlines()) < 60
     assert f"[`{path.name}`]({path.name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
