@@ -62,8 +62,8 @@ CRATE_USES = {
 # Most lines of a folder, Python and Rust. One option in, one option out: raise a number only in a commit that says for
 # which user, and lower it when something goes.
 LINES = {
-    "python/electra_fast/cli": 1_300,
-    "python/electra_fast/config": 1_400,
+    "python/electra_fast/cli": 1_100,
+    "python/electra_fast/config": 1_450,
     "python/electra_fast/data": 2_730,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,

@@ -7,13 +7,13 @@ arguments, and never by a part of their name: an unknown one is answered with th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from electra_fast.cli.spellings import ANSWERS
-from electra_fast.config.section import Configuration, did_you_mean, format_value, nearest, parse_number
+from electra_fast.config.section import Configuration, did_you_mean, format_value, named, nearest, parse_number
+from electra_fast.config.spellings import ANSWERS
 from electra_fast.errors import InputError
 
 MAX_SHOWN = 10
@@ -98,18 +98,18 @@ class Parser(argparse.ArgumentParser):
     def answer(self, name: str) -> str:
         """Returns what an unknown flag should be: of this command, else the commands that have it."""
         unknown = name.lstrip("-").replace("-", "_").lower()
-        flags = {flag: each.option_strings[0] for each in self._actions for flag in each.option_strings}
+        long = ([flag for flag in each.option_strings if flag.startswith("--")] for each in self._actions)
+        flags = {flag: names[0] for names in long for flag in names}
         candidates = ANSWERS.get(unknown) or ANSWERS.get(unknown.rpartition(".")[2], ())
-        answer = next(filter(None, (self._meaning(each, flags) for each in candidates)), "")
-        if not answer and (meant := nearest(name, (flag for flag in flags if flag.startswith("--")))):
-            answer = f"did you mean {' or '.join(dict.fromkeys(flags[flag] for flag in meant))}?"
+        answer = next(filter(None, (self._meaning(each, name, flags) for each in candidates)), "")
+        answer = answer or _did_you_mean(flags, nearest(name, flags))
         if not answer:
             flag = f"--{unknown.replace('_', '-')}"
             others = [other for other, sub in self.others.items() if flag in sub.flags_of(None)]
             answer = f"it is an option of {', '.join(others)}" if others else f"see `{self.prog} --help-all`"
         return f"{self.prog} has no option {name}; {answer}"
 
-    def _meaning(self, candidate: str, flags: Mapping[str, str]) -> str:
+    def _meaning(self, candidate: str, unknown: str, flags: Mapping[str, str]) -> str:
         """Returns the answer that a candidate of `spellings` gives, "" if this command does not have it."""
         if " " in candidate:
             return candidate
@@ -117,10 +117,7 @@ class Parser(argparse.ArgumentParser):
             metavars = [str(each.metavar).partition("[")[0] for each in self._actions if not each.option_strings]
             usage = " ".join([self.prog, *metavars])
             return f"the {candidate.lower()} needs no flag: {usage}" if candidate in metavars else ""
-        names = [each.replace("_", "-") for each in candidate.split("|")]
-        meant = [f"--{each}" for each in names if f"--{each}" in flags]
-        meant = meant or [first for flag, first in flags.items() if flag.rpartition(".")[2] == candidate]
-        return f"did you mean {' or '.join(meant)}?" if meant else ""
+        return _did_you_mean(flags, (flag for each in candidate.split("|") for flag in named(each, unknown, flags)))
 
     def add_keys(self, defaults: Configuration, has_short_names: bool) -> None:
         """Adds the keys of a configuration as options, which `--help-all` shows by section."""
@@ -176,6 +173,11 @@ class Parser(argparse.ArgumentParser):
             yield "options", [by_flag[flag] for flag in self.shown]
         else:
             yield from ((group.title, group._group_actions) for group in self._action_groups)
+
+
+def _did_you_mean(flags: Mapping[str, str], meant: Iterable[str]) -> str:
+    names = dict.fromkeys(flags[flag] for flag in meant)
+    return f"did you mean {' or '.join(names)}?" if names else ""
 
 
 def _plain(flag: str) -> str:

@@ -55,10 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse(sys.argv[1:] if arguments is None else arguments)
         with quietly() if options.quiet else contextlib.nullcontext():
-            if options.command in HANDLERS:
-                return HANDLERS[options.command](options) or 0
-            _print(options, _call(options))
-            return 0
+            return HANDLERS.get(options.command, _run)(options) or 0
     except KeyboardInterrupt as interruption:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         is_reported = isinstance(interruption, Interrupted) and interruption.is_reported
@@ -108,6 +105,11 @@ def _call(options: argparse.Namespace, **replaced: Any) -> Any:
     return function(**{name: value for name, value in vars(options).items() if name in names} | replaced)
 
 
+def _run(options: argparse.Namespace) -> None:
+    if (result := _call(options)) is not None:  # predict and detect write theirs
+        _print(options, result)
+
+
 def _print(options: argparse.Namespace, result: Result) -> None:
     show([result.to_json()] if options.json else result.lines())
 
@@ -142,17 +144,12 @@ def _demo(options: argparse.Namespace) -> None:
         result.write(Console())  # in colors
 
 
-def _vocab(options: argparse.Namespace) -> None:
-    _print(options, _call(options, kind="files"))
-
-
 def _prepare(options: argparse.Namespace) -> None:
     from electra_fast.data.prepare_executor import dask_executor
 
     scheduler = dask_executor(options.scheduler) if options.scheduler else contextlib.nullcontext()
     with scheduler as executor:
-        report = _call(options, kind="files", executor=executor)
-    _print(options, report)
+        _print(options, _call(options, executor=executor))
 
 
 def _pretrain(options: argparse.Namespace) -> int:
@@ -227,19 +224,12 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def _predict(options: argparse.Namespace) -> None:
-    _call(options)  # writes the answers itself
-
-
 # Commands that do more than to call their function and print its result.
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "demo": _demo,
-    "vocab": _vocab,
     "prepare": _prepare,
     "plan": _plan,
     "pretrain": _pretrain,
-    "predict": _predict,
-    "detect": _predict,
     "evaluate": _evaluate,
     "doctor": _doctor,
     "flops": _flops,

@@ -26,9 +26,10 @@ CONFIGURED: dict[str, tuple[Configuration, ...]] = {
     "finetune": (FinetuningConfig(),),
     "reproduce": (Config.preset(DEFAULT_PRESET, "google"), FinetuningConfig()),
 }
+# Those that run a model, and so take --device.
+ON_DEVICE = ("demo", "plan", "pretrain", "finetune", "predict", "detect", "evaluate", "doctor", "reproduce")
 # The default of columns where a fine-tuned model knows them.
 AS_TRAINED = "as in training"
-DEVICES = "auto (CUDA if there is a GPU), cpu, cuda or cuda:N"
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 Arguments = argparse._ActionsContainer
 """A parser or a group of its arguments."""
@@ -71,6 +72,10 @@ def build_parser() -> Parser:
             sub: Parser = commands.add_parser(name, help=summary, description=summary)
             sub.add_argument("--help-all", action=HelpAll, nargs=0, help="show every option and key")
             globals()[f"_{name}"](sub)
+            if name in ON_DEVICE:
+                _option(sub, "--device", "auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N")
+            if name not in ("predict", "detect"):  # which write JSON lines
+                _flag(sub, "--json", "print one JSON object")
             for defaults in CONFIGURED.get(name, ()):
                 sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1)
             sub.shown = [f"--{option}" for option in shown.split()]
@@ -82,8 +87,6 @@ def build_parser() -> Parser:
 
 def _demo(sub: Parser) -> None:
     _path(sub, "--out", "output folder", required=True)
-    _add_device(sub)
-    _add_json(sub)
 
 
 def _vocab(sub: Parser) -> None:
@@ -103,11 +106,8 @@ def _prepare(sub: Parser) -> None:
     _path(sub, "--vocab", "vocab.txt, tokenizer.json, or a folder with either", required=True)
     _option(sub, "--out", None, "corpus folder, or its URL: s3://, gs:// or az://", required=True)
     case = sub.add_mutually_exclusive_group()
-    for name, cased, help in (
-        ("--cased", True, "keep case (default: as --vocab does)"),
-        ("--uncased", False, "lowercase the text"),
-    ):
-        case.add_argument(name, dest="cased", action="store_const", const=cased, help=help)
+    case.add_argument("--cased", action="store_true", default=None, help="keep case (default: as --vocab does)")
+    case.add_argument("--uncased", action="store_false", dest="cased", default=None, help="lowercase the text")
     help = "process only every N-th input group, starting with the I-th (default: all)"
     _option(sub, "--partition", None, help, "I/N")
     help = "when resuming, compare whole inputs with those of the finished work, not only size, time and samples"
@@ -125,12 +125,10 @@ def _inspect(sub: Parser) -> None:
         help = Config.describe_key(f"data.{name}")
         _option(sub, f"--{name.replace('_', '-')}", getattr(DataConfig, name), help)
     _option(sub, "--seed", 0, "seed that selects the row")
-    _add_json(sub)
 
 
 def _verify(sub: Parser) -> None:
     _option(sub, "corpus", None, "corpus folder, or its URL", "CORPUS")
-    _add_json(sub)
 
 
 def _pretrain(sub: Parser) -> None:
@@ -141,8 +139,6 @@ def _pretrain(sub: Parser) -> None:
     _flag(sub, "--allow-changes", "resume with changed configuration keys")
     help = "go back to this checkpoint: renames later checkpoints, removes later log lines (default: the last one)"
     _option(sub, "--from-step", None, help, "N", type=_checkpoint_step)
-    _add_device(sub)
-    _add_json(sub)
 
 
 def _evaluate(sub: Parser) -> None:
@@ -158,12 +154,10 @@ def _evaluate(sub: Parser) -> None:
         "model"
     )
     _path(sub, "--out", help)
-    _option(sub, "--device", "auto", DEVICES)
     help = "dtype of activations (default: auto, as for predict; fp32 of a pre-trained model, so that figures compare)"
     _option(sub, "--precision", None, help, choices=PRECISIONS)
     help = "examples or rows per batch (default: as suits the device; the run's, on a GPU in its micro-batches)"
     _option(sub, "--batch-size", None, help, type=int)
-    _add_json(sub)
     labeled = sub.add_argument_group("for a fine-tuned model")
     _add_text(labeled, AS_TRAINED)
     _add_label(labeled, AS_TRAINED)
@@ -201,8 +195,6 @@ def _finetune(sub: Parser) -> None:
     _option(sub, "--role", None, help, choices=tuple(PARTS))
     _path(sub, "--glue", "GLUE: folder of a task, or of several tasks' folders", "DIR")
     _path(sub, "--squad", "SQuAD: folder of its files, train*.json and dev*.json", "DIR")
-    _option(sub, "--device", "auto", DEVICES)
-    _add_json(sub)
     title = "your own data (.tsv, .csv, .jsonl, .parquet; tags: .conll; questions: .json)"
     own = sub.add_argument_group(title)
     _path(own, "--train", "training data, or its URL, as of --dev and --test", "FILE")
@@ -264,8 +256,6 @@ def _reproduce(sub: Parser) -> None:
     _option(sub, "--task", None, "tasks of GLUE, separated by commas (default: all that --glue holds)")
     _option(sub, "--finetune-seeds", 1, "fine-tuning runs per task, of which the median counts", "N")
     _option(sub, "--corrupted-by", "unigram", "source of replacements in evaluation, as for evaluate", "FOLDER")
-    _add_device(sub)
-    _flag(sub, "--json", "print results.json")
 
 
 def _export(sub: Parser) -> None:
@@ -277,7 +267,6 @@ def _export(sub: Parser) -> None:
     _option(sub, "--license", None, "license of the model, for the model card, e.g. apache-2.0", "NAME")
     _several(sub, "--dataset", "OWNER/NAME,...", "training texts on the Hugging Face Hub, for the model card")
     _option(sub, "--base-model", None, "the imported model on the Hub, for the model card", "OWNER/NAME")
-    _add_json(sub)
 
 
 def _import(sub: Parser) -> None:
@@ -288,18 +277,14 @@ def _import(sub: Parser) -> None:
         "N layers, or another masked language model of its vocabulary"
     )
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
-    _add_json(sub)
 
 
 def _doctor(sub: Parser) -> None:
     _add_config(sub, "check the kernels of this run")
-    _add_device(sub)
-    _add_json(sub)
 
 
 def _flops(sub: Parser) -> None:
     _add_config(sub, "configuration, in place of --preset")
-    _add_json(sub)
 
 
 def _plan(sub: Parser) -> None:
@@ -313,14 +298,11 @@ def _plan(sub: Parser) -> None:
     help = "plan for GPUs elsewhere with this much free memory each: counts memory and the micro-batch that fits"
     _option(sub, "--gpu-memory", None, help, "GIB", type=number(float))
     _option(sub, "--gpus", 1, "number of GPUs of --gpu-memory", "N")
-    _add_device(sub)
-    _add_json(sub)
 
 
 def _report(sub: Parser) -> None:
     _path(sub, "runs", "run, fine-tuning, or folder with such inside", "RUN", nargs="+")
     _path(sub, "--out", "page to write", "FILE.html", default=Path("report.html"))
-    _add_json(sub)
 
 
 # In the order of work.
@@ -387,20 +369,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-def _add_json(sub: Parser) -> None:
-    _flag(sub, "--json", "print one JSON object")
-
-
 def _add_corpora(sub: Parser) -> None:
     help = (
         "corpus; several are mixed in proportion to WEIGHT or else to their tokens (default: data.corpus of the "
         "configuration)"
     )
     sub.add_argument("corpus", nargs="*", metavar="CORPUS[:WEIGHT]", help=help)
-
-
-def _add_device(sub: Parser) -> None:
-    _option(sub, "--device", "auto", DEVICES)
 
 
 def _checkpoint_step(text: str) -> int:
@@ -412,6 +386,7 @@ def _checkpoint_step(text: str) -> int:
 
 
 def _add_inputs(sub: Parser) -> None:
+    sub.set_defaults(kind="files")
     kinds = ".txt, .jsonl, .json, .parquet, .arrow (.gz, .zst, .xz)"
     sub.add_argument("inputs", nargs="+", metavar="TEXT", help=f"{kinds}, folder or glob")
     help = "text field of JSON, .parquet and .arrow; several separated by commas; a dot leads into an object"
@@ -424,7 +399,6 @@ def _add_inputs(sub: Parser) -> None:
     _option(sub, "--format", "auto", help, choices=formats)
     _option(sub, "--skip-bad-rows", 0, "most malformed JSON records to skip, over all inputs", "N")
     _option(sub, "--threads", 0, "threads; 0: all cores", "N")
-    _add_json(sub)
 
 
 def _add_config(sub: Parser, meaning: str) -> None:
@@ -454,7 +428,6 @@ def _add_inference(sub: Parser) -> None:
         "on a CPU"
     )
     _option(sub, "--precision", "auto", help, choices=PRECISIONS)
-    _add_device(sub)
 
 
 def _add_label(own: Arguments, default: str) -> None:

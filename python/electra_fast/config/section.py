@@ -9,18 +9,19 @@ from __future__ import annotations
 import csv
 import dataclasses
 import difflib
-import itertools
+import functools
 import json
 import math
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self, get_args, get_origin, get_type_hints
 
+from electra_fast.config.spellings import ANSWERS
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import check_depth, reason_of
 
@@ -44,64 +45,6 @@ _FACTORS: dict[str, Mapping[str, int | Fraction]] = {
 _EXAMPLES = {"count": "10000 or 10k", "bytes": "200GB or 16GiB", "seconds": "90 or 1.5h", "minutes": "90 or 1h30m"}
 # A number and its suffix, matched without backtracking.
 _PART = r"([+-]?(?>[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?>[eE][+-]?[0-9]{1,3})?) *([A-Za-z]*+) *"
-
-# Other tools' names for our keys and flags; several keys where it depends on the command.
-_ALIASES = {
-    name: tuple(keys.split())
-    for keys, names in {
-        "learning_rate": "lr peak_lr max_lr embedding_lr unembedding_lr",
-        "muon_learning_rate": "muon_lr matrix_lr",
-        "batch_size": "bs train_batch_size per_device_train_batch_size per_gpu_train_batch_size micro_batch_size "
-        "eval_batch_size per_device_eval_batch_size device_batch_size total_batch_size local_batch_size "
-        "global_batch_size max_sentences",
-        "steps epochs": "steps max_steps num_steps train_steps num_train_steps total_steps training_steps iters "
-        "num_iterations max_iters max_update",
-        "epochs steps": "epochs num_epochs num_train_epochs max_epochs max_epoch",
-        "sequence_length": "seq_len seq_length max_seq_len max_seq_length max_length block_size context_length "
-        "tokens_per_sample",
-        "precision": "fp16 bf16 fp32 tf32 amp half mixed_precision mixed_precision_param dtype torch_dtype "
-        "bf16_full_eval fp16_full_eval",
-        "warmup_steps warmup_fraction": "warmup warmup_steps warmup_ratio warmup_proportion "
-        "num_warmup_steps warmup_updates",
-        "accumulate batch_size": "gradient_accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches "
-        "update_freq gradient_checkpointing activation_checkpointing",
-        "clip_norm": "max_grad_norm grad_clip gradient_clip_val max_norm",
-        "mask_prob": "mlm_probability mask_ratio",
-        "checkpoint_every checkpoint_seconds": "save_steps save_every save_interval save_strategy checkpoint_interval",
-        "keep_checkpoints": "save_total_limit keep_latest_k",
-        "eval_every evals_per_epoch": "eval_steps eval_interval eval_strategy evaluation_strategy",
-        "log_every": "logging_steps logging_strategy log_interval log_freq",
-        "loggers": "report_to logger logging_dir wandb wandb_project run_name tensorboard enable_wandb "
-        "enable_tensorboard",
-        "select": "load_best_model_at_end metric_for_best_model",
-        "patience": "early_stopping early_stopping_patience",
-        "schedule": "lr_scheduler lr_scheduler_type scheduler decay_type",
-        "beta1": "adam_beta1",
-        "beta2": "adam_beta2",
-        "epsilon": "adam_epsilon adam_eps eps",
-        "weight_decay": "wd",
-        "sharding": "fsdp deepspeed zero_stage data_parallel_shard_degree",
-        "execution": "torch_compile compile",
-        "attention": "attn_implementation flash_attention",
-        "num_layers": "n_layer n_layers num_hidden_layers depth",
-        "num_heads": "n_head n_heads num_attention_heads",
-        "hidden_size": "d_model n_embd hidden_dim dim",
-        "intermediate_size": "d_ff ffn_dim",
-        "max_positions": "max_position_embeddings n_positions",
-        "norm_eps": "layer_norm_eps",
-        "rope_theta": "global_rope_theta",
-        "global_attention_every": "global_attn_every_n_layers",
-        "num_threads": "dataloader_num_workers num_workers",
-        "head_dropout": "classifier_dropout",
-        "dropout": "hidden_dropout_prob",
-        "attention_dropout": "attention_probs_dropout_prob",
-        "layer_decay": "layerwise_lr_decay llrd",
-        "timeout_seconds": "ddp_timeout init_timeout_seconds",
-        "out": "output_dir output save_dir",
-        "corpus": "data data_dir dataset train_data",
-    }.items()
-    for name in names.split()
-}
 
 TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 AUTO: Final = "auto"
@@ -299,14 +242,7 @@ class Configuration:
 
 
 _MAX_INT = 2**63 - 1
-_HINTS: dict[type, dict[str, Any]] = {}
-
-
-def _type_hints(owner: type) -> dict[str, Any]:
-    """Caches `get_type_hints`, which evaluates source text and is needed for every new configuration."""
-    if owner not in _HINTS:
-        _HINTS[owner] = get_type_hints(owner)
-    return _HINTS[owner]
+_type_hints: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)  # which evaluates source text
 
 
 def _sections(configuration: type[Configuration]) -> dict[str, type[Section]]:
@@ -536,17 +472,20 @@ def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in record)
 
 
-def nearest(argument: str, *known: Iterable[str]) -> list[str]:
+def nearest(argument: str, known: Iterable[str]) -> list[str]:
     """Returns the known keys and flags that an argument such as `--batch-size`, `--lr` or `--optimizer.lr` may mean."""
-    name = _plain(argument.partition("=")[0])
-    words: dict[str, list[str]] = {}
-    for each in itertools.chain(*known):
-        words.setdefault(_plain(each), []).append(each)
-    meant = next((each for each in (name, *_ALIASES.get(name, ())) if each in words), None)
-    close = [meant] if meant else difflib.get_close_matches(name, words, n=1, cutoff=0.7)
-    found = [each for word in close for each in words[word]]
-    section = argument.lstrip("-").partition(".")[0]
-    return [each for each in found if each.lstrip("-").startswith(f"{section}.")] or found
+    name, flags = _plain(argument), list(known)
+    meant = next(filter(None, (named(each, argument, flags) for each in (name, *ANSWERS.get(name, ())))), [])
+    close = [] if meant else difflib.get_close_matches(name, map(_plain, flags), n=1, cutoff=0.7)
+    return named(close[0], argument, flags) if close else meant
+
+
+def named(name: str, argument: str, known: Iterable[str]) -> list[str]:
+    """Returns the known keys and flags of a name, of several those in the argument's section, or else in none."""
+    found = [each for each in known if name in (_plain(each), each.lstrip("-"))]
+    section = argument.lstrip("-").rpartition(".")[0]
+    own = [each for each in found if each.lstrip("-").startswith(f"{section}.")]
+    return own or [each for each in found if "." not in each] or found
 
 
 def _plain(name: str) -> str:

@@ -36,7 +36,6 @@ class Report(Result):
     finetuning: list[str]
 
     def lines(self) -> Iterator[str]:
-        """Yields the page's path."""
         yield str(self.out)
 
 

@@ -65,7 +65,6 @@ class DoctorReport(Result):
     """The check on a GPU; None on a CPU."""
 
     def lines(self) -> Iterator[str]:
-        """Yields the screen that the command prints."""
         yield ", ".join(f"{name} {version}" for name, version in self.software.items())
         yield ", ".join(self.machine.values())
         for index, gpu in enumerate(self.gpus):

@@ -104,7 +104,6 @@ class Plan(Result):
     """With `hours`: preset, recipe, keys, the command, and what of it is measured and what an assumption."""
 
     def lines(self) -> Iterator[str]:
-        """Yields what the command prints."""
         parts = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in self.parameters_by_part.items())
         yield f"parameters      {self.parameters / 1e6:.2f} M ({parts})"
         yield (

@@ -40,7 +40,6 @@ class PretrainResult(Result):
     """True at the run's last step. Otherwise `train.max_minutes` stopped it, and the same call resumes."""
 
     def lines(self) -> Iterator[str]:
-        """Yields the line that the command prints."""
         end = "finished" if self.is_finished else "stopped by train.max_minutes; the same call resumes"
         yield f"{self.run}: step {self.step}, {end}"
 

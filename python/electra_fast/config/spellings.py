@@ -1,15 +1,17 @@
-"""What other tools' flags, and our former ones, are called here: `arguments` answers with it and obeys none of them."""
+"""What other tools' flags and keys, and our former ones, are called here: errors answer with it and obey none."""
 
 from __future__ import annotations
 
 _NOTHING = "leave it out, since nothing here corresponds to it"
 _FEWER = "give a file with fewer rows"
 _OF_MODEL = "the model's folder decides it"
-# For names, the candidates in order: flags or configuration keys of the command, alternatives separated by |; a
-# positional argument in capitals; or a sentence, which has spaces. The first that the command has is the answer.
+# For names, the candidates in order: flags or configuration keys, alternatives separated by |; a positional argument of
+# the command in capitals; or a sentence, which has spaces. The first one that exists is the answer.
 _MEANT: dict[tuple[str, ...], str] = {
     # What a command works on, and what it writes.
-    ("CORPUS", "DATA", "glue|squad|train", "TEXT"): "data data_dir dataset dataset_path data_path train_data corpus",
+    ("CORPUS", "DATA", "glue|squad|train", "TEXT", "corpus"): (
+        "data data_dir dataset dataset_path data_path train_data corpus"
+    ),
     ("TEXT", "FILE", "train", "CORPUS", "DATA"): "train_file train_files input input_file inputs fname text_file files",
     ("dev", "DATA", "FILE", "electra-fast prepare --holdout 0.01 sets a part of the corpus aside for validation"): (
         "validation_file dev_file eval_file eval_data valid_file val_file validation validation.enable"
@@ -30,10 +32,9 @@ _MEANT: dict[tuple[str, ...], str] = {
     ),
     # Names that have changed, here or between tools.
     ("text",): "text_field text_column text_column_name text_columns text_key sentence1_key",
-    (
-        "label",
-        "electra-fast evaluate compares predictions with labels",
-    ): "label_column label_column_name label_field label_key",
+    ("label", "electra-fast evaluate compares predictions with labels"): (
+        "label_column label_column_name label_field label_key"
+    ),
     ("skip_bad_rows",): "skip_bad_records ignore_errors",
     ("max_batches", "eval_batches", _FEWER): "batches max_eval_samples max_eval_batches eval_iters eval_tokens",
     ("from_step", "run the same command again to resume"): (
@@ -59,13 +60,65 @@ _MEANT: dict[tuple[str, ...], str] = {
     ("null_threshold", "electra-fast predict has --null-threshold"): "null_score_diff_threshold",
     ("task", "the model knows whether questions may have no answer"): "version_2_with_negative",
     ("quiet",): "disable_tqdm no_progress silent log_level",
-    ("execution",): "compile.enable",
+    ("execution",): "torch_compile compile compile.enable",
     ("select", _NOTHING): "load_best_model_at_end metric_for_best_model",
     ("log_every", _NOTHING): "logging_steps logging_strategy log_interval log_freq",
     ("sharding", "only pre-training uses several GPUs"): "fsdp deepspeed zero_stage data_parallel_shard_degree",
     ("sequence_length", _OF_MODEL): "max_seq_length max_seq_len max_length",
+    ("sequence_length",): "seq_len seq_length block_size context_length tokens_per_sample",
+    ("learning_rate",): "lr peak_lr max_lr embedding_lr unembedding_lr",
+    ("muon_learning_rate",): "muon_lr matrix_lr",
+    ("batch_size",): (
+        "bs train_batch_size per_device_train_batch_size per_gpu_train_batch_size micro_batch_size eval_batch_size "
+        "per_device_eval_batch_size device_batch_size total_batch_size local_batch_size global_batch_size max_sentences"
+    ),
+    ("steps", "epochs"): (
+        "steps max_steps num_steps train_steps num_train_steps total_steps training_steps iters num_iterations "
+        "max_iters max_update"
+    ),
+    ("epochs", "steps"): "epochs num_epochs num_train_epochs max_epochs max_epoch",
+    ("precision",): (
+        "fp16 bf16 fp32 tf32 amp half mixed_precision mixed_precision_param dtype torch_dtype bf16_full_eval "
+        "fp16_full_eval"
+    ),
+    ("warmup_steps", "warmup_fraction"): (
+        "warmup warmup_steps warmup_ratio warmup_proportion num_warmup_steps warmup_updates"
+    ),
+    ("clip_norm",): "max_grad_norm grad_clip gradient_clip_val max_norm",
+    ("mask_prob",): "mlm_probability mask_ratio",
+    ("checkpoint_every", "checkpoint_seconds"): (
+        "save_steps save_every save_interval save_strategy checkpoint_interval"
+    ),
+    ("keep_checkpoints",): "save_total_limit keep_latest_k",
+    ("eval_every", "evals_per_epoch"): "eval_steps eval_interval eval_strategy evaluation_strategy",
+    ("loggers",): (
+        "report_to logger logging_dir wandb wandb_project run_name tensorboard enable_wandb enable_tensorboard"
+    ),
+    ("patience",): "early_stopping early_stopping_patience",
+    ("schedule",): "lr_scheduler lr_scheduler_type scheduler decay_type",
+    ("beta1",): "adam_beta1",
+    ("beta2",): "adam_beta2",
+    ("epsilon",): "adam_epsilon adam_eps eps",
+    ("weight_decay",): "wd",
+    ("attention",): "attn_implementation flash_attention",
+    ("num_layers",): "n_layer n_layers num_hidden_layers depth",
+    ("num_heads",): "n_head n_heads num_attention_heads",
+    ("hidden_size",): "d_model n_embd hidden_dim dim",
+    ("intermediate_size",): "d_ff ffn_dim",
+    ("max_positions",): "max_position_embeddings n_positions",
+    ("norm_eps",): "layer_norm_eps",
+    ("rope_theta",): "global_rope_theta",
+    ("global_attention_every",): "global_attn_every_n_layers",
+    ("head_dropout",): "classifier_dropout",
+    ("dropout",): "hidden_dropout_prob",
+    ("attention_dropout",): "attention_probs_dropout_prob",
+    ("layer_decay",): "layerwise_lr_decay llrd",
+    ("timeout_seconds",): "ddp_timeout init_timeout_seconds",
     ("checkpoint_every",): "checkpoint.interval",
-    ("accumulate", "batch_size"): "activation_checkpoint.mode",
+    ("accumulate", "batch_size"): (
+        "gradient_accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches update_freq "
+        "gradient_checkpointing activation_checkpointing activation_checkpoint.mode"
+    ),
     ("optimizer.name", "fine-tuning uses AdamW"): "optim optimizer",
     ("budget", "hours", "steps"): "target_flops target_param_data_ratio num_tokens train_tokens max_tokens",
     ("minutes", "max_minutes", "hours"): "max_time max_hours time_limit",
@@ -93,9 +146,9 @@ _MEANT: dict[tuple[str, ...], str] = {
     ("rows are packed, or padded as far as a batch needs",): "pad_to_max_length group_by_length padding truncation",
     ("texts are read from disk as they are needed",): "streaming",
     (_FEWER,): "max_train_samples max_predict_samples limit",
-    (
-        "vectors of texts are made in Python: electra_fast.load(MODEL).encode(texts)",
-    ): "pooling pooling_mode normalize normalize_embeddings",
+    ("vectors of texts are made in Python: electra_fast.load(MODEL).encode(texts)",): (
+        "pooling pooling_mode normalize normalize_embeddings"
+    ),
     ("keys are options of their own, such as --train.steps 1000",): "hparams overrides set",
     (_NOTHING,): (
         "low_cpu_mem_usage save_safetensors prediction_loss_only eval_accumulation_steps label_smoothing_factor "
