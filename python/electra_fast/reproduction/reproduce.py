@@ -196,7 +196,8 @@ def _settle(out: Path, identity: Mapping[str, Any], first: Config, device: str =
     path, asked = out / IDENTITY, identity["asked"]
     if path.exists():
         known = read_object(path)
-        known |= {name: present_names(known[name]) for name in ("overrides",) if name in known}
+        if "overrides" in known:
+            known["overrides"] = present_names(known["overrides"])
         if found := first_difference({name: known.get(name) for name in identity}, identity):
             raise InputError(f"{out}: {found}; give the same to resume, or another --out")
         return known
