@@ -390,7 +390,7 @@ def _add_inputs(sub: Parser) -> None:
     kinds = ".txt, .jsonl, .json, .parquet, .arrow (.gz, .zst, .xz)"
     sub.add_argument("inputs", nargs="+", metavar="TEXT", help=f"{kinds}, folder or glob")
     help = "text field of JSON, .parquet and .arrow; several separated by commas; a dot leads into an object"
-    _option(sub, "--text", "text", help)
+    _option(sub, "--text", "text", help, "FIELD")
     separators = ("blank-line", "line", "file")
     _option(sub, "--documents", "blank-line", "document separator in .txt files", choices=separators)
     _option(sub, "--invalid-utf8", "error", "refuse or replace invalid UTF-8", choices=("error", "replace"))
