@@ -134,10 +134,9 @@ class _WorkProgress:
         if is_shown(message):
             self.console.print(printable(message), highlight=False, soft_wrap=True, markup=False, style=style)
 
-    def warn(self, message: str | None) -> None:
-        """Prints a permanent line in yellow, also with `--quiet`; does nothing for `None`."""
-        if message is not None:
-            line = printable(message)
+    def warn(self, *messages: str | None) -> None:
+        """Prints permanent lines in yellow, also with `--quiet`; does nothing for `None`."""
+        for line in (printable(each) for each in messages if each is not None):
             self.console.print(line, highlight=False, soft_wrap=True, markup=False, style="yellow")
 
     def _move(self, **changes: Any) -> None:

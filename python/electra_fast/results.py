@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import json
 from collections.abc import Iterator, Mapping
@@ -37,21 +36,13 @@ class Result(Mapping[str, Any]):
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self:
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names()
+        return vars(self)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
+        return iter(vars(self))
 
     def __len__(self) -> int:
-        return len(self._names())
-
-    def _names(self) -> list[str]:
-        return [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # subclasses are dataclasses
+        return len(vars(self))
 
 
 class Entries(Result):
@@ -63,9 +54,6 @@ class Entries(Result):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
-
-    def _names(self) -> list[str]:
-        return list(vars(self))
 
 
 def table_lines(table: Mapping[str, Any], indent: str = "") -> Iterator[str]:

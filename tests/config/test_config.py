@@ -100,7 +100,7 @@ def random_text(rng: random.Random) -> str:
 
 def random_value(rng: random.Random, configuration: type[Configuration], name: str) -> object:
     """A value that a key's declaration allows."""
-    default, bounds = configuration().value(name), configuration._field(name).metadata
+    default, bounds = configuration().value(name), configuration._fields()[name].metadata
     low, high = max(-1e9, bounds["low"]), min(1e9, bounds["high"])
     if bounds["takes_several"]:
         names = [random_text(rng) for _ in range(rng.randint(1, 3))]

@@ -15,7 +15,7 @@ from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 from electra_fast.reproduction import reproduce
 from electra_fast.reproduction.experiments import base_config, common_precision, make_experiment
-from electra_fast.reproduction.reproduce import EVALUATION, IDENTITY, RunSettings, read_result, run_row
+from electra_fast.reproduction.reproduce import EVALUATION, IDENTITY, read_result, run_row
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ def test_more_seeds_are_more_runs_and_failed_ones_are_named_while_others_continu
 ):
     trained = []
 
-    def run_row(folder, config, settings):
+    def run_row(folder, config, *_):
         trained.append((folder.name, config.train.seed))
         if folder.name.startswith("tying-none"):
             raise InputError("no such luck")
@@ -135,8 +135,7 @@ def test_a_row_that_diverges_is_a_result(corpus, glue_folder, tmp_path):
     changes = {"data.corpus": str(corpus), "data.sequence_length": "16", "train.batch_size": "4", "train.steps": "6"}
     changes |= {"train.log_every": "2", "train.precision": "fp32", "train.eval_every": "0"}
     changes |= {"optimizer.learning_rate": "1e30", "optimizer.clip_norm": "0"}
-    settings = RunSettings("cpu", {}, {})
-    run_row(tmp_path, Config.preset("tiny", "google").override(changes), settings)
+    run_row(tmp_path, Config.preset("tiny", "google").override(changes), "cpu", {}, {})
     assert "became nan or infinite" in read_result(tmp_path)["failed"]
 
 

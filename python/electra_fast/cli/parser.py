@@ -66,9 +66,8 @@ def build_parser() -> Parser:
     hidden = argparse.SUPPRESS
     parser.add_argument("--print-completion", action=PrintCompletion, choices=shells, const=offered, help=hidden)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group, names in GROUPS.items():
-        for name in names:
-            summary, shown = COMMANDS[name]
+    for group, summaries in COMMANDS.items():
+        for name, summary in summaries.items():
             sub: Parser = commands.add_parser(name, help=summary, description=summary)
             sub.add_argument("--help-all", action=HelpAll, nargs=0, help="show every option and key")
             globals()[f"_{name}"](sub)
@@ -78,10 +77,10 @@ def build_parser() -> Parser:
                 _flag(sub, "--json", "print one JSON object")
             for defaults in CONFIGURED.get(name, ()):
                 sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1)
-            sub.shown = [f"--{option}" for option in shown.split()]
+            sub.shown = [f"--{option}" for option in SHOWN.get(name, "").split()]
             parser.commands[name] = sub
             sub.others = parser.commands
-        parser.groups[group] = commands._choices_actions[-len(names) :]
+        parser.groups[group] = commands._choices_actions[-len(summaries) :]
     return parser
 
 
@@ -305,67 +304,53 @@ def _report(sub: Parser) -> None:
     _path(sub, "--out", "page to write", "FILE.html", default=Path("report.html"))
 
 
-# In the order of work.
-GROUPS = {
-    "Build": ("demo", "vocab", "prepare", "inspect", "verify", "plan", "pretrain", "export", "import"),
-    "Use": ("finetune", "predict", "detect", "evaluate"),
-    "Look": ("report", "doctor", "flops"),
-    "Research": ("reproduce",),
+# What a command is for, in the order of work.
+COMMANDS = {
+    "Build": {
+        "demo": "train and export a model in 1 to 3 minutes, without downloads",
+        "vocab": "train a WordPiece vocabulary",
+        "prepare": "tokenize text into a corpus of shards; rerun with the same --out to resume",
+        "inspect": "summarize a corpus and show one of its packed, masked rows as text",
+        "verify": "verify all checksums of a corpus",
+        "plan": "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise",
+        "pretrain": "train a model; rerun with the same --out to resume",
+        "export": "export a run as Hugging Face folders: encoder/, discriminator/ and generator/",
+        "import": "create a run from exported folders, to continue training",
+    },
+    "Use": {
+        "finetune": "fine-tune an encoder on GLUE, SQuAD or your own data; rerun with the same --out to resume",
+        "predict": "predict labels, values, tags or answers, as JSON lines that keep each row's other columns",
+        "detect": (
+            "find words that do not belong, such as typing errors, by a pre-trained model, as JSON lines with each "
+            "row's other columns"
+        ),
+        "evaluate": (
+            "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on "
+            "a corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC"
+        ),
+    },
+    "Look": {
+        "report": "write one page about runs: curves, configurations, evaluations, fine-tuning, samples",
+        "doctor": "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem",
+        "flops": "count the FLOPs of a configuration: the paper's count and the true one",
+    },
+    "Research": {
+        "reproduce": "run the paper's comparisons at equal compute; rerun with the same --out to resume",
+    },
 }
-# What a command is for, and the options of its --help; "" for all.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("train and export a model in 1 to 3 minutes, without downloads", ""),
-    "vocab": (
-        "train a WordPiece vocabulary",
-        "out size cased strip-accents text format documents threads json",
-    ),
-    "prepare": (
-        "tokenize text into a corpus of shards; rerun with the same --out to resume",
-        "vocab out holdout drop-duplicates text format documents partition threads json",
-    ),
-    "inspect": ("summarize a corpus and show one of its packed, masked rows as text", ""),
-    "verify": ("verify all checksums of a corpus", ""),
-    "plan": (
-        "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise",
-        "config preset recipe hours gpu-memory gpus steps batch-size lr json",
-    ),
-    "pretrain": (
-        "train a model; rerun with the same --out to resume",
-        "out config preset recipe steps batch-size lr precision device dry-run",
-    ),
-    "export": ("export a run as Hugging Face folders: encoder/, discriminator/ and generator/", ""),
-    "import": ("create a run from exported folders, to continue training", ""),
-    "finetune": (
-        "fine-tune an encoder on GLUE, SQuAD or your own data; rerun with the same --out to resume",
-        "task train dev test text label glue out seeds epochs",
-    ),
-    "predict": (
-        "predict labels, values, tags or answers, as JSON lines that keep each row's other columns",
-        "out text format threshold top-k n-best null-threshold device precision",
-    ),
-    "detect": (
-        "find words that do not belong, such as typing errors, by a pre-trained model, as JSON lines with each row's "
-        "other columns",
-        "out threshold text precision device",
-    ),
-    "evaluate": (
-        "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on a "
-        "corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC",
-        "out text label sequence-length batch-size max-batches corrupted-by device precision json",
-    ),
-    "report": ("write one page about runs: curves, configurations, evaluations, fine-tuning, samples", ""),
-    "doctor": (
-        "examine this machine: versions, GPUs, extras, kernels, speed; exit code 1 for a problem",
-        "config preset recipe device precision json",
-    ),
-    "flops": (
-        "count the FLOPs of a configuration: the paper's count and the true one",
-        "config preset recipe steps batch-size sequence-length json",
-    ),
-    "reproduce": (
-        "run the paper's comparisons at equal compute; rerun with the same --out to resume",
-        "glue out preset recipe budget minutes seeds task finetune-seeds json",
-    ),
+# The options of a command's --help, if not all.
+SHOWN = {
+    "vocab": "out size cased strip-accents text format documents threads json",
+    "prepare": "vocab out holdout drop-duplicates text format documents partition threads json",
+    "plan": "config preset recipe hours gpu-memory gpus steps batch-size lr json",
+    "pretrain": "out config preset recipe steps batch-size lr precision device dry-run",
+    "finetune": "task train dev test text label glue out seeds epochs",
+    "predict": "out text format threshold top-k n-best null-threshold device precision",
+    "detect": "out threshold text precision device",
+    "evaluate": "out text label sequence-length batch-size max-batches corrupted-by device precision json",
+    "doctor": "config preset recipe device precision json",
+    "flops": "config preset recipe steps batch-size sequence-length json",
+    "reproduce": "glue out preset recipe budget minutes seeds task finetune-seeds json",
 }
 
 

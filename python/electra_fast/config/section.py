@@ -118,15 +118,13 @@ class Configuration:
     @classmethod
     def key_names(cls) -> list[str]:
         """Returns every key as `section.key`, in order."""
-        return [
-            f"{name}.{field.name}" for name, section in _sections(cls).items() for field in dataclasses.fields(section)
-        ]
+        return list(cls._fields())
 
     @classmethod
     def describe_key(cls, name: str) -> str:
         """Returns a key's meaning and choices for help texts."""
         choices = cls.choices(name)
-        return str(cls._field(name).metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+        return str(cls._fields()[name].metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
 
     @classmethod
     def rule(cls, name: str) -> str:
@@ -140,10 +138,10 @@ class Configuration:
         return _choices(_sections(cls)[section]).get(key)
 
     @classmethod
-    def _field(cls, name: str) -> dataclasses.Field[Any]:
-        section, _, key = name.partition(".")
-        (field,) = (f for f in dataclasses.fields(_sections(cls)[section]) if f.name == key)
-        return field
+    @functools.cache
+    def _fields(cls) -> dict[str, dataclasses.Field[Any]]:
+        sections = ((name, dataclasses.fields(section)) for name, section in _sections(cls).items())
+        return {f"{name}.{field.name}": field for name, fields in sections for field in fields}
 
     def override(self, changes: Mapping[str, object] | None = None, /, **by_name: object) -> Self:
         """Returns a copy with other values; a string is read as on the command line, as in `"10k"` or `"1/3"`.
@@ -180,7 +178,7 @@ class Configuration:
             if given not in cls.SHORT_NAMES and len(keys) > 1:
                 raise InputError(f"{given} may be {' or '.join(keys)}; give the whole key")
             name = cls.SHORT_NAMES.get(given, keys[0] if keys else given)
-            if isinstance(value, str) and name in cls.key_names() and cls._field(name).metadata["takes_several"]:
+            if isinstance(value, str) and name in cls._fields() and cls._fields()[name].metadata["takes_several"]:
                 value = parse_several(name, value)
                 if cls.choices(name) and isinstance(value, str):
                     value = list(comma_separated(value)) if value else ""
@@ -203,13 +201,13 @@ class Configuration:
     @classmethod
     def _checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns values of their keys' types, without removed keys; unknown names raise with the nearest match."""
-        found, known = {}, cls.key_names()
+        found, known = {}, cls._fields()
         for name, value in values.items():
             if name in _sections(cls):
                 raise InputError(f"{name} is a section; give keys of it, as {name}.KEY")
             if name in known:
-                found[name] = _read(name, cls._field(name), value)
-                _check(name, cls._field(name), found[name], cls.choices(name))
+                found[name] = _read(name, known[name], value)
+                _check(name, known[name], found[name], cls.choices(name))
             elif not _is_removed(name, value):
                 meant, (section, _, key) = nearest(name, known), name.rpartition(".")
                 keys = [each.removeprefix(f"{section}.") for each in known if each.startswith(f"{section}.")]

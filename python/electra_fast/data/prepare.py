@@ -127,9 +127,7 @@ def prepare(
         if progress and not _is_complete(out):
             beginning = sample_texts(found_text, (inner, os.fspath(out)), **reading)
             sample = Coverage(*_data.text_coverage(inner, beginning))
-            bar.warn(unknown_warning(sample, beginning, inner))
-            for warning in sample_warnings(beginning, inner):
-                bar.warn(warning)
+            bar.warn(unknown_warning(sample, beginning, inner), *sample_warnings(beginning, inner))
         arguments = {
             **found_text,
             **reading,
@@ -158,8 +156,7 @@ def prepare(
             )
         if report.skipped_rows:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
-            for line in skipped_lines(report.skipped_rows, report.first_skipped, listed):
-                bar.warn(line)
+            bar.warn(*skipped_lines(report.skipped_rows, report.first_skipped, listed))
         if progress:
             for note in notes(report):
                 bar.say(note)
@@ -247,10 +244,8 @@ def vocab(
         )
         bar.warn(passed_over_warning(report))
         if report["skipped_rows"]:
-            for line in skipped_lines(report["skipped_rows"], report["first_skipped"], None):
-                bar.warn(line)
-        for warning in sample_warnings(beginning, open_tokenizer(os.fspath(out))[0]):
-            bar.warn(warning)
+            bar.warn(*skipped_lines(report["skipped_rows"], report["first_skipped"], None))
+        bar.warn(*sample_warnings(beginning, open_tokenizer(os.fspath(out))[0]))
     return Vocabulary(os.fspath(out), report["num_entries"], report["skipped_files"], report["skipped_rows"])
 
 

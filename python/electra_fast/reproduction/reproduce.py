@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,15 +47,6 @@ from electra_fast.training.run import exclusive, resolved
 
 IDENTITY = "reproduce.json"
 TASKS, EVALUATION, FAILED = "tasks.json", "evaluation.json", "failed.json"
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What all runs share; `finetuning` and `evaluation` are arguments of `finetune` and `evaluate`."""
-
-    device: str
-    finetuning: Mapping[str, Any]
-    evaluation: Mapping[str, Any]
 
 
 def reproduce(
@@ -123,7 +113,6 @@ def reproduce(
     sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
     tuning = {"glue": glue, "task": list(sizes), "seeds": finetune_seeds, "overrides": finetuning, "device": device}
     evaluation = {"data": corpus, "corrupted_by": corruptor, "mlm_examples": 200, "device": device}
-    settings = RunSettings(device, tuning, evaluation)
     identity = {
         "experiment": experiment,
         "preset": preset,
@@ -153,7 +142,7 @@ def reproduce(
             amount = f"{size['steps']:,} steps, {size['tokens'] / 1e6:,.2f} M tokens, {size['flops']:.3e} FLOPs"
             say(f"{name}: {amount}; run {len(runs) - len(waiting) + number + 1} of {len(runs)}")
             try:
-                run_row(folder, config, settings)
+                run_row(folder, config, device, tuning, evaluation)
             except (ElectraFastError, OSError) as error:
                 failed.append(f"{name}: {error}")
                 say(f"warning: {failed[-1]}")
@@ -223,16 +212,19 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return {"tasks": read_object(folder / TASKS), "evaluation": read_object(folder / EVALUATION)}
 
 
-def run_row(folder: Path, config: Config, settings: RunSettings) -> None:
+def run_row(
+    folder: Path, config: Config, device: str, tuning: Mapping[str, Any], evaluation: Mapping[str, Any]
+) -> None:
+    """Trains, fine-tunes and evaluates; `tuning` and `evaluation` are arguments of `finetune` and `evaluate`."""
     run, tasks = folder / "run", folder / "tasks"
     try:
         if not (folder / TASKS).exists():
-            if not pretrain(config=config, out=run, device=settings.device).is_finished:
+            if not pretrain(config=config, out=run, device=device).is_finished:
                 raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
-            found = finetune(run, out=tasks, **settings.finetuning)
+            found = finetune(run, out=tasks, **tuning)
             replace_file(folder / TASKS, json_text(found))
         remove(tasks)  # one model per task and seed: too much to keep
-        report = evaluate(run, sequence_length=config.data.sequence_length, **settings.evaluation)
+        report = evaluate(run, sequence_length=config.data.sequence_length, **evaluation)
         replace_file(folder / EVALUATION, json_text(report))
     except Diverged as error:
         replace_file(folder / FAILED, json_text({"failed": str(error)}))
