@@ -281,12 +281,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return allocate_poisoned
 
-    for owner, name in [
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-    ]:
+    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     assert torch.empty(2).isnan().all()
 

@@ -69,9 +69,7 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
     out, _ = demo
     model = electra_fast.load(out / "run").model
     tokenizer = AutoTokenizer.from_pretrained(out / "export" / "discriminator")
-    batch = tokenizer(
-        ["Return a list of the names in the module.", "Raise an error."], padding=True, return_tensors="pt"
-    )
+    batch = tokenizer(["Return a list of the names in a module.", "Raise an error."], padding=True, return_tensors="pt")
     inputs = (batch["input_ids"], batch["attention_mask"])
     discriminator = AutoModelForTokenClassification.from_pretrained(out / "export" / "discriminator").eval()
     generator = AutoModelForMaskedLM.from_pretrained(out / "export" / "generator").eval()

@@ -47,13 +47,8 @@ def test_kernels_are_a_table(tiny_corpus, tmp_path, monkeypatch):
     """By the interpreter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["sdpa"])
-    tiny = {
-        "model.num_layers": 1,
-        "data.sequence_length": 8,
-        "train.batch_size": 2,
-        "model.vocab_size": Corpus(tiny_corpus).vocab_size,
-    }
-    config, problems = Config.preset("tiny", "modern", "mlm").override(tiny), []
+    size = {"sequence_length": 8, "batch_size": 2, "vocab_size": Corpus(tiny_corpus).vocab_size}
+    config, problems = Config.preset("tiny", "modern", "mlm").override({"model.num_layers": 1}, **size), []
     found = doctor._kernels(config, torch.device("cpu"), tiny_corpus, tmp_path / "run", problems)
     assert found["summary"].startswith("kernels checked in ") and found["execution"] in ("eager", "graph")
     assert not problems

@@ -193,9 +193,7 @@ def make_questions(path, get):
 
 
 def make_tasks(path, get):
-    ef.finetune(
-        get("run"), task="classification", train=get("labeled.csv"), out=path, overrides={"finetune.epochs": "1"}
-    )
+    ef.finetune(get("run"), task="classification", train=get("labeled.csv"), out=path, epochs=1)
 
 
 # How files and folders are made that pages speak of: by functions of their path and of `Things`.

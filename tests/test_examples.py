@@ -276,9 +276,8 @@ def test_adapting_to_a_domain_and_comparing(tmp_path, own_language, labeled, mon
     assert (out / "model/discriminator/model.safetensors").is_file()
     compared = [command[1] for command in commands if command[0] == "finetune"]
     assert compared == [places[0], str(out / "run")]
-    assert all(
-        "classification" in json.loads((out / each / "results.json").read_text()) for each in ("before", "after")
-    )
+    for each in ("before", "after"):
+        assert "classification" in json.loads((out / each / "results.json").read_text())
     assert cluster.run(*script) == 0  # the run continues
     again = [arguments[0] for arguments, _ in cluster.calls("electra-fast")][len(commands) :]
     assert again == ["prepare", "pretrain", "export", "finetune", "finetune"]
@@ -382,11 +381,7 @@ def test_search_over_own_pages(run_script, tmp_path, own_language, offline):
     first, second, third = printed.splitlines()[-3:]
     assert float(after) > float(before)
     assert all(re.match(r"-?\d\.\d\d  \w+ ", hit) for hit in (first, second, third))
-    assert run_script("search.py", *arguments).splitlines() == [
-        first,
-        second,
-        third,
-    ]  # not tuned again
+    assert run_script("search.py", *arguments).splitlines() == [first, second, third]  # not tuned again
 
 
 @pytest.mark.filterwarnings(PIN_MEMORY)

@@ -26,19 +26,14 @@ def test_everything_public_has_a_docstring(name):
     public = getattr(ef, name)
     assert isinstance(public, str) or inspect.getdoc(public)
     members = vars(public) if inspect.isclass(public) else {}
-    documented = {
-        key: value for key, value in members.items() if inspect.isroutine(value) or isinstance(value, property)
-    }
-    assert not [key for key, value in documented.items() if not key.startswith("_") and not inspect.getdoc(value)]
+    documented = {key for key, value in members.items() if inspect.isroutine(value) or isinstance(value, property)}
+    assert not [key for key in documented if not key.startswith("_") and not inspect.getdoc(members[key])]
 
 
 @pytest.mark.parametrize("objective", ["electra", "all-tokens-mlm", "adversarial"])
 def test_every_key_of_a_log_is_described(objective, validation_corpus, tmp_path):
-    ef.pretrain(
-        validation_corpus,
-        config=tiny_config("modern", **{"objective.name": objective, "train.precision": "fp16"}),
-        out=tmp_path,
-    )
+    config = tiny_config("modern", **{"objective.name": objective, "train.precision": "fp16"})
+    ef.pretrain(validation_corpus, config=config, out=tmp_path)
     page = (TREE / "docs/reference/metrics.md").read_text(encoding="utf-8")
     for name in ("metrics", "evaluations"):
         keys = {key for line in (tmp_path / f"{name}.jsonl").read_text().splitlines() for key in json.loads(line)}

@@ -53,9 +53,7 @@ def runs(tmp_path):
     for name, rate, scale in (("fast", "2e-3", 1), ("slow", "1e-3", 2)):
         run = tmp_path / "runs" / name
         run.mkdir(parents=True)
-        config = tiny_config(
-            **{"optimizer.learning_rate": rate, "data.corpus": str(tmp_path / "gone"), "model.vocab_size": "99"}
-        )
+        config = tiny_config().override(lr=rate, corpus=str(tmp_path / "gone"), vocab_size=99)
         (run / "config.toml").write_text(config.to_toml())
         with JsonLines(run / "metrics.jsonl", 0) as metrics:
             for step in (4, 8, 12):

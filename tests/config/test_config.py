@@ -208,9 +208,8 @@ def test_a_preset_and_a_recipe_mean_the_same_everywhere(preset: str | None, reci
     path = write(tmp_path, "".join(f'{name} = "{value}"\n' for name, value in given.items()))
     flags = (word for name, value in given.items() for word in (f"--{name}", value))
     assert config == Config.load(path) == of_command_line("--config", path) == of_command_line(*flags)
-    assert given or (
-        config == Config() and (config.model.architecture, config.data.packing) == ("modernbert", "best-fit")
-    )
+    chosen = (config.model.architecture, config.data.packing)
+    assert given or (config == Config() and chosen == ("modernbert", "best-fit"))
 
 
 @pytest.mark.parametrize("preset", SIZES)
@@ -225,10 +224,8 @@ def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: 
         section, _, key = name.partition(".")
         del tables[section][key]
     assert Config.of_table(tables) == older and older.objective.corrective_weight == 0
-    set_by_presets = {
-        *itertools.chain(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
-    } - YOUNGER_KEYS.keys()
-    values = {name: config.value(name) for name in set_by_presets}
+    set_by_presets = {*itertools.chain(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())}
+    values = {name: config.value(name) for name in set_by_presets - YOUNGER_KEYS.keys()}
     assert Config.of_table(as_table(values)) == older
     assert Config.of_table({}, values).objective.corrective_weight == 1  # of the command line, not of a file
     assert Config.of_table({"optimizer": tables["optimizer"]}).objective == ObjectiveConfig()  # not of a run
@@ -355,9 +352,7 @@ def test_a_removed_key_is_read_if_it_has_its_default(tmp_path: Path, name: str, 
             assert Config.load(path) == Config.of_table(tomllib.loads(path.read_text())) == Config()
             assert Config().override({name: value}) == Config()
             continue
-        with pytest.raises(
-            ValueError, match=f"^{path}: {name} = {value.title()}: this key was removed; leave it out: "
-        ):
+        with pytest.raises(ValueError, match=f"^{path}: {name} = {value.title()}: this key was removed; leave it out"):
             Config.load(path)
         with pytest.raises(ValueError, match=f"^{name} = '{value}': this key was removed"):
             Config().override({name: value})

@@ -15,10 +15,7 @@ import electra_fast as ef
 from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, verify
 
 # Python 3.12 and newer warn about forking a process with threads, which is what is tested here.
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")]
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 60.0
 

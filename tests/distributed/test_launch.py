@@ -5,16 +5,9 @@ import pytest
 from electra_fast.distributed.launch import Launch
 from electra_fast.errors import InputError
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node001",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "node001", "MASTER_PORT": "29500"}
+TORCHRUN |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}
 
 
 def without(environment, *names):
@@ -22,16 +15,8 @@ def without(environment, *names):
 
 
 def test_torchrun():
-    expected = Launch(
-        rank=5,
-        world_size=8,
-        local_rank=1,
-        local_world_size=4,
-        address="node001",
-        port=29500,
-        launcher="torchrun",
-        attempt=2,
-    )
+    ranks = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4}
+    expected = Launch(**ranks, address="node001", port=29500, launcher="torchrun", attempt=2)
     assert Launch.from_environment(TORCHRUN) == expected
     assert Launch.from_environment(without(TORCHRUN, "TORCHELASTIC_RESTART_COUNT")).attempt == 0
     launch = Launch.from_environment(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))

@@ -121,9 +121,8 @@ def test_an_old_checkpoint_that_is_a_link_or_busy_ends_no_run(tmp_path, busy, ca
     save(tmp_path / "run", 4, keep=1)
     assert checkpoint_folder.steps(tmp_path / "run") == [2, 4]
     checkpoint_folder.verify(tmp_path / "moved")
-    assert (
-        capsys.readouterr().err == f"warning: {second}: not removed (Device or resource busy); it is no longer needed\n"
-    )
+    told = capsys.readouterr().err
+    assert told == f"warning: {second}: not removed (Device or resource busy); it is no longer needed\n"
     busy.clear()
     save(tmp_path / "run", 5, keep=1)
     assert checkpoint_folder.steps(tmp_path / "run") == [5] and capsys.readouterr().err == ""

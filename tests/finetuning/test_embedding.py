@@ -107,18 +107,11 @@ def test_what_sentence_transformers_saved_counts(encoder_folder, tmp_path):
             save(kinds, pooling)
 
 
-def test_texts_that_are_none(encoder_folder):
+def test_no_texts_and_one(encoder_folder):
     model = ef.load(encoder_folder, device="cpu", precision="fp32")
+    is_said = r"PretrainedModel: .*: bert, 2 layers of 32, 0\.\d\d M parameters without heads, up to 64 tokens, on cpu"
+    assert re.fullmatch(is_said, repr(model))
     assert model.encode([]).shape == (0, 32) and model.encode("a name").shape == (32,)
-    for texts, message in (
-        (["a", None], "example 1 is None; it must be a text"),
-        (["a", ("b", "c")], "example 1 is"),
-        (b"bytes", "encode takes a list of texts"),
-        (["\udc00"], "example 0: half of a surrogate pair"),
-        (pd.DataFrame({"text": ["a"]}), "give one column of the table"),
-    ):
-        with pytest.raises(ef.InputError, match=message):
-            model.encode(texts)
     with pytest.raises(ef.InputError, match="pooling = 'max': must be one of mean, cls"):
         model.encode(["a"], pooling="max")
 
@@ -136,30 +129,16 @@ def test_a_model_survives_pickling(run_and_export):
 def test_what_cannot_be_loaded_is_one_line(finetuned, encoder_folder, tmp_path):
     out = finetuned[0]
     for folder in (out, out / "sst2", out / "sst2/seed-0"):
-        with pytest.raises(ef.InputError, match="no model itself; name one of those inside: ") as e:
+        inside = re.escape(str(out / "sst2/seed-0/model"))
+        with pytest.raises(
+            ef.InputError, match=rf"^{folder}: .*no model itself; name one of those inside: .*{inside}.*$"
+        ):
             ef.load(folder)
-        assert (
-            str(e.value).startswith(f"{folder}: ")
-            and str(e.value).startswith(f"{folder}: ")
-            and str(out / "sst2/seed-0/model") in str(e.value)
-            and "\n" not in str(e.value)
-        )
-    for settings, message in (
-        ({"device": "gpu"}, "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
-        ({"precision": "half"}, "precision = 'half': must be one of auto, fp32, fp16, bf16"),
-    ):
-        for source in (encoder_folder, out / "sst2/seed-0/model"):
-            with pytest.raises(ef.InputError, match=message):
-                ef.load(source, **settings)
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        ef.load(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="no model here"):
-        ef.load(tmp_path)
-
-
-def test_repr_says_what_it_is(encoder_folder):
-    assert re.fullmatch(
-        r"PretrainedModel: .*encoder\d*: bert, 2 layers of 32, 0\.\d\d M parameters without heads, up to 64 tokens, on "
-        r"(cpu|cuda)",
-        repr(ef.load(encoder_folder)),
-    )
+    for source in (encoder_folder, out / "sst2/seed-0/model"):
+        with pytest.raises(ef.InputError, match="device = 'gpu': must be auto, cpu, cuda or cuda:N"):
+            ef.load(source, device="gpu")
+        with pytest.raises(ef.InputError, match="precision = 'half': must be one of auto, fp32, fp16, bf16"):
+            ef.load(source, precision="half")
+    for folder, message in {tmp_path / "none": "no such folder", tmp_path: "no model here"}.items():
+        with pytest.raises(FileNotFoundError, match=message):
+            ef.load(folder)

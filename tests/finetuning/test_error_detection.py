@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -201,20 +202,21 @@ class TestInputs:
         none = {"score": 0.0, "errors": [], "words": []}
         assert detector.detect(["", " \t\n", "\x00\u200b"]) == [none] * 3
         assert detector.detect([]) == []
+        with pytest.raises(ef.InputError, match="detect takes a list of texts; put a single one into a list"):
+            detector.detect("a text")
 
-    @pytest.mark.parametrize(
-        ("texts", "message"),
-        [
-            ("a text", "detect takes a list of texts; put a single one into a list"),
-            (b"bytes", "detect takes a list of texts"),
-            ({"text": "a"}, "detect takes a list of texts"),
+    @pytest.mark.parametrize("method", ["detect", "encode"])
+    def test_what_is_no_list_of_texts(self, detector, method):
+        for texts, message in (
+            (b"bytes", f"{method} takes a list of texts"),
+            ({"text": "a"}, f"{method} takes a list of texts"),
+            (pd.DataFrame({"text": ["a"]}), f"{method} takes a list of texts; give one column of the table"),
+            (["a", None], "example 1 is None; it must be a text"),
             (["a", ("a", "b")], r"example 1 is \('a', 'b'\); it must be a text"),
             (["a", "\udc00"], "example 1: half of a surrogate pair, which is not text"),
-        ],
-    )
-    def test_what_is_no_list_of_texts(self, detector, texts, message):
-        with pytest.raises(ValueError, match=message):
-            detector.detect(texts)
+        ):
+            with pytest.raises(ef.InputError, match=message):
+                getattr(detector, method)(texts)
 
     def test_a_threshold_that_is_no_probability(self, detector):
         for threshold in (-0.1, 1.5, float("nan")):

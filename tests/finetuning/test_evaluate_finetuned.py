@@ -96,26 +96,19 @@ def test_the_command_prints_scores_and_the_model_decides_which_options_apply(tra
     assert done.returncode == 0, done.stderr
     assert f"accuracy model {result['accuracy']:.6g} majority" in " ".join(done.stdout.split())
     assert "report.md: 24 examples" in done.stderr
-    refused = {
-        (model, "--max-batches", "3"): "--max-batches is for pre-trained models, and",
-        (model, "--scheme", "IO"): "--scheme is not for classification",
-        (model, "other"): "on a file of labeled examples; name one",
-        (encoder_folder,): "not fine-tuned, so it cannot predict the labels of",
-    }
-    for (source, *options), message in refused.items():
-        done = in_process.run("evaluate", source, files["dev"], *options)
+    for words, message in {
+        (model, files["dev"], "--max-batches", "3"): "--max-batches is for pre-trained models, and",
+        (model, files["dev"], "--scheme", "IO"): "--scheme is not for classification",
+        (model, files["dev"], "other"): "on a file of labeled examples; name one",
+        (model,): "is evaluated on a file of labeled examples; name it after the model",
+        (encoder_folder, files["dev"]): "not fine-tuned, so it cannot predict the labels of",
+        (encoder_folder, tmp_path, "--label", "x"): "--label is for fine-tuned models, and",
+    }.items():
+        done = in_process.run("evaluate", *words)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert (
-        "is evaluated on a file of labeled examples; name it after the model"
-        in in_process.run("evaluate", model).stderr
-    )
-    done = in_process.run("evaluate", encoder_folder, tmp_path, "--label", "x")
-    assert "--label is for fine-tuned models, and" in done.stderr
 
 
-def test_a_corpus_and_a_device_that_is_not_there_are_refused_and_batches_are_as_large_as_asked(
-    trained, tiny_corpus, monkeypatch
-):
+def test_corpora_and_absent_devices_are_refused_and_batches_are_as_large_as_asked(trained, tiny_corpus, monkeypatch):
     folder, result, files = trained("classification")
     model, sizes = folder / "seed-0" / "model", []
     with pytest.raises(InputError, match="labeled examples, and .* is a corpus, on which pre-trained models are"):
@@ -123,9 +116,7 @@ def test_a_corpus_and_a_device_that_is_not_there_are_refused_and_batches_are_as_
     with pytest.raises(InputError, match="device = 'cuda:7': this machine has"):
         ef.evaluate(model, files["dev"], device="cuda:7")
     pack = inference.pack
-    monkeypatch.setattr(
-        inference, "pack", lambda encoded, rows, **how: sizes.append(len(rows)) or pack(encoded, rows, **how)
-    )
+    monkeypatch.setattr(inference, "pack", lambda *given, **how: sizes.append(len(given[1])) or pack(*given, **how))
     report = ef.evaluate(model, files["dev"], batch_size=5, precision="fp32")
     assert sizes == [5, 5, 5, 5, 4] and report.scores["accuracy"]["model"] == pytest.approx(result["accuracy"])
     assert str(report).startswith("accuracy") and "examples" in dir(report) and report.examples == 24

@@ -43,8 +43,7 @@ def test_a_collapse_is_named(encoder_folder, tmp_path):
     (data / "train.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
     overrides = QUICK | {"finetune.epochs": "4", "finetune.learning_rate": "1e-3"}
     found = in_process.run(
-        *("finetune", encoder_folder, "--task", "sst2", "--glue", data, "--out", tmp_path / "out"),
-        *flags(overrides),
+        *("finetune", encoder_folder, "--task", "sst2", "--glue", data, "--out", tmp_path / "out"), *flags(overrides)
     )
     assert found.returncode == 0
     assert "are the class '1'" in found.stderr and "finetune.learning_rate" in found.stderr
@@ -63,34 +62,46 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run(encoder_folder, glue
     assert not list(tmp_path.rglob("model"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--task", "squad"], "unknown task 'squad'; did you mean squad"),
-        (["--task", "squad1"], "--task squad1 needs --squad DIR, not --glue DIR"),
-        (["--task", ","], "--task names no task; there are cola, sst2"),
-        (["--task", "sst2,classification"], "--task classification needs --train FILE, not --glue DIR"),
-        (["--task", "qnli"], "nor in a folder QNLI"),
-        (["--task", "sst2", "--recipe", "fasst"], "unknown recipe 'fasst'; did you mean fast"),
-        (["--task", "sst2", "--seeds", "0"], "seeds = 0"),
-        (["--epochs", "2", "--finetune.epochs", "3"], "--epochs/--finetune.epochs: 2 and 3 are given"),
-        (["--task", "sst2", "--finetune.both_orders", "true"], "needs pairs of texts"),
-        (["--task", "sst2", "--finetune.class_weights", "0=1,2=3"], "'2=3' must be LABEL=WEIGHT"),
-        (["--task", "sst2", "--finetune.class_weights", "0=0,1=0"], "no training example has a weight above 0"),
-        (["--task", "sst2", "--finetune.execution", "graph"], "needs a CUDA device"),
-        (["--task", "sst2", "--finetune.batch_size", "1000000000000"], "at most 65536"),
-        (["--task", "sst2", "--train", "x.tsv"], "--glue DIR and --train FILE: data of one kind per call"),
-        (["--task", "sst2", "--scheme", "IO"], "--scheme is for --train with --task tagging"),
-        (["--task", "glue"], "without --task, --glue DIR takes all that DIR holds"),
-        (["--glue", "."], "holds no folder of a GLUE task"),
-    ],
-)
-def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, monkeypatch, arguments, message):
+# What follows `finetune MODEL --out OUT`, where ./glue holds tasks of GLUE, and ./both two versions of SQuAD.
+MISTAKES = {
+    "": "finetune needs --glue DIR or --squad DIR, or --train FILE with --task classification, regression, tagging",
+    "--task tagging": "--task tagging needs --train FILE",
+    "--task sst2": "--task sst2 needs --glue DIR",
+    "--task glue --glue glue": "without --task, --glue DIR takes all that DIR holds",
+    "--task squad --glue glue": "unknown task 'squad'; did you mean squad",
+    "--task squad1 --glue glue": "--task squad1 needs --squad DIR, not --glue DIR",
+    "--task , --glue glue": "--task names no task; there are cola, sst2",
+    "--task sst2,classification --glue glue": "--task classification needs --train FILE, not --glue DIR",
+    "--task qnli --glue glue": "nor in a folder QNLI",
+    "--task sst2 --glue glue --recipe fasst": "unknown recipe 'fasst'; did you mean fast",
+    "--task sst2 --glue glue --seeds 0": "seeds = 0",
+    "--task sst2 --glue glue --finetune.both_orders true": "needs pairs of texts",
+    "--task sst2 --glue glue --finetune.class_weights 0=1,2=3": "'2=3' must be LABEL=WEIGHT",
+    "--task sst2 --glue glue --finetune.class_weights 0=0,1=0": "no training example has a weight above 0",
+    "--task sst2 --glue glue --finetune.execution graph": "needs a CUDA device",
+    "--task sst2 --glue glue --finetune.batch_size 1000000000000": "at most 65536",
+    "--task sst2 --glue glue --train x.tsv": "--glue DIR and --train FILE: data of one kind per call",
+    "--task sst2 --glue glue --scheme IO": "--scheme is for --train with --task tagging",
+    "--glue glue --split-seed 1": "--split-seed is for --train with",
+    "--glue glue --device gpu": "device = 'gpu': must be auto, cpu, cuda or cuda:N",
+    "--glue .": "holds no folder of a GLUE task",
+    "--glue glue --squad squad": "--glue DIR and --squad DIR: data of one kind per call",
+    "--squad both": "both: holds both; choose with --task squad1 or --task squad2",
+    "--squad glue": "glue: no train*.json of SQuAD there",
+    "--train x.csv": "--train needs one task: --task classification, ",
+    "--train x.csv --task tagging,regression": "--train needs one task",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
-    common = [encoder_folder, "--glue", glue_folder, "--out", tmp_path / "out"]
-    found = in_process.run("finetune", *common, *arguments)
+    (tmp_path / "glue").symlink_to(glue_folder)
+    for version in (1, 2):
+        write_squad(tmp_path / "both", version)
+    found = in_process.run("finetune", encoder_folder, "--out", tmp_path / "out", *words.split())
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
-    assert message in found.stderr
+    assert MISTAKES[words] in found.stderr
 
 
 def test_what_needs_classes_is_refused_for_other_tasks(encoder_folder, tmp_path):
@@ -193,38 +204,11 @@ def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_
     (tmp_path / "config.json").write_text('{"model_type": "deberta"}')
     with pytest.raises(InputError, match="model_type = 'deberta' must be one of electra, modernbert, bert, roberta"):
         ef.finetune(model=tmp_path, **arguments)
-    with pytest.raises(InputError, match="--task sst2 needs --glue DIR"):
-        ef.finetune(encoder_folder, task="sst2", out=tmp_path / "out")
+    with pytest.raises(InputError, match="finetune.epochs is given twice"):
+        ef.finetune(encoder_folder, **arguments, epochs=1, overrides={"finetune.epochs": 2})
     for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
         with pytest.raises(InputError, match=key):
             ef.finetune(model=encoder_folder, overrides={key: value}, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {},
-            "finetune needs --glue DIR or --squad DIR, or --train FILE with --task classification, regression, tagging",
-        ),
-        ({"task": "tagging"}, "--task tagging needs --train FILE"),
-        ({"train": "x.csv"}, "--train needs one task: --task classification, "),
-        ({"train": "x.csv", "task": "tagging,regression"}, "--train needs one task"),
-        ({"glue": "SST-2", "squad": "squad"}, "--glue DIR and --squad DIR: data of one kind per call"),
-        ({"squad": "both"}, "both: holds both; choose with --task squad1 or --task squad2"),
-        ({"squad": "SST-2"}, r"SST-2: no train\*.json of SQuAD there"),
-        ({"glue": "SST-2", "epochs": 1, "overrides": {"finetune.epochs": 2}}, "finetune.epochs is given twice"),
-        ({"glue": "SST-2", "device": "gpu"}, "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
-        ({"glue": "SST-2", "split_seed": 1}, "--split-seed is for --train with"),
-    ],
-)
-def test_data_that_are_missing_or_of_two_kinds_are_named(encoder_folder, tmp_path, monkeypatch, given, message):
-    monkeypatch.chdir(tmp_path)
-    write_sst2(tmp_path / "SST-2")
-    for version in (1, 2):
-        write_squad(tmp_path / "both", version)
-    with pytest.raises((InputError, FileNotFoundError), match=message):
-        ef.finetune(encoder_folder, out=tmp_path / "out", **given)
 
 
 def test_the_folder_says_which_task_or_version_of_squad_it_holds(tmp_path):

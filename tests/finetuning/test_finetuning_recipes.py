@@ -15,7 +15,7 @@ from electra_fast.finetuning.training.step import FinetuningWork
 from electra_fast.optimizers.optimizer import lr_scale
 
 SMALL, BASE, LARGE = (
-    Config.preset(size, "google").override({"model.vocab_size": 100}).model for size in ("small", "base", "large")
+    Config.preset(size, "google").override(vocab_size=100).model for size in ("small", "base", "large")
 )
 
 
@@ -165,12 +165,8 @@ def test_only_fast_weights_rare_classes_and_every_key_can_be_overridden():
     weights = {("fast", "classification"): "auto", ("fast", "sst2"): "none", ("paper", "classification"): "none"}
     for (recipe, task), expected in weights.items():
         assert_settings(recipe, task, SMALL, {"class_weights": expected})
-    for name, value in {
-        "epochs": "2.5",
-        "head": "published",
-        "both_orders": "true",
-        "class_weights": "balanced",
-    }.items():
+    changes = {"epochs": "2.5", "head": "published", "both_orders": "true", "class_weights": "balanced"}
+    for name, value in changes.items():
         config = recipe_config("fast", "mrpc", SMALL, {f"finetune.{name}": value}).finetune
         assert str(getattr(config, name)).lower() == value
     with pytest.raises(InputError, match="finetune.head = 'x' must be one of transformers, published"):

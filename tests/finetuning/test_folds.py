@@ -146,14 +146,8 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
         ({"folds": 2, "group": "patient"}, r"no column 'patient'; there are: .*text.*; choose with --group"),
         ({"folds": 5, "group": "label"}, "--group makes 4 groups of rows, too few for 5 parts"),
         ({"dev": "dev.jsonl", "group": "label"}, "leave it out with --dev"),
-        (
-            {"task": "mrpc", "glue": ".", "folds": 2},
-            "--folds is for --train with --task classification, regression, tagging",
-        ),
-        (
-            {"task": "squad2", "squad": ".", "folds": 2},
-            "--folds is for --train with --task classification, regression, tagging",
-        ),
+        ({"task": "mrpc", "glue": ".", "folds": 2}, "--folds is for --train with --task classification, regression"),
+        ({"task": "squad2", "squad": ".", "folds": 2}, "--folds is for --train with --task classification, regress"),
         ({"task": "question-answering", "folds": 12}, "too few examples or contexts for 12 folds"),
     ],
 )

@@ -213,9 +213,8 @@ def test_a_callback_stops_training_after_a_checkpoint(reference, train, tmp_path
     with pytest.raises(ef.StopTraining):
         train(tmp_path, settings=SETTINGS | {"finetune.checkpoint_seconds": "60"}, on_evaluation=prune)
     assert checkpoint_folder.steps(tmp_path / "sst2/seed-0") == [6]
-    assert train(
-        tmp_path, on_log=logs.append, on_evaluation=evaluations.append, on_checkpoint=checkpoints.append
-    ) == left(reference[0])
+    hooks = {"on_log": logs.append, "on_evaluation": evaluations.append, "on_checkpoint": checkpoints.append}
+    assert train(tmp_path, **hooks) == left(reference[0])
     found = [{**each, "seconds": None} for each in (*logs, *evaluations)]
     named = [{"task": "sst2", "seed": 0} | each for each in left(reference[0])[1]]
     assert [each for each in found if "loss" in each] == [each for each in named if each["step"] > 6 and "loss" in each]

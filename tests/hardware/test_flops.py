@@ -10,12 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS
 
 from electra_fast.config.config import Config
-from electra_fast.hardware.flops import (
-    flops,
-    flops_per_token,
-    objectives_report,
-    published_training_flops,
-)
+from electra_fast.hardware.flops import flops, flops_per_token, objectives_report, published_training_flops
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
@@ -75,11 +70,7 @@ def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], tot
 OTHER_SHAPES = {
     "modern": {"model.architecture": "modernbert"},
     "a projection": {"model.embedding_size": "32", "model.num_layers": "3"},
-    "a projection, modern mlm": {
-        "model.architecture": "modernbert",
-        "objective.name": "mlm",
-        "model.embedding_size": "32",
-    },
+    "a modern projection": {"model.architecture": "modernbert", "model.embedding_size": "32", "objective.name": "mlm"},
     "no projection": {"model.embedding_size": "64"},
     "generator first": {"objective.generator_first": "9", "model.tying": "none", "generator.embedding_size": "16"},
 }
@@ -119,11 +110,7 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
             model.get_submodule(part).requires_grad_(False)
         denominators = stage.objective.loss_denominators(batch)
         compute, key = ComputeConfig("sdpa", torch.float32), RngKey(torch.tensor([1, 2]))
-        with (
-            use_impl("reference"),
-            FlopCounterMode(display=False) as counter,
-            sdpa_kernel(SDPBackend.MATH),
-        ):
+        with use_impl("reference"), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             stage.objective.forward(model, MicroBatch(batch, compute, key, denominators)).loss.backward()
         expected = flops_per_token(config, [stage]).total * num_rows * length
         # The baseline passes no gradient on, and is counted as if it did.

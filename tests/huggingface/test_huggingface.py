@@ -52,15 +52,9 @@ def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Mod
     """Small folders as published by others: none of our keys, prefixes, half precision, a buffer."""
     models: dict[str, torch.nn.Module] = {}
     for role, hidden in (("discriminator", 64), ("generator", generator_hidden)):
-        config = transformers.ElectraConfig(
-            vocab_size=200,
-            embedding_size=32,
-            hidden_size=hidden,
-            num_hidden_layers=2,
-            num_attention_heads=hidden // 16,
-            intermediate_size=4 * hidden,
-            max_position_embeddings=64,
-        )
+        sizes = {"hidden_size": hidden, "num_attention_heads": hidden // 16, "intermediate_size": 4 * hidden}
+        sizes |= {"vocab_size": 200, "embedding_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+        config = transformers.ElectraConfig(**sizes)
         torch.manual_seed(len(models))
         model = getattr(transformers, CLASSES["bert", role])(config).eval()
         models[role] = model
@@ -209,12 +203,7 @@ def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> Non
         ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, but the discriminator's is 128"),
         ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),
         ("modern", "generator", {"layer_types": [FULL, LOCAL]}, "local_attention = 128, but the discriminator's is 0"),
-        (
-            "modern",
-            "generator",
-            {"rope_parameters": None, "global_rope_theta": 7.0},
-            "rope_theta = 7.0, but the discri",
-        ),
+        ("modern", "generator", {"rope_parameters": None, "global_rope_theta": 7.0}, "rope_theta = 7.0, but the discr"),
         ("modern", "discriminator", {"classifier_bias": True}, "classifier_bias = True is not supported"),
         ("modern", "discriminator", {"electra_fast": {"model": {"x": 1}}}, "electra_fast: unknown key model.x"),
     ],

@@ -63,19 +63,12 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
 
 
 @pytest.mark.parametrize(
-    ("told", "found"),
-    [
-        ({"language": ["no"], "license": "apache-2.0"}, {"language": ["no"], "license": "apache-2.0"}),
-        (
-            {"language": ["hu", "zh-Hant"], "dataset": TEXTS, **BASE},
-            {"language": ["hu", "zh-Hant"], "datasets": TEXTS, **BASE},
-        ),
-    ],
+    "told",
+    [{"language": ["no"], "license": "apache-2.0"}, {"language": ["hu", "zh-Hant"], "dataset": TEXTS, **BASE}],
 )
-def test_cards_say_what_they_are_told(
-    tmp_path: Path, whole_run: Path, told: dict[str, Any], found: dict[str, Any]
-) -> None:
+def test_cards_say_what_they_are_told(tmp_path: Path, whole_run: Path, told: dict[str, Any]) -> None:
     export(whole_run, out=tmp_path / "out", **told)
+    found = {"datasets" if name == "dataset" else name: value for name, value in told.items()}
     evaluation = json.loads((whole_run / "evaluations.jsonl").read_text().splitlines()[-1])
     for role in ("discriminator", "generator"):
         card = ModelCard.load(tmp_path / "out" / role / "README.md")

@@ -102,9 +102,8 @@ def test_automatic_classes_load_with_any_number_of_labels(exported: Export, task
         folders.append((out / "discriminator", {"num_labels": 2}))
     encoder = transformers.AutoModel.from_pretrained(out / "encoder").state_dict()
     for folder, number in folders:
-        model, info = getattr(transformers, f"AutoModelFor{task}").from_pretrained(
-            folder, output_loading_info=True, **number
-        )
+        name = f"AutoModelFor{task}"
+        model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True, **number)
         assert not info["unexpected_keys"] and not info["mismatched_keys"]
         assert bool(info["missing_keys"]) == (folder.name == "encoder")
         assert all(name.startswith(("classifier.", "head.", "qa_outputs.")) for name in info["missing_keys"])
@@ -126,10 +125,9 @@ def test_pipelines(exported: Export) -> None:
     assert [each["score"] for each in best] == pytest.approx(likeliest.values.tolist(), abs=1e-5)
 
     (features,) = transformers.pipeline("feature-extraction", folder["encoder"])(TEXTS[0])
+    encoder = transformers.AutoModel.from_pretrained(folder["discriminator"])
     with torch.no_grad():
-        expected = transformers.AutoModel.from_pretrained(folder["discriminator"])(
-            **tokenized(out / "encoder", [TEXTS[0]])
-        )
+        expected = encoder(**tokenized(out / "encoder", [TEXTS[0]]))
     np.testing.assert_allclose(features, expected.last_hidden_state[0].numpy(), atol=1e-6)
 
     if architecture == "modernbert":  # of ElectraForPreTraining there is none
@@ -198,7 +196,7 @@ def test_embeddings_of_sentence_transformers(exported: Export, tmp_path: Path) -
 
 
 def test_encode_is_that_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
-    """Of a run, its export, a model fine-tuned elsewhere, and one that they saved with another pooling."""
+    """Of an export, a model fine-tuned elsewhere, and one that they saved with another pooling."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
@@ -211,14 +209,11 @@ def test_encode_is_that_of_sentence_transformers(exported: Export, tmp_path: Pat
     theirs = SentenceTransformer(modules=[encoder, Pooling(32, "cls"), Normalize()], device="cpu")
     theirs.save_pretrained(str(tmp_path / "saved"))
     np.testing.assert_allclose(ef.load(tmp_path / "saved").encode(texts), theirs.encode(texts), atol=1e-5)
-    for sources in ((out.parent / "run", out, out / "encoder"), (tmp_path / "tuned",)):
-        folder = str(sources[-1])
-        for pooling in ("mean", "cls"):
-            theirs = SentenceTransformer(modules=[Transformer(folder), Pooling(32, pooling)], device="cpu")
-            for source, normalize in itertools.product(sources, (False, True)):
-                found = ef.load(source).encode(texts, pooling=pooling, normalize=normalize)
-                expected = theirs.encode(texts, normalize_embeddings=normalize)
-                np.testing.assert_allclose(found, expected, atol=1e-5)
+    for folder, pooling in itertools.product((out / "encoder", tmp_path / "tuned"), ("mean", "cls")):
+        theirs = SentenceTransformer(modules=[Transformer(str(folder)), Pooling(32, pooling)], device="cpu")
+        for normalize in (False, True):
+            found = ef.load(folder).encode(texts, pooling=pooling, normalize=normalize)
+            np.testing.assert_allclose(found, theirs.encode(texts, normalize_embeddings=normalize), atol=1e-5)
 
 
 def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from electra_fast.objectives.objective import MicroBatch, RngKey
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "width", "num_gathered", "dtype"),
-    [(40, 64, 300, torch.bfloat16), (5000, 8, 4000, torch.float32)],
+    ("num_rows", "width", "num_gathered", "dtype"), [(40, 64, 300, torch.bfloat16), (5000, 8, 4000, torch.float32)]
 )
 def test_equals_indexing(num_rows, width, num_gathered, dtype):
     random = torch.Generator().manual_seed(width)

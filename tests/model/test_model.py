@@ -117,7 +117,7 @@ def test_the_mask_and_the_token_types_matter(recipe: str) -> None:
 def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role: str) -> None:
     changes: dict[str, object] = {"generator.fraction": 1.0, "model.tying": "none"}
     if recipe == "modern":  # a projection that is multiplied into the table has no gradient of its own there
-        changes["model"]["embedding_size"] = 64
+        changes["model.embedding_size"] = 64
     model = make("tiny", recipe, changes, vocab_size=200)
     theirs = twin(model, role, tmp_path)
     batch = inputs(200, 24, True, model.config.model.architecture)
@@ -217,11 +217,8 @@ def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
 def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str) -> None:
     """TensorFlow's default; the standard deviations at `small` are those of the published code."""
     model = Electra(Config.preset("small", recipe).override({"model.vocab_size": 100}))
-    deviations = {
-        "discriminator.projection": 0.0722,
-        "generator.projection": 0.1021,
-        "discriminator_head.classifier": 0.0882,
-    }
+    deviations = {"discriminator.projection": 0.0722, "generator.projection": 0.1021}
+    deviations["discriminator_head.classifier"] = 0.0882
     for name, deviation in deviations.items():
         weight = model.get_parameter(f"{name}.weight").detach()
         bound = 3**0.5 * deviation

@@ -154,11 +154,7 @@ class Transcription:
     ("name", "architecture", "tying"),
     [(name, "bert", "none") for name in VARIANTS if name != "electra"]
     + [("electra", "bert", "embeddings"), ("all-tokens-mlm", "bert", "embeddings")]
-    + [
-        ("corrective", "modernbert", "none"),
-        ("all-tokens-mlm", "modernbert", "none"),
-        ("local attention", "modernbert", "none"),
-    ],
+    + [(name, "modernbert", "none") for name in ("corrective", "all-tokens-mlm", "local attention")],
 )
 def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}

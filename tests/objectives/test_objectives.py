@@ -118,10 +118,8 @@ def resumed(original, to, step, data, settings):
 )
 def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path):
     """A run in which the losses fall, whose resume repeats it to the bit; `evaluate` and the export agree with it."""
-    changes = {"train.keep_checkpoints": "100", "train.log_every": "8", "model.dropout": "0.1"} | (
-        VARIANTS | DIFFERENT
-    )[name]
-    settings = tiny_config(**changes)
+    changes = {"train.keep_checkpoints": "100", "train.log_every": "8", "model.dropout": "0.1"}
+    settings = tiny_config(**changes | (VARIANTS | DIFFERENT)[name])
     pretrain(validation_corpus, config=settings, out=tmp_path / "run")
     first, *_, last = lines(tmp_path / "run")
     assert all(value is None or math.isfinite(value) for value in last.values())
@@ -167,9 +165,8 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
     capsys.readouterr()
     ef.export(tmp_path / "run", out=tmp_path / "hf")
     assert "note: copy_head: not exported, since no class of transformers has this head" in capsys.readouterr().err
-    assert (
-        "the head that decides whether to copy a token is left out" in (tmp_path / "hf/encoder/README.md").read_text()
-    )
+    card = (tmp_path / "hf/encoder/README.md").read_text()
+    assert "the head that decides whether to copy a token is left out" in card
     ids = torch.randint(5, 20, (2, 9))
     for role in ("encoder", "generator"):
         folder = tmp_path / "hf" / role

@@ -21,18 +21,11 @@ pytestmark = pytest.mark.slow
 
 QUICK = {"--finetune.epochs": 1, "--finetune.batch_size": 8, "--finetune.sequence_length": 24}
 QUICK |= {"--finetune.matmul": "default"}
-SMALL = {"--data.sequence_length": 16, "--train.batch_size": 4, "--train.matmul": "default"}
+SMALL = {"--data.sequence_length": 16, "--train.batch_size": 4, "--train.matmul": "default", "--device": "cpu"}
 
 
 def arguments(corpus, glue, out, experiment="tying", budget="9e9", **options):
-    flags = {
-        "--preset": "tiny",
-        "--recipe": "modern",
-        "--budget": budget,
-        "--seeds": 1,
-        "--task": "sst2,mrpc",
-        "--device": "cpu",
-    }
+    flags = {"--preset": "tiny", "--recipe": "modern", "--budget": budget, "--seeds": 1, "--task": "sst2,mrpc"}
     words = [str(word) for pair in (QUICK | SMALL | flags | options).items() if pair[1] is not None for word in pair]
     paths = [str(corpus), "--glue", str(glue), "--out", str(out)]
     return ["reproduce", experiment, *paths, *words]

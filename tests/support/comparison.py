@@ -18,11 +18,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_no_worse(
-    found: Sequence[Tensor],
-    eager: Sequence[Tensor],
-    truth: Sequence[Tensor],
-    rounding: float,
-    least_scale: float = 0.0,
+    found: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], rounding: float, least_scale: float = 0.0
 ) -> None:
     """The largest and the mean error are at most 1.2 times eager PyTorch's in the same precision, plus a rounding.
 

@@ -7,11 +7,7 @@ from pathlib import Path
 from tiny_task import QUICK, WORDS
 
 # Contexts become several chunks.
-SETTINGS = QUICK | {
-    "finetune.sequence_length": "48",
-    "finetune.max_query_length": "16",
-    "finetune.doc_stride": "12",
-}
+SETTINGS = QUICK | {"finetune.sequence_length": "48", "finetune.max_query_length": "16", "finetune.doc_stride": "12"}
 # First and second word of a name.
 NAMES = {"PER": ["object", "class"], "LOC": ["module", "file"]}
 

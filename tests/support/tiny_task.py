@@ -32,39 +32,36 @@ def pairs(count, seed=0):
         yield first, second if rng.random() < 0.5 else first[: len(first) // 2] + second, rng.randrange(2)
 
 
-def write_sst2(folder: Path, train=40, dev=16, test=8) -> Path:
+def write_splits(folder: Path, header, row, examples, **counts) -> Path:
+    """A file for each split: a row of an example's number and the example."""
     folder.mkdir(parents=True, exist_ok=True)
-    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
-        lines = (f"{text}\t{label}\n" for text, label in sentences(count, seed))
-        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    for seed, (name, count) in enumerate(counts.items()):
+        rows = (row(number, *example) for number, example in enumerate(examples(count, seed)))
+        (folder / f"{name}.tsv").write_text(header + "".join(rows))
+    return folder
+
+
+def write_sst2(folder: Path, train=40, dev=16, test=8) -> Path:
     lines = (f"{i}\t{text}\n" for i, (text, _) in enumerate(sentences(test, 2)))
+    write_splits(folder, "sentence\tlabel\n", lambda _, text, y: f"{text}\t{y}\n", sentences, train=train, dev=dev)
     (folder / "test.tsv").write_text("index\tsentence\n" + "".join(lines))
     return folder
 
 
 def write_cola(folder: Path, train=40, dev=16) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
-        lines = (f"gj04\t{label}\t\t{text}\n" for text, label in sentences(count, seed))
-        (folder / f"{name}.tsv").write_text("".join(lines))
-    return folder
+    return write_splits(folder, "", lambda _, text, y: f"gj04\t{y}\t\t{text}\n", sentences, train=train, dev=dev)
 
 
 def write_mrpc(folder: Path, train=27, dev=10) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
-        lines = (f"{label}\t1\t2\t{first}\t{second}\n" for first, second, label in pairs(count, seed))
-        (folder / f"{name}.tsv").write_text("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + "".join(lines))
-    return folder
+    header = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    return write_splits(folder, header, lambda _, a, b, y: f"{y}\t1\t2\t{a}\t{b}\n", pairs, train=train, dev=dev)
 
 
 def write_stsb(folder: Path, train=27, dev=10) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
-        rows = pairs(count, seed)
-        lines = (f"{i}\t{a}\t{b}\t{len(a) * 7 % 50 / 10:.3f}\n" for i, (a, b, _) in enumerate(rows))
-        (folder / f"{name}.tsv").write_text("index\tsentence1\tsentence2\tscore\n" + "".join(lines))
-    return folder
+    def row(number, a, b, _):
+        return f"{number}\t{a}\t{b}\t{len(a) * 7 % 50 / 10:.3f}\n"
+
+    return write_splits(folder, "index\tsentence1\tsentence2\tscore\n", row, pairs, train=train, dev=dev)
 
 
 def save_encoder(folder: Path, vocab: Path, architecture="bert", seed=0, **changes) -> Path:

@@ -19,16 +19,8 @@ from electra_fast.training.mlm_accuracy import Example, log_odds, mlm_accuracy, 
 
 def texts(corpus, length, count):
     """Segments of which one token is masked, its place and the token: lists of ids of single texts, without padding."""
-    loader = BatchLoader(
-        ef.Corpus(corpus).holdout,
-        sequence_length=length,
-        batch_size=1,
-        seed=SEED,
-        masking="tokens",
-        mask_prob=1e-6,
-        packing="best-fit",
-        epochs=1,
-    )
+    options = {"masking": "tokens", "mask_prob": 1e-6, "packing": "best-fit", "epochs": 1}
+    loader = BatchLoader(ef.Corpus(corpus).holdout, sequence_length=length, batch_size=1, seed=SEED, **options)
     for _, batch in zip(range(count), map(to_torch, loader), strict=False):
         assert batch["masked_weights"].tolist() == [[1.0]] and (batch["input_ids"] == 4).sum() == 1
         column, segments = int(batch["masked_positions"]), batch["segment_ids"][0].tolist()
@@ -66,8 +58,7 @@ def models(tmp_path_factory, validation_corpus, whole_run):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_candidates", "count"),
-    [("google", 5, 40), ("modern", 5, 12), ("trained", 100, 6)],
+    ("name", "num_candidates", "count"), [("google", 5, 40), ("modern", 5, 12), ("trained", 100, 6)]
 )
 @torch.no_grad()
 def test_the_prediction_is_the_papers(name, num_candidates, count, models, validation_corpus):

@@ -285,10 +285,7 @@ def test_an_export_to_a_store_loads_after_a_download(whole_run, tmp_path, url):
     delete_objects(url, ["encoder/config.json"])  # as if the upload had been cut off
     assert ef.export(whole_run, out=url).out == url  # replaces what an earlier export has left
     assert [name for name, _ in list_objects(url)] == sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*"))
-    for name, message in {
-        "encoder/notes": "encoder/notes is not of the earlier export",
-        "notes": "not empty and not",
-    }.items():
+    for name, message in {"encoder/notes": "encoder/notes is not of the earlier", "notes": "not empty and not"}.items():
         upload(str(copy / "encoder/config.json"), f"{url}/{name}")
         with pytest.raises(InputError, match=f"{url}: {message}"):
             ef.export(whole_run, out=url)

@@ -53,11 +53,7 @@ def test_the_first_steps_are_measured(tiny_corpus, monkeypatch, capsys):
     assert capsys.readouterr().out == f"{same}\n" and same == found
     assert found["tokens_per_second"] == 64 * 32 / 0.5
     memory = found["memory"]
-    assert (
-        memory["total"]
-        == 10**9 + found["checkpoint_bytes"]
-        == sum(each for name, each in memory.items() if name != "total")
-    )
+    assert memory.pop("total") == 10**9 + found["checkpoint_bytes"] == sum(memory.values())
     assert measured[0][0].model.vocab_size == ef.Corpus(tiny_corpus).vocab_size
     assert [device for _, device in measured] == ["cpu"] * 3
 
@@ -153,9 +149,7 @@ def test_large_steps_continue_on_a_line():
 
 
 def test_memory_of_gpus_elsewhere_is_that_of_a_run_there(monkeypatch):
-    config = ef.Config.preset("tiny").override(
-        {"model.vocab_size": "30522", "train.batch_size": "64", "train.precision": "bf16"}
-    )
+    config = ef.Config.preset("tiny").override(vocab_size=30522, batch_size=64, precision="bf16")
     compute = ComputeConfig("varlen", torch.bfloat16, kernels=(("*", "kernel"),))
     needed = StepMemory(config, compute, torch.device("cpu"), 4).step(4)
     found = ef.plan(config=config, gpu_memory=needed / 0.9 / 2**30 + 1e-6, gpus=4)

@@ -155,9 +155,7 @@ class TestDamage:
         with pytest.raises(ValueError, match=r"state.json: format 1, and this version of electra-fast reads format 2"):
             pretrain(validation_corpus, config=tiny_config(), out=run)
 
-    def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
-        self, whole_run, run, validation_corpus, capsys
-    ):
+    def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(self, whole_run, run, validation_corpus, capsys):
         """It is named by a command that is refused, too."""
         path = run / "checkpoints/step-24/optimizer.safetensors"
         damaged = bytearray(path.read_bytes())
@@ -219,8 +217,7 @@ class TestWarmup:
 
 class TestRates:
     @pytest.mark.parametrize(
-        ("steps", "rate", "muon_rate"),
-        [(100, 0.004, 0.02), (2500, 0.004, 0.01), (10**6, 0.0002, 0.0005)],
+        ("steps", "rate", "muon_rate"), [(100, 0.004, 0.02), (2500, 0.004, 0.01), (10**6, 0.0002, 0.0005)]
     )
     def test_modern_follows_the_steps_unless_set(self, steps, rate, muon_rate):
         config = Config.preset("small", "modern").override({"train.steps": str(steps)})

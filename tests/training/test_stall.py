@@ -109,11 +109,7 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
     assert "step 250: warning: the discriminator has stalled since step 100" in said
     found = lines(tmp_path / "run", "evaluations.jsonl")[-1]
     fixed = evaluate(
-        tmp_path / "run",
-        Corpus(validation_corpus).holdout,
-        sequence_length=16,
-        batch_size=8,
-        corrupted_by="unigram",
+        tmp_path / "run", Corpus(validation_corpus).holdout, sequence_length=16, batch_size=8, corrupted_by="unigram"
     )
     assert found["unigram_auc"] == pytest.approx(fixed["discriminator_auc"], abs=0.03)
     assert found["unigram_auc"] != found["discriminator_auc"]
