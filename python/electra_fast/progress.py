@@ -213,16 +213,32 @@ class TrainingProgress(_WorkProgress):
         return str(timedelta(seconds=round(seconds_per_step * (self._num_steps - step))))
 
 
-class FinetuningProgress(_WorkProgress):
-    """Tokens done of all tasks and seeds, the loss and ETA; without a terminal, a plain line every ten seconds."""
+class _TokenProgress(_WorkProgress):
+    """Tokens done, tokens/s and ETA; without a terminal, a plain line every ten seconds."""
+
+    def __init__(self, name: str, num_tokens: int, *, shown: bool = True) -> None:
+        super().__init__(name, TaskProgressColumn, num_tokens, 0, shown=shown)
+        self._num_tokens, self._done, self._skipped = num_tokens, 0, 0
+
+    def _show(self, *status: str) -> None:
+        """Shows the parts of a status, most important first, with the speed behind the first."""
+        speed = (self._done - self._skipped) / max(time.monotonic() - self.start, 1e-9)
+        parts = (status[0], f"{_rate(speed)} tok/s", *status[1:])
+        self._move(completed=self._done, status=(*parts, self.name))
+        if self._is_line_due():
+            remaining = timedelta(seconds=round(max(0, self._num_tokens - self._done) / max(speed, 1e-9)))
+            done = f"{min(1.0, self._done / self._num_tokens):.0%}"
+            self._write_line("  ".join((self.name, *reversed(parts), done, f"eta {remaining}")))
+
+
+class FinetuningProgress(_TokenProgress):
+    """Tokens done of all tasks and seeds, the loss and ETA."""
 
     def __init__(self, num_tokens: int) -> None:
-        super().__init__("finetune", TaskProgressColumn, num_tokens, 0, shown=True)
-        self._num_tokens, self._done, self._skipped = num_tokens, 0, 0
-        self._name = ""
+        super().__init__("", num_tokens)
 
     def enter(self, name: str) -> None:
-        self._name = name
+        self.name = name
 
     def skip(self, tokens: int) -> None:
         self._skipped += tokens
@@ -233,27 +249,15 @@ class FinetuningProgress(_WorkProgress):
         self._move(completed=self._done)
 
     def report(self, record: Mapping[str, Any], num_steps: int, score: str) -> None:
-        trained = self._done - self._skipped
-        speed = trained / max(time.monotonic() - self.start, 1e-9)
-        status = (
-            f"loss {record['loss']:.4f}{score}",
-            f"{_rate(speed)} tok/s",
-            f"step {record['step']}/{num_steps}",
-            self._name,
-        )
-        self._move(status=status)
-        if self._is_line_due():
-            remaining = timedelta(seconds=round(max(0, self._num_tokens - self._done) / max(speed, 1e-9)))
-            done = f"{min(1.0, self._done / self._num_tokens):.0%}"
-            self._write_line("  ".join((self._name, *reversed(status[:-1]), done, f"eta {remaining}")))
+        self._show(f"loss {record['loss']:.4f}{score}", f"step {record['step']}/{num_steps}")
 
 
-class EncodingProgress(_WorkProgress):
-    """Tokens and texts done, tokens/s and ETA of work that takes more than two seconds; before, nothing."""
+class EncodingProgress(_TokenProgress):
+    """Tokens and texts done of work that takes more than two seconds; before, nothing."""
 
     def __init__(self, num_tokens: int, *, shown: bool) -> None:
-        super().__init__("encode", TaskProgressColumn, num_tokens, 0, shown=shown)
-        self._num_tokens, self._done, self._texts = num_tokens, 0, 0
+        super().__init__("encode", num_tokens, shown=shown)
+        self._texts = 0
 
     def __enter__(self) -> Self:
         return self
@@ -261,14 +265,9 @@ class EncodingProgress(_WorkProgress):
     def advance(self, tokens: int, texts: int) -> None:
         self._done += tokens
         self._texts += texts
-        if (seconds := time.monotonic() - self.start) < 2:
-            return
-        self._progress.start()  # does nothing the second time
-        status = (f"{self._texts:,} texts", f"{_rate(self._done / seconds)} tok/s")
-        self._move(completed=self._done, status=status)
-        if self._is_line_due():
-            remaining = timedelta(seconds=round((self._num_tokens - self._done) * seconds / self._done))
-            self._write_line("  ".join((f"encode: {self._done / self._num_tokens:.0%}", *status, f"eta {remaining}")))
+        if time.monotonic() - self.start >= 2:
+            self._progress.start()  # does nothing the second time
+            self._show(f"{self._texts:,} texts")
 
 
 _SHOWN = (

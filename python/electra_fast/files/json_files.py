@@ -46,6 +46,11 @@ def parse_json(text: str | bytes) -> Any:
     return content
 
 
+def read_optional(path: Path) -> dict[str, Any]:
+    """Returns the object in a file; empty if there is no file."""
+    return read_object(path) if path.is_file() else {}
+
+
 def read_object(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))

@@ -23,10 +23,10 @@ from electra_fast.finetuning.embedding import checked_texts
 from electra_fast.finetuning.encoding import text_chunks
 from electra_fast.finetuning.inference import choose_inference, rounded
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
-from electra_fast.finetuning.prediction_input import ExampleReader, Source, reading_options
+from electra_fast.finetuning.prediction_input import ExampleReader, Source
 from electra_fast.finetuning.prediction_output import answer_file
-from electra_fast.finetuning.readers.rows import Row, text_of
-from electra_fast.finetuning.readers.tables import Quoting
+from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.rows import Row, as_names, text_of
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.config import is_headless, own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
@@ -53,13 +53,7 @@ class ReplacedTokenDetector(EncoderWithHead):
 class ErrorDetector(ExampleReader):
     """Predicts for each word of a text the probability that it does not belong there.
 
-    Args:
-        model: A pre-trained model that has a discriminator.
-        tokenizer: Its tokenizer.
-        device: The device.
-        sequence_length: Tokens per input, [CLS] and [SEP] included; longer texts are read in chunks that overlap by
-            half.
-        precision: `fp32`, `fp16` or `bf16`; by default the faster one.
+    Texts of more than `sequence_length` tokens, [CLS] and [SEP] included, are read in chunks that overlap by half.
     """
 
     def __init__(
@@ -67,9 +61,8 @@ class ErrorDetector(ExampleReader):
         model: Electra,
         tokenizer: Tokenizer,
         device: torch.device,
-        *,
         sequence_length: int,
-        precision: str = AUTO,
+        precision: str,
     ) -> None:
         self.sequence_length, self.tokenizer = sequence_length, tokenizer
         self._inference, self.note = choose_inference(ReplacedTokenDetector(model).to(device).eval(), device, precision)
@@ -84,21 +77,12 @@ class ErrorDetector(ExampleReader):
         check_threshold(threshold)
         texts = checked_texts(texts, "detect")
         pieces = self.tokenizer.encode_with_offsets(texts)
-        probabilities = self._piece_probabilities(pieces)
-        return [
-            _answer(_words(text, own, each), threshold)
-            for text, own, each in zip(texts, pieces, probabilities, strict=True)
-        ]
-
-    def _piece_probabilities(self, pieces: Sequence[Pieces]) -> list[NDArray[np.float64]]:
-        """Returns the probability that each token is replaced; float64 [tokens] per text."""
         room = self.sequence_length - 2
         encoded, places = text_chunks(pieces, self.tokenizer.special_tokens, room, max(1, room // 2))
-        if not len(encoded):
-            return [np.zeros(0) for _ in pieces]
-        logits = self._inference.by_token(encoded).astype(np.float64)
-        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
-        return [probabilities[own] for own in places]
+        logits = self._inference.by_token(encoded).astype(np.float64) if len(encoded) else np.zeros(0)
+        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))  # of being replaced, by token
+        found = zip(texts, pieces, places, strict=True)
+        return [_answer(_words(text, own, probabilities[at]), threshold) for text, own, at in found]
 
 
 def detect(
@@ -108,7 +92,7 @@ def detect(
     out: str | Path | None = None,
     threshold: float = 0.5,
     text: str | Sequence[str] = (),
-    quoting: Quoting = "auto",
+    quoting: str = "auto",
     delimiter: str = "",
     no_header: bool = False,
     format: str = "auto",
@@ -118,13 +102,12 @@ def detect(
 ) -> list[Prediction] | None:
     """Finds words that do not belong in the texts of a file, without fine-tuning.
 
-    The fields are `score`, `errors` and `words` (`PretrainedModel.detect`) and the other columns of a row; those named
-    like a field of the answer are in its field `input`. With `out`, the file may be larger than memory, except for
-    .json, and a pipe, or `-` for standard input, is answered as it comes.
+    The file is read and answered, and errors are raised, as by `predict`.
 
     Args:
         model: A run, a checkpoint, an export or a Hugging Face discriminator.
-        file: The texts: .txt, one per line, .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL.
+        file: The texts: .txt, one per line, .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL; `-` is standard
+            input.
         out: A file for the answers, a line of JSON each; `-` is standard output. By default they are returned.
         threshold: Probability from which a word counts as an error, 0 to 1.
         text: The text column of a table; by default `text`.
@@ -137,17 +120,13 @@ def detect(
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
 
     Returns:
-        An answer per text in their order; None with `out`.
-
-    Raises:
-        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
-        Interrupted: At a signal.
+        An answer per text in their order, `score`, `errors` and `words` as of `PretrainedModel.detect` and the other
+        columns of its row; None with `out`.
     """
     check_threshold(threshold)
     detector = read_detector(model, device, precision)
-    columns = (text,) if isinstance(text, str) else tuple(text)
-    reading = reading_options(quoting, delimiter, no_header, format, skip_bad_rows)
-    source = Source(path=Path(file), text=columns, num_texts=1, **reading)
+    dialect = Dialect(quoting, delimiter, no_header)
+    source = Source(Path(file), as_names(text), (), 1, dialect, format, skip_bad_rows)
     purpose = f"{model} finds errors in texts"
     predict = partial(detector.predict, threshold=threshold)
     return answer_file(predict, detector, source, out, preface=detector.note, purpose=purpose)
@@ -165,24 +144,19 @@ def read_detector(source: str | Path, device: str = AUTO, precision: str = AUTO)
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source = Path(source)
-    model, length = _read_discriminator(source)
-    tokenizer = Tokenizer(tokenizer_folder(source, model.config.model.vocab_size))
-    return ErrorDetector(model, tokenizer, choose_device(device), sequence_length=length, precision=precision)
-
-
-def _read_discriminator(source: Path) -> tuple[Electra, int]:
-    """Returns a model with a discriminator, and its input length."""
-    stored = checkpoint_of(source)
-    if stored is not None:
+    is_recorded = True
+    if (stored := checkpoint_of(source)) is not None:
         model = checkpoint.load_model(stored)
         _check_roles(source, model.networks)
-        return model, model.config.data.sequence_length
-    folders = folders_of(source)
-    _check_roles(source, ["encoder" if is_headless(read_table(path)) else role for role, path in folders.items()])
-    folder = folders[ROLE]
-    model = read_models({ROLE: folder})
-    is_recorded = own_config(folder / "config.json", read_table(folder)) is not None
-    return model, model.config.data.sequence_length if is_recorded else model.config.model.max_positions
+    else:
+        folders = folders_of(source)
+        _check_roles(source, ["encoder" if is_headless(read_table(path)) else role for role, path in folders.items()])
+        folder = folders[ROLE]
+        model = read_models({ROLE: folder})
+        is_recorded = own_config(folder / "config.json", read_table(folder)) is not None
+    length = model.config.data.sequence_length if is_recorded else model.config.model.max_positions
+    tokenizer = Tokenizer(tokenizer_folder(source, model.config.model.vocab_size))
+    return ErrorDetector(model, tokenizer, choose_device(device), length, precision)
 
 
 def _check_roles(source: Path, roles: Iterable[str]) -> None:

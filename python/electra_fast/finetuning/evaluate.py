@@ -11,10 +11,9 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.model_folder import is_finetuned
 from electra_fast.finetuning.predict import FinetunedModel
-from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
-from electra_fast.finetuning.readers.table_formats import MemoryTable
+from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.report.report import make_report, write_report
-from electra_fast.finetuning.task_data import options_of, refuse, with_tuples
+from electra_fast.finetuning.task_data import options_of, reader_options, refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
 from electra_fast.model.compute import Precision
@@ -125,7 +124,7 @@ def evaluate(
             )
         refuse(given, options_of(pretrained.evaluate), f"for fine-tuned models, and {model} is not one")
         return pretrained.evaluate(model, data, **given)
-    own = {*_COMMON, *DIALECT}.union(*(options_of(task_type.read_labeled) for task_type in TASK_TYPES.values()))
+    own = {*_COMMON}.union(*(options_of(task_type.read_labeled) for task_type in TASK_TYPES.values()))
     refuse(given, own, f"for pre-trained models, and {model} is fine-tuned")
     wanted = f"{model}: a fine-tuned model is evaluated on a file of labeled examples"
     if data is None:
@@ -134,27 +133,16 @@ def evaluate(
         raise InputError(f"{wanted}; name one")
     if isinstance(data, str | Path) and (Path(data) / "manifest.json").is_file():
         raise InputError(f"{wanted}, and {data} is a corpus, on which pre-trained models are")
-    file = Path(data) if isinstance(data, str | Path) else MemoryTable.of("data", data)
-    predictor = FinetunedModel(model, precision=precision or "auto", device=device)
+    file, predictor = file_or_table("data", data), FinetunedModel(model, precision=precision or "auto", device=device)
+    task, task_type, trained = predictor.task, predictor.task_type, (predictor.text_columns, predictor.label_columns)
+    given = {name: value for name, value in given.items() if name not in _COMMON}
+    options = reader_options(given, task_type.read_labeled, f"not for {predictor.kind}", (*trained[0], *trained[1]))
     with local_file(file) as copy:
-        options = {name: value for name, value in given.items() if name not in _COMMON}
-        return _evaluate(predictor, copy, out, batch_size, options)
-
-
-def _evaluate(
-    predictor: FinetunedModel, file: Path, out: str | Path | None, batch_size: int | None, options: dict[str, Any]
-) -> EvaluationReport:
-    task, task_type = predictor.task, predictor.task_type
-    dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
-    refuse(options, options_of(task_type.read_labeled), f"not for {predictor.kind}")
-    options = with_tuples(options)
-    trained = (predictor.text_columns, predictor.label_columns)
-    dialect = with_fields(dialect, (*trained[0], *trained[1], *(options.get(name, ()) for name in ("text", "label"))))
-    split, notes = task_type.read_labeled(task, file, trained, quoting=dialect, **options)
+        split, notes = task_type.read_labeled(task, copy, trained, **options)
     num_texts = predictor.num_texts or len(split.texts[0])
     if len(split.texts[0]) != num_texts:
         reads = "one text" if num_texts == 1 else "a pair of texts"
-        raise InputError(f"{file}: this model reads {reads}; choose the columns with --text")
+        raise InputError(f"{split.path}: this model reads {reads}; choose the columns with --text")
     for note in (*filter(None, [predictor.note]), *notes):
         say(note)
     answers = predictor.predict_split(split, batch_size)

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import itertools
 import json
-import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from electra_fast.files.json_files import read_object, read_records
 from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, FinetuningConfig, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
-from electra_fast.finetuning.readers.table_formats import MemoryTable
+from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task import Task, TaskData
 from electra_fast.finetuning.task_data import OPTIONS, read_tasks
@@ -215,14 +214,14 @@ def finetune(
     if seeds < 1:
         raise InputError(f"seeds = {seeds}: must be at least 1")
     out, place = Path(out), choose_device(device)
-    files = {name: _file(name, given[name]) for name in ("train", "dev", "test") if given[name] is not None}
+    files = {name: file_or_table(name, given[name]) for name in ("train", "dev", "test") if given[name] is not None}
     settings = FinetuningConfig.values_of([*(overrides or {}).items(), *short.items()])
     if folds is not None and "finetune.patience" not in settings:
         settings.setdefault("finetune.select", "last")  # a fold must not choose the model that it scores
     encoder = load_encoder(model, role)
-    common = recipe_config(recipe, "", encoder.shape, settings).finetune
-    require_loggers("finetune.loggers", common.loggers)
-    check_length(common, encoder)  # before large files are read
+    common = recipe_config(recipe, "", encoder.shape, settings)
+    require_loggers("finetune.loggers", common.finetune.loggers)
+    check_length(common.finetune, encoder)  # before large files are read
     folders = {name: Path(given[name]) for name in ("glue", "squad") if given[name] is not None}
     parts = [columns] if folds is None else _folds(folds, columns, dev)
     with contextlib.ExitStack() as copies:
@@ -230,7 +229,7 @@ def finetune(
         all_data = [each for part in parts for each in read_tasks(task, **folders, files=files, columns=part)]
     if folds is not None:
         _check_classes(all_data[0], folds)
-        for line in _biases(all_data[0].task, common):
+        for line in _biases(all_data[0].task, common.finetune):
             say(f"warning: {line}")
     with exclusive(out):
         earlier = _earlier_results(out)
@@ -240,21 +239,16 @@ def finetune(
             sizes = len(each.train.texts), len(each.task.labels)
             config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, *sizes)
             part = "" if folds is None else f"fold-{len(made)}"
-            hardware, data_once = None, each
-            if made:  # another fold
-                hardware, data_once = made[0].hardware, dataclasses.replace(each, notes=())
-            made.append(
-                make_job(data_once, config, encoder, out / each.task.name / part, place, part=part, hardware=hardware)
-            )
+            folder, hardware = out / each.task.name / part, made[0].hardware if made else None
+            data = dataclasses.replace(each, notes=()) if made else each  # another fold has the same notes
+            made.append(make_job(data, config, encoder, folder, place, part=part, hardware=hardware))
         other = untrained(encoder) if untrained_twin else None
-        groups = [
-            TaskRuns(
-                out / name, made, [each.twin(other) for each in made if other is not None], seeds, folds is not None
-            )
-            for name, made in jobs.items()
-        ]
+        groups = []
+        for name, made in jobs.items():
+            twins = [] if other is None else [each.twin(other) for each in made]
+            groups.append(TaskRuns(out / name, made, twins, seeds, folds is not None))
         # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
-        toml = recipe_config(recipe, "", encoder.shape, settings).to_toml()
+        toml = common.to_toml()
         if not (out / "config.toml").exists():  # first: a killed run must leave a folder that is recognized
             replace_file(out / "config.toml", toml)
         for own in groups:
@@ -295,10 +289,6 @@ def _check_classes(data: TaskData, folds: int) -> None:
             f"{data.train.path}: --folds {folds} with {sizes[name]} examples of the class {name!r}; lower --folds, or "
             f"leave the class out with --label-map {name}="
         )
-
-
-def _file(name: str, data: Any) -> Path:
-    return Path(data) if isinstance(data, (str, os.PathLike)) else MemoryTable.of(name, data)
 
 
 def _earlier_results(out: Path) -> Results:

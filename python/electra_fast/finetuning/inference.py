@@ -31,17 +31,13 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
 _SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
 
 
-def _nothing() -> None:
-    """Has a name, so that a model can be pickled."""
-
-
 @dataclass(frozen=True)
 class Inference:
     """A model in use, without dropout. Calls `before_batch` before each batch; it may raise."""
 
     model: EncoderWithHead
     compute: ComputeConfig
-    before_batch: Callable[[], None] = _nothing
+    before_batch: Callable[[], None] | None = None
     batch_size: int | None = None
     """Examples per batch; None for as many as suit the device."""
 
@@ -84,7 +80,8 @@ class Inference:
         casts = WeightCasts(model.encoder, compute.dtype, device.type == "cpu", without_gradient=True)
         with casts.current():
             while pending:
-                self.before_batch()
+                if self.before_batch is not None:
+                    self.before_batch()
                 examples, found = pending.pop(), []
                 try:
                     for part in pack(encoded, examples, are_alike=True, in_one_row=compute.computes_segments(device)):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from electra_fast.finetuning.predict import FinetunedModel
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.folder import read_model
-from electra_fast.huggingface.sentence_settings import read_sentence_settings, tokenizer_length
+from electra_fast.huggingface.sentence_settings import read_sentence_settings
 from electra_fast.huggingface.source import checkpoint_of
+from electra_fast.huggingface.tokenizer import tokenizer_length
 from electra_fast.model.compute import Precision, choose_device
 from electra_fast.model.model import Electra, Embeddings, Encoder
 
@@ -91,7 +92,7 @@ class PretrainedModel(TextEncoder):
         Ids are those of the model's own tokenizer, with [CLS] and [SEP]; the mask is 1 at tokens and 0 at padding. For
         gradients, call the same method of `model`. Raises ValueError if there is no discriminator.
         """
-        return self.model.discriminator_logits(**self._inputs(input_ids, attention_mask, token_type_ids))
+        return self.model.discriminator_logits(*self._placed(input_ids, attention_mask, token_type_ids))
 
     @torch.no_grad()
     def generator_logits(
@@ -101,7 +102,7 @@ class PretrainedModel(TextEncoder):
 
         As `discriminator_logits`, of the generator.
         """
-        return self.model.generator_logits(**self._inputs(input_ids, attention_mask, token_type_ids))
+        return self.model.generator_logits(*self._placed(input_ids, attention_mask, token_type_ids))
 
     def detect(self, texts: Iterable[str], threshold: float = 0.5) -> list[Prediction]:
         """Finds words that do not belong, such as typing errors, by the discriminator; needs no fine-tuning.
@@ -126,11 +127,6 @@ class PretrainedModel(TextEncoder):
     def _detector(self) -> ErrorDetector:
         return read_detector(self.path, str(self.device), self._precision)
 
-    def _inputs(self, *tensors: Tensor | None) -> dict[str, Tensor]:
-        """Returns the tensors that are given on the device, by the names of arguments."""
-        names = ("input_ids", "attention_mask", "token_type_ids")
-        return {
-            name: torch.as_tensor(tensor, device=self.device)
-            for name, tensor in zip(names, tensors, strict=True)
-            if tensor is not None
-        }
+    def _placed(self, *tensors: Tensor | None) -> Iterator[Any]:
+        """Yields tensors on the device, and None for those that are not given."""
+        return (each if each is None else torch.as_tensor(each, device=self.device) for each in tensors)

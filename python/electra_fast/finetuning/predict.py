@@ -17,15 +17,18 @@ from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.embedding import TextEncoder
 from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
-from electra_fast.finetuning.prediction_input import Source, open_examples, reading_options
+from electra_fast.finetuning.prediction_input import Source, open_examples
 from electra_fast.finetuning.prediction_output import answer_file
+from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.labels import truncated
+from electra_fast.finetuning.readers.rows import as_names
 from electra_fast.finetuning.readers.table_formats import MemoryTable, is_table
-from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.task_data import refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.huggingface.sentence_settings import SentenceSettings, tokenizer_length
+from electra_fast.huggingface.sentence_settings import SentenceSettings
+from electra_fast.huggingface.source import tokenizer_folder
+from electra_fast.huggingface.tokenizer import tokenizer_length
 from electra_fast.model.compute import Precision, choose_device
 
 
@@ -37,22 +40,20 @@ class FinetunedModel(TextEncoder):
 
     def __init__(self, folder: str | Path, *, device: str = AUTO, precision: str = AUTO) -> None:
         folder = Path(folder)
-        finetuned, tokenizer, on = read_finetuned(folder), Tokenizer(folder), choose_device(device)
-        if tokenizer.vocab_size > finetuned.shape.vocab_size:
-            raise InputError(
-                f"{tokenizer.path}: has {tokenizer.vocab_size:,} entries, but the model has "
-                f"{finetuned.shape.vocab_size:,}; put the model's own tokenizer there"
-            )
+        finetuned, on = read_finetuned(folder), choose_device(device)
+        tokenizer = Tokenizer(tokenizer_folder(folder, finetuned.shape.vocab_size))
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
         self.task_type = TASK_TYPES[finetuned.kind]
         self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
+        # The tags of a model from elsewhere delimit entities if one looks like B-PER.
+        scheme = "IOB2" if any(label[1:2] == "-" for label in finetuned.labels) else "none"
         task = Task(
             name=finetuned.kind,
             kind=finetuned.kind,
             labels=finetuned.labels,
             metric="",
-            scheme=str(self._settings.get("scheme", _scheme(finetuned.labels))),
+            scheme=str(self._settings.get("scheme", scheme)),
             has_unanswerable=self._settings.get("null_threshold") is not None,
         )
         try:
@@ -134,9 +135,7 @@ class FinetunedModel(TextEncoder):
 
     def source(self, path: Path, text: str | Sequence[str] = (), **options: Any) -> Source:
         """Returns how examples are read from a file or a table."""
-        num_texts = self.num_texts or self.task_type.num_texts
-        text = (text,) if isinstance(text, str) else tuple(text)
-        return Source(path=path, text=text, trained_text=self.text_columns, num_texts=num_texts, **options)
+        return Source(path, as_names(text), self.text_columns, self.num_texts or self.task_type.num_texts, **options)
 
     def _split(self, examples: Any, text: str | Sequence[str]) -> Split:
         if isinstance(examples, (str, bytes, Mapping)):
@@ -149,11 +148,6 @@ class FinetunedModel(TextEncoder):
         elif text:
             raise InputError(f"text = {text!r} names columns, but the examples are not rows of a table")
         return self.task_type.split(examples, self.num_texts)
-
-
-def _scheme(labels: Iterable[str]) -> str:
-    """Returns the scheme of a model from elsewhere: its tags delimit entities if one looks like B-PER."""
-    return "IOB2" if any(label[1:2] == "-" for label in labels) else "none"
 
 
 def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
@@ -183,7 +177,7 @@ def predict(
     n_best: int | None = None,
     null_threshold: float | None = None,
     text: str | Sequence[str] = (),
-    quoting: Quoting = "auto",
+    quoting: str = "auto",
     delimiter: str = "",
     no_header: bool = False,
     format: str = "auto",
@@ -223,6 +217,7 @@ def predict(
     """
     predictor = FinetunedModel(model, device=device, precision=precision)
     settings = predictor._chosen(top_k=top_k, threshold=threshold, n_best=n_best, null_threshold=null_threshold)
-    source = predictor.source(Path(file), text, **reading_options(quoting, delimiter, no_header, format, skip_bad_rows))
+    dialect = Dialect(quoting, delimiter, no_header)
+    source = predictor.source(Path(file), text, dialect=dialect, format=format, skip_bad_rows=skip_bad_rows)
     answer, purpose = partial(predictor.predict, **settings), f"{model} is for {predictor.kind}"
     return answer_file(answer, predictor.task_type, source, out, preface=predictor.note, purpose=purpose)

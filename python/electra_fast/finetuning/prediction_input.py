@@ -57,7 +57,7 @@ class ExampleReader(ABC):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Source:
     """A file to predict, and how it is read.
 
@@ -65,15 +65,15 @@ class Source:
         path: The file; `-` is standard input.
         trained_text: The text columns of the training and validation files, if known.
         num_texts: Texts per example; None if unknown.
-        format: Read the file as if it had this extension; empty for its own.
+        format: Read the file as if it had this extension; `auto` for its own.
     """
 
     path: Path
     text: tuple[str, ...] = ()
     trained_text: tuple[tuple[str, ...], ...] = ()
     num_texts: int | None = None
-    quoting: Quoting = "auto"
-    format: str = ""
+    dialect: Dialect = Dialect()
+    format: str = "auto"
     skip_bad_rows: int = 0
 
 
@@ -92,30 +92,19 @@ class Examples:
     notes: list[str]
 
 
-def reading_options(
-    quoting: Quoting, delimiter: str, no_header: bool, format: str, skip_bad_rows: int
-) -> dict[str, Any]:
-    """Returns arguments of a `Source` for options of `predict` and `detect`."""
-    return {
-        "quoting": quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter, no_header),
-        "format": "" if format == "auto" else f".{format}",
-        "skip_bad_rows": skip_bad_rows,
-    }
-
-
 @contextlib.contextmanager
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
     """Opens a source. Raises FileNotFoundError, or InputError naming what cannot be used."""
-    dialect = source.quoting if isinstance(source.quoting, Dialect) else Dialect(source.quoting)
-    source = dataclasses.replace(source, quoting=with_fields(dialect, (source.text, *source.trained_text)))
+    source = dataclasses.replace(source, dialect=with_fields(source.dialect, (source.text, *source.trained_text)))
     is_table = extension(source.path) in ("", *reader.formats) and not reader.reads_lines(source.path, source.text)
-    if not source.format and not is_table:
+    if source.format == "auto" and not is_table:
         numbers = next(filter(_are_numbers, source.trained_text), ())
-        others = reader.other_examples(source.path, source.text or numbers, source.quoting)
+        others = reader.other_examples(source.path, source.text or numbers, source.dialect)
         if others is not None:
             yield Examples(((example, {}) for example in others), lambda: False, [])
             return
-    with open_table(source.path, quoting=source.quoting, format=source.format) as table:
+    format = "" if source.format == "auto" else f".{source.format}"
+    with open_table(source.path, quoting=source.dialect, format=format) as table:
         yield Examples(_rows(reader, source, table), table.is_idle, table.notes)
 
 
@@ -173,9 +162,9 @@ def _others(
     """Yields the examples of a table whose rows are not examples; a pipe is first read to its end."""
     with tempfile.TemporaryDirectory() as folder:
         path = source.path
-        if is_copied := is_stream(path) or source.format != "":
+        if is_copied := is_stream(path) or source.format != "auto":
             path = Path(folder) / f"copy{table.format if table.format in ('.txt', '.csv') else '.jsonl'}"
-        others = reader.other_examples(path, source.text, "auto" if is_copied else source.quoting)
+        others = reader.other_examples(path, source.text, "auto" if is_copied else source.dialect)
         if others is None:
             trained = " or ".join(" and ".join(map(repr, names)) for names in source.trained_text)
             wanted = f" {trained}, as in training" if trained else ""

@@ -37,22 +37,13 @@ def answer_file(
 ) -> list[Prediction] | None:
     """Writes an answer per example of a source, as lines of JSON in its order, or returns them.
 
-    An answer also has the other columns of its row; those named like a field of the answer are in its field `input`.
-
-    Args:
-        predict: Answers examples.
-        reader: Reads them.
-        source: The file. Except for .json, it may be larger than memory; a pipe is answered as it comes.
-        out: A file, complete or not there; `-` for standard output; None to return the answers.
-        preface: A line for the user before the first answer, if any.
-        purpose: What the model is for, for the error about a file that has no examples for it.
-
-    Raises:
-        FileNotFoundError, ValueError: The message names the file, line, value and remedy.
-        Interrupted: At a signal.
+    `predict` answers the examples that `reader` reads. A file `out` is complete or not there. `preface` is a line for
+    the user before the first answer, if any, and `purpose` what the model is for, for the error about a file that has
+    no examples for it. Raises as `electra_fast.predict`.
     """
     if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
         raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
+    returned, count = list[Prediction](), 0
     with contextlib.ExitStack() as stack:
         source = dataclasses.replace(source, path=stack.enter_context(local_file(source.path)))
         try:
@@ -60,40 +51,29 @@ def answer_file(
             first = list(itertools.islice(examples.rows, 1))  # report errors before anything is written
         except InputError as error:
             raise InputError(f"{error}; {purpose}") from None
-        rows = itertools.chain(first, examples.rows)
-        return _answer(predict, source.path, dataclasses.replace(examples, rows=rows), out, preface)
-
-
-def _answer(
-    predict: Callable[[list[Any]], list[Prediction]],
-    file: Path,
-    examples: Examples,
-    out: str | Path | None,
-    preface: str,
-) -> list[Prediction] | None:
-    returned: list[Prediction] = []
-    count, num_notes, started = 0, len(examples.notes), time.monotonic()
-    for line in filter(None, (preface, *examples.notes)):
-        say(line)
-    try:
-        with _output(Path(out or "-")) as stream:
-            for chunk in _chunks(examples):
-                predicted = zip(predict([example for example, _ in chunk]), chunk, strict=True)
-                answers = [with_columns(answer, row) for answer, (_, row) in predicted]
-                count += len(chunk)
-                if out is None:
-                    returned += answers
-                    continue
-                stream.writelines(json_text(answer, stream.encoding) for answer in answers)
-                stream.flush()
-    except KeyboardInterrupt as stop:
-        kept = "are dropped" if out is None else "are written" if str(out) == "-" else f"are not in {out}"
-        number = getattr(stop, "signal", signal.SIGINT)
-        raise Interrupted(number, f"interrupted; {file}: {count:,} predictions {kept}") from None
+        examples = dataclasses.replace(examples, rows=itertools.chain(first, examples.rows))
+        num_notes, started = len(examples.notes), time.monotonic()
+        for line in filter(None, (preface, *examples.notes)):
+            say(line)
+        try:
+            with _output(Path(out or "-")) as stream:
+                for chunk in _chunks(examples):
+                    predicted = zip(predict([example for example, _ in chunk]), chunk, strict=True)
+                    answers = [with_columns(answer, row) for answer, (_, row) in predicted]
+                    count += len(chunk)
+                    if out is None:
+                        returned += answers
+                        continue
+                    stream.writelines(json_text(answer, stream.encoding) for answer in answers)
+                    stream.flush()
+        except KeyboardInterrupt as stop:
+            kept = "are dropped" if out is None else "are written" if str(out) == "-" else f"are not in {out}"
+            number = getattr(stop, "signal", signal.SIGINT)
+            raise Interrupted(number, f"interrupted; {source.path}: {count:,} predictions {kept}") from None
     seconds = time.monotonic() - started
     for line in examples.notes[num_notes:]:
         say(line)
-    say(f"{file}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)")
+    say(f"{source.path}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)")
     return returned if out is None else None
 
 

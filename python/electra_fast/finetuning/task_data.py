@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,13 +14,11 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import glue as glue_files
 from electra_fast.finetuning.readers import question_files
 from electra_fast.finetuning.readers.delimited import DIALECT, Dialect, with_fields
+from electra_fast.finetuning.readers.rows import as_names
 from electra_fast.finetuning.task import TaskData, num_trained_on, overlap_warning
 from electra_fast.finetuning.tasks import TASK_TYPES
 
-_SQUAD: dict[str, Callable[[Path], TaskData]] = {
-    "squad1": functools.partial(question_files.read_squad, "squad1"),
-    "squad2": functools.partial(question_files.read_squad, "squad2"),
-}
+_SQUAD = ("squad1", "squad2")
 _READERS = {kind: task_type.read for kind, task_type in TASK_TYPES.items() if task_type.read is not None}
 OWN_KINDS = tuple(_READERS)
 _ONE_OF_OWN = f"--task {', '.join(OWN_KINDS[:-1])} or {OWN_KINDS[-1]}"
@@ -63,10 +60,10 @@ def read_tasks(
             raise InputError(f"--train needs one task: {_ONE_OF_OWN}")
         return [_read_own(chosen[0], files, given)]
     if given:
-        kinds = ", ".join(kind for kind in OWN_KINDS if next(iter(given)) in _options(kind))
+        kinds = ", ".join(kind for kind in OWN_KINDS if next(iter(given)) in options_of(_READERS[kind]))
         refuse(given, (), f"for --train with --task {kinds}")
     if squad is not None:
-        return [_SQUAD[name](squad) for name in chosen or [question_files.held_version(squad)]]
+        return [question_files.read_squad(name, squad) for name in chosen or [question_files.held_version(squad)]]
     assert glue is not None
     return [glue_files.read(name, glue) for name in chosen or glue_files.held_tasks(glue)]
 
@@ -76,14 +73,9 @@ def _source(name: str) -> str:
 
 
 def _read_own(kind: str, files: Mapping[str, Path], given: Mapping[str, Any]) -> TaskData:
-    refuse(given, _options(kind), f"not for --task {kind}")
+    options = reader_options(given, _READERS[kind], f"not for --task {kind}")
     if "group" in given and "dev" in files:
         raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
-    options = with_tuples(given)
-    dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
-    dialect = with_fields(dialect, (options.get(name, ()) for name in _COLUMNS))
-    if dialect != Dialect():
-        options["quoting"] = dialect
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
     dev, overlap = found.dev[0], list(filter(None, [overlap_warning(found.train, found.dev[0])]))
     if not overlap and (num_known := num_trained_on(found.train, dev)):  # which inflates the scores
@@ -102,11 +94,21 @@ def _read_own(kind: str, files: Mapping[str, Path], given: Mapping[str, Any]) ->
     )
 
 
-def with_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options in which those of several names are tuples, whether one name was given or a list of them."""
-    given = {name: options[name] for name in _TUPLES if name in options}
-    ones = {name: (value,) for name, value in given.items() if isinstance(value, str)}
-    return dict(options) | ones | {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+def reader_options(
+    given: Mapping[str, Any], reader: Callable[..., Any], why: str, trained: Iterable[tuple[str, ...]] = ()
+) -> dict[str, Any]:
+    """Returns arguments of a reader: names as tuples, and a `Dialect`. Raises InputError for others than it takes.
+
+    `trained` are the columns of training.
+    """
+    refuse(given, options_of(reader), why)
+    options: dict[str, Any] = {
+        name: as_names(value) if name in _TUPLES and not isinstance(value, Mapping) else value
+        for name, value in given.items()
+    }
+    dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
+    columns = (*trained, *(options.get(name, ()) for name in _COLUMNS))
+    return options | {"quoting": with_fields(dialect, columns)}
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -114,10 +116,6 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     return options | (DIALECT if "quoting" in options else {})
-
-
-def _options(kind: str) -> dict[str, Any]:
-    return options_of(_READERS[kind])
 
 
 def refuse(options: Iterable[str], known: Collection[str], why: str) -> None:
@@ -128,7 +126,7 @@ def refuse(options: Iterable[str], known: Collection[str], why: str) -> None:
         raise InputError(f"--{flag} is {why}")
 
 
-_DEFAULTS = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
+_DEFAULTS = {name: value for reader in _READERS.values() for name, value in options_of(reader).items()}
 OPTIONS = frozenset(_DEFAULTS) - {"folds", "seed"}
 """The arguments of `finetune` that are handed to the reader of own files."""
 _ALL_NAMES = (*glue_files.TASKS, *_SQUAD, *OWN_KINDS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from electra_fast.errors import InputError
-from electra_fast.files.json_files import parse_json, read_object
+from electra_fast.files.json_files import parse_json, read_object, read_optional
+from electra_fast.huggingface.tokenizer import read_length
 
 Pooling = Literal["mean", "cls"]
 
@@ -32,11 +33,6 @@ class SentenceSettings:
     lowercase: bool = False
 
 
-def tokenizer_length(folder: Path) -> int | None:
-    """Returns the most tokens that a tokenizer's folder allows, if it says so."""
-    return _max_length(folder / "tokenizer_config.json", "model_max_length")
-
-
 def read_sentence_settings(folder: Path, max_length: int | None) -> SentenceSettings:
     """Reads modules.json and what belongs to it; `max_length` is that of the tokenizer.
 
@@ -48,16 +44,13 @@ def read_sentence_settings(folder: Path, max_length: int | None) -> SentenceSett
     if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise InputError(f"{path}: has {', '.join(kinds)}; only Transformer, Pooling and Normalize are computed here")
     pooling: Pooling = _pooling(folder / paths[1] / "config.json") if len(paths) > 1 else "mean"
-    own, whole = (
-        _optional(folder / "sentence_bert_config.json"),
-        _optional(folder / "config_sentence_transformers.json"),
-    )
+    own, whole = folder / "sentence_bert_config.json", read_optional(folder / "config_sentence_transformers.json")
     return SentenceSettings(
-        _max_length(folder / "sentence_bert_config.json", "max_seq_length") or max_length,
+        read_length(own, "max_seq_length") or max_length,
         pooling,
         "Normalize" in kinds,
         str((whole.get("prompts") or {}).get(whole.get("default_prompt_name")) or ""),
-        bool(own.get("do_lower_case")),
+        bool(read_optional(own).get("do_lower_case")),
     )
 
 
@@ -79,14 +72,3 @@ def _pooling(path: Path) -> Pooling:
     if modes in ("cls", ["cls"], ["pooling_mode_cls_token"]):
         return "cls"
     raise InputError(f"{path}: {json.dumps(table)}: only the poolings mean and cls are computed here")
-
-
-def _max_length(path: Path, key: str) -> int | None:
-    length = _optional(path).get(key)
-    if length is not None and (type(length) not in (int, float) or not length >= 3):
-        raise InputError(f"{path}: {key} = {length!r} must be a number of tokens")
-    return None if length is None else int(min(length, 1 << 30))
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}

@@ -15,7 +15,7 @@ from typing import Any
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.pair_template import BERT, bert_post_processor
 from electra_fast.errors import InputError
-from electra_fast.files.json_files import read_object, write_object
+from electra_fast.files.json_files import read_optional, write_object
 
 INPUT_NAMES = {
     "bert": ["input_ids", "token_type_ids", "attention_mask"],
@@ -81,13 +81,7 @@ def copy_tokenizer(
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
     else:
-        config = _read_config(source / "tokenizer_config.json")
-        length = config.get("model_max_length", 512)
-        if type(length) not in (int, float) or not length >= 1:
-            path = source / "tokenizer_config.json"
-            raise InputError(f"{path}: model_max_length = {length!r} must be a number of tokens")
-        length = int(min(length, 1 << 30))
-        write_tokenizer(directory, tokenizer, length)
+        write_tokenizer(directory, tokenizer, tokenizer_length(source) or 512)
     for token in others:
         token["special"] = False
     if template is None:
@@ -96,12 +90,24 @@ def copy_tokenizer(
     if others or template is None:
         write_object(directory / "tokenizer.json", rules)
     path = directory / "tokenizer_config.json"
-    config = _read_config(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = read_optional(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}
     write_object(path, config | {"model_input_names": input_names} | dict(settings or {}))
 
 
 def special_ids(directory: Path) -> dict[str, int]:
     return Tokenizer(directory).special_tokens
+
+
+def tokenizer_length(folder: Path) -> int | None:
+    """Returns the most tokens that a tokenizer's folder allows, if it says so."""
+    return read_length(folder / "tokenizer_config.json", "model_max_length")
+
+
+def read_length(path: Path, key: str) -> int | None:
+    length = read_optional(path).get(key)
+    if length is not None and (type(length) not in (int, float) or not length >= 3):
+        raise InputError(f"{path}: {key} = {length!r} must be a number of tokens")
+    return None if length is None else int(min(length, 1 << 30))
 
 
 def run_tokenizer(run: Path) -> Path:
@@ -124,7 +130,3 @@ def check_vocabulary(folder: Path, corpus: Corpus) -> None:
 
 def _described(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.path} ({tokenizer.vocab_size:,} entries, hash {tokenizer.content_hash})"
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}

@@ -236,7 +236,7 @@ def test_a_pipe_is_predicted_as_the_file(tmp_path, name, content):
 def test_bad_rows_of_what_is_copied_are_said(tmp_path):
     row = json.dumps({"text": "Ann", "tokens": [{"text": "Ann"}]})
     (tmp_path / "a.dat").write_text(f"{row}\n{{broken\n{row}\n")
-    source = Source(path=tmp_path / "a.dat", format=".jsonl")
+    source = Source(path=tmp_path / "a.dat", format="jsonl")
     with open_examples(TASK_TYPES["tagging"], source) as found, pytest.raises(InputError, match="line 2: not a JSON"):
         list(found.rows)
     with open_examples(TASK_TYPES["tagging"], replace(source, skip_bad_rows=1)) as found:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.text_files import TextFile
@@ -46,7 +46,7 @@ class Dialect:
         fields: In files of other formats, fields of objects to read as columns: `review.body`.
     """
 
-    quoting: Literal["auto", "csv", "backslash", "none"] = "auto"
+    quoting: str = "auto"
     delimiter: str = ""
     no_header: bool = False
     fields: tuple[str, ...] = ()

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +52,8 @@ MAX_LOST_SHARE = 0.05
 _Annotated = tuple[Question, tuple[Annotation, ...]]
 
 
-def read_squad(name: Literal["squad1", "squad2"], folder: Path) -> TaskData:
-    """Reads SQuAD 1.1 or 2.0 from a folder, or from one in it that is called `squad`, `squad2`, `SQuAD-v2.0` or so.
+def read_squad(name: str, folder: Path) -> TaskData:
+    """Reads `squad1` or `squad2` from a folder, or from one in it that is called `squad`, `squad2`, `SQuAD-v2.0` or so.
 
     The files are train*.json, dev*.json or validation*.json, and possibly test*.json; several of a split are its parts.
     Files of the other version may lie beside them: the version is in a file's field `version`, else in its name

@@ -22,6 +22,11 @@ _ALIASES = {".ndjson": ".jsonl", ".tab": ".tsv", ".feather": ".arrow"}
 _COMPRESSED = (".gz", ".xz", ".zst")
 
 
+def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Returns one name or several as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 class BadRows:
     """Collects bad rows, so that all are reported at once, and up to a number of them left out.
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PosixPath
@@ -83,6 +84,11 @@ class MemoryTable(PosixPath):
             return _loaded([_with_text_only(place(self, row), record) for row, record in records])
         batches = lambda columns: content.select(columns).to_batches(BATCH_ROWS)  # noqa: E731
         return _batches(self, "Arrow", content.schema, batches)
+
+
+def file_or_table(name: str, data: Any) -> Path:
+    """Returns the path of a file, or a table in memory."""
+    return Path(data) if isinstance(data, (str, os.PathLike)) else MemoryTable.of(name, data)
 
 
 def is_table(data: Any) -> bool:

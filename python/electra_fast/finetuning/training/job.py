@@ -120,7 +120,7 @@ class Job:
         in_one_row = self.work.compute.computes_segments(self.device)
         return batches.pack(self.examples, chosen, self.num_processes, in_one_row=in_one_row)
 
-    def predict(self, model: TaskModel, split: Split, before_batch: Callable[[], None] = lambda: None) -> Any:
+    def predict(self, model: TaskModel, split: Split, before_batch: Callable[[], None] | None = None) -> Any:
         """Returns the model's outputs for a split that is predicted; `before_batch` may raise."""
         inference = Inference(model, self.work.compute, before_batch)
         return self.task_type.predict(inference, self.splits[split.name], self.config)
