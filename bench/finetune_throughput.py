@@ -1,14 +1,15 @@
-"""Fine-tuning compared with the Trainer of `transformers`, and prediction compared with its pipeline.
+"""Fine-tuning, prediction and vectors, compared with `transformers`' Trainer and pipeline and sentence-transformers.
 
     python bench/finetune_throughput.py [--data GLUE] [--tasks cola sst2] [--model FOLDER] [--rounds 3]
 
 The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a
 random one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the
 longest of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own; the
-ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
+ratios of a round are compared, since a shared machine drifts. Needs accelerate and sentence-transformers.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -214,6 +215,13 @@ def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
         classify = pipeline("text-classification", str(folder), device=job.device, batch_size=32)
         given: Any = [{"text": t[0], "text_pair": t[1]} if isinstance(t, tuple) else t for t in texts]
         run: Callable[[Any], Any] = lambda rows: classify(rows, truncation=True, max_length=MAX_LENGTH)  # noqa: E731
+    elif contender == "sentence-transformers":
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(str(folder), device=str(job.device))
+        given, run = texts, functools.partial(model.encode, show_progress_bar=False)
+    elif contender == "encode":
+        given, run = texts, functools.partial(ef.load(folder).encode, progress=False)
     else:
         given, run = texts, ef.load(folder).predict
     run(given[:64])
@@ -277,6 +285,7 @@ def main() -> None:
     for task in options.tasks:
         compare(options, results, task, ["ours", *TRAINERS], "training  ")
         compare(options, results, task, ["predict", "pipeline"], "prediction")
+        compare(options, results, task, ["encode", "sentence-transformers"], "vectors   ")
 
 
 if __name__ == "__main__":
