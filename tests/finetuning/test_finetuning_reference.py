@@ -147,7 +147,7 @@ def reading_losses(model, encoded, targets, head):
 )
 def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
     data, name = write_squad(tmp_path / "squad", version), f"squad{version}"
-    ef.finetune(encoder_folder, task=name, glue=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
+    ef.finetune(encoder_folder, task=name, squad=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
     folder = tmp_path / "out" / name / "seed-0" / "model"
 
     defaults = TASK_TYPES["question-answering"].defaults
