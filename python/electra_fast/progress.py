@@ -41,11 +41,6 @@ PIPE_WIDTH = 1_000_000
 WIDE = 100
 
 
-def result_console() -> Console:
-    """A console for results on standard output; in a pipe or a file, nothing is wrapped or cut."""
-    return Console(markup=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
 class LastingStream:
     """A text stream that survives the loss of its terminal by dropping output that cannot be written.
 
