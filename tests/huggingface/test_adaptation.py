@@ -160,13 +160,55 @@ def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str
     assert_close(ours.generator_logits(IDS, MASK).detach(), whole.generator_logits(IDS, MASK).detach())
 
 
+def test_a_run_continues_with_its_own_settings_and_a_new_schedule(tmp_path: Path) -> None:
+    """With all of its heads; nothing says where it was, least of all a mirror that the new run would overwrite."""
+    own = {"objective.disc_weight": 7.0, "data.mask_prob": 0.3, "optimizer.warmup_steps": 1}
+    whole = make_run(tmp_path / "run", "modern", own | {"train.mirror": "s3://bucket/run"})
+    import_(tmp_path / "run", out=tmp_path / "again")
+    ours = read_model(tmp_path / "again")
+    assert all(torch.equal(parameter, whole.state_dict()[name]) for name, parameter in ours.state_dict().items())
+    assert ours.state_dict().keys() == whole.state_dict().keys() and "corrective_head.bias" in whole.state_dict()
+    fresh = {"optimizer.warmup_steps": -1, "train.mirror": "", "data.corpus": "", "train.out": ""}
+    assert ours.config == whole.config.override(fresh)
+    state = TrainState(imported=True, token_type_1_trained=False)
+    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source", ["run", "run/checkpoints/step-3", "out", "out/discriminator"])
+def test_a_discriminator_becomes_a_masked_language_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    """Its head is the corrective head, which an export leaves out."""
+    whole = make_run(tmp_path / "run", "modern", {"model.embedding_size": 48})
+    export(tmp_path / "run", out=tmp_path / "out")
+    import_(tmp_path / source, out=tmp_path / "mlm", mlm=True)
+    ours, said = read_model(tmp_path / "mlm"), capsys.readouterr().err
+    assert (ours.config.objective.name, list(ours.networks)) == ("mlm", ["generator"])
+    assert_close(hidden(ours, "generator"), hidden(whole, "discriminator"))
+    states = hidden(whole, "discriminator")
+    expected = whole.corrective_head(states, whole.embeddings.token)
+    has_head = source.startswith("run")
+    assert ("note: generator_head: not in" in said) != has_head and "objective.disc_weight" not in said
+    if has_head:
+        assert_close(ours.generator_logits(IDS, MASK), expected)
+
+
+def test_a_masked_language_model_of_another_class_keeps_its_head(tmp_path: Path) -> None:
+    theirs = hf_folder(tmp_path / "model", "BertForMaskedLM")
+    import_(tmp_path / "model", out=tmp_path / "mlm", mlm=True)
+    assert_close(read_model(tmp_path / "mlm").generator_logits(IDS, MASK).detach(), hf_logits(theirs))
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     hf_folder(tmp_path / "model", "ElectraForPreTraining")
 
-    def refused(generator: str | Path | None, message: str) -> None:
+    def refused(generator: str | Path | None, message: str, *, mlm: bool = False) -> None:
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            import_(tmp_path / "model", out=tmp_path / "run", generator=generator)
+            import_(tmp_path / "model", out=tmp_path / "run", generator=generator, mlm=mlm)
         assert not (tmp_path / "run").exists()
+
+    refused("small", "mlm has no generator; give --generator small or --mlm", mlm=True)
 
     refused(None, "model: only the discriminator; training needs the generator too; make one with --generator small")
     for number in (0, 5):

@@ -269,13 +269,14 @@ def _export(sub: Parser) -> None:
 
 
 def _import(sub: Parser) -> None:
-    _path(sub, "model", "folder with discriminator/ and generator/, or one model", "MODEL")
+    _path(sub, "model", "run, folder with discriminator/ and generator/, or one model", "MODEL")
     _path(sub, "--out", "run folder", required=True)
     help = (
         "adapt one encoder to other text by replaced-token detection, with a new small generator, copies of its first "
         "N layers, or another masked language model of its vocabulary"
     )
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
+    _flag(sub, "--mlm", "adapt one encoder to other text by masked language modeling")
 
 
 def _doctor(sub: Parser) -> None:
@@ -315,7 +316,7 @@ COMMANDS = {
         "plan": "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise",
         "pretrain": "train a model; rerun with the same --out to resume",
         "export": "export a run as Hugging Face folders: encoder/, discriminator/ and generator/",
-        "import": "create a run from exported folders, to continue training",
+        "import": "create a run from exported folders or a run, to continue training",
     },
     "Use": {
         "finetune": "fine-tune an encoder on GLUE, SQuAD or your own data; rerun with the same --out to resume",

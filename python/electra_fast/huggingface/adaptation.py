@@ -1,6 +1,6 @@
-"""A model for replaced-token detection from one encoder, to continue on text of a domain.
+"""A model from one encoder, to continue on text of a domain: what `import_` makes with a generator, or with `mlm`.
 
-`read_with_generator` is `import_` with a generator. The encoder becomes the discriminator.
+With a generator, the encoder becomes the discriminator of replaced-token detection.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from electra_fast.errors import InputError
 from electra_fast.huggingface.config import CLASSES, named_classes, read_table, role_shape
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.folder import check_agreement, check_generator, read_model
-from electra_fast.huggingface.source import is_folder, tokenizer_folder
+from electra_fast.huggingface.source import checkpoint_of, is_folder, tokenizer_folder
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS
 
 SMALL = "small"
 _SAME_LAYERS = re.compile(r"same-layers:(\d+)")
-_MASKED_LM_HEADS = (PARTS["encoder"][2], PARTS["generator"][2])
+_MASKED_LM_HEADS = (PARTS["encoder"][2], PARTS["generator"][2], "corrective_head")
 
 
 @dataclass(frozen=True)
 class _Network:
-    """An encoder, and its head if the source has one that we know.
+    """An encoder, and the heads of its source that we know.
 
-    `state` has the fp32 parameters under `embeddings.`, `encoder.` and `head.`; `head` is the attribute of `Electra`
-    that holds such a head.
+    `state` has the fp32 parameters under `embeddings.`, `encoder.` and the names of `heads`, the attributes of
+    `Electra` that hold them.
     """
 
     source: Path
     shape: ModelConfig
     state: Mapping[str, Tensor]
-    head: str | None = None
+    heads: Collection[str] = ()
+
+    def head(self, names: Iterable[str]) -> str | None:
+        return next((name for name in names if name in self.heads), None)
 
 
 def read_with_generator(source: Path, generator: str) -> Electra:
@@ -53,17 +56,27 @@ def read_with_generator(source: Path, generator: str) -> Electra:
     """
     main = _read(source, PARTS)
     small, tying = _generator(main, generator)
-    config = _config(main, small, generator, tying)
+    config = _config(main, small, f"the generator {generator}", "electra", tying)
     if small is not None:
         check_generator(small.source, small.shape, config)
-    for settings, reason in ADAPTATION:
-        say(f"{', '.join(f'{key} = {format_value(config.value(key))}' for key in settings)}: {reason}")
     model = Electra(config)
     _fill(model, "discriminator", main, (PARTS["discriminator"][2],))
     if small is None:
         say(f"note: generator: new, so it starts untrained; {_size(config.generator_shape())}")
     else:
         _fill(model, "generator", small, _MASKED_LM_HEADS)
+    return model
+
+
+def read_masked_lm(source: Path) -> Electra:
+    """Returns a model of the objective `mlm` with the encoder of `source`: of two networks, the discriminator's.
+
+    Its head is the source's masked-language-model head, or the corrective head of a discriminator, or new. Prints the
+    settings that it chooses, and why. Raises FileNotFoundError, or ValueError naming the file, value and remedy.
+    """
+    main = _read(source, PARTS)
+    model = Electra(_config(main, None, "masked language modeling", "mlm", "none"))
+    _fill(model, "generator", main, _MASKED_LM_HEADS)
     return model
 
 
@@ -76,12 +89,15 @@ def _read(source: Path, roles: Iterable[str]) -> _Network:
     role = next((each for each in roles if each in model.networks), None)
     if role is None:
         raise InputError(f"{source}: only the {' and the '.join(model.networks)}; a generator predicts masked tokens")
+    # A folder has no other head than that of its class; `read_model` begins the others anew.
+    heads = [PARTS[role][2]] if checkpoint_of(source) is None else list(model.networks[role].heads)
+    modules = dict(zip(("embeddings", "encoder"), PARTS[role], strict=False)) | {name: name for name in heads}
     state = {
         f"{part}.{name}": parameter.detach()
-        for part, module in zip(("embeddings", "encoder", "head"), PARTS[role], strict=True)
+        for part, module in modules.items()
         for name, parameter in model.get_submodule(module).named_parameters()
     }
-    return _Network(source, role_shape(model.config, role), state, PARTS[role][2])
+    return _Network(source, role_shape(model.config, role), state, heads)
 
 
 def _has_known_head(folder: Path) -> bool:
@@ -109,7 +125,7 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
     if not path.is_dir():
         raise InputError(f"generator = {generator!r} must be small, same-layers:N or the folder of a model")
     small = _read(path, ("generator", "encoder"))
-    if small.head is None:
+    if not small.heads:
         raise InputError(f"{path}: an encoder without a masked-language-model head; give a folder that has one")
     check_agreement(path, small.shape, "discriminator", main.shape)
     places = [tokenizer_folder(each.source, each.shape.vocab_size) for each in (small, main)]
@@ -121,7 +137,7 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
     return small, "embeddings" if shared else "none"
 
 
-def _config(main: _Network, small: _Network | None, generator: str, tying: str) -> Config:
+def _config(main: _Network, small: _Network | None, what: str, objective: str, tying: str) -> Config:
     shape = main.shape
     num_heads = max(1, round(shape.num_heads * GeneratorConfig.fraction)) if small is None else small.shape.num_heads
     changes: dict[str, Scalar] = {"generator.fraction": num_heads / shape.num_heads}
@@ -134,16 +150,20 @@ def _config(main: _Network, small: _Network | None, generator: str, tying: str) 
     changes |= {key: value for values, _ in ADAPTATION for key, value in values.items()}
     changes["data.sequence_length"] = min(int(changes["data.sequence_length"]), shape.max_positions)
     try:
-        return Config.preset(DEFAULT_PRESET, "paper").override(changes)
+        config = Config.preset(DEFAULT_PRESET, "paper", objective).override(changes)
     except InputError as error:
-        raise InputError(f"{main.source} with the generator {generator}: {error}") from None
+        raise InputError(f"{main.source} with {what}: {error}") from None
+    for settings, reason in ADAPTATION:
+        keys = [key for key in settings if objective == "electra" or not key.startswith("objective.")]
+        say(f"{', '.join(f'{key} = {format_value(config.value(key))}' for key in keys)}: {reason}")
+    return config
 
 
 @torch.no_grad()
-def _fill(model: Electra, role: str, network: _Network, heads: Collection[str | None]) -> None:
-    """Copies a network's parameters into a role of the model; leaves its head as it is if it is not one of `heads`."""
-    for part, module in zip(("embeddings", "encoder", "head"), PARTS[role], strict=True):
-        if part == "head" and network.head not in heads:
+def _fill(model: Electra, role: str, network: _Network, heads: Iterable[str]) -> None:
+    """Copies a network's parameters into a role of the model; the head is the first of `heads`, or stays as it is."""
+    for part, module in zip(("embeddings", "encoder", network.head(heads)), PARTS[role], strict=True):
+        if part is None:
             say(f"note: {module}: not in {network.source}, so it starts untrained")
             continue
         for name, parameter in model.get_submodule(module).named_parameters():

@@ -19,7 +19,7 @@ from electra_fast.data.object_store import delete_objects, list_objects, read, u
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, remove, replace_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.adaptation import read_with_generator
+from electra_fast.huggingface.adaptation import read_masked_lm, read_with_generator
 from electra_fast.huggingface.card import ONNX_FILE, Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_model, read_models, write_model
@@ -167,29 +167,39 @@ def _listed(names: str | Sequence[str]) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
 
-def import_(model: str | Path, *, out: str | Path, generator: str | Path | None = None) -> ImportResult:
-    """Creates a run at step 0 from Hugging Face folders, which `pretrain` can continue.
+def import_(
+    model: str | Path, *, out: str | Path, generator: str | Path | None = None, mlm: bool = False
+) -> ImportResult:
+    """Creates a run at step 0 from Hugging Face folders or a run, which `pretrain` can continue.
 
     `model` holds an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
     those without a head get a new one. Sizes and tying come from the folders, the rest of config.toml from the exported
-    run or, for other models, from the preset of that size. The learning-rate schedule restarts, with a warmup of 5% of
-    the steps unless set, and peak rates derived from the steps if those of the exported run were; precision, attention
-    backend and execution are `auto` again.
+    run or, for other models, from the preset of that size. A run or a checkpoint keeps all of its networks, heads and
+    settings. The learning-rate schedule restarts, with a warmup of 5% of the steps unless set, and peak rates derived
+    from the steps if those of the exported run were; precision, attention backend and execution are `auto` again.
 
     Args:
-        model: The folders. With `generator`, one encoder: a folder of any class, an export, a run or a checkpoint.
+        model: The folders, a run or a checkpoint. With `generator` or `mlm`, one encoder: a folder of any class, an
+            export, a run or a checkpoint.
         out: The run's folder, missing or empty.
         generator: Makes a run for replaced-token detection from one encoder, with the settings of
             `config.presets.ADAPTATION`. "small": a new generator of about a quarter of its width, which shares its
             embeddings. "same-layers:N": copies of its first N layers, which share its embeddings. Or a masked language
             model of the same vocabulary: a folder, a run or a checkpoint.
+        mlm: Makes a run of masked language modeling from one encoder, with settings of that table. Its head starts as
+            that of the source, as the corrective head of a discriminator, or new.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source, out = Path(model), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    electra = _read_to_continue(source) if generator is None else read_with_generator(source, str(generator))
+    if mlm and generator is not None:
+        raise InputError(f"mlm has no generator; give --generator {generator} or --mlm")
+    if generator is not None:
+        electra = read_with_generator(source, str(generator))
+    else:
+        electra = read_masked_lm(source) if mlm else _read_to_continue(source)
     tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
 
     def write(folder: Path) -> None:
@@ -204,12 +214,16 @@ def import_(model: str | Path, *, out: str | Path, generator: str | Path | None 
 
 
 def _read_to_continue(source: Path) -> Electra:
-    model = read_models(folders_of(source), with_new_heads=True)
-    _check_whole(source, model, "training needs", "; make one with --generator small (generator=...)")
-    _say_own_heads(model, "not in the folder, so it starts untrained")
-    # Chosen when training starts, since its length and hardware may differ from the exported run's.
+    if (stored := checkpoint_of(source)) is not None:
+        model = checkpoint.load_model(stored)
+    else:
+        model = read_models(folders_of(source), with_new_heads=True)
+        _check_whole(source, model, "training needs", "; make one with --generator small (generator=...)")
+        _say_own_heads(model, "not in the folder, so it starts untrained")
+    # Chosen when training starts, since its length, place and hardware may differ from the source's.
     rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
+    fresh |= dict.fromkeys(("data.corpus", "train.out", "train.mirror"), "")
     if model.config.model.architecture == "modernbert":
         left = model.config.override(dict.fromkeys(rates, "0")).resolved()
         fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}
