@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -194,23 +195,27 @@ def import_(
     source, out = Path(model), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
+    electra = read_to_train(source, generator, mlm=mlm)
+    tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
+    _write_folder(out, partial(write_run, source=source, electra=electra, tokenizer=tokenizer))
+    return ImportResult(out, list(electra.networks))
+
+
+def read_to_train(source: Path, generator: str | Path | None, *, mlm: bool) -> Electra:
+    """Returns the model of a run that `import_` makes, with the run's configuration."""
     if mlm and generator is not None:
         raise InputError(f"mlm has no generator; give --generator {generator} or --mlm")
     if generator is not None:
-        electra = read_with_generator(source, str(generator))
-    else:
-        electra = read_masked_lm(source) if mlm else _read_to_continue(source)
-    tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
+        return read_with_generator(source, str(generator))
+    return read_masked_lm(source) if mlm else _read_to_continue(source)
 
-    def write(folder: Path) -> None:
-        copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[electra.config.model.architecture])
-        (folder / "config.toml").write_text(electra.config.to_toml(), encoding="utf-8")
-        trained = _with_trained_types(source, origin(source), electra).token_type_1_trained
-        state = TrainState(imported=True, token_type_1_trained=trained)
-        checkpoint.save(folder, electra, None, state, keep=1)
 
-    _write_folder(out, write)
-    return ImportResult(out, list(electra.networks))
+def write_run(folder: Path, *, source: Path, electra: Electra, tokenizer: Path) -> None:
+    """Writes a run at step 0 with a model from `source`: its config.toml, which makes the folder a run, is the last."""
+    copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[electra.config.model.architecture])
+    trained = _with_trained_types(source, origin(source), electra).token_type_1_trained
+    checkpoint.save(folder, electra, None, TrainState(imported=True, token_type_1_trained=trained), keep=1)
+    (folder / "config.toml").write_text(electra.config.to_toml(), encoding="utf-8")
 
 
 def _read_to_continue(source: Path) -> Electra:
