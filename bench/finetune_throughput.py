@@ -24,6 +24,7 @@ from lib.results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast import checkpoint
+from electra_fast.data.corpus import write_tokenizer
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.config import recipe_config
@@ -33,7 +34,7 @@ from electra_fast.finetuning.readers import glue
 from electra_fast.finetuning.training.job import Job, make_job
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
-from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
+from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.model.compute import choose_device
 from electra_fast.model.matmul import use_matmul
 from electra_fast.optimizers.optimizer import lr_scale

@@ -132,7 +132,8 @@ def test_inspect_and_verify(folder):
 def test_json_of_vocab_and_prepare(folder, tmp_path):
     text, words, out = folder / "text.txt", tmp_path / "vocab.txt", tmp_path / "out"
     made = json.loads(run("vocab", text, "--out", words, "--size", 100, "--json").stdout)
-    assert made == {"out": str(words), "num_entries": 100, "skipped_files": 0, "skipped_rows": 0}
+    of_trimming = dict.fromkeys(("trimmed_from", "unknown_share", "split_share"))
+    assert made == {"out": str(words), "num_entries": 100, "skipped_files": 0, "skipped_rows": 0} | of_trimming
     report = json.loads(run("prepare", text, "--vocab", words, "--out", out, "--json").stdout)
     assert report["packings"]["best-fit"]["128"]["tokens"] == report["num_tokens"] == ef.Corpus(out).num_tokens
     assert (report["out"], report["complete"], report["repeats"]["documents"]["total"]) == (str(out), True, 400)

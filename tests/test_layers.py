@@ -64,12 +64,12 @@ CRATE_USES = {
 LINES = {
     "python/electra_fast/cli": 1_000,
     "python/electra_fast/config": 1_450,
-    "python/electra_fast/data": 2_730,
+    "python/electra_fast/data": 3_010,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,
     "python/electra_fast/finetuning": 12_800,
     "python/electra_fast/hardware": 2_000,
-    "python/electra_fast/huggingface": 2_650,
+    "python/electra_fast/huggingface": 2_810,
     "python/electra_fast/model": 1_500,
     "python/electra_fast/objectives": 1_000,
     "python/electra_fast/ops": 1_750,
@@ -77,9 +77,9 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_300,
-    "python/electra_fast": 37_000,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 37_400,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 31_100,
+    "tests": 31_500,
     "bench": 4_500,
     "crates": 23_500,
 }

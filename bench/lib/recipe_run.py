@@ -19,11 +19,11 @@ import torch
 
 import electra_fast as ef
 from electra_fast import checkpoint
+from electra_fast.data.corpus import write_tokenizer
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged, ElectraFastError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.interruption import interrupt_at_once, stop_with_parent
 from electra_fast.messages import error_line, say
 from electra_fast.training import evaluate as evaluation

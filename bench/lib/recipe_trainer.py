@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 import electra_fast as ef
+from electra_fast.data.corpus import write_tokenizer
 from electra_fast.distributed.step_processes import keep_freed_memory
-from electra_fast.huggingface.tokenizer import write_tokenizer
 
 
 class Chunks(torch.utils.data.Dataset[dict[str, Any]]):

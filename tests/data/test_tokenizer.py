@@ -13,11 +13,10 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 import electra_fast as ef
 from electra_fast.config.config import Config
-from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.corpus import Corpus, Tokenizer, write_tokenizer
 from electra_fast.data.prepare import prepare
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import export, import_
-from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.training.evaluate import evaluate
 from electra_fast.training.pretrain import pretrain
 

@@ -14,9 +14,9 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.corpus import Corpus, Tokenizer, write_tokenizer
 from electra_fast.data.prepare import prepare
-from electra_fast.huggingface.tokenizer import copy_tokenizer, write_tokenizer
+from electra_fast.huggingface.tokenizer import copy_tokenizer
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

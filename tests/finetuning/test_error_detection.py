@@ -16,11 +16,10 @@ from tiny_run import tiny_config
 
 import electra_fast as ef
 from electra_fast import checkpoint
-from electra_fast.data.corpus import Tokenizer
+from electra_fast.data.corpus import Tokenizer, write_tokenizer
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning.error_detection import read_detector
 from electra_fast.huggingface.export import export
-from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
 
 SHORT = "The value of the expression isn't a name."

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from electra_fast import checkpoint
 from electra_fast.config.config import Config
-from electra_fast.data.corpus import Tokenizer
+from electra_fast.data.corpus import Tokenizer, write_tokenizer
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning.error_detection import read_detector
@@ -24,7 +24,6 @@ from electra_fast.huggingface.config import CLASSES
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model
-from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model.model import Electra
 from electra_fast.training.pretrain import pretrain
 

@@ -11,8 +11,8 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from electra_fast.data.corpus import Tokenizer
-from electra_fast.huggingface.tokenizer import FILES, copy_tokenizer, special_ids, write_tokenizer
+from electra_fast.data.corpus import Tokenizer, write_tokenizer
+from electra_fast.huggingface.tokenizer import FILES, copy_tokenizer, special_ids
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TEXTS = [

@@ -12,9 +12,9 @@ from variants import VARIANTS
 
 import electra_fast as ef
 from electra_fast import checkpoint
+from electra_fast.data.corpus import write_tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.objectives.objective import METRICS
 from electra_fast.ops.operations import use_impl
 from electra_fast.ops.sampling import alias_table, philox, sample_alias_reference

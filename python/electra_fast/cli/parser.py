@@ -90,8 +90,10 @@ def _demo(sub: Parser) -> None:
 
 def _vocab(sub: Parser) -> None:
     _add_inputs(sub)
-    _path(sub, "--out", "vocab.txt or NAME.json", default=Path("vocab.txt"))
-    _option(sub, "--size", 30_522, "vocabulary size")
+    _path(sub, "--out", "vocab.txt or NAME.json; with --trim a folder", default=Path("vocab.txt"))
+    _path(sub, "--trim", "keep those entries of this model's or file's tokenizer that the text uses", "MODEL")
+    help = "vocabulary size (default: 30522; with --trim all that the text uses)"
+    _option(sub, "--size", None, help, "N", type=int)
     _option(sub, "--min-frequency", 2, "minimum occurrences of a merge")
     _flag(sub, "--cased", "keep case (default: lowercase the text)")
     _flag(sub, "--strip-accents", "remove accents and other marks, as BERT's uncased vocabularies do")
@@ -277,6 +279,8 @@ def _import(sub: Parser) -> None:
     )
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
     _flag(sub, "--mlm", "adapt one encoder to other text by masked language modeling")
+    help = "another vocabulary: entries of both keep their embeddings, others begin as the mean of their pieces"
+    _path(sub, "--vocab", help, "FILE|FOLDER")
 
 
 def _doctor(sub: Parser) -> None:
@@ -309,7 +313,7 @@ def _report(sub: Parser) -> None:
 COMMANDS = {
     "Build": {
         "demo": "train and export a model in 1 to 3 minutes, without downloads",
-        "vocab": "train a WordPiece vocabulary",
+        "vocab": "train a WordPiece vocabulary, or trim that of a model to a text",
         "prepare": "tokenize text into a corpus of shards; rerun with the same --out to resume",
         "inspect": "summarize a corpus and show one of its packed, masked rows as text",
         "verify": "verify all checksums of a corpus",
@@ -341,7 +345,7 @@ COMMANDS = {
 }
 # The options of a command's --help, if not all.
 SHOWN = {
-    "vocab": "out size cased strip-accents text format documents threads json",
+    "vocab": "out size trim cased strip-accents text format documents threads json",
     "prepare": "vocab out holdout drop-duplicates text format documents partition threads json",
     "plan": "config preset recipe hours gpu-memory gpus steps batch-size lr json",
     "pretrain": "out config preset recipe steps batch-size lr precision device dry-run",

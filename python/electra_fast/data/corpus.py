@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from electra_fast.data.inputs import StrPath
 from electra_fast.data.pair_template import PairTemplate, template_of
 from electra_fast.data.tokenizer_folder import open_tokenizer
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import write_object
 from electra_fast.results import Result
 
 Ids = NDArray[np.int32]
@@ -84,6 +85,13 @@ class Tokenizer:
         """The tokenizer that a corpus was prepared with, from the corpus's own copy."""
         tokenizer = cls.__new__(cls)
         tokenizer._inner = _data.Tokenizer.of_corpus(corpus._inner)
+        return tokenizer
+
+    def with_rules(self, rules: Mapping[str, Any], special_tokens: Iterable[int]) -> Tokenizer:
+        """The tokenizer of another tokenizer.json, parsed, with these ids of pad, unk, cls, sep and mask."""
+        content = json.dumps(rules, ensure_ascii=False).encode()
+        tokenizer = Tokenizer.__new__(Tokenizer)
+        tokenizer.__setstate__((os.fspath(self.path), ("tokenizer.json", content), (None, None), tuple(special_tokens)))
         return tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -171,6 +179,35 @@ class Tokenizer:
         A `vocab.txt` becomes one if it has added tokens or does not split Chinese characters.
         """
         return _options(self._inner.settings)
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Writes a tokenizer folder; `max_length` is the model's maximum input length in tokens.
+
+    A `vocab.txt` becomes a BertTokenizer; a `tokenizer.json` keeps its rules and, if it has no
+    post-processor, gets the template [CLS] text [SEP].
+    """
+    name, content = tokenizer.file
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if name == "vocab.txt":
+        config = {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": not tokenizer.options["cased"],
+            "strip_accents": tokenizer.options["strip_accents"],
+            "tokenize_chinese_chars": True,
+        }
+    rules = tokenizer.to_json()
+    if (json.loads(rules)["pre_tokenizer"] or {}).get("add_prefix_space"):
+        config["add_prefix_space"] = True  # transformers 4 ignores tokenizer.json and defaults to false
+    special = {f"{role}_token": tokenizer.id_to_token(i) for role, i in tokenizer.special_tokens.items()}
+    config |= special | {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(rules, encoding="utf-8")
+    write_object(directory / "tokenizer_config.json", config)
+    write_object(directory / "special_tokens_map.json", special)
+    if name == "vocab.txt":
+        (directory / name).write_bytes(content)
 
 
 class Corpus(Sequence[Ids]):

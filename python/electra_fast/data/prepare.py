@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
@@ -27,6 +28,7 @@ from electra_fast.data.inputs import (
 from electra_fast.data.prepare_executor import prepare_on
 from electra_fast.data.prepare_report import PrepareReport, Vocabulary, guess, notes, packings_of, words_counted
 from electra_fast.data.tokenizer_folder import open_tokenizer
+from electra_fast.data.trimming import trim_tokenizer
 from electra_fast.errors import InputError
 from electra_fast.progress import ReadingProgress
 
@@ -169,7 +171,8 @@ def vocab(
     inputs: StrPath | Iterable[StrPath] | Iterable[str] | Iterable[Mapping[str, Any]],
     *,
     out: StrPath,
-    size: int = 30_522,
+    trim: StrPath | None = None,
+    size: int | None = None,
     cased: bool = False,
     strip_accents: bool = False,
     character_coverage: float = 0.9999,
@@ -185,13 +188,19 @@ def vocab(
     kind: Kind = "auto",
     progress: bool = True,
 ) -> Vocabulary:
-    """Trains a WordPiece vocabulary; deterministic for the same text.
+    """Trains a WordPiece vocabulary, or trims that of a model; deterministic for the same text.
 
     Args:
         inputs: As for `prepare`.
         out: The `vocab.txt` to write, with a `tokenizer.json` and a `tokenizer_config.json` next to it that record
-            the casing; if it ends in `.json`, only a tokenizer.json. Existing files are never overwritten.
-        size: Number of entries, including [PAD] [UNK] [CLS] [SEP] [MASK], which come first.
+            the casing; if it ends in `.json`, only a tokenizer.json. Existing files are never overwritten. With `trim`,
+            a folder, new or empty.
+        trim: A model (run, export, folder of `transformers`) or a tokenizer's file. Its tokenizer, WordPiece, BPE or
+            Unigram, keeps the entries that the text uses, what they are merged from, their characters and those of
+            ASCII, bytes, special and added tokens. Text that needs no other entry is tokenized as before. All of the
+            text counts; options for training are refused. `import_` then has a `vocab` for the model.
+        size: Number of entries, including [PAD] [UNK] [CLS] [SEP] [MASK], which come first; 30,522 by default. With
+            `trim`, the most entries to keep, the most frequent ones; by default all that the text uses.
         cased: Keep the case of the text, not lowercase it.
         strip_accents: Drop accents and other combining marks, as BERT's uncased vocabularies do.
         character_coverage: The most frequent characters become entries, enough for this fraction of the text, and
@@ -210,16 +219,24 @@ def vocab(
         progress: As for `prepare`.
 
     Returns:
-        The file and its number of entries: `size`, or fewer if the text does not yield that many.
+        The file or folder and its number of entries: `size`, or fewer if the text does not yield that many.
 
     Raises:
         FileNotFoundError: An input does not exist.
         TypeError: As for `prepare`.
-        ValueError: The text or an option cannot be used, or the output file exists.
+        ValueError: The text, the tokenizer or an option cannot be used, or the output exists.
         OSError: Reading or writing failed.
     """
     reading = reading_options(documents, text, invalid_utf8, format, skip_bad_rows)
     found_text = source(inputs, kind, reading["text_fields"], invalid_utf8)
+    if trim is not None:
+        training = {"cased": cased, "strip_accents": strip_accents, "character_coverage": character_coverage}
+        training |= {"min_frequency": min_frequency, "sample": sample, "seed": seed}
+        for name, value in training.items():
+            if value != inspect.signature(vocab).parameters[name].default:
+                raise InputError(f"{name} = {value} is for training a vocabulary; with trim, the model's rules stay")
+        threads = not_negative("threads", threads)
+        return trim_tokenizer(trim, out, size, found_text, reading, threads=threads, progress=progress)
     with ReadingProgress("vocab", shown=progress) as bar:
 
         def counted(*counts: Any) -> None:
@@ -231,7 +248,7 @@ def vocab(
             os.fspath(out),
             **found_text,
             **reading,
-            size=size,
+            size=30_522 if size is None else size,
             lowercase=not cased,
             strip_accents=strip_accents,
             character_coverage=character_coverage,

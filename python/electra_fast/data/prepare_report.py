@@ -152,16 +152,27 @@ class Vocabulary(Result):
     """The outcome of `vocab`."""
 
     out: str
-    """The file of the vocabulary."""
+    """The file of the vocabulary, or the folder of a trimmed tokenizer."""
     num_entries: int
     """The size asked for, or fewer if the text does not yield that many."""
     skipped_files: int
     """Files of other kinds, in folders or matched by globs, that were passed over."""
     skipped_rows: int
     """JSON records that could not be read and were skipped."""
+    trimmed_from: int | None = None
+    """The number of entries before `trim`."""
+    unknown_share: float | None = None
+    """With `trim`: [UNK] per token of the text, before and after."""
+    split_share: float | None = None
+    """With `trim`: the share of the text's tokens that `size` left no entry for."""
 
     def lines(self) -> Iterator[str]:
-        yield f"{self.out}: {self.num_entries:,} entries"
+        if self.trimmed_from is None:
+            yield f"{self.out}: {self.num_entries:,} entries"
+            return
+        split = f", {self.split_share:.2%} of them split by size" if self.split_share else ""
+        kept = f"{self.out}: {self.num_entries:,} of {self.trimmed_from:,} entries"
+        yield f"{kept}; {self.unknown_share:.2%} of the text's tokens are [UNK]{split}"
 
 
 @dataclass(frozen=True)

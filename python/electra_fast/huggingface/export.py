@@ -27,6 +27,7 @@ from electra_fast.huggingface.folder import read_model, read_models, write_model
 from electra_fast.huggingface.onnx import require_packages, write_onnx
 from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import FILES, INPUT_NAMES, copy_tokenizer, special_ids
+from electra_fast.huggingface.vocabulary import with_vocabulary
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
@@ -169,7 +170,12 @@ def _listed(names: str | Sequence[str]) -> Sequence[str]:
 
 
 def import_(
-    model: str | Path, *, out: str | Path, generator: str | Path | None = None, mlm: bool = False
+    model: str | Path,
+    *,
+    out: str | Path,
+    generator: str | Path | None = None,
+    mlm: bool = False,
+    vocab: str | Path | None = None,
 ) -> ImportResult:
     """Creates a run at step 0 from Hugging Face folders or a run, which `pretrain` can continue.
 
@@ -189,6 +195,9 @@ def import_(
             model of the same vocabulary: a folder, a run or a checkpoint.
         mlm: Makes a run of masked language modeling from one encoder, with settings of that table. Its head starts as
             that of the source, as the corrective head of a discriminator, or new.
+        vocab: Another vocabulary: a tokenizer's folder or file, such as that of `vocab` with `trim`. Entries that both
+            have keep their embeddings and output biases. Others begin as the mean of the pieces that the model's own
+            tokenizer makes of them, or as the mean of all if it knows none.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
@@ -197,6 +206,8 @@ def import_(
         raise InputError(f"{out}: not empty; choose another folder for the run")
     electra = read_to_train(source, generator, mlm=mlm)
     tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
+    if vocab is not None:
+        electra, tokenizer = with_vocabulary(electra, tokenizer, Path(vocab)), Path(vocab)
     _write_folder(out, partial(write_run, source=source, electra=electra, tokenizer=tokenizer))
     return ImportResult(out, list(electra.networks))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.corpus import Corpus, Tokenizer, write_tokenizer
 from electra_fast.data.pair_template import BERT, bert_post_processor
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_optional, write_object
@@ -23,35 +23,6 @@ INPUT_NAMES = {
 }
 """The inputs of a model of each architecture."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "added_tokens.json")
-
-
-def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> None:
-    """Writes a tokenizer folder; `max_length` is the model's maximum input length in tokens.
-
-    A `vocab.txt` becomes a BertTokenizer; a `tokenizer.json` keeps its rules and, if it has no
-    post-processor, gets the template [CLS] text [SEP].
-    """
-    name, content = tokenizer.file
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if name == "vocab.txt":
-        config = {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": not tokenizer.options["cased"],
-            "strip_accents": tokenizer.options["strip_accents"],
-            "tokenize_chinese_chars": True,
-        }
-    rules = tokenizer.to_json()
-    if (json.loads(rules)["pre_tokenizer"] or {}).get("add_prefix_space"):
-        config["add_prefix_space"] = True  # transformers 4 ignores tokenizer.json and defaults to false
-    special = {f"{role}_token": tokenizer.id_to_token(i) for role, i in tokenizer.special_tokens.items()}
-    config |= special | {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
-
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(rules, encoding="utf-8")
-    write_object(directory / "tokenizer_config.json", config)
-    write_object(directory / "special_tokens_map.json", special)
-    if name == "vocab.txt":
-        (directory / name).write_bytes(content)
 
 
 def copy_tokenizer(

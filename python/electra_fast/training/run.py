@@ -18,13 +18,14 @@ from electra_fast import _data
 from electra_fast.config.config import AUTO, FREE_KEYS, HARDWARE_KEYS, Config, config_of
 from electra_fast.config.presets import DEFAULT_PRESET, OBJECTIVE_SPECS, RECIPES
 from electra_fast.config.section import Value, present_name
+from electra_fast.data.corpus import write_tokenizer
 from electra_fast.data.mixture import Corpora, Mixture, missing_folder
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import errors_named, foreign_names, replace_file
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.files.json_files import parse_json
-from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
+from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer
 from electra_fast.messages import say
 from electra_fast.training import mirror
 from electra_fast.training.loggers import forget_loggers, require_loggers

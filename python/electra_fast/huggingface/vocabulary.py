@@ -1,0 +1,171 @@
+"""`with_vocabulary`: a model with another vocabulary, for `import --vocab`.
+
+Entries of both vocabularies keep their rows of all tables. Any other begins as the mean of the rows of those pieces
+that the old tokenizer makes of its text: in fp32, before any training.
+
+Shapes: V entries, E embedding size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.data.trimming import BYTES, Entries
+from electra_fast.messages import say
+from electra_fast.model.model import Electra
+
+Key = tuple[bool, bytes]
+"""An entry of any kind of tokenizer: whether it begins a word, and its text, perhaps a part of a character."""
+_SPACE = "\u2581"  # of SentencePiece
+
+
+def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
+    """Returns a model with the vocabulary of `new` instead of `old`, on a CPU; prints how many entries are kept.
+
+    Special tokens take the rows of the same role. The bias of a new entry is the mean of its pieces' too, so that its
+    logit is the mean of theirs. Entries without known pieces begin as the mean of all. If entries and ids are equal,
+    the model stays as it is, padding rows included.
+
+    Args:
+        model: Any model; its tables have a row per entry of `old`, and perhaps more.
+        old: The folder or file of its tokenizer.
+        new: The folder or file of another tokenizer of any kind.
+
+    Raises FileNotFoundError, or ValueError naming the file and what it lacks.
+    """
+    before, after = Tokenizer(old), Tokenizer(new)
+    sources = _sources(before, after)
+    if sources == [[number] for number in range(before.vocab_size)]:
+        say(f"vocabulary: {after.path} has the entries of {before.path}; nothing changes")
+        return model
+    changed = Electra(model.config.override({"model.vocab_size": after.vocab_size}), roles=model.networks)
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in changed.named_parameters():
+            is_table = name.partition(".")[2] in ("token", "bias")  # of embeddings, and of heads that predict tokens
+            table = theirs[name][: before.vocab_size]
+            parameter.copy_(_rows(table, sources) if is_table else theirs[name])
+    num_kept, num_lost = sum(len(ids) == 1 for ids in sources), sources.count([])
+    num_means = len(sources) - num_kept - num_lost
+    lost = f", {num_lost:,} as the mean of all" if num_lost else ""
+    sizes = [sum(each.numel() for each in network.parameters()) for network in (model, changed)]
+    say(
+        f"vocabulary: {before.vocab_size:,} entries become {after.vocab_size:,}: {num_kept:,} have the row of one, "
+        f"{num_means:,} begin as the mean of several{lost}; {sizes[0] / 1e6:,.1f} M parameters become "
+        f"{sizes[1] / 1e6:,.1f} M ({sizes[0] * 4 / 1e6:,.0f} → {sizes[1] * 4 / 1e6:,.0f} MB in fp32)"
+    )
+    return changed
+
+
+def _rows(table: Tensor, sources: list[list[int]]) -> Tensor:
+    """Returns the mean of some rows for each list of their numbers, of all rows for an empty one; [V, …] → [new V, …].
+
+    A single row is copied bitwise.
+    """
+    means, everything = table.new_empty(len(sources), *table.shape[1:]), table.mean(dim=0)
+    for number, ids in enumerate(sources):
+        means[number] = table[ids[0]] if len(ids) == 1 else table[ids].mean(dim=0) if ids else everything
+    return means
+
+
+def _sources(before: Tokenizer, after: Tokenizer) -> list[list[int]]:
+    """Returns the old ids whose rows make each new entry."""
+    old, new = _Vocabulary(before), _Vocabulary(after)
+    has_same_marks, has_same_text = old.marks == new.marks, old.rules["normalizer"] == new.rules["normalizer"]
+    sources: list[list[int]] = [[] for _ in range(after.vocab_size)]
+    asked = []
+    for number, key in new.keys.items():
+        is_added = number in new.added
+        known = old.ids.get(new.names[number]) if has_same_marks or is_added else old.ids_of_keys.get(key)
+        if known is not None:
+            sources[number] = [known]
+        if known is None or not (has_same_text or is_added):
+            asked.append(number)
+    for number, ids in zip(asked, old.pieces([new.keys[number] for number in asked]), strict=True):
+        # The row of an entry that the old tokenizer writes in another way, such as in lower case, was never trained.
+        is_written_so = b"".join(old.keys[piece][1] for piece in ids) == new.keys[number][1]
+        if not sources[number] or (ids and not is_written_so):
+            sources[number] = ids
+    for role, number in after.special_tokens.items():
+        sources[number] = [before.special_tokens[role]]
+    return sources
+
+
+class _Vocabulary:
+    """The entries of a tokenizer, by name, id and key."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.rules = tokenizer, json.loads(tokenizer.to_json())
+        entries, added = Entries(self.rules), {each["id"]: each["content"] for each in self.rules["added_tokens"]}
+        self.names, self.added = entries.names | added, added.keys()
+        self.ids = {name: number for number, name in self.names.items()}
+        parts = [self.rules[part] for part in ("normalizer", "pre_tokenizer", "decoder")]
+        self.prefix, self.suffix, self.is_byte_level = entries.prefix, entries.suffix, entries.is_byte_level
+        self.is_sentence_piece = not self.is_byte_level and f'"{_SPACE}"' in json.dumps(parts, ensure_ascii=False)
+        self.marks = (self.is_byte_level, self.is_sentence_piece, self.prefix, self.suffix)
+        self.keys = {number: self._key(number) for number in self.names}
+        # If two have one key, such as "," and "##,", the shorter is the usual one.
+        own = sorted(self.keys.keys() - self.added, key=lambda number: -len(self.names[number]))
+        self.ids_of_keys = {self.keys[number]: number for number in own}
+
+    def _key(self, number: int) -> Key:
+        entry = self.names[number]
+        if number in self.added:
+            return True, entry.encode()
+        if self.is_byte_level:
+            text = b"".join(bytes([BYTES[letter]]) if letter in BYTES else letter.encode() for letter in entry)
+            return text.startswith(b" "), text.removeprefix(b" ")
+        if self.is_sentence_piece:
+            return entry.startswith(_SPACE), entry.removeprefix(_SPACE).encode()
+        text = entry.removeprefix(self.prefix).removesuffix(self.suffix) or entry
+        # Words with a prefix are split at punctuation, which mostly follows a word without a space.
+        begins = not self.prefix or (not entry.startswith(self.prefix) and any(map(str.isalnum, text)))
+        return begins, text.encode()
+
+    def pieces(self, keys: list[Key]) -> list[list[int]]:
+        """Returns the ids that the tokenizer makes of each text, at the start of a word or within; no unknown ones."""
+        space = " " if self.is_byte_level else ""
+        texts = [text.decode(errors="ignore") for _, text in keys]
+        at_start = self._known(self.tokenizer.encode_batch([space + text for text in texts]))
+        prefix = self.prefix  # WordPiece looks for the first piece of a word by its whole name
+        within = self._known(self._within_words().encode_batch([prefix + text for text in texts]))
+        found = []
+        for (starts, raw), text, first, inner in zip(keys, texts, at_start, within, strict=True):
+            if text.encode() != raw:  # a part of a character
+                ids = [self.ids_of_keys.get((False, bytes([byte]))) for byte in raw]
+                found.append([number for number in ids if number is not None])
+            elif starts or not inner or not self.names[inner[0]].startswith(prefix):
+                found.append(first)
+            else:
+                found.append(inner)
+        return found
+
+    def _known(self, encoded: Any) -> list[list[int]]:
+        unknown = self.tokenizer.special_tokens["unk"]
+        known = [[number for number in ids.tolist() if number != unknown and number in self.keys] for ids in encoded]
+        return [ids if any(self.keys[number][1] for number in ids) else [] for ids in known]  # more than a space
+
+    def _within_words(self) -> Tokenizer:
+        """Returns the tokenizer without what splits text into words and marks their starts."""
+        splitter = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        rules = self.rules | {
+            "normalizer": _without_prepend(self.rules["normalizer"]),
+            "pre_tokenizer": splitter if self.is_byte_level else None,
+        }
+        return self.tokenizer.with_rules(rules, self.tokenizer.special_tokens.values())
+
+
+def _without_prepend(normalizer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return None
+    if normalizer["type"] == "Sequence":
+        steps = map(_without_prepend, normalizer["normalizers"])
+        return {"type": "Sequence", "normalizers": [step for step in steps if step is not None]}
+    return normalizer

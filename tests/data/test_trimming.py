@@ -1,0 +1,173 @@
+"""`vocab --trim`: text of kept entries has the tokens of the whole vocabulary, in ours and in `transformers`."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from in_process import run
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Crate
+from transformers import AutoTokenizer
+
+import electra_fast as ef
+from electra_fast.data.trimming import with_entries_of
+
+NAMES = ["<s>", "<pad>", "</s>", "<unk>"]
+SYLLABLES = "ka to mir an éle shu in ber ta ros ing the qu ü zza lo".split()
+DICE = random.Random(1)
+WORDS = ["".join(DICE.choices(SYLLABLES, k=DICE.randint(1, 4))) for _ in range(300)]
+LINES = [" ".join(DICE.choices(WORDS, weights=[1 / (i + 1) for i in range(300)], k=9)).capitalize() for _ in range(300)]
+METASPACE = pre_tokenizers.Metaspace()
+TEMPLATE = processors.TemplateProcessing(
+    single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+)
+
+
+def word_piece() -> Crate:
+    crate = Crate(models.WordPiece(unk_token="<unk>"))
+    crate.normalizer, crate.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    crate.train_from_iterator(LINES, trainers.WordPieceTrainer(vocab_size=400, special_tokens=NAMES))
+    return crate
+
+
+def byte_level() -> Crate:
+    crate = Crate(models.BPE())
+    crate.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=NAMES, initial_alphabet=alphabet)
+    crate.train_from_iterator(LINES, trainer)
+    return crate
+
+
+def bpe(**model: str) -> Crate:
+    crate = Crate(models.BPE(unk_token="<unk>", fuse_unk=True, **model))
+    crate.normalizer = normalizers.NFKC()
+    crate.pre_tokenizer = pre_tokenizers.Whitespace() if model else METASPACE
+    crate.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=400, special_tokens=NAMES, **model))
+    return crate
+
+
+def unigram() -> Crate:
+    crate = Crate(models.Unigram())
+    crate.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    crate.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), METASPACE])
+    crate.train_from_iterator(LINES, trainers.UnigramTrainer(vocab_size=250, special_tokens=NAMES, unk_token="<unk>"))
+    return crate
+
+
+KINDS = {
+    "WordPiece": (word_piece, processors.BertProcessing(("</s>", 2), ("<s>", 0))),
+    "byte-level BPE": (byte_level, processors.RobertaProcessing(("</s>", 2), ("<s>", 0))),
+    "BPE": (bpe, processors.Sequence([TEMPLATE])),
+    "BPE with ##": (lambda: bpe(continuing_subword_prefix="##"), TEMPLATE),
+    "BPE with </w>": (lambda: bpe(end_of_word_suffix="</w>"), TEMPLATE),
+    "Unigram": (unigram, TEMPLATE),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer folder with two added tokens: <mask>, and one that is whole in text."""
+    make, post_processor = KINDS[request.param]
+    crate = make()
+    crate.post_processor = post_processor
+    crate.add_special_tokens(["<mask>"])
+    crate.add_tokens(["NEW"])
+    folder = tmp_path_factory.mktemp("model")
+    crate.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 77, "pad_token": "<pad>"}))
+    return folder
+
+
+def test_text_of_kept_entries_has_its_old_tokens(model: Path, tmp_path: Path) -> None:
+    before = ef.Tokenizer(model)
+    report = ef.vocab(LINES[:40], out=tmp_path / "out", trim=model, kind="documents", progress=False)
+    after = ef.Tokenizer(tmp_path / "out")
+    assert report.num_entries == after.vocab_size < report.trimmed_from == before.vocab_size
+    _, kept_ids = with_entries_of(before, counts(before, LINES[:40]))
+    old = [AutoTokenizer.from_pretrained(path) for path in (model, tmp_path / "out")]
+    num_alike = 0
+    for line in [*LINES, "NEW " + LINES[0], "ing ingthe", "ŋ" + LINES[1], ""]:
+        ids, trimmed = before.encode_batch([line])[0], after.encode_batch([line])[0]
+        if np.isin(ids, kept_ids).all():
+            num_alike += 1
+            assert kept_ids[trimmed].tolist() == ids.tolist()
+        assert trimmed.tolist() == old[1](line, add_special_tokens=False).input_ids
+    assert 45 < num_alike < len(LINES)
+    theirs, ours = (each(LINES[0], LINES[1]).input_ids for each in old)
+    assert kept_ids[ours].tolist() == theirs
+    assert after.special_tokens == before.special_tokens | {"mask": after.vocab_size - 2}
+    assert (old[1].model_max_length, old[1].mask_token, old[1].pad_token_id) == (77, "<mask>", 1)
+
+
+def counts(tokenizer: ef.Tokenizer, texts: list[str]) -> np.ndarray:
+    return np.bincount(np.concatenate(tokenizer.encode_batch(texts)), minlength=tokenizer.vocab_size)
+
+
+def test_no_kept_character_is_unknown(model: Path, tmp_path: Path) -> None:
+    before, unknown = ef.Tokenizer(model), 3
+    after, _ = with_entries_of(before, counts(before, LINES[:40]))
+    for word in ("élan", "zzakta", "kq"):
+        assert (unknown in before.encode_batch([word])[0]) == (unknown in after.encode_batch([word])[0])
+
+
+def test_a_size_keeps_the_most_frequent(model: Path) -> None:
+    before = ef.Tokenizer(model)
+    occurrences = counts(before, LINES)
+    whole, _ = with_entries_of(before, occurrences)
+    size = whole.vocab_size - 20
+    after, kept_ids = with_entries_of(before, occurrences, size)
+    assert size - 3 <= after.vocab_size <= size
+    lost = np.setdiff1d(occurrences.nonzero()[0], kept_ids)
+    assert occurrences[lost].max() <= np.median(occurrences[occurrences > 0])
+    with pytest.raises(ef.InputError, match=r"^size = 9 is less than the .* special tokens, bytes .*; raise it$"):
+        with_entries_of(before, occurrences, 9)
+
+
+def test_everything_used_twice_changes_nothing(model: Path) -> None:
+    before = ef.Tokenizer(model)
+    after, _ = with_entries_of(before, counts(before, LINES))
+    again, kept_ids = with_entries_of(after, counts(after, LINES))
+    assert again.content_hash == after.content_hash and kept_ids.tolist() == list(range(after.vocab_size))
+
+
+REFUSED = {
+    "--cased": r"cased = True is for training a vocabulary; with trim, the model's rules stay",
+    "--sample 5000": r"sample = 5000 is for training",
+    "--out vocab.txt": r"vocab.txt: a trimmed tokenizer is several files; name a folder for them with --out",
+    "--out {full}": r".*full: not empty; choose another folder",
+    "--size 7": r"size = 7 is less than the \d+ special tokens, bytes and characters of ASCII; raise it",
+    "--trim {full}": r".*tokenizer.json: not found, nor vocab.txt",
+    "{full}/empty.txt": r"the corpus is empty: no token in all the input",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_trimmed_is_refused(model: Path, tmp_path: Path, words: str) -> None:
+    full, out = tmp_path / "full", tmp_path / "out"
+    full.mkdir()
+    (full / "empty.txt").write_text("\n")
+    text = full / "text.txt"
+    text.write_text("\n".join(LINES))
+    added = words.format(full=full).split()
+    texts = [] if not words.startswith("--") else [text]
+    usual = {"--trim": model, "--out": out}
+    options = [part for pair in usual.items() if pair[0] not in added for part in pair]
+    done = run("vocab", *texts, *options, *added)
+    assert done.returncode == 2 and re.match(f"electra-fast: error: {REFUSED[words]}", done.stderr.splitlines()[-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_text_of_another_script_says_what_is_lost(tmp_path: Path) -> None:
+    crate = word_piece()
+    crate.add_special_tokens(["<mask>"])
+    crate.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("слово за словом the")
+    done = run("vocab", tmp_path / "text.txt", "--trim", tmp_path / "tokenizer.json", "--out", tmp_path / "out")
+    assert re.search(r"/out: \d+ of 401 entries; 75.00% of the text's tokens are \[UNK\]$", done.stdout.strip())
+    assert "warning: 75.0% of the tokens are [UNK] (of a sample, most often: " in done.stderr
