@@ -26,11 +26,11 @@ NOTE = "<!-- Written by .ci/generate_reference.py. -->\n\n"
 LISTS = ("Args:", "Raises:", "Attributes:")
 GROUPS = {
     "Text and corpora": "prepare vocab inspect verify Corpus Tokenizer BatchLoader to_torch",
-    "Pre-training": "Config pretrain plan evaluate report",
+    "Pre-training": "Config pretrain adapt plan evaluate report",
     "Machine and method": "doctor flops reproduce demo",
     "Models": "load PretrainedModel FinetunedModel export Electra import_",
     "Fine-tuning and prediction": "finetune predict detect",
-    "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult Plan "
+    "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult AdaptResult Plan "
     "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report "
     "FinetuneResults TaskResult Evaluation EvaluationReport",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining Diverged OutOfMemory ExecutorFailed",

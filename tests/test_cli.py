@@ -148,6 +148,7 @@ LINES = {
     "inspect": (("inspect", "shards"), 20),
     "verify": (("verify", "shards"), 3),
     "pretrain": (("pretrain", "shards", "--dry-run", "--preset", "tiny", "--train.batch_size", 4), 100),
+    "adapt": (("adapt", "run", "text.txt", "--out", "domain", "--train.steps", 1, "--train.batch_size", 4), 8),
     "evaluate": (("evaluate", "run", "shards", "--max-batches", 1), 10),
     "detect": (("detect", "run", "text.txt", "--text", "text"), 400),
     "export": (("export", "run", "--out", "other"), 1),
@@ -175,7 +176,7 @@ def odd(folder):
 def test_lines_are_lines_and_what_is_in_them_stays_in_them(command, odd):
     assert {*LINES, "finetune", "predict", "demo", "reproduce"} == build_parser().commands.keys()
     words, num_lines = LINES[command]
-    names = {each.name for each in odd.iterdir()} | {"again", "other", "adapted", "report.html"}
+    names = {each.name for each in odd.iterdir()} | {"again", "other", "adapted", "domain", "report.html"}
     done = run(*(odd / word if str(word).partition("/")[0] in names else word for word in words))
     assert done.returncode in (0, command == "doctor"), done.stderr
     said = done.stdout + done.stderr

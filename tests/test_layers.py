@@ -27,7 +27,7 @@ PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
     {"__init__"},
-    {"demonstration", "reproduction", "run_report"},
+    {"adaptation", "demonstration", "reproduction", "run_report"},
     {"finetuning"},
     {"training"},
     {"hardware"},
@@ -63,13 +63,13 @@ CRATE_USES = {
 # which user, and lower it when something goes.
 LINES = {
     "python/electra_fast/cli": 1_000,
-    "python/electra_fast/config": 1_450,
+    "python/electra_fast/config": 1_500,
     "python/electra_fast/data": 3_010,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,
     "python/electra_fast/finetuning": 12_800,
     "python/electra_fast/hardware": 2_000,
-    "python/electra_fast/huggingface": 2_810,
+    "python/electra_fast/huggingface": 2_890,
     "python/electra_fast/model": 1_500,
     "python/electra_fast/objectives": 1_000,
     "python/electra_fast/ops": 1_750,
@@ -77,13 +77,13 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_300,
-    "python/electra_fast": 37_400,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 38_050,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 31_500,
+    "tests": 31_750,
     "bench": 4_500,
     "crates": 23_500,
 }
-MAX_TOP_FILES = 12
+MAX_TOP_FILES = 13
 # Single files beside the folders, usable from all of them.
 CRATE_GROUND = {"choice", "error", "panics", "philox", "regular_file", "threads"}
 

@@ -37,16 +37,16 @@ OTHER_TOOLS = {
 # Which commands have an option of several: those where it means something, and none has it under another name.
 WORDS = {
     **dict.fromkeys(("data", "model", "input", "corpus", "text-field", "skip-bad-records", "workers", "batches"), ""),
-    "out": "demo vocab prepare pretrain export import finetune predict detect evaluate report reproduce",
-    "json": "demo vocab prepare inspect verify plan pretrain export import finetune evaluate report doctor flops "
+    "out": "demo vocab prepare pretrain adapt export import finetune predict detect evaluate report reproduce",
+    "json": "demo vocab prepare inspect verify plan pretrain adapt export import finetune evaluate report doctor flops "
     "reproduce",
-    "device": "demo plan pretrain finetune predict detect evaluate doctor reproduce",
-    "precision": "plan pretrain doctor flops finetune predict detect evaluate",
-    "text": "vocab prepare finetune predict detect evaluate",
-    "skip-bad-rows": "vocab prepare finetune predict detect evaluate",
-    "threads": "vocab prepare",
-    "seed": "vocab inspect plan pretrain doctor flops",
-    "seeds": "finetune reproduce",
+    "device": "demo plan pretrain adapt finetune predict detect evaluate doctor reproduce",
+    "precision": "plan pretrain adapt doctor flops finetune predict detect evaluate",
+    "text": "vocab prepare adapt finetune predict detect evaluate",
+    "skip-bad-rows": "vocab prepare adapt finetune predict detect evaluate",
+    "threads": "vocab prepare adapt",
+    "seed": "vocab inspect plan pretrain adapt doctor flops",
+    "seeds": "adapt finetune reproduce",
     "config": "plan pretrain doctor flops",
 }
 ANSWERED = {
@@ -65,7 +65,7 @@ ANSWERED = {
     "pretrain --model_name_or_path": "electra-fast import MODEL --out RUN",
     "pretrain --model.name": "did you mean --preset?",
     "pretrain --lr_scheduler.warmup-steps": "did you mean --optimizer.warmup_steps?",
-    "evaluate --seeds": "it is an option of finetune, reproduce",
+    "evaluate --seeds": "it is an option of adapt, finetune, reproduce",
     "predict --model": "the model needs no flag: electra-fast predict MODEL FILE",
 }
 

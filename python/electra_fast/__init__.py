@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from electra_fast._data import VERSION as __version__
 
 if TYPE_CHECKING:
+    from electra_fast.adaptation import AdaptResult, adapt
     from electra_fast.config.config import Config
     from electra_fast.data.corpus import Corpus, Tokenizer, Verification, verify
     from electra_fast.data.inspect import Inspection, inspect
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _NAMES = {
+    "adaptation": "AdaptResult adapt",
     "config.config": "Config",
     "data.corpus": "Corpus Tokenizer Verification verify",
     "data.inspect": "Inspection inspect",
@@ -77,13 +79,13 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 _FORMER = {"train_vocab": "vocab", "import_folder": "import_", "load_finetuned": "load", "load_error_detector": "load"}
 
 __all__ = [
-    "BatchLoader", "Comparison", "Config", "Corpus", "DemoResult", "Diverged", "DoctorReport", "Electra",
-    "ElectraFastError", "Evaluation", "EvaluationReport", "ExecutorFailed", "ExportResult", "FinetuneResults",
-    "FinetunedModel", "FlopCount", "ImportResult", "InputError", "Inspection", "Interrupted", "OutOfMemory", "Plan",
-    "PrepareReport", "PretrainResult", "PretrainedModel", "Report", "StopTraining", "TaskResult", "Tokenizer",
-    "TrainingFailed", "Verification", "Vocabulary", "__version__", "demo", "detect", "doctor", "evaluate", "export",
-    "finetune", "flops", "import_", "inspect", "load", "plan", "predict", "prepare", "pretrain", "report",
-    "reproduce", "to_torch", "verify", "vocab",
+    "AdaptResult", "BatchLoader", "Comparison", "Config", "Corpus", "DemoResult", "Diverged", "DoctorReport",
+    "Electra", "ElectraFastError", "Evaluation", "EvaluationReport", "ExecutorFailed", "ExportResult",
+    "FinetuneResults", "FinetunedModel", "FlopCount", "ImportResult", "InputError", "Inspection", "Interrupted",
+    "OutOfMemory", "Plan", "PrepareReport", "PretrainResult", "PretrainedModel", "Report", "StopTraining",
+    "TaskResult", "Tokenizer", "TrainingFailed", "Verification", "Vocabulary", "__version__", "adapt", "demo",
+    "detect", "doctor", "evaluate", "export", "finetune", "flops", "import_", "inspect", "load", "plan", "predict",
+    "prepare", "pretrain", "report", "reproduce", "to_torch", "verify", "vocab",
 ]  # fmt: skip
 
 

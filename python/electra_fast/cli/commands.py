@@ -36,10 +36,11 @@ TIME_IS_UP = 75
 DISK_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
 # Commands that resume after an interruption. Others have written nothing; `pretrain` has a message of its own.
-RESUMABLE = ("demo", "prepare", "finetune", "reproduce")
+RESUMABLE = ("demo", "prepare", "adapt", "finetune", "reproduce")
 
 # Ways to use less memory.
 LESS_MEMORY = {
+    "adapt": "raise train.accumulate (the same batch in smaller parts)",
     "pretrain": "raise train.accumulate (the same batch in smaller parts), or choose a smaller model",
     "finetune": "lower finetune.batch_size or finetune.sequence_length",
     "evaluate": "lower --batch-size",
@@ -100,9 +101,15 @@ def _message(error: Exception, out: object) -> str:
 
 def _call(options: argparse.Namespace, **replaced: Any) -> Any:
     """Calls the command's function with the options that are its arguments, some of them replaced."""
+    function, arguments = _function(options)
+    return function(**arguments | replaced)
+
+
+def _function(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the command's function, and the options that are its arguments."""
     function = getattr(electra_fast, options.command + "_" * iskeyword(options.command))
     names = inspect.signature(function).parameters.keys()
-    return function(**{name: value for name, value in vars(options).items() if name in names} | replaced)
+    return function, {name: value for name, value in vars(options).items() if name in names}
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -180,6 +187,20 @@ def _pretrain(options: argparse.Namespace) -> int:
     return 0 if result.is_finished else TIME_IS_UP
 
 
+def _adapt(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        from electra_fast.adaptation import dry_run
+
+        if options.json:
+            raise InputError("--dry-run prints text; leave out --json")
+        _, arguments = _function(options)
+        show(dry_run(**arguments))
+        return 0
+    result = _call(options)
+    _print(options, result)
+    return 0 if result.is_finished else TIME_IS_UP
+
+
 def _evaluate(options: argparse.Namespace) -> None:
     _print(options, _call(options, data=_corpora(options.data)))
 
@@ -230,6 +251,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "prepare": _prepare,
     "plan": _plan,
     "pretrain": _pretrain,
+    "adapt": _adapt,
     "evaluate": _evaluate,
     "doctor": _doctor,
     "flops": _flops,

@@ -20,6 +20,7 @@ from electra_fast.model.networks import PARTS
 # Commands that take `--section.key value`, and the defaults that their help states.
 CONFIGURED: dict[str, tuple[Configuration, ...]] = {
     "pretrain": (Config(),),
+    "adapt": (Config(),),
     "flops": (Config(),),
     "plan": (Config(),),
     "doctor": (Config(),),
@@ -27,7 +28,7 @@ CONFIGURED: dict[str, tuple[Configuration, ...]] = {
     "reproduce": (Config.preset(DEFAULT_PRESET, "google"), FinetuningConfig()),
 }
 # Those that run a model, and so take --device.
-ON_DEVICE = ("demo", "plan", "pretrain", "finetune", "predict", "detect", "evaluate", "doctor", "reproduce")
+ON_DEVICE = ("demo", "plan", "pretrain", "adapt", "finetune", "predict", "detect", "evaluate", "doctor", "reproduce")
 # The default of columns where a fine-tuned model knows them.
 AS_TRAINED = "as in training"
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
@@ -283,6 +284,24 @@ def _import(sub: Parser) -> None:
     _path(sub, "--vocab", help, "FILE|FOLDER")
 
 
+def _adapt(sub: Parser) -> None:
+    _path(sub, "model", "run, checkpoint or Hugging Face folder", "MODEL")
+    _add_inputs(sub)
+    _path(sub, "--out", "run folder", required=True)
+    _path(sub, "--general", "general text, prepared with the model's tokenizer, to mix in", "CORPUS")
+    help = "for replaced-token detection by an encoder without a generator, as for import"
+    _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
+    _option(sub, "--holdout", 0.02, "fraction of documents set aside for validation", "FRACTION")
+    _flag(sub, "--dry-run", "show what it would choose and why, and the plan; leaves nothing")
+    _path(sub, "--task-data", "labeled data of the domain: fine-tunes on them before and after, and compares", "FILE")
+    help = "classification, regression, tagging or question-answering"
+    _option(sub, "--task", "classification", help)
+    _path(sub, "--dev", "labeled data to score on (default: part of --task-data)", "FILE")
+    _several(sub, "--task-text", "COLUMN[,COLUMN2]", "text column of --task-data (default: text; ...)")
+    _several(sub, "--label", "COLUMN", "label column of --task-data (default: label, labels, ...)")
+    _option(sub, "--seeds", 3, "fine-tuning runs before and after, with seeds 0 to N-1", "N")
+
+
 def _doctor(sub: Parser) -> None:
     _add_config(sub, "check the kernels of this run")
 
@@ -319,6 +338,7 @@ COMMANDS = {
         "verify": "verify all checksums of a corpus",
         "plan": "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise",
         "pretrain": "train a model; rerun with the same --out to resume",
+        "adapt": "continue an encoder on text of a domain, and compare before and after; rerun to resume",
         "export": "export a run as Hugging Face folders: encoder/, discriminator/ and generator/",
         "import": "create a run from exported folders or a run, to continue training",
     },
@@ -350,6 +370,7 @@ SHOWN = {
     "plan": "config preset recipe hours gpu-memory gpus steps batch-size lr json",
     "pretrain": "out config preset recipe steps batch-size lr precision device dry-run",
     "finetune": "task train dev test text label glue out seeds epochs",
+    "adapt": "out task-data label dev generator steps lr holdout seeds dry-run",
     "predict": "out text format threshold top-k n-best null-threshold device precision",
     "detect": "out threshold text precision device",
     "evaluate": "out text label sequence-length batch-size max-batches corrupted-by device precision json",

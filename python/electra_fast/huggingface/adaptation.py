@@ -6,7 +6,7 @@ With a generator, the encoder becomes the discriminator of replaced-token detect
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,19 +14,28 @@ import torch
 from torch import Tensor
 
 from electra_fast.config.config import AUTO, Config, GeneratorConfig, ModelConfig
-from electra_fast.config.presets import ADAPTATION, DEFAULT_PRESET
+from electra_fast.config.presets import ADAPTATION_SETTINGS, DEFAULT_PRESET
 from electra_fast.config.section import Scalar, format_value
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.json_files import read_optional
 from electra_fast.huggingface.config import CLASSES, named_classes, read_table, role_shape
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.folder import check_agreement, check_generator, read_model
-from electra_fast.huggingface.source import checkpoint_of, is_folder, tokenizer_folder
+from electra_fast.huggingface.model_types import original
+from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, tokenizer_folder
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
-from electra_fast.model.networks import PARTS
+from electra_fast.model.networks import PARTS, networks_of
+
+Settings = Sequence[tuple[Mapping[str, Scalar], str]]
+"""Configuration keys, and why they have these values."""
 
 SMALL = "small"
+# What tells a folder that sentence-transformers wrote.
+_OF_SENTENCES = ("modules.json", "config_sentence_transformers.json")
+_BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", re.MULTILINE)
 _SAME_LAYERS = re.compile(r"same-layers:(\d+)")
 _MASKED_LM_HEADS = (PARTS["encoder"][2], PARTS["generator"][2], "corrective_head")
 
@@ -48,8 +57,51 @@ class _Network:
         return next((name for name in names if name in self.heads), None)
 
 
+def kind_of(source: Path) -> str:
+    """Returns the kind of a source, as in `config.presets.Adaptation`: "pair", "masked_lm" or "encoder".
+
+    Prints a warning if it is a folder that was fine-tuned for a task. Raises FileNotFoundError, or ValueError for a
+    model tuned for sentences and for a run that is not finished, naming the remedy.
+    """
+    if name := next((name for name in _OF_SENTENCES if (source / name).is_file()), None):
+        raise InputError(
+            f"{source}: tuned for sentences ({name}), which is lost if it is adapted now; adapt the encoder that it "
+            f"was made from{_base_model(source)}, and tune the result for sentences"
+        )
+    if is_folder(source) and not _has_known_head(source):
+        if name := next(
+            (name for name in original(read_table(source)).get("architectures") or () if "For" in name), ""
+        ):
+            say(
+                f"warning: {source}: fine-tuned for a task ({name}), whose head is left out; adapt the encoder that "
+                f"it was made from{_base_model(source)}, and fine-tune the result"
+            )
+        return "encoder"
+    if (stored := checkpoint_of(source)) is None:
+        roles: Collection[str] = folders_of(source)
+    else:
+        state, config = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml")
+        if state.step < config.train.steps and source != stored and not (state.imported and not state.step):
+            raise InputError(
+                f"{source}: at step {state.step:,} of {config.train.steps:,}; finish it with `electra-fast pretrain`, "
+                f"or name a checkpoint to adapt it as it is: {stored}"
+            )
+        roles = networks_of(config)
+    if len(roles) > 1:
+        return "pair"
+    return "encoder" if "discriminator" in roles else "masked_lm"
+
+
+def _base_model(source: Path) -> str:
+    """Returns the name of the model that a folder says it was made from, in parentheses; "" if it does not say."""
+    card = source / "README.md"
+    found = _BASE_MODEL.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+    name = found[1] if found else read_optional(source / "config.json").get("_name_or_path")
+    return f" ({name})" if name else ""
+
+
 def read_with_generator(source: Path, generator: str) -> Electra:
-    """Returns a model whose discriminator is the encoder of `source`; prints the settings that it chooses, and why.
+    """Returns a model whose discriminator is the encoder of `source`.
 
     `generator` is "small", "same-layers:N", or the path of a masked language model. Raises FileNotFoundError, or
     ValueError naming the file, value and remedy.
@@ -71,8 +123,8 @@ def read_with_generator(source: Path, generator: str) -> Electra:
 def read_masked_lm(source: Path) -> Electra:
     """Returns a model of the objective `mlm` with the encoder of `source`: of two networks, the discriminator's.
 
-    Its head is the source's masked-language-model head, or the corrective head of a discriminator, or new. Prints the
-    settings that it chooses, and why. Raises FileNotFoundError, or ValueError naming the file, value and remedy.
+    Its head is the source's masked-language-model head, or the corrective head of a discriminator, or new. Raises
+    FileNotFoundError, or ValueError naming the file, value and remedy.
     """
     main = _read(source, PARTS)
     model = Electra(_config(main, None, "masked language modeling", "mlm", "none"))
@@ -147,16 +199,19 @@ def _config(main: _Network, small: _Network | None, what: str, objective: str, t
             changes[f"generator.{key}"] = 0 if own == other else own
     model = asdict(shape) | {"tying": tying, "attention": AUTO}
     changes |= {f"model.{key}": value for key, value in model.items()}
-    changes |= {key: value for values, _ in ADAPTATION for key, value in values.items()}
+    changes |= {key: value for values, _ in ADAPTATION_SETTINGS for key, value in values.items()}
     changes["data.sequence_length"] = min(int(changes["data.sequence_length"]), shape.max_positions)
     try:
-        config = Config.preset(DEFAULT_PRESET, "paper", objective).override(changes)
+        return Config.preset(DEFAULT_PRESET, "paper", objective).override(changes)
     except InputError as error:
         raise InputError(f"{main.source} with {what}: {error}") from None
-    for settings, reason in ADAPTATION:
-        keys = [key for key in settings if objective == "electra" or not key.startswith("objective.")]
-        say(f"{', '.join(f'{key} = {format_value(config.value(key))}' for key in keys)}: {reason}")
-    return config
+
+
+def settings_lines(config: Config, settings: Settings) -> Iterator[str]:
+    """Yields a line for the user for each reason: the keys that it is for, with their values in a configuration."""
+    for keys, reason in settings:
+        found = {key: config.value(key) for key in keys if config.objective.name != "mlm" or "disc_" not in key}
+        yield f"{', '.join(f'{key} = {format_value(value)}' for key, value in found.items())}: {reason}"
 
 
 @torch.no_grad()

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from electra_fast import checkpoint
 from electra_fast.config.config import AUTO, HARDWARE_KEYS
+from electra_fast.config.presets import ADAPTATION_SETTINGS
 from electra_fast.data.corpus import location
 from electra_fast.data.object_store import delete_objects, list_objects, read, upload_folder
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, remove, replace_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.adaptation import read_masked_lm, read_with_generator
+from electra_fast.huggingface.adaptation import read_masked_lm, read_with_generator, settings_lines
 from electra_fast.huggingface.card import ONNX_FILE, Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_model, read_models, write_model
@@ -190,9 +191,9 @@ def import_(
             export, a run or a checkpoint.
         out: The run's folder, missing or empty.
         generator: Makes a run for replaced-token detection from one encoder, with the settings of
-            `config.presets.ADAPTATION`. "small": a new generator of about a quarter of its width, which shares its
-            embeddings. "same-layers:N": copies of its first N layers, which share its embeddings. Or a masked language
-            model of the same vocabulary: a folder, a run or a checkpoint.
+            `config.presets.ADAPTATION_SETTINGS`. "small": a new generator of about a quarter of its width, which shares
+            its embeddings. "same-layers:N": copies of its first N layers, which share its embeddings. Or a masked
+            language model of the same vocabulary: a folder, a run or a checkpoint.
         mlm: Makes a run of masked language modeling from one encoder, with settings of that table. Its head starts as
             that of the source, as the corrective head of a discriminator, or new.
         vocab: Another vocabulary: a tokenizer's folder or file, such as that of `vocab` with `trim`. Entries that both
@@ -205,6 +206,9 @@ def import_(
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
     electra = read_to_train(source, generator, mlm=mlm)
+    if mlm or generator is not None:
+        for line in settings_lines(electra.config, ADAPTATION_SETTINGS):
+            say(line)
     tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
     if vocab is not None:
         electra, tokenizer = with_vocabulary(electra, tokenizer, Path(vocab)), Path(vocab)
@@ -239,7 +243,7 @@ def _read_to_continue(source: Path) -> Electra:
     # Chosen when training starts, since its length, place and hardware may differ from the source's.
     rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
-    fresh |= dict.fromkeys(("data.corpus", "train.out", "train.mirror"), "")
+    fresh |= dict.fromkeys(("data.corpus", "train.out", "train.mirror"), "") | {"train.max_minutes": "0"}
     if model.config.model.architecture == "modernbert":
         left = model.config.override(dict.fromkeys(rates, "0")).resolved()
         fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}

@@ -1,0 +1,378 @@
+"""`adapt`: continues an encoder on text of a domain, and measures by a task of that domain what that was worth.
+
+Its parts are other commands': `prepare`, `import`, `pretrain`, `finetune`. What it chooses is in
+`config.presets.ADAPTATION`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from electra_fast.config.config import AUTO, Config
+from electra_fast.config.presets import LITTLE_TEXT, adaptation
+from electra_fast.config.section import Scalar
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.inputs import Format, InvalidUtf8, Kind, Separator, StrPath
+from electra_fast.data.mixture import Corpora
+from electra_fast.data.object_store import local_file
+from electra_fast.data.prepare import prepare
+from electra_fast.distributed.launch import Launch
+from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import foreign_names, replace_file
+from electra_fast.files.json_files import json_text, read_optional
+from electra_fast.finetuning.finetune import TaskResult, finetune
+from electra_fast.finetuning.readers.table_formats import file_or_table
+from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.huggingface.adaptation import kind_of, settings_lines
+from electra_fast.huggingface.export import read_to_train, write_run
+from electra_fast.huggingface.source import tokenizer_folder
+from electra_fast.huggingface.tokenizer import INPUT_NAMES, check_vocabulary, copy_tokenizer
+from electra_fast.messages import say
+from electra_fast.results import Result
+from electra_fast.training.plan import plan
+from electra_fast.training.pretrain import pretrain
+from electra_fast.training.run import exclusive
+
+RECORD = "adaptation.json"
+"""File in the run's folder: what was asked for, and what was chosen."""
+BEFORE, AFTER = "before", "after"
+OBJECTIVES = ("mlm", "electra")
+MAX_ENTRIES = 1 << 24
+# English in a vocabulary of its own has 1.1 to 1.5 tokens per word, technical text up to 2.
+MOST_PER_WORD = 2.5
+# Larger corpora are not searched for the texts that the task is scored on.
+MOST_SEARCHED = 1 << 24
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdaptResult(Result):
+    """The result of `adapt`: the run, what was chosen, and the task's scores before and after."""
+
+    out: Path
+    objective: str
+    choices: Sequence[str]
+    """What was chosen and why, a line each."""
+    step: int
+    is_finished: bool = True
+    """False if `train.max_minutes` stopped the training; the same call resumes."""
+    metric: str | None = None
+    """The task's main score, of which `before` and `after` are the values by seed."""
+    before: Sequence[float] = ()
+    after: Sequence[float] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yields where the run is, and the table of scores in percent."""
+        if not self.is_finished:
+            yield f"{self.out}: step {self.step}, stopped by train.max_minutes; the same call resumes"
+            return
+        yield f"{self.out}: adapted by {self.objective}, step {self.step}; electra-fast export or finetune {self.out}"
+        if self.metric is None:
+            yield (
+                "whether it gained, only a task tells: give --task-data (the AUC that pretrain reports is no measure "
+                "of gain)"
+            )
+            return
+        rows = {"as it is": self.before, "adapted": self.after}
+        medians = [statistics.median(row) for row in rows.values()]
+        yield f"{self.metric:<12} {'median':>7}  by seed"
+        for (name, scores), median in zip(rows.items(), medians, strict=True):
+            yield f"{name:<12} {100 * median:7.2f}  {'  '.join(f'{100 * score:.2f}' for score in scores)}"
+        pairs = zip(self.before, self.after, strict=True)
+        each = "  ".join(f"{100 * (after - before):+.2f}" for before, after in pairs)
+        yield f"{'difference':<12} {100 * (medians[1] - medians[0]):+7.2f}  {each}"
+        yield self._verdict()
+
+    def _verdict(self) -> str:
+        if min(self.after) > max(self.before):
+            return "a gain: the lowest score of the adapted encoder is above the highest of the other"
+        if max(self.after) < min(self.before):
+            return "a loss: use the encoder as it is"
+        return "no clear difference: the scores of the seeds overlap"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `adapt` that decide what the run at step 0 is."""
+
+    model: str
+    generator: str | None
+    objective: str | None
+    holdout: float
+    general: str | None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A run at step 0 with its corpora."""
+
+    corpus: Corpora
+    config: Config
+    choices: list[str]
+
+
+def adapt(
+    model: str | Path,
+    inputs: StrPath | Iterable[StrPath] | Iterable[str] | Iterable[Mapping[str, Any]],
+    *,
+    out: str | Path,
+    general: str | Path | None = None,
+    generator: str | Path | None = None,
+    holdout: float = 0.02,
+    task_data: Any = None,
+    task: str = "classification",
+    dev: Any = None,
+    task_text: str | Sequence[str] = (),
+    label: str | Sequence[str] = (),
+    seeds: int = 3,
+    overrides: Mapping[str, object] | None = None,
+    device: str = AUTO,
+    documents: Separator = "blank-line",
+    text: str = "text",
+    invalid_utf8: InvalidUtf8 = "error",
+    format: Format = "auto",
+    skip_bad_rows: int = 0,
+    threads: int = 0,
+    kind: Kind = "auto",
+) -> AdaptResult:
+    """Continues an encoder on text of a domain, as suits its kind and the amount of text; says what it chose, and why.
+
+    Leaves a run in `out`, which `export`, `finetune`, `evaluate` and `pretrain` take; beside its checkpoints the corpus
+    (`corpus/`), the choices (`adaptation.json`) and, with `task_data`, the fine-tunings (`before/`, `after/`). Called
+    again after an interruption, it resumes there.
+
+    Args:
+        model: A run, a checkpoint or a Hugging Face folder. A run that is not finished is refused, unless its
+            checkpoint is named; so is a model tuned for sentences.
+        inputs: Text of the domain, as for `prepare`; it is tokenized with the model's own tokenizer.
+        out: The run's folder, missing, empty, or left by an interruption of the same call.
+        general: A corpus of general text, prepared with the model's tokenizer, of which some is mixed in.
+        generator: For replaced-token detection from an encoder that has no generator, as for `import_`.
+        holdout: Fraction of the documents set aside for validation.
+        task_data: Labeled data of the domain, as `train` of `finetune`: the encoder is fine-tuned on them before and
+            after. Only such a task tells whether adapting gained; the AUC of pre-training does not.
+        task: `classification`, `regression`, `tagging` or `question-answering`.
+        dev: Labeled data to score on; by default a part of `task_data`.
+        task_text: The text columns of `task_data`, as `text` of `finetune`.
+        label: Its label columns.
+        seeds: Number of fine-tuning runs each, with seeds 0 to `seeds - 1`.
+        overrides: Keys of the run's configuration in place of those chosen, as for `pretrain`. `objective.name` is
+            `mlm` or `electra`.
+        device: The device to train on, as for `pretrain`.
+        documents: As for `prepare`, and so are the next five.
+        text: The field with the text.
+        invalid_utf8: What to do with invalid bytes.
+        format: The format of every file.
+        skip_bad_rows: Most malformed JSON records to skip.
+        threads: Threads that tokenize.
+        kind: `files` or `documents`, where `inputs` would be misread.
+
+    Raises:
+        ValueError, FileNotFoundError: Model, text, data and options do not fit together.
+        Diverged, TrainingFailed, Interrupted: As for `pretrain`.
+    """
+    given, out = Config.values_of((overrides or {}).items()), Path(out)
+    reading = {
+        "documents": documents,
+        "text": text,
+        "invalid_utf8": invalid_utf8,
+        "format": format,
+        "skip_bad_rows": skip_bad_rows,
+        "threads": threads,
+        "kind": kind,
+    }
+    asked = _asked(model, generator, holdout, general, given)
+    data = {"train": task_data, "dev": dev, "text": task_text, "label": label}
+    dev_texts = _dev_texts(task, data)
+    with exclusive(_checked(out, asked)):
+        start = _start(out, asked, inputs, reading, given, dev_texts)
+    for line in start.choices:
+        say(line)
+    found: dict[str, TaskResult] = {}
+
+    def measure(encoder: str | Path, name: str) -> None:
+        if task_data is not None:
+            (found[name],) = finetune(encoder, out=out / name, task=task, seeds=seeds, device=device, **data).values()
+
+    measure(asked.model, BEFORE)
+    trained = pretrain(start.corpus, out=out, overrides=given, device=device)
+    if trained.is_finished:
+        measure(out, AFTER)
+    metrics = [each.metric for each in found.values()]
+    scores = {name: [run[each.metric] for run in each.runs] for name, each in found.items()}
+    return AdaptResult(
+        out=out,
+        objective=start.config.objective.name,
+        choices=start.choices,
+        step=trained.step,
+        is_finished=trained.is_finished,
+        metric=metrics[0] if metrics else None,
+        **scores,
+    )
+
+
+def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **options: Any) -> Iterator[str]:
+    """Yields what `adapt` would choose and why, and the plan of its training; leaves nothing.
+
+    Takes the arguments of `adapt`, all of them. The text is tokenized, and the first steps are measured, in a temporary
+    folder.
+    """
+    given = Config.values_of(options.pop("overrides").items())
+    asked = _asked(model, options.pop("generator"), options.pop("holdout"), options.pop("general"), given)
+    task, seeds = options.pop("task"), options.pop("seeds")
+    columns = {"train": "task_data", "dev": "dev", "text": "task_text", "label": "label"}
+    data = {name: options.pop(option) for name, option in columns.items()}
+    dev_texts = _dev_texts(task, data)
+    _checked(Path(out), asked)
+    with tempfile.TemporaryDirectory() as folder:
+        start = _start(Path(folder), asked, inputs, options, given, dev_texts)
+        yield from start.choices
+        yield from plan(start.corpus, config=start.config, device=device).lines()
+    measured = "" if data["train"] is None else f", and {seeds} fine-tunings each in {BEFORE}/ and {AFTER}/"
+    yield f"would leave     {out}: the run, its text in corpus/{measured}"
+
+
+def _asked(model: str | Path, generator: Any, holdout: float, general: Any, overrides: dict[str, Any]) -> _Asked:
+    """Returns the arguments as they are recorded; takes the objective out of `overrides`."""
+    if Launch.from_environment().world_size > 1:
+        raise InputError("adapt runs in one process; for several GPUs: electra-fast import, and torchrun with pretrain")
+    objective = overrides.pop("objective.name", None)
+    if objective not in (None, *OBJECTIVES):
+        raise InputError(f"objective.name = {objective!r} must be one of {', '.join(OBJECTIVES)} to adapt")
+    if objective == "mlm" and generator is not None:
+        raise InputError(f"objective.name = mlm has no generator; leave out --generator {generator}")
+    return _Asked(
+        model=str(Path(model).absolute()),
+        generator=None if generator is None else str(generator),
+        objective=objective,
+        holdout=holdout,
+        general=None if general is None else str(Path(general).absolute()),
+    )
+
+
+def _checked(out: Path, asked: _Asked) -> Path:
+    """Returns the folder. Raises ValueError unless it is new, or left by the same call."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file; choose another folder for the run")
+    recorded = read_optional(out / RECORD).get("asked")
+    if recorded is None and foreign_names(out):
+        raise InputError(f"{out}: not empty; choose another folder for the run")
+    if recorded is not None and recorded != vars(asked):
+        names = [name for name, value in vars(asked).items() if recorded.get(name) != value]
+        raise InputError(
+            f"{out}: begun with {names[0]} = {recorded.get(names[0])!r}, now it is {vars(asked)[names[0]]!r}; leave it "
+            "as it was to resume, or give another --out"
+        )
+    return out
+
+
+def _start(
+    out: Path,
+    asked: _Asked,
+    inputs: Any,
+    reading: Mapping[str, Any],
+    overrides: Mapping[str, Scalar],
+    dev_texts: Sequence[str],
+) -> _Start:
+    """Prepares the text and makes the run, or finds both; prints what is unwise."""
+    source, record = Path(asked.model), read_optional(out / RECORD)
+    if (out / "config.toml").exists():
+        return _Start(_corpora(out, asked, record["general"]), Config.load(out / "config.toml"), record["choices"])
+    kind = kind_of(source)
+    replace_file(out / RECORD, json_text({"asked": vars(asked)}))
+    tokenizer = tokenizer_folder(source, MAX_ENTRIES)
+    copy_tokenizer(tokenizer, out / "tokenizer", INPUT_NAMES["bert"])  # `write_run` names the model's inputs
+    vocab: Path | Tokenizer = out / "tokenizer"
+    if asked.general:
+        general = Corpus(asked.general)
+        check_vocabulary(out / "tokenizer", general)
+        vocab = Tokenizer.of(general)  # only corpora with the same file of a vocabulary are mixed
+    prepare(inputs, vocab=vocab, out=out / "corpus", holdout=asked.holdout, **reading)
+    corpus = Corpus(out / "corpus")
+    row = adaptation("generator" if asked.generator else kind, corpus.num_tokens, asked.objective)
+    if row.objective == "electra" and kind != "pair" and not asked.generator:
+        raise InputError(f"{source}: has no generator, which objective.name = electra needs; give one with --generator")
+    electra = read_to_train(source, asked.generator, mlm=row.objective == "mlm")
+    share = row.general if asked.general else 0.0
+    keys: dict[str, Scalar] = {"objective.generator_first": 0} if row.objective == "electra" else {}
+    keys |= {key: value for settings, _ in row.keys for key, value in settings.items()}
+    config = electra.config.override(keys | dict(overrides))
+    per_step = config.train.batch_size * config.data.sequence_length * (1 - share)
+    low, high = row.steps
+    steps = int(overrides.get("train.steps", min(high, max(low, round(row.passes * corpus.num_tokens / per_step)))))
+    quarter = max(1, steps // 4)
+    keys |= {"train.steps": steps, "train.log_every": max(1, steps // 40)}
+    keys |= {"train.eval_every": quarter, "train.checkpoint_every": quarter}
+    electra.config, config = electra.config.override(keys), electra.config.override(keys | dict(overrides))
+    choices = [
+        _text_line(corpus),
+        f'objective.name = "{config.objective.name}": '
+        + ("as given" if asked.objective else "as --generator asks" if asked.generator else row.reason),
+        *settings_lines(config, [(_without(settings, overrides), reason) for settings, reason in row.keys]),
+        f"train.steps = {steps:,} of {config.train.batch_size} rows of {config.data.sequence_length} tokens: "
+        f"{steps * per_step / corpus.num_tokens:.3g} passes over the text",
+    ]
+    if asked.general:
+        choices.append(f"{share:.0%} of each step is general text, so that less of it is forgotten")
+    _warn(corpus, dev_texts)
+    replace_file(out / RECORD, json_text({"asked": vars(asked), "general": share, "choices": choices}))
+    write_run(out, source=source, electra=electra, tokenizer=tokenizer)
+    return _Start(_corpora(out, asked, share), config, choices)
+
+
+def _corpora(out: Path, asked: _Asked, share: float) -> Corpora:
+    """Returns the text and its general part, each with its share of a step."""
+    own = str((out / "corpus").absolute())
+    return {own: 1 - share, asked.general: share} if asked.general else own
+
+
+def _without(settings: Mapping[str, Scalar], overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    return {key: value for key, value in settings.items() if key not in overrides}
+
+
+def _text_line(corpus: Corpus) -> str:
+    per_word = corpus.coverage().tokens_per_word
+    words = "" if per_word is None else f", {per_word:.2f} tokens per word"
+    return f"text: {corpus.num_tokens:,} tokens in {len(corpus):,} documents{words}"
+
+
+def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:
+    """Prints what is unwise about a text; `prepare` has warned of unknown tokens."""
+    if corpus.num_tokens < LITTLE_TEXT:
+        say(
+            f"warning: {corpus.num_tokens:,} tokens are little text to adapt to; without more of it, fine-tune the "
+            "encoder as it is"
+        )
+    per_word = corpus.coverage().tokens_per_word
+    if per_word is not None and per_word > MOST_PER_WORD:
+        say(
+            f"warning: {per_word:.1f} tokens per word: the text may be of another language than the model's; one of "
+            "its language, or a multilingual one, learns more from it"
+        )
+    if dev_texts and corpus.num_tokens <= MOST_SEARCHED:
+        known = {ids.tobytes() for ids in Tokenizer.of(corpus).encode_batch(dev_texts)}
+        seen = len(known & {document.tobytes() for document in corpus})
+        if seen:
+            say(
+                f"warning: {seen:,} of the {len(known):,} texts that the task is scored on are documents of the text, "
+                "which the adapted encoder has seen then; leave them out, or give others with --dev"
+            )
+
+
+def _dev_texts(task: str, data: Mapping[str, Any]) -> list[str]:
+    """Reads the data of the task, so that mistakes are found first; returns the texts to score on if each is one."""
+    if data["train"] is None:
+        if given := [name for name in ("dev", "text", "label") if data[name]]:
+            raise InputError(f"--{given[0].replace('text', 'task-text')} is for --task-data, which is not given")
+        return []
+    with contextlib.ExitStack() as copies:
+        tables = {name: file_or_table(name, data[name]) for name in ("train", "dev") if data[name] is not None}
+        files = {name: copies.enter_context(local_file(path)) for name, path in tables.items()}
+        (found,) = read_tasks(task, files=files, columns={name: data[name] for name in ("text", "label")})
+    texts = found.dev[0].texts
+    return [each[0] for each in texts if len(each) == 1] if found.dev[0].words is None else []

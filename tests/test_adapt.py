@@ -1,0 +1,223 @@
+"""`adapt`: what it chooses for which encoder, that it is what the single commands do, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import run
+from tiny_run import lines, weights
+from tiny_task import sentences
+
+import electra_fast as ef
+from electra_fast.config.config import Config
+from electra_fast.config.presets import ADAPTATION, LITTLE_TEXT, adaptation
+from electra_fast.errors import InputError, Interrupted
+from electra_fast.files import checkpoint_folder
+from electra_fast.huggingface.adaptation import kind_of
+
+FAST: dict[str, Any] = {"train.steps": 2, "train.batch_size": 4, "train.eval_batches": 1, "data.sequence_length": 16}
+FAST |= {"train.precision": "fp32", "train.matmul": "default"}
+WORDS = [f"--{key}={value}" for key, value in FAST.items()]
+
+
+@pytest.fixture
+def text(tmp_path: Path, tiny_text: list[str]) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(tiny_text[:20]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def exported(tmp_path: Path, whole_run: Path) -> Path:
+    ef.export(whole_run, out=tmp_path / "exported")
+    return tmp_path / "exported"
+
+
+@pytest.fixture
+def rows(write_rows: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("electra_fast.finetuning.config.MIN_STEPS", 4)
+    return write_rows([{"text": words, "label": str(label)} for words, label in sentences(60)])
+
+
+def test_a_pair_is_what_prepare_import_and_pretrain_make(tmp_path: Path, whole_run: Path, text: Path) -> None:
+    result = ef.adapt(whole_run, [text], out=tmp_path / "run", overrides=FAST)
+    ef.import_(whole_run, out=tmp_path / "other")
+    corpus = ef.prepare([text], vocab=tmp_path / "other", out=tmp_path / "shards", holdout=0.02, progress=False)
+    (row,) = (row for row in ADAPTATION if "pair" in row.sources and row.objective == "electra")
+    keys = {key: value for settings, _ in row.keys for key, value in settings.items()}
+    keys |= FAST | {"train.log_every": 1, "train.eval_every": 1, "train.checkpoint_every": 1}
+    ef.pretrain(corpus.out, out=tmp_path / "other", overrides=keys)
+    ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "other")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [Config.load(tmp_path / name / "config.toml") for name in ("run", "other")]
+    assert configs[0].differences(configs[1]).keys() == {"data.corpus", "train.out"}
+    assert (result.objective, result.step, result.is_finished, result.metric) == ("electra", 2, True, None)
+    assert "is no measure of gain" in str(result) and row.reason in str(result.choices)
+    assert json.loads(result.to_json())["choices"] == list(result.choices)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "objective"),
+    [
+        ("exported", {}, "electra"),
+        ("exported/generator", {}, "mlm"),
+        ("exported/encoder", {}, "mlm"),
+        ("exported/discriminator", {}, "mlm"),
+        ("exported/discriminator", {"generator": "small"}, "electra"),
+        ("exported", {"overrides": {"objective.name": "mlm"}}, "mlm"),
+    ],
+)
+def test_the_objective_suits_the_source(
+    tmp_path: Path, exported: Path, text: Path, source: str, options: dict[str, Any], objective: str
+) -> None:
+    overrides = FAST | options.pop("overrides", {})
+    result = ef.adapt(tmp_path / source, [text], out=tmp_path / "run", overrides=overrides, **options)
+    assert result.objective == Config.load(tmp_path / "run/config.toml").objective.name == objective
+    ef.export(tmp_path / "run", out=tmp_path / "out")  # an ordinary run
+    assert ef.Corpus(tmp_path / "run/corpus").holdout is not None
+
+
+def test_the_text_decides_how_many_steps(tmp_path: Path, whole_run: Path, text: Path) -> None:
+    """As many as the passes need, within bounds."""
+    out, length = tmp_path / "run", {"data.sequence_length": 16, "train.batch_size": 64}
+    words = [f"--{key}={value}" for key, value in length.items()]
+    done = run("adapt", whole_run, text, "--out", out, "--dry-run", *words)
+    assert done.returncode == 0, done.stderr
+    ef.prepare([text], vocab=whole_run, out=tmp_path / "shards", holdout=0.02, progress=False)
+    tokens, (row, *_) = ef.Corpus(tmp_path / "shards").num_tokens, ADAPTATION
+    steps = min(row.steps[1], max(row.steps[0], round(row.passes * tokens / 1024)))
+    assert f"train.steps = {steps:,} of 64 rows of 16 tokens: {steps * 1024 / tokens:.3g} passes" in done.stdout
+    assert f"text: {tokens:,} tokens" in done.stdout and "memory " in done.stdout and "time " in done.stdout
+    assert f"would leave     {out}: the run, its text in corpus/\n" in done.stdout and not out.exists()
+    assert (f"{tokens:,} tokens are little text" in done.stderr) == (tokens < LITTLE_TEXT)
+
+
+def test_rows_of_the_table() -> None:
+    """Each kind of source has a row for any amount of text and, if that is asked for, for either objective."""
+    for source in ("pair", "masked_lm", "encoder", "generator"):
+        for tokens in (1, 10**6, 10**9):
+            assert source in adaptation(source, tokens, None).sources
+            for objective in ("mlm", "electra"):
+                assert adaptation(source, tokens, objective).objective == objective
+    for row in ADAPTATION:
+        Config().override({key: value for keys, _ in row.keys for key, value in keys.items()})
+        assert 0 < row.steps[0] <= row.steps[1] and 0 <= row.general < 1 and row.passes > 0
+
+
+def test_a_task_is_measured_before_and_after(tmp_path: Path, whole_run: Path, text: Path, rows: Path) -> None:
+    options = ["--task-data", rows, "--seeds", 2, *WORDS]
+    done = run("adapt", whole_run, text, "--out", tmp_path / "run", *options)
+    assert done.returncode == 0, done.stderr
+    for name, encoder in (("before", whole_run), ("after", tmp_path / "run")):
+        own = ef.finetune(encoder, out=tmp_path / name, task="classification", train=rows, seeds=2)
+        scores = [each["accuracy"] for each in own["classification"]["runs"]]
+        theirs = json.loads((tmp_path / "run" / name / "results.json").read_text())["classification"]["runs"]
+        assert [each["accuracy"] for each in theirs] == scores
+        label = "as it is" if name == "before" else "adapted"
+        shown = "  ".join(f"{100 * score:.2f}" for score in scores)
+        assert f"{label:<12} {100 * sum(scores) / 2:7.2f}  {shown}\n" in done.stdout
+    again = run("adapt", whole_run, text, "--out", tmp_path / "run", *options, "--json")
+    assert again.returncode == 0 and json.loads(again.stdout)["after"] == scores
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [([0.5, 0.6], [0.61, 0.7], "a gain"), ([0.5, 0.6], [0.6, 0.9], "no clear"), ([0.5, 0.6], [0.3, 0.4], "a loss")],
+)
+def test_a_gain_is_beyond_the_spread_of_the_seeds(before: list[float], after: list[float], verdict: str) -> None:
+    result = ef.AdaptResult(Path("run"), "mlm", [], 5, metric="f1", before=before, after=after)
+    *_, difference, last = str(result).splitlines()
+    assert last.startswith(verdict) and difference.split()[1] == f"{50 * (sum(after) - sum(before)):+.2f}"
+
+
+def test_it_resumes_at_any_point(tmp_path: Path, whole_run: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the run's last file was written, before training, and within it: the same run each time."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ef.adapt(whole_run, [text], out=whole, overrides=FAST)
+
+    def killed(*_: object, **__: object) -> None:
+        raise Interrupted(15, "killed")
+
+    for name in ("Corpus", "read_to_train", "write_run", "pretrain"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"electra_fast.adaptation.{name}", killed)
+            with pytest.raises(Interrupted):
+                ef.adapt(whole_run, [text], out=cut, overrides=FAST)
+        assert (cut / "config.toml").exists() == (name == "pretrain")
+        if name != "pretrain":  # and no other command takes the half-made run for one
+            with pytest.raises(InputError, match="cut: holds"):
+                ef.pretrain(cut / "corpus", out=cut)
+    again = ef.adapt(whole_run, [text], out=cut, overrides=FAST)
+    assert lines(whole) == lines(cut) and again.choices == ef.adapt(whole_run, [text], out=whole).choices
+    ours, theirs = weights(whole), weights(cut)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(InputError, match="run: begun with holdout = 0.02, now it is 0.1; leave it as it was to resume"):
+        ef.adapt(whole_run, [text], out=whole.rename(tmp_path / "run"), holdout=0.1)
+
+
+def test_general_text_is_mixed_in(tmp_path: Path, whole_run: Path, text: Path, validation_corpus: Path) -> None:
+    result = ef.adapt(whole_run, [text], out=tmp_path / "run", general=validation_corpus, overrides=FAST)
+    corpora = Config.load(tmp_path / "run/config.toml").data.corpus
+    share = adaptation("pair", 0, None).general
+    assert corpora == {str(tmp_path / "run/corpus"): 1 - share, str(validation_corpus): share}
+    assert f"{share:.0%} of each step is general text" in str(result.choices)
+
+
+def test_what_it_warns_of(
+    tmp_path: Path, whole_run: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little text, another language, and texts of the task's dev within it."""
+    monkeypatch.setattr("electra_fast.adaptation.finetune", lambda *_, **__: pytest.skip())
+    foreign = tmp_path / "hungarian.jsonl"
+    seen = [json.loads(line) for line in rows.read_text().splitlines()]
+    more = [{"text": "zöldségfeldolgozó szövetkezetünk gyümölcsösládáinak nyilvántartása"}] * 99
+    foreign.write_text("".join(json.dumps(row) + "\n" for row in [*seen[:20], *more]))
+    with pytest.raises(pytest.skip.Exception):
+        ef.adapt(whole_run, [foreign], out=tmp_path / "run", task_data=rows, dev=rows, overrides=FAST, holdout=0)
+    said = capsys.readouterr().err
+    assert "tokens are little text" in said and "tokens per word: the text may be of another language" in said
+    assert "20 of the 60 texts that the task is scored on are documents of the text" in said
+
+
+def test_sources_that_are_refused(tmp_path: Path, whole_run: Path, exported: Path, text: Path) -> None:
+    def refused(model: Path, message: str, **options: Any) -> None:
+        with pytest.raises((InputError, FileNotFoundError), match=message):
+            ef.adapt(model, [text], out=tmp_path / "run", **options)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    tuned = exported / "encoder"
+    for name in ("modules.json", "config_sentence_transformers.json"):
+        (tuned / name).write_text("{}")
+        (tuned / "README.md").write_text("---\nbase_model: nreimers/MiniLM-L6\n---\n")
+        refused(tuned, r"tuned for sentences \(.*json\).*it was made from \(nreimers/MiniLM-L6\), and tune the result")
+        (tuned / name).unlink()
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(whole_run, unfinished)
+    config = Config.load(unfinished / "config.toml").override({"train.steps": 99})
+    (unfinished / "config.toml").write_text(config.to_toml())
+    step = checkpoint_folder.latest(unfinished)
+    (step / "config.toml").write_text(config.to_toml())
+    checkpoint_folder.seal(step, checkpoint_folder.read_state(step))
+    refused(unfinished, "at step 24 of 99; finish it .*, or name a checkpoint to adapt it as it is: .*step-24")
+    assert kind_of(step) == "pair"
+    refused(exported / "discriminator", "has no generator, which", overrides={"objective.name": "electra"})
+    refused(whole_run, "mlm has no generator; leave out", generator="small", overrides={"objective.name": "mlm"})
+    refused(whole_run, "must be one of mlm, electra to adapt", overrides={"objective.name": "electra15"})
+    refused(whole_run, "--label is for --task-data", label="queue")
+    refused(tmp_path / "nowhere", "nowhere: no such folder")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").touch()
+    refused(whole_run, "run: not empty; choose another folder")
+
+
+def test_a_fine_tuned_encoder_is_adapted_with_a_warning(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = exported / "encoder/config.json"
+    path.write_text(path.read_text().replace("ElectraModel", "ElectraForSequenceClassification"))
+    assert kind_of(exported / "encoder") == "encoder"
+    assert "fine-tuned for a task (ElectraForSequenceClassification), whose head is left out" in capsys.readouterr().err
