@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 from in_process import run
-from tiny_run import lines, weights
+from tiny_run import lines, truncate, weights
 from tiny_task import sentences
 
 import electra_fast as ef
@@ -128,12 +129,18 @@ def test_a_task_is_measured_before_and_after(tmp_path: Path, whole_run: Path, te
 
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
-    [([0.5, 0.6], [0.61, 0.7], "a gain"), ([0.5, 0.6], [0.6, 0.9], "no clear"), ([0.5, 0.6], [0.3, 0.4], "a loss")],
+    [
+        ([0.5, 0.6], [0.61, 0.7], "a gain"),
+        ([0.5, 0.6], [0.6, 0.9], "no clear"),
+        ([0.5, 0.6], [0.3, 0.5], "no clear"),
+        ([0.5, 0.6], [0.3, 0.4], "a loss"),
+        ([0.5], [0.7], "a single seed"),
+    ],
 )
 def test_a_gain_is_beyond_the_spread_of_the_seeds(before: list[float], after: list[float], verdict: str) -> None:
     result = ef.AdaptResult(Path("run"), "mlm", [], 5, metric="f1", before=before, after=after)
     *_, difference, last = str(result).splitlines()
-    assert last.startswith(verdict) and difference.split()[1] == f"{50 * (sum(after) - sum(before)):+.2f}"
+    assert last.startswith(verdict) and difference.split()[1] == f"{100 * (median(after) - median(before)):+.2f}"
 
 
 def test_it_resumes_at_any_point(tmp_path: Path, whole_run: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +174,24 @@ def test_general_text_is_mixed_in(tmp_path: Path, whole_run: Path, text: Path, v
     share = adaptation("pair", 0, None).general
     assert corpora == {str(tmp_path / "run/corpus"): 1 - share, str(validation_corpus): share}
     assert f"{share:.0%} of each step is general text" in str(result.choices)
+
+
+def test_a_trimmed_or_other_vocabulary(tmp_path: Path, whole_run: Path, text: Path) -> None:
+    """As `vocab --trim` and `import --vocab` make them; all rows are where the text's new ids say."""
+    ef.vocab([text], out=tmp_path / "vocabulary", trim=whole_run, progress=False)
+    ef.import_(whole_run, out=tmp_path / "imported", vocab=tmp_path / "vocabulary")
+    expected = weights(tmp_path / "imported")
+    for name, options in (("trimmed", {"trim": True}), ("given", {"vocab": tmp_path / "vocabulary"})):
+        overrides = FAST | {"train.keep_checkpoints": 3}
+        ef.adapt(whole_run, [text], out=tmp_path / name, overrides=overrides, **options)
+        truncate(tmp_path / name, 0)
+        found = weights(tmp_path / name)
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+        corpus, tokenizer = ef.Corpus(tmp_path / name / "corpus"), ef.Tokenizer(tmp_path / "vocabulary")
+        assert corpus.vocab_size == tokenizer.vocab_size < ef.Tokenizer(whole_run / "tokenizer").vocab_size
+        assert ef.Tokenizer.of(corpus).content_hash == tokenizer.content_hash
+    with pytest.raises(InputError, match="trim reads the text twice"):
+        ef.adapt(whole_run, iter(["a text"]), out=tmp_path / "other", trim=True)
 
 
 def test_what_it_warns_of(

@@ -22,17 +22,20 @@ from electra_fast.data.inputs import Format, InvalidUtf8, Kind, Separator, StrPa
 from electra_fast.data.mixture import Corpora
 from electra_fast.data.object_store import local_file
 from electra_fast.data.prepare import prepare
+from electra_fast.data.prepare import vocab as make_vocab
 from electra_fast.distributed.launch import Launch
 from electra_fast.errors import InputError
-from electra_fast.files.atomic_files import foreign_names, replace_file
-from electra_fast.files.json_files import json_text, read_optional
-from electra_fast.finetuning.finetune import TaskResult, finetune
+from electra_fast.files.atomic_files import foreign_names, remove, replace_file
+from electra_fast.files.json_files import json_text, read_object, read_optional
+from electra_fast.finetuning.finetune import finetune
 from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.training.job import IDENTITY
 from electra_fast.huggingface.adaptation import kind_of, settings_lines
 from electra_fast.huggingface.export import read_to_train, write_run
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, check_vocabulary, copy_tokenizer
+from electra_fast.huggingface.vocabulary import with_vocabulary
 from electra_fast.messages import say
 from electra_fast.results import Result
 from electra_fast.training.plan import plan
@@ -89,6 +92,8 @@ class AdaptResult(Result):
         yield self._verdict()
 
     def _verdict(self) -> str:
+        if len(self.after) == 1:
+            return "a single seed does not tell a gain from chance: give --seeds 3"
         if min(self.after) > max(self.before):
             return "a gain: the lowest score of the adapted encoder is above the highest of the other"
         if max(self.after) < min(self.before):
@@ -105,6 +110,8 @@ class _Asked:
     objective: str | None
     holdout: float
     general: str | None
+    vocab: str | None
+    trim: bool
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,8 @@ def adapt(
     out: str | Path,
     general: str | Path | None = None,
     generator: str | Path | None = None,
+    vocab: str | Path | None = None,
+    trim: bool = False,
     holdout: float = 0.02,
     task_data: Any = None,
     task: str = "classification",
@@ -149,10 +158,13 @@ def adapt(
     Args:
         model: A run, a checkpoint or a Hugging Face folder. A run that is not finished is refused, unless its
             checkpoint is named; so is a model tuned for sentences.
-        inputs: Text of the domain, as for `prepare`; it is tokenized with the model's own tokenizer.
+        inputs: Text of the domain, as for `prepare`; it is tokenized with the model's own tokenizer,
+            unless `vocab` or `trim` gives it another.
         out: The run's folder, missing, empty, or left by an interruption of the same call.
         general: A corpus of general text, prepared with the model's tokenizer, of which some is mixed in.
         generator: For replaced-token detection from an encoder that has no generator, as for `import_`.
+        vocab: Another vocabulary for the model, as for `import_`.
+        trim: Keep only the entries of the vocabulary that the text uses, as `trim` of `vocab`.
         holdout: Fraction of the documents set aside for validation.
         task_data: Labeled data of the domain, as `train` of `finetune`: the encoder is fine-tuned on them before and
             after. Only such a task tells whether adapting gained; the AUC of pre-training does not.
@@ -186,32 +198,36 @@ def adapt(
         "threads": threads,
         "kind": kind,
     }
-    asked = _asked(model, generator, holdout, general, given)
+    asked = _asked(given, model, generator, holdout, general, vocab, trim)
     data = {"train": task_data, "dev": dev, "text": task_text, "label": label}
     dev_texts = _dev_texts(task, data)
     with exclusive(_checked(out, asked)):
         start = _start(out, asked, inputs, reading, given, dev_texts)
     for line in start.choices:
         say(line)
-    found: dict[str, TaskResult] = {}
+    scores: dict[str, list[float]] = {}
+    metric = precision = None
 
     def measure(encoder: str | Path, name: str) -> None:
+        nonlocal metric, precision
         if task_data is not None:
-            (found[name],) = finetune(encoder, out=out / name, task=task, seeds=seeds, device=device, **data).values()
+            options = {"task": task, "seeds": seeds, "device": device, "precision": precision, **data}
+            ((task_name, found),) = finetune(encoder, out=out / name, **options).items()
+            metric, scores[name] = found.metric, [run[found.metric] for run in found.runs]
+            # Measured before, so that both are computed alike.
+            precision = read_object(out / name / task_name / IDENTITY)["hardware"]["precision"]
 
     measure(asked.model, BEFORE)
     trained = pretrain(start.corpus, out=out, overrides=given, device=device)
     if trained.is_finished:
         measure(out, AFTER)
-    metrics = [each.metric for each in found.values()]
-    scores = {name: [run[each.metric] for run in each.runs] for name, each in found.items()}
     return AdaptResult(
         out=out,
         objective=start.config.objective.name,
         choices=start.choices,
         step=trained.step,
         is_finished=trained.is_finished,
-        metric=metrics[0] if metrics else None,
+        metric=metric,
         **scores,
     )
 
@@ -223,7 +239,8 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     folder.
     """
     given = Config.values_of(options.pop("overrides").items())
-    asked = _asked(model, options.pop("generator"), options.pop("holdout"), options.pop("general"), given)
+    names = ("generator", "holdout", "general", "vocab", "trim")
+    asked = _asked(given, model, **{name: options.pop(name) for name in names})
     task, seeds = options.pop("task"), options.pop("seeds")
     columns = {"train": "task_data", "dev": "dev", "text": "task_text", "label": "label"}
     data = {name: options.pop(option) for name, option in columns.items()}
@@ -237,7 +254,15 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     yield f"would leave     {out}: the run, its text in corpus/{measured}"
 
 
-def _asked(model: str | Path, generator: Any, holdout: float, general: Any, overrides: dict[str, Any]) -> _Asked:
+def _asked(
+    overrides: dict[str, Any],
+    model: str | Path,
+    generator: str | Path | None,
+    holdout: float,
+    general: str | Path | None,
+    vocab: str | Path | None,
+    trim: bool,
+) -> _Asked:
     """Returns the arguments as they are recorded; takes the objective out of `overrides`."""
     if Launch.from_environment().world_size > 1:
         raise InputError("adapt runs in one process; for several GPUs: electra-fast import, and torchrun with pretrain")
@@ -252,6 +277,8 @@ def _asked(model: str | Path, generator: Any, holdout: float, general: Any, over
         objective=objective,
         holdout=holdout,
         general=None if general is None else str(Path(general).absolute()),
+        vocab=None if vocab is None else str(Path(vocab).absolute()),
+        trim=trim,
     )
 
 
@@ -262,7 +289,7 @@ def _checked(out: Path, asked: _Asked) -> Path:
     recorded = read_optional(out / RECORD).get("asked")
     if recorded is None and foreign_names(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    if recorded is not None and recorded != vars(asked):
+    if recorded is not None and recorded != vars(asked) and (out / "config.toml").exists():
         names = [name for name, value in vars(asked).items() if recorded.get(name) != value]
         raise InputError(
             f"{out}: begun with {names[0]} = {recorded.get(names[0])!r}, now it is {vars(asked)[names[0]]!r}; leave it "
@@ -280,42 +307,44 @@ def _start(
     dev_texts: Sequence[str],
 ) -> _Start:
     """Prepares the text and makes the run, or finds both; prints what is unwise."""
-    source, record = Path(asked.model), read_optional(out / RECORD)
-    if (out / "config.toml").exists():
+    source, record, is_made = Path(asked.model), read_optional(out / RECORD), (out / "config.toml").exists()
+    if not is_made:
+        kind = "generator" if asked.generator else kind_of(source)
+        if asked.objective == "electra" and kind not in ("pair", "generator"):
+            raise InputError(f"{source}: has no generator, which electra needs; give one with --generator")
+        replace_file(out / RECORD, json_text({"asked": vars(asked)}))
+        tokenizer = Path(asked.vocab) if asked.vocab else tokenizer_folder(source, MAX_ENTRIES)
+        if asked.trim:
+            trimmed = out / "trimmed"
+            if record.get("asked") != vars(asked):
+                remove(trimmed)
+            tokenizer = trimmed if trimmed.exists() else _trimmed(tokenizer, trimmed, inputs, reading)
+        copy_tokenizer(tokenizer, out / "tokenizer", INPUT_NAMES["bert"])  # `write_run` names the model's inputs
+    corpus = _prepared(out, asked, inputs, reading)
+    if is_made:
         return _Start(_corpora(out, asked, record["general"]), Config.load(out / "config.toml"), record["choices"])
-    kind = kind_of(source)
-    replace_file(out / RECORD, json_text({"asked": vars(asked)}))
-    tokenizer = tokenizer_folder(source, MAX_ENTRIES)
-    copy_tokenizer(tokenizer, out / "tokenizer", INPUT_NAMES["bert"])  # `write_run` names the model's inputs
-    vocab: Path | Tokenizer = out / "tokenizer"
-    if asked.general:
-        general = Corpus(asked.general)
-        check_vocabulary(out / "tokenizer", general)
-        vocab = Tokenizer.of(general)  # only corpora with the same file of a vocabulary are mixed
-    prepare(inputs, vocab=vocab, out=out / "corpus", holdout=asked.holdout, **reading)
-    corpus = Corpus(out / "corpus")
-    row = adaptation("generator" if asked.generator else kind, corpus.num_tokens, asked.objective)
-    if row.objective == "electra" and kind != "pair" and not asked.generator:
-        raise InputError(f"{source}: has no generator, which objective.name = electra needs; give one with --generator")
+    row = adaptation(kind, corpus.num_tokens, asked.objective)
     electra = read_to_train(source, asked.generator, mlm=row.objective == "mlm")
+    if asked.vocab or asked.trim:
+        electra = with_vocabulary(electra, tokenizer_folder(source, electra.config.model.vocab_size), tokenizer)
     share = row.general if asked.general else 0.0
-    keys: dict[str, Scalar] = {"objective.generator_first": 0} if row.objective == "electra" else {}
-    keys |= {key: value for settings, _ in row.keys for key, value in settings.items()}
+    settings = [(_without(keys, overrides), reason) for keys, reason in row.keys]
+    keys: dict[str, Scalar] = {} if row.objective == "mlm" else {"objective.generator_first": 0}
+    keys |= {key: value for chosen, _ in row.keys for key, value in chosen.items()}
     config = electra.config.override(keys | dict(overrides))
-    per_step = config.train.batch_size * config.data.sequence_length * (1 - share)
-    low, high = row.steps
-    steps = int(overrides.get("train.steps", min(high, max(low, round(row.passes * corpus.num_tokens / per_step)))))
-    quarter = max(1, steps // 4)
+    rows, length, (low, high) = config.train.batch_size, config.data.sequence_length, row.steps
+    passes_per_step = rows * length * (1 - share) / max(1, corpus.num_tokens)
+    steps = int(overrides.get("train.steps", min(high, max(low, round(row.passes / passes_per_step)))))
     keys |= {"train.steps": steps, "train.log_every": max(1, steps // 40)}
-    keys |= {"train.eval_every": quarter, "train.checkpoint_every": quarter}
-    electra.config, config = electra.config.override(keys), electra.config.override(keys | dict(overrides))
+    keys |= dict.fromkeys(("train.eval_every", "train.checkpoint_every"), max(1, steps // 4))
+    config = electra.config.override(keys | dict(overrides))
+    electra.config = electra.config.override(keys)
+    reason = "as given" if asked.objective else row.reason
     choices = [
         _text_line(corpus),
-        f'objective.name = "{config.objective.name}": '
-        + ("as given" if asked.objective else "as --generator asks" if asked.generator else row.reason),
-        *settings_lines(config, [(_without(settings, overrides), reason) for settings, reason in row.keys]),
-        f"train.steps = {steps:,} of {config.train.batch_size} rows of {config.data.sequence_length} tokens: "
-        f"{steps * per_step / corpus.num_tokens:.3g} passes over the text",
+        f'objective.name = "{config.objective.name}": {reason}',
+        *settings_lines(config, [(keys, reason) for keys, reason in settings if keys]),
+        f"train.steps = {steps:,} of {rows} rows of {length} tokens: {steps * passes_per_step:.3g} passes over it",
     ]
     if asked.general:
         choices.append(f"{share:.0%} of each step is general text, so that less of it is forgotten")
@@ -323,6 +352,24 @@ def _start(
     replace_file(out / RECORD, json_text({"asked": vars(asked), "general": share, "choices": choices}))
     write_run(out, source=source, electra=electra, tokenizer=tokenizer)
     return _Start(_corpora(out, asked, share), config, choices)
+
+
+def _trimmed(tokenizer: Path, out: Path, inputs: Any, reading: Mapping[str, Any]) -> Path:
+    if iter(inputs) is inputs:
+        raise InputError("trim reads the text twice; give files, or a list of documents")
+    say(str(make_vocab(inputs, out=out, trim=tokenizer, **reading)))
+    return out
+
+
+def _prepared(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any]) -> Corpus:
+    """Tokenizes the text into `out/corpus` by `out/tokenizer`, or finds that done."""
+    vocab: Path | Tokenizer = out / "tokenizer"
+    if asked.general:
+        general = Corpus(asked.general)
+        check_vocabulary(out / "tokenizer", general)
+        vocab = Tokenizer.of(general)  # only corpora with the same file of a vocabulary are mixed
+    prepare(inputs, vocab=vocab, out=out / "corpus", holdout=asked.holdout, **reading)
+    return Corpus(out / "corpus")
 
 
 def _corpora(out: Path, asked: _Asked, share: float) -> Corpora:

@@ -119,8 +119,11 @@ class Parser(argparse.ArgumentParser):
             return f"the {candidate.lower()} needs no flag: {usage}" if candidate in metavars else ""
         return _did_you_mean(flags, (flag for each in candidate.split("|") for flag in named(each, unknown, flags)))
 
-    def add_keys(self, defaults: Configuration, has_short_names: bool) -> None:
-        """Adds the keys of a configuration as options, which `--help-all` shows by section."""
+    def add_keys(self, defaults: Configuration, has_short_names: bool, default: str | None = None) -> None:
+        """Adds the keys of a configuration as options, which `--help-all` shows by section.
+
+        `default` is what the help says of each instead of its value in `defaults`.
+        """
         short = {key: f"--{name.replace('_', '-')}" for name, key in defaults.SHORT_NAMES.items() if has_short_names}
         section = ""
         for key in defaults.key_names():
@@ -128,7 +131,7 @@ class Parser(argparse.ArgumentParser):
                 section = key.partition(".")[0]
                 group = self.add_argument_group(f"[{section}]")
             flags = [short[key]] if key in short else []
-            group.add_argument(*flags, f"--{key}", action=KeyOption, dest=key, defaults=defaults)
+            group.add_argument(*flags, f"--{key}", action=KeyOption, dest=key, defaults=defaults, default=default)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments") and message.endswith(".toml"):
@@ -199,10 +202,12 @@ def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
 class KeyOption(argparse.Action):
     """An option that sets a configuration key: adds its text to `overrides`. A boolean one needs no value."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, defaults: Configuration) -> None:
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, defaults: Configuration, default: str | None = None
+    ) -> None:
         value = defaults.value(dest)
         self.configuration = defaults
-        default = defaults.rule(dest) or format_value(value)
+        default = default or defaults.rule(dest) or format_value(value)
         super().__init__(
             option_strings,
             dest,

@@ -77,7 +77,8 @@ def build_parser() -> Parser:
             if name not in ("predict", "detect"):  # which write JSON lines
                 _flag(sub, "--json", "print one JSON object")
             for defaults in CONFIGURED.get(name, ()):
-                sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1)
+                chosen = "as chosen, or the source's" if name == "adapt" else None
+                sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1, default=chosen)
             sub.shown = [f"--{option}" for option in SHOWN.get(name, "").split()]
             parser.commands[name] = sub
             sub.others = parser.commands
@@ -291,6 +292,8 @@ def _adapt(sub: Parser) -> None:
     _path(sub, "--general", "general text, prepared with the model's tokenizer, to mix in", "CORPUS")
     help = "for replaced-token detection by an encoder without a generator, as for import"
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
+    _path(sub, "--vocab", "another vocabulary for the model, as for import")
+    _flag(sub, "--trim", "keep only the entries of the vocabulary that TEXT uses")
     _option(sub, "--holdout", 0.02, "fraction of documents set aside for validation", "FRACTION")
     _flag(sub, "--dry-run", "show what it would choose and why, and the plan; leaves nothing")
     _path(sub, "--task-data", "labeled data of the domain: fine-tunes on them before and after, and compares", "FILE")

@@ -164,7 +164,9 @@ ADAPTATION = (
     Adaptation(
         ("masked_lm", "encoder"), 0, "mlm", "there is no trained generator", 10, (100, 20_000), 0.25, (_CAREFUL,)
     ),
-    Adaptation(("generator",), 0, "electra", "the generator is given", 10, (100, 20_000), 0.25, (_CAREFUL,)),
+    Adaptation(
+        ("generator",), 0, "electra", "the generator is the one that you chose", 10, (100, 20_000), 0.25, (_CAREFUL,)
+    ),
 )
 """By kind of source and amount of text; the first row that fits is the choice."""
 

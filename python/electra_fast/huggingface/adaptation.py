@@ -81,7 +81,7 @@ def kind_of(source: Path) -> str:
         roles: Collection[str] = folders_of(source)
     else:
         state, config = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml")
-        if state.step < config.train.steps and source != stored and not (state.imported and not state.step):
+        if state.step < config.train.steps and source != stored:
             raise InputError(
                 f"{source}: at step {state.step:,} of {config.train.steps:,}; finish it with `electra-fast pretrain`, "
                 f"or name a checkpoint to adapt it as it is: {stored}"
