@@ -115,7 +115,7 @@ def test_a_task_is_measured_before_and_after(tmp_path: Path, whole_run: Path, te
     options = ["--task-data", rows, "--seeds", 2, *WORDS]
     done = run("adapt", whole_run, text, "--out", tmp_path / "run", *options)
     assert done.returncode == 0, done.stderr
-    for name, encoder in (("before", whole_run), ("after", tmp_path / "run")):
+    for name, encoder in (("before", whole_run), ("after-step-2", tmp_path / "run")):
         own = ef.finetune(encoder, out=tmp_path / name, task="classification", train=rows, seeds=2)
         scores = [each["accuracy"] for each in own["classification"]["runs"]]
         theirs = json.loads((tmp_path / "run" / name / "results.json").read_text())["classification"]["runs"]
@@ -125,6 +125,30 @@ def test_a_task_is_measured_before_and_after(tmp_path: Path, whole_run: Path, te
         assert f"{label:<12} {100 * sum(scores) / 2:7.2f}  {shown}\n" in done.stdout
     again = run("adapt", whole_run, text, "--out", tmp_path / "run", *options, "--json")
     assert again.returncode == 0 and json.loads(again.stdout)["after"] == scores
+
+
+def test_an_adapted_run_is_measured_later_and_trained_further(
+    tmp_path: Path, whole_run: Path, text: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an interruption in either fine-tuning, it is the same that it would have been."""
+    task: dict[str, Any] = {"task_data": rows, "seeds": 1}
+    whole = ef.adapt(whole_run, [text], out=tmp_path / "whole", overrides=FAST, **task)
+    ef.adapt(whole_run, [text], out=tmp_path / "run", overrides=FAST)
+    for ended_in in ("before", "after-step-2"):
+
+        def ended(*arguments: Any, ended_in: str = ended_in, **options: Any) -> Any:
+            if options["out"].name == ended_in:
+                raise Interrupted(15, "ended")
+            return ef.finetune(*arguments, **options)
+
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            patch.setattr("electra_fast.adaptation.finetune", ended)
+            ef.adapt(whole_run, [text], out=tmp_path / "run", **task)
+    late = ef.adapt(whole_run, [text], out=tmp_path / "run", **task)
+    assert (late.before, late.after, late.choices) == (whole.before, whole.after, whole.choices)
+    more = ef.adapt(whole_run, [text], out=tmp_path / "run", overrides={"train.steps": 3}, **task)
+    assert more.step == 3 and "train.steps = 3 of 4 rows" in more.choices[-1] and more.before == whole.before
+    assert {"before", "after-step-2", "after-step-3"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +190,16 @@ def test_it_resumes_at_any_point(tmp_path: Path, whole_run: Path, text: Path, mo
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     with pytest.raises(InputError, match="run: begun with holdout = 0.02, now it is 0.1; leave it as it was to resume"):
         ef.adapt(whole_run, [text], out=whole.rename(tmp_path / "run"), holdout=0.1)
+
+
+def test_a_run_that_is_out_of_time_is_not_measured(
+    tmp_path: Path, whole_run: Path, text: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = ef.PretrainResult(tmp_path / "run", 1, is_finished=False)
+    monkeypatch.setattr("electra_fast.adaptation.pretrain", lambda *_, **__: stopped)
+    done = run("adapt", whole_run, text, "--out", tmp_path / "run", "--task-data", rows, "--seeds", 1, *WORDS)
+    assert done.returncode == 75 and "step 1, stopped by train.max_minutes; the same call resumes" in done.stdout
+    assert not list((tmp_path / "run").glob("after*"))
 
 
 def test_general_text_is_mixed_in(tmp_path: Path, whole_run: Path, text: Path, validation_corpus: Path) -> None:

@@ -44,7 +44,8 @@ from electra_fast.training.run import exclusive
 
 RECORD = "adaptation.json"
 """File in the run's folder: what was asked for, and what was chosen."""
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER = "before", "after-step-{}"
+"""Folders of the fine-tunings; a run may be trained further, and is then fine-tuned again."""
 OBJECTIVES = ("mlm", "electra")
 MAX_ENTRIES = 1 << 24
 # English in a vocabulary of its own has 1.1 to 1.5 tokens per word, technical text up to 2.
@@ -116,11 +117,31 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Start:
-    """A run at step 0 with its corpora."""
+    """A run that can be trained, with its corpora, and lines on what was chosen."""
 
     corpus: Corpora
     config: Config
     choices: list[str]
+
+    @classmethod
+    def of(
+        cls, out: Path, asked: _Asked, share: float, choices: Sequence[str], config: Config, corpus: Corpus
+    ) -> _Start:
+        """Completes the choices by what is known of the text; `share` is that of general text."""
+        per_word = corpus.coverage().tokens_per_word
+        words = "" if per_word is None else f", {per_word:.2f} tokens per word"
+        steps, passes = config.train.steps, config.train.steps * _passes_per_step(config, share, corpus)
+        lines = [
+            f"text: {corpus.num_tokens:,} tokens in {len(corpus):,} documents{words}",
+            *choices,
+            f"train.steps = {steps:,} of {config.train.batch_size} rows of {config.data.sequence_length} tokens: "
+            f"{passes:.3g} passes over the text",
+        ]
+        own = str((out / "corpus").absolute())
+        if not asked.general:
+            return cls(own, config, lines)
+        lines.append(f"{share:.0%} of each step is general text, so that less of it is forgotten")
+        return cls({own: 1 - share, asked.general: share}, config, lines)
 
 
 def adapt(
@@ -152,8 +173,8 @@ def adapt(
     """Continues an encoder on text of a domain, as suits its kind and the amount of text; says what it chose, and why.
 
     Leaves a run in `out`, which `export`, `finetune`, `evaluate` and `pretrain` take; beside its checkpoints the corpus
-    (`corpus/`), the choices (`adaptation.json`) and, with `task_data`, the fine-tunings (`before/`, `after/`). Called
-    again after an interruption, it resumes there.
+    (`corpus/`), the choices (`adaptation.json`) and, with `task_data`, the fine-tunings (`before/`, `after-step-N/`).
+    Called again after an interruption, it resumes there; with more steps, it continues.
 
     Args:
         model: A run, a checkpoint or a Hugging Face folder. A run that is not finished is refused, unless its
@@ -208,19 +229,19 @@ def adapt(
     scores: dict[str, list[float]] = {}
     metric = precision = None
 
-    def measure(encoder: str | Path, name: str) -> None:
+    def measure(encoder: str | Path, name: str, folder: Path) -> None:
         nonlocal metric, precision
         if task_data is not None:
             options = {"task": task, "seeds": seeds, "device": device, "precision": precision, **data}
-            ((task_name, found),) = finetune(encoder, out=out / name, **options).items()
+            ((task_name, found),) = finetune(encoder, out=folder, **options).items()
             metric, scores[name] = found.metric, [run[found.metric] for run in found.runs]
             # Measured before, so that both are computed alike.
-            precision = read_object(out / name / task_name / IDENTITY)["hardware"]["precision"]
+            precision = read_object(folder / task_name / IDENTITY)["hardware"]["precision"]
 
-    measure(asked.model, BEFORE)
+    measure(asked.model, "before", out / BEFORE)
     trained = pretrain(start.corpus, out=out, overrides=given, device=device)
     if trained.is_finished:
-        measure(out, AFTER)
+        measure(out, "after", out / AFTER.format(trained.step))
     return AdaptResult(
         out=out,
         objective=start.config.objective.name,
@@ -250,7 +271,7 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
         start = _start(Path(folder), asked, inputs, options, given, dev_texts)
         yield from start.choices
         yield from plan(start.corpus, config=start.config, device=device).lines()
-    measured = "" if data["train"] is None else f", and {seeds} fine-tunings each in {BEFORE}/ and {AFTER}/"
+    measured = "" if data["train"] is None else f", and {seeds} fine-tunings each in {BEFORE}/ and {AFTER.format('N')}/"
     yield f"would leave     {out}: the run, its text in corpus/{measured}"
 
 
@@ -321,8 +342,10 @@ def _start(
             tokenizer = trimmed if trimmed.exists() else _trimmed(tokenizer, trimmed, inputs, reading)
         copy_tokenizer(tokenizer, out / "tokenizer", INPUT_NAMES["bert"])  # `write_run` names the model's inputs
     corpus = _prepared(out, asked, inputs, reading)
+    _warn(corpus, dev_texts)
     if is_made:
-        return _Start(_corpora(out, asked, record["general"]), Config.load(out / "config.toml"), record["choices"])
+        config = Config.load(out / "config.toml").override(overrides)
+        return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
     row = adaptation(kind, corpus.num_tokens, asked.objective)
     electra = read_to_train(source, asked.generator, mlm=row.objective == "mlm")
     if asked.vocab or asked.trim:
@@ -331,27 +354,21 @@ def _start(
     settings = [(_without(keys, overrides), reason) for keys, reason in row.keys]
     keys: dict[str, Scalar] = {} if row.objective == "mlm" else {"objective.generator_first": 0}
     keys |= {key: value for chosen, _ in row.keys for key, value in chosen.items()}
-    config = electra.config.override(keys | dict(overrides))
-    rows, length, (low, high) = config.train.batch_size, config.data.sequence_length, row.steps
-    passes_per_step = rows * length * (1 - share) / max(1, corpus.num_tokens)
-    steps = int(overrides.get("train.steps", min(high, max(low, round(row.passes / passes_per_step)))))
+    per_step = _passes_per_step(electra.config.override(keys | dict(overrides)), share, corpus)
+    fewest, most = row.steps
+    steps = int(overrides.get("train.steps", min(most, max(fewest, round(row.passes / per_step)))))
     keys |= {"train.steps": steps, "train.log_every": max(1, steps // 40)}
     keys |= dict.fromkeys(("train.eval_every", "train.checkpoint_every"), max(1, steps // 4))
     config = electra.config.override(keys | dict(overrides))
     electra.config = electra.config.override(keys)
     reason = "as given" if asked.objective else row.reason
     choices = [
-        _text_line(corpus),
         f'objective.name = "{config.objective.name}": {reason}',
         *settings_lines(config, [(keys, reason) for keys, reason in settings if keys]),
-        f"train.steps = {steps:,} of {rows} rows of {length} tokens: {steps * passes_per_step:.3g} passes over it",
     ]
-    if asked.general:
-        choices.append(f"{share:.0%} of each step is general text, so that less of it is forgotten")
-    _warn(corpus, dev_texts)
     replace_file(out / RECORD, json_text({"asked": vars(asked), "general": share, "choices": choices}))
     write_run(out, source=source, electra=electra, tokenizer=tokenizer)
-    return _Start(_corpora(out, asked, share), config, choices)
+    return _Start.of(out, asked, share, choices, config, corpus)
 
 
 def _trimmed(tokenizer: Path, out: Path, inputs: Any, reading: Mapping[str, Any]) -> Path:
@@ -372,20 +389,12 @@ def _prepared(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any])
     return Corpus(out / "corpus")
 
 
-def _corpora(out: Path, asked: _Asked, share: float) -> Corpora:
-    """Returns the text and its general part, each with its share of a step."""
-    own = str((out / "corpus").absolute())
-    return {own: 1 - share, asked.general: share} if asked.general else own
+def _passes_per_step(config: Config, share: float, corpus: Corpus) -> float:
+    return config.train.batch_size * config.data.sequence_length * (1 - share) / max(1, corpus.num_tokens)
 
 
 def _without(settings: Mapping[str, Scalar], overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {key: value for key, value in settings.items() if key not in overrides}
-
-
-def _text_line(corpus: Corpus) -> str:
-    per_word = corpus.coverage().tokens_per_word
-    words = "" if per_word is None else f", {per_word:.2f} tokens per word"
-    return f"text: {corpus.num_tokens:,} tokens in {len(corpus):,} documents{words}"
 
 
 def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:

@@ -292,7 +292,7 @@ def _adapt(sub: Parser) -> None:
     _path(sub, "--general", "general text, prepared with the model's tokenizer, to mix in", "CORPUS")
     help = "for replaced-token detection by an encoder without a generator, as for import"
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
-    _path(sub, "--vocab", "another vocabulary for the model, as for import")
+    _path(sub, "--vocab", "another vocabulary for the model, as for import", "FILE|FOLDER")
     _flag(sub, "--trim", "keep only the entries of the vocabulary that TEXT uses")
     _option(sub, "--holdout", 0.02, "fraction of documents set aside for validation", "FRACTION")
     _flag(sub, "--dry-run", "show what it would choose and why, and the plan; leaves nothing")
