@@ -112,7 +112,7 @@ def test_all_tables_have_the_rows_of_the_same_entries(
             assert torch.equal(row, rows[ids[0]]) if len(ids) == 1 else torch.allclose(row, rows[ids].mean(0))
         assert torch.allclose(after[name][-1], rows.mean(0), atol=1e-6) and len(after[name]) == 13
     assert changed.config.differences(model.config).keys() == {"model.vocab_size"}
-    assert "vocabulary: 200 entries become 13: 9 have the row of one, 3 begin as the mean of several, 1 as" in said
+    assert "vocabulary: 200 entries become 13: 9 keep a row, 3 begin as the mean of several, 1 as" in said
 
 
 def test_the_same_entries_change_nothing(tmp_path: Path) -> None:

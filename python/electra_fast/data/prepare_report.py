@@ -173,6 +173,7 @@ class Vocabulary(Result):
         split = f", {self.split_share:.2%} of them split by size" if self.split_share else ""
         kept = f"{self.out}: {self.num_entries:,} of {self.trimmed_from:,} entries"
         yield f"{kept}; {self.unknown_share:.2%} of the text's tokens are [UNK]{split}"
+        yield f"make a run of the model with it by `electra-fast import MODEL --vocab {self.out} --out RUN`"
 
 
 @dataclass(frozen=True)

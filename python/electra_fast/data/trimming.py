@@ -22,7 +22,7 @@ from electra_fast.data.coverage import Coverage, sample_texts, unknown_warning
 from electra_fast.data.inputs import StrPath, passed_over_warning, skipped_lines
 from electra_fast.data.prepare_report import Vocabulary
 from electra_fast.errors import ElectraFastError, InputError
-from electra_fast.files.atomic_files import foreign_names, replace_folder, temporary_file
+from electra_fast.files.atomic_files import foreign_names, remove, replace_folder
 from electra_fast.files.json_files import read_optional
 from electra_fast.progress import ReadingProgress
 
@@ -50,28 +50,30 @@ def trim_tokenizer(
         raise InputError(f"{out}: a trimmed tokenizer is several files; name a folder for them with --out (out=...)")
     if foreign_names(folder):
         raise InputError(f"{out}: not empty; choose another folder")
-    with ReadingProgress("vocab", shown=progress) as bar, temporary_file(folder.absolute()) as shards:
-        texts = sample_texts(source, None, **reading)
-        report = _data.prepare(
-            tokenizer._inner, str(shards), **source, **reading, threads=threads or None, progress=bar.update
-        )
-        corpus = Corpus(shards)
-        coverage, counts = corpus.coverage(), corpus.token_counts()
-        sample = Coverage(*_data.text_coverage(tokenizer._inner, texts))
-        coverage = replace(coverage, unknown_words=sample.unknown_words)
-        bar.warn(passed_over_warning(report), unknown_warning(coverage, texts, tokenizer._inner))
-        if report["skipped_rows"]:
-            bar.warn(*skipped_lines(report["skipped_rows"], report["first_skipped"], None))
-        trimmed, kept_ids = with_entries_of(tokenizer, counts, size)
-        _check(tokenizer, trimmed, kept_ids, texts)
+    shards = folder.absolute().with_name(f".{folder.name}.shards.writing")
+    remove(shards)  # of a run that was killed
+    try:
+        with ReadingProgress("vocab", shown=progress) as bar:
+            texts = sample_texts(source, None, **reading)
+            reading |= {"threads": threads or None, "progress": bar.update}
+            report = _data.prepare(tokenizer._inner, str(shards), **source, **reading)
+            corpus, sample = Corpus(shards), Coverage(*_data.text_coverage(tokenizer._inner, texts))
+            coverage = replace(corpus.coverage(), unknown_words=sample.unknown_words)
+            bar.warn(passed_over_warning(report), unknown_warning(coverage, texts, tokenizer._inner))
+            if report["skipped_rows"]:
+                bar.warn(*skipped_lines(report["skipped_rows"], report["first_skipped"], None))
+            counts = corpus.token_counts()
+    finally:
+        remove(shards)
+    trimmed, kept_ids = with_entries_of(tokenizer, counts, size)
+    _check(tokenizer, trimmed, kept_ids, texts)
     settings = read_optional(tokenizer.path.with_name("tokenizer_config.json"))
     replace_folder(folder, lambda path: write_tokenizer(path, trimmed, settings.get("model_max_length", 512)))
-    lost = 1 - counts[kept_ids].sum() / counts.sum()
     return Vocabulary(
         *(str(out), trimmed.vocab_size, report["skipped_files"], report["skipped_rows"]),
         trimmed_from=tokenizer.vocab_size,
         unknown_share=coverage.unknown_share,
-        split_share=float(lost),
+        split_share=1 - float(counts[kept_ids].sum() / counts.sum()),
     )
 
 

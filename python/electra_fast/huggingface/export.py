@@ -16,7 +16,7 @@ from torch import Tensor
 from electra_fast import checkpoint
 from electra_fast.config.config import AUTO, HARDWARE_KEYS
 from electra_fast.config.presets import ADAPTATION_SETTINGS
-from electra_fast.data.corpus import location
+from electra_fast.data.corpus import Tokenizer, location
 from electra_fast.data.object_store import delete_objects, list_objects, read, upload_folder
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, remove, replace_folder
@@ -205,6 +205,8 @@ def import_(
     source, out = Path(model), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
+    if vocab is not None:
+        Tokenizer(vocab)  # raises before reading the model
     electra = read_to_train(source, generator, mlm=mlm)
     if mlm or generator is not None:
         for line in settings_lines(electra.config, ADAPTATION_SETTINGS):

@@ -1,7 +1,7 @@
 """`with_vocabulary`: a model with another vocabulary, for `import --vocab`.
 
-Entries of both vocabularies keep their rows of all tables. Any other begins as the mean of the rows of those pieces
-that the old tokenizer makes of its text: in fp32, before any training.
+Entries of both vocabularies keep their rows of all tables. Any other begins as the mean of the rows of the pieces that
+the old tokenizer makes of its text.
 
 Shapes: V entries, E embedding size.
 """
@@ -30,7 +30,7 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
     """Returns a model with the vocabulary of `new` instead of `old`, on a CPU; prints how many entries are kept.
 
     Special tokens take the rows of the same role. The bias of a new entry is the mean of its pieces' too, so that its
-    logit is the mean of theirs. Entries without known pieces begin as the mean of all. If entries and ids are equal,
+    logit is the mean of theirs. Entries without known pieces begin as the mean of all. With the same entries and rules,
     the model stays as it is, padding rows included.
 
     Args:
@@ -41,10 +41,10 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
     Raises FileNotFoundError, or ValueError naming the file and what it lacks.
     """
     before, after = Tokenizer(old), Tokenizer(new)
-    sources = _sources(before, after)
-    if sources == [[number] for number in range(before.vocab_size)]:
-        say(f"vocabulary: {after.path} has the entries of {before.path}; nothing changes")
+    if after.content_hash == before.content_hash:
+        say(f"vocabulary: {after.path} is that of {before.path}; nothing changes")
         return model
+    sources = _sources(before, after)
     changed = Electra(model.config.override({"model.vocab_size": after.vocab_size}), roles=model.networks)
     theirs = dict(model.named_parameters())
     with torch.no_grad():
@@ -57,7 +57,7 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
     lost = f", {num_lost:,} as the mean of all" if num_lost else ""
     sizes = [sum(each.numel() for each in network.parameters()) for network in (model, changed)]
     say(
-        f"vocabulary: {before.vocab_size:,} entries become {after.vocab_size:,}: {num_kept:,} have the row of one, "
+        f"vocabulary: {before.vocab_size:,} entries become {after.vocab_size:,}: {num_kept:,} keep a row, "
         f"{num_means:,} begin as the mean of several{lost}; {sizes[0] / 1e6:,.1f} M parameters become "
         f"{sizes[1] / 1e6:,.1f} M ({sizes[0] * 4 / 1e6:,.0f} → {sizes[1] * 4 / 1e6:,.0f} MB in fp32)"
     )
@@ -88,7 +88,8 @@ def _sources(before: Tokenizer, after: Tokenizer) -> list[list[int]]:
             sources[number] = [known]
         if known is None or not (has_same_text or is_added):
             asked.append(number)
-    for number, ids in zip(asked, old.pieces([new.keys[number] for number in asked]), strict=True):
+    pieces = old.pieces([new.keys[number] for number in asked]) if asked else []
+    for number, ids in zip(asked, pieces, strict=True):
         # The row of an entry that the old tokenizer writes in another way, such as in lower case, was never trained.
         is_written_so = b"".join(old.keys[piece][1] for piece in ids) == new.keys[number][1]
         if not sources[number] or (ids and not is_written_so):
