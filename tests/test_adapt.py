@@ -10,8 +10,12 @@ from statistics import median
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+import transformers
 from in_process import run
+from test_encoder import hf_folder
+from test_pair_templates import save_tokenizer
 from tiny_run import lines, truncate, weights
 from tiny_task import sentences
 
@@ -46,6 +50,16 @@ def rows(write_rows: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Pa
     return write_rows([{"text": words, "label": str(label)} for words, label in sentences(60)])
 
 
+def changed(run: Path, out: Path, changes: dict[str, Any]) -> Path:
+    """A copy of a run whose last checkpoint was made with other settings."""
+    shutil.copytree(run, out)
+    step = checkpoint_folder.latest(out)
+    for folder in (out, step):
+        (folder / "config.toml").write_text(Config.load(folder / "config.toml").override(changes).to_toml())
+    checkpoint_folder.seal(step, checkpoint_folder.read_state(step))
+    return out
+
+
 def test_a_pair_is_what_prepare_import_and_pretrain_make(tmp_path: Path, whole_run: Path, text: Path) -> None:
     result = ef.adapt(whole_run, [text], out=tmp_path / "run", overrides=FAST)
     ef.import_(whole_run, out=tmp_path / "other")
@@ -61,6 +75,28 @@ def test_a_pair_is_what_prepare_import_and_pretrain_make(tmp_path: Path, whole_r
     assert (result.objective, result.step, result.is_finished, result.metric) == ("electra", 2, True, None)
     assert "is no measure of gain" in str(result) and row.reason in str(result.choices)
     assert json.loads(result.to_json())["choices"] == list(result.choices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("BERT", "BertForMaskedLM"), ("RoBERTa", "RobertaForMaskedLM"), ("XLM-R", "XLMRobertaModel")],
+)
+def test_models_of_transformers_with_their_tokenizers(tmp_path: Path, text: Path, kind: str, name: str) -> None:
+    positions: dict[str, Any] = {} if kind == "BERT" else {"max_position_embeddings": 68, "pad_token_id": 3}
+    hf_folder(tmp_path / "model", name, vocab_size=320, num_hidden_layers=1, **positions)
+    (tmp_path / "model/vocab.txt").unlink()
+    save_tokenizer(tmp_path / "model", kind)
+    result = ef.adapt(tmp_path / "model", [text], out=tmp_path / "run", overrides=FAST)
+    ef.export(tmp_path / "run", out=tmp_path / "out")
+    words = "The cats sat in a naïve café."
+    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out/encoder"))
+    own = tokenizers.Tokenizer.from_file(str(tmp_path / "model/tokenizer.json"))
+    assert found.encode(words, add_special_tokens=False) == own.encode(words, add_special_tokens=False).ids
+    assert (
+        ef.Tokenizer.of(ef.Corpus(tmp_path / "run/corpus")).encode_batch([words])[0].tolist()
+        == own.encode(words, add_special_tokens=False).ids
+    )
+    assert result.objective == "mlm" and "passes over the text" in result.choices[-1]
 
 
 @pytest.mark.parametrize(
@@ -85,15 +121,15 @@ def test_the_objective_suits_the_source(
 
 
 def test_the_text_decides_how_many_steps(tmp_path: Path, whole_run: Path, text: Path) -> None:
-    """As many as the passes need, within bounds."""
-    out, length = tmp_path / "run", {"data.sequence_length": 16, "train.batch_size": 64}
-    words = [f"--{key}={value}" for key, value in length.items()]
-    done = run("adapt", whole_run, text, "--out", out, "--dry-run", *words)
+    """As many as the passes need, within bounds; what was given is not said to be chosen."""
+    out, given = tmp_path / "run", ["--sequence-length", 16, "--batch-size", 64, "--lr", 3e-4]
+    done = run("adapt", whole_run, text, "--out", out, "--dry-run", *given)
     assert done.returncode == 0, done.stderr
     ef.prepare([text], vocab=whole_run, out=tmp_path / "shards", holdout=0.02, progress=False)
     tokens, (row, *_) = ef.Corpus(tmp_path / "shards").num_tokens, ADAPTATION
     steps = min(row.steps[1], max(row.steps[0], round(row.passes * tokens / 1024)))
     assert f"train.steps = {steps:,} of 64 rows of 16 tokens: {steps * 1024 / tokens:.3g} passes" in done.stdout
+    assert "learning_rate 0.0003" in done.stdout and "optimizer.learning_rate" not in done.stdout
     assert f"text: {tokens:,} tokens" in done.stdout and "memory " in done.stdout and "time " in done.stdout
     assert f"would leave     {out}: the run, its text in corpus/\n" in done.stdout and not out.exists()
     assert (f"{tokens:,} tokens are little text" in done.stderr) == (tokens < LITTLE_TEXT)
@@ -134,9 +170,11 @@ def test_an_adapted_run_is_measured_later_and_trained_further(
     task: dict[str, Any] = {"task_data": rows, "seeds": 1}
     whole = ef.adapt(whole_run, [text], out=tmp_path / "whole", overrides=FAST, **task)
     ef.adapt(whole_run, [text], out=tmp_path / "run", overrides=FAST)
+    asked: list[str | None] = []
     for ended_in in ("before", "after-step-2"):
 
         def ended(*arguments: Any, ended_in: str = ended_in, **options: Any) -> Any:
+            asked.append(options["precision"])
             if options["out"].name == ended_in:
                 raise Interrupted(15, "ended")
             return ef.finetune(*arguments, **options)
@@ -144,6 +182,7 @@ def test_an_adapted_run_is_measured_later_and_trained_further(
         with monkeypatch.context() as patch, pytest.raises(Interrupted):
             patch.setattr("electra_fast.adaptation.finetune", ended)
             ef.adapt(whole_run, [text], out=tmp_path / "run", **task)
+    assert asked == [None, None, "fp32"]  # both in the precision of the first
     late = ef.adapt(whole_run, [text], out=tmp_path / "run", **task)
     assert (late.before, late.after, late.choices) == (whole.before, whole.after, whole.choices)
     more = ef.adapt(whole_run, [text], out=tmp_path / "run", overrides={"train.steps": 3}, **task)
@@ -203,8 +242,12 @@ def test_a_run_that_is_out_of_time_is_not_measured(
 
 
 def test_general_text_is_mixed_in(tmp_path: Path, whole_run: Path, text: Path, validation_corpus: Path) -> None:
-    result = ef.adapt(whole_run, [text], out=tmp_path / "run", general=validation_corpus, overrides=FAST)
-    corpora = Config.load(tmp_path / "run/config.toml").data.corpus
+    """With the generator that is trained already, which does not begin alone again."""
+    source = changed(whole_run, tmp_path / "source", {"objective.generator_first": 2, "train.max_minutes": 5})
+    result = ef.adapt(source, [text], out=tmp_path / "run", general=validation_corpus, overrides=FAST)
+    config = Config.load(tmp_path / "run/config.toml")
+    corpora = config.data.corpus
+    assert (config.objective.generator_first, config.train.max_minutes) == (0, 0)
     share = adaptation("pair", 0, None).general
     assert corpora == {str(tmp_path / "run/corpus"): 1 - share, str(validation_corpus): share}
     assert f"{share:.0%} of each step is general text" in str(result.choices)
@@ -255,16 +298,11 @@ def test_sources_that_are_refused(tmp_path: Path, whole_run: Path, exported: Pat
         (tuned / name).write_text("{}")
         (tuned / "README.md").write_text("---\nbase_model: nreimers/MiniLM-L6\n---\n")
         refused(tuned, r"tuned for sentences \(.*json\).*it was made from \(nreimers/MiniLM-L6\), and tune the result")
+        refused(tuned, "tuned for sentences", generator="small")
         (tuned / name).unlink()
-    unfinished = tmp_path / "unfinished"
-    shutil.copytree(whole_run, unfinished)
-    config = Config.load(unfinished / "config.toml").override({"train.steps": 99})
-    (unfinished / "config.toml").write_text(config.to_toml())
-    step = checkpoint_folder.latest(unfinished)
-    (step / "config.toml").write_text(config.to_toml())
-    checkpoint_folder.seal(step, checkpoint_folder.read_state(step))
+    unfinished = changed(whole_run, tmp_path / "unfinished", {"train.steps": 99})
     refused(unfinished, "at step 24 of 99; finish it .*, or name a checkpoint to adapt it as it is: .*step-24")
-    assert kind_of(step) == "pair"
+    assert kind_of(checkpoint_folder.latest(unfinished)) == "pair"
     refused(exported / "discriminator", "has no generator, which", overrides={"objective.name": "electra"})
     refused(whole_run, "mlm has no generator; leave out", generator="small", overrides={"objective.name": "mlm"})
     refused(whole_run, "must be one of mlm, electra to adapt", overrides={"objective.name": "electra15"})

@@ -330,8 +330,8 @@ def _start(
     """Prepares the text and makes the run, or finds both; prints what is unwise."""
     source, record, is_made = Path(asked.model), read_optional(out / RECORD), (out / "config.toml").exists()
     if not is_made:
-        kind = "generator" if asked.generator else kind_of(source)
-        if asked.objective == "electra" and kind not in ("pair", "generator"):
+        kind = kind_of(source)
+        if asked.objective == "electra" and kind != "pair" and not asked.generator:
             raise InputError(f"{source}: has no generator, which electra needs; give one with --generator")
         replace_file(out / RECORD, json_text({"asked": vars(asked)}))
         tokenizer = Path(asked.vocab) if asked.vocab else tokenizer_folder(source, MAX_ENTRIES)
@@ -346,7 +346,7 @@ def _start(
     if is_made:
         config = Config.load(out / "config.toml").override(overrides)
         return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
-    row = adaptation(kind, corpus.num_tokens, asked.objective)
+    row = adaptation("generator" if asked.generator else kind, corpus.num_tokens, asked.objective)
     electra = read_to_train(source, asked.generator, mlm=row.objective == "mlm")
     if asked.vocab or asked.trim:
         electra = with_vocabulary(electra, tokenizer_folder(source, electra.config.model.vocab_size), tokenizer)

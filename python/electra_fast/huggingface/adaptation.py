@@ -66,12 +66,12 @@ def kind_of(source: Path) -> str:
     if name := next((name for name in _OF_SENTENCES if (source / name).is_file()), None):
         raise InputError(
             f"{source}: tuned for sentences ({name}), which is lost if it is adapted now; adapt the encoder that it "
-            f"was made from{_base_model(source)}, and tune the result for sentences"
+            f"was made from{_base_model(source)}, and tune the result for sentences (electra-fast import and pretrain "
+            "would train this one nevertheless)"
         )
     if is_folder(source) and not _has_known_head(source):
-        if name := next(
-            (name for name in original(read_table(source)).get("architectures") or () if "For" in name), ""
-        ):
+        classes = original(read_table(source)).get("architectures") or ()
+        if name := next((name for name in classes if "For" in name), None):
             say(
                 f"warning: {source}: fine-tuned for a task ({name}), whose head is left out; adapt the encoder that "
                 f"it was made from{_base_model(source)}, and fine-tune the result"
