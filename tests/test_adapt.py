@@ -20,6 +20,7 @@ from tiny_run import lines, truncate, weights
 from tiny_task import sentences
 
 import electra_fast as ef
+from electra_fast.adaptation import _has_case
 from electra_fast.config.config import Config
 from electra_fast.config.presets import ADAPTATION, LITTLE_TEXT, adaptation
 from electra_fast.errors import InputError, Interrupted
@@ -285,6 +286,14 @@ def test_what_it_warns_of(
     said = capsys.readouterr().err
     assert "tokens are little text" in said and "tokens per word: the text may be of another language" in said
     assert "20 of the 60 texts that the task is scored on are documents of the text" in said
+
+
+@pytest.mark.parametrize(("words", "has_case"), [("ein Satz, und noch einer", True), ("這是一個句子。", False)])
+def test_scripts_without_spaces_have_no_words_to_count(tmp_path: Path, words: str, has_case: bool) -> None:
+    """Those of Chinese would have dozens of tokens each, in a vocabulary that marks where words begin."""
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({*words})]))
+    ef.prepare(iter([words]), vocab=tmp_path / "vocab.txt", out=tmp_path / "shards", cased=True, progress=False)
+    assert _has_case(ef.Corpus(tmp_path / "shards")) == has_case
 
 
 def test_sources_that_are_refused(tmp_path: Path, whole_run: Path, exported: Path, text: Path) -> None:

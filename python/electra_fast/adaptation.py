@@ -19,7 +19,7 @@ from electra_fast.config.presets import LITTLE_TEXT, adaptation
 from electra_fast.config.section import Scalar
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.inputs import Format, InvalidUtf8, Kind, Separator, StrPath
-from electra_fast.data.mixture import Corpora
+from electra_fast.data.mixture import Corpora, absolute
 from electra_fast.data.object_store import local_file
 from electra_fast.data.prepare import prepare
 from electra_fast.data.prepare import vocab as make_vocab
@@ -50,6 +50,7 @@ OBJECTIVES = ("mlm", "electra")
 MAX_ENTRIES = 1 << 24
 # English in a vocabulary of its own has 1.1 to 1.5 tokens per word, technical text up to 2.
 MOST_PER_WORD = 2.5
+SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 100, 500
 # Larger corpora are not searched for the texts that the task is scored on.
 MOST_SEARCHED = 1 << 24
 
@@ -297,7 +298,7 @@ def _asked(
         generator=None if generator is None else str(generator),
         objective=objective,
         holdout=holdout,
-        general=None if general is None else str(Path(general).absolute()),
+        general=None if general is None else str(absolute(str(general))),
         vocab=None if vocab is None else str(Path(vocab).absolute()),
         trim=trim,
     )
@@ -307,15 +308,15 @@ def _checked(out: Path, asked: _Asked) -> Path:
     """Returns the folder. Raises ValueError unless it is new, or left by the same call."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; choose another folder for the run")
-    recorded = read_optional(out / RECORD).get("asked")
-    if recorded is None and foreign_names(out):
+    recorded = read_optional(out / RECORD).get("asked", {})
+    if not recorded and foreign_names(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    if recorded is not None and recorded != vars(asked) and (out / "config.toml").exists():
-        names = [name for name, value in vars(asked).items() if recorded.get(name) != value]
-        raise InputError(
-            f"{out}: begun with {names[0]} = {recorded.get(names[0])!r}, now it is {vars(asked)[names[0]]!r}; leave it "
-            "as it was to resume, or give another --out"
-        )
+    for name, value in vars(asked).items() if (out / "config.toml").exists() else ():
+        if (was := recorded.get(name, value)) != value:
+            raise InputError(
+                f"{out}: begun with {name} = {was!r}, now it is {value!r}; leave it as it was to resume, or give "
+                "another --out"
+            )
     return out
 
 
@@ -372,7 +373,7 @@ def _start(
 
 
 def _trimmed(tokenizer: Path, out: Path, inputs: Any, reading: Mapping[str, Any]) -> Path:
-    if iter(inputs) is inputs:
+    if isinstance(inputs, Iterator):
         raise InputError("trim reads the text twice; give files, or a list of documents")
     say(str(make_vocab(inputs, out=out, trim=tokenizer, **reading)))
     return out
@@ -397,6 +398,14 @@ def _without(settings: Mapping[str, Scalar], overrides: Mapping[str, Scalar]) ->
     return {key: value for key, value in settings.items() if key not in overrides}
 
 
+def _has_case(corpus: Corpus) -> bool:
+    """Returns whether most letters of a sample have case: scripts without spaces between words have none."""
+    documents = (corpus[number][:SAMPLE_TOKENS] for number in range(min(SAMPLE_DOCUMENTS, len(corpus))))
+    text = Tokenizer.of(corpus).decode(token for document in documents for token in document.tolist())
+    letters = [letter for letter in text if letter.isalpha()]
+    return 2 * sum(letter.lower() != letter.upper() for letter in letters) > len(letters)
+
+
 def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:
     """Prints what is unwise about a text; `prepare` has warned of unknown tokens."""
     if corpus.num_tokens < LITTLE_TEXT:
@@ -405,7 +414,7 @@ def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:
             "encoder as it is"
         )
     per_word = corpus.coverage().tokens_per_word
-    if per_word is not None and per_word > MOST_PER_WORD:
+    if per_word is not None and per_word > MOST_PER_WORD and _has_case(corpus):
         say(
             f"warning: {per_word:.1f} tokens per word: the text may be of another language than the model's; one of "
             "its language, or a multilingual one, learns more from it"
@@ -423,8 +432,9 @@ def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:
 def _dev_texts(task: str, data: Mapping[str, Any]) -> list[str]:
     """Reads the data of the task, so that mistakes are found first; returns the texts to score on if each is one."""
     if data["train"] is None:
-        if given := [name for name in ("dev", "text", "label") if data[name]]:
-            raise InputError(f"--{given[0].replace('text', 'task-text')} is for --task-data, which is not given")
+        given = {"dev": data["dev"] is not None, "task-text": len(data["text"]), "label": len(data["label"])}
+        if flag := next((flag for flag, is_given in given.items() if is_given), None):
+            raise InputError(f"--{flag} is for --task-data, which is not given")
         return []
     with contextlib.ExitStack() as copies:
         tables = {name: file_or_table(name, data[name]) for name in ("train", "dev") if data[name] is not None}

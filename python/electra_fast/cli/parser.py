@@ -289,7 +289,7 @@ def _adapt(sub: Parser) -> None:
     _path(sub, "model", "run, checkpoint or Hugging Face folder", "MODEL")
     _add_inputs(sub)
     _path(sub, "--out", "run folder", required=True)
-    _path(sub, "--general", "general text, prepared with the model's tokenizer, to mix in", "CORPUS")
+    _option(sub, "--general", None, "general text, prepared with the model's tokenizer, to mix in", "CORPUS")
     help = "for replaced-token detection by an encoder without a generator, as for import"
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
     _path(sub, "--vocab", "another vocabulary for the model, as for import", "FILE|FOLDER")
