@@ -118,15 +118,29 @@ def test_no_kept_character_is_unknown(model: Path, tmp_path: Path) -> None:
 
 def test_a_size_keeps_the_most_frequent(model: Path) -> None:
     before = ef.Tokenizer(model)
-    occurrences = counts(before, LINES)
+    used = counts(before, LINES) > 0
+    occurrences = np.where(used, 10 + np.arange(before.vocab_size), 0)  # another order than that of training
     whole, _ = with_entries_of(before, occurrences)
     size = whole.vocab_size - 20
     after, kept_ids = with_entries_of(before, occurrences, size)
     assert size - 3 <= after.vocab_size <= size
     lost = np.setdiff1d(occurrences.nonzero()[0], kept_ids)
-    assert occurrences[lost].max() <= np.median(occurrences[occurrences > 0])
+    assert len(lost) and lost.max() < np.median(used.nonzero()[0])
     with pytest.raises(ef.InputError, match=r"^size = 9 is less than the .* special tokens, bytes .*; raise it$"):
         with_entries_of(before, occurrences, 9)
+
+
+def test_an_unknown_character_costs_as_much_as_before(tmp_path: Path) -> None:
+    """Ten more than the rarest entry, which therefore stays."""
+    pieces = [("unused", -3.0), ("rare", -30.0), ("Xa", -20.0), ("b", -15.0), ("ab", -1.0)]
+    crate = Crate(models.Unigram([*pieces, *((name, 0.0) for name in [*NAMES, "<mask>"])], unk_id=8))
+    crate.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    crate.save(str(tmp_path / "tokenizer.json"))
+    before = ef.Tokenizer(tmp_path)
+    after, kept_ids = with_entries_of(before, counts(before, ["Xab ab"]))
+    assert kept_ids.tolist() == [1, 2, 3, 4, *range(5, 10)] and after.special_tokens["unk"] == 7
+    for text in ("Xab ab", "ŋab"):
+        assert kept_ids[after.encode_batch([text])[0]].tolist() == before.encode_batch([text])[0].tolist()
 
 
 def test_everything_used_twice_changes_nothing(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,14 @@ def hidden(model: Any, tokenizer: Any, texts: list[str]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "settings"),
+    ("name", "make", "settings", "generator"),
     [
-        ("BertForMaskedLM", word_piece, {"vocab_size": 448}),  # a table padded to a multiple of 64
-        ("RobertaForMaskedLM", byte_level, {"vocab_size": 501, "pad_token_id": 1}),
-        ("XLMRobertaForMaskedLM", unigram, {"vocab_size": 260, "pad_token_id": 1}),
-        ("ModernBertForMaskedLM", byte_level, {"vocab_size": 512}),
+        ("BertForMaskedLM", word_piece, {"vocab_size": 448}, None),  # a table padded to a multiple of 64
+        ("RobertaForMaskedLM", byte_level, {"vocab_size": 501, "pad_token_id": 1}, "same-layers:1"),
+        ("XLMRobertaForMaskedLM", unigram, {"vocab_size": 260, "pad_token_id": 1}, None),
+        ("ModernBertForMaskedLM", byte_level, {"vocab_size": 512}, "same-layers:1"),
     ],
 )
-@pytest.mark.parametrize("generator", [None, "same-layers:1"])
 def test_a_trimmed_model_has_the_hidden_states_of_the_whole_one(
     tmp_path: Path, name: str, make: Any, settings: dict[str, Any], generator: str | None
 ) -> None:
@@ -112,7 +112,10 @@ def test_all_tables_have_the_rows_of_the_same_entries(
             assert torch.equal(row, rows[ids[0]]) if len(ids) == 1 else torch.allclose(row, rows[ids].mean(0))
         assert torch.allclose(after[name][-1], rows.mean(0), atol=1e-6) and len(after[name]) == 13
     assert changed.config.differences(model.config).keys() == {"model.vocab_size"}
-    assert "vocabulary: 200 entries become 13: 9 keep a row, 3 begin as the mean of several, 1 as" in said
+    assert (
+        "vocabulary: 200 entries become 13: 9 keep a row, 3 begin as the mean of several, 1 begin as the mean of "
+        in said
+    )
 
 
 def test_the_same_entries_change_nothing(tmp_path: Path) -> None:
@@ -133,18 +136,19 @@ def test_what_is_padding_is_no_part_of_a_mean(tmp_path: Path) -> None:
     assert torch.allclose(changed.embeddings.token[5], model.embeddings.token[:150].mean(0), atol=1e-6)
 
 
-def by_hand(model: Any, normalizer: Any, splitter: Any) -> Crate:
+def by_hand(model: Any, normalizer: Any, splitter: Any, mask: str = "<mask>") -> Crate:
     crate = Crate(model)
     crate.normalizer, crate.pre_tokenizer = normalizer, splitter
-    crate.add_special_tokens([*NAMES, "<mask>"])
+    crate.add_special_tokens([*NAMES, mask])
     crate.add_tokens(["NEW"])
     return crate
 
 
-def word_piece_by_hand() -> Crate:
-    entries = [*NAMES, "the", "##the", "in", "##ing", "##u", "u", "ne", "##w", ",", "##,"]
+def word_piece_by_hand(*more: str, lowercase: bool = True) -> Crate:
+    entries = [*NAMES, "the", "##the", "in", "##ing", "##u", "u", "ne", "##w", ",", "##,", "The", *more]
     model = models.WordPiece({entry: number for number, entry in enumerate(entries)}, unk_token="<unk>")
-    return by_hand(model, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    return by_hand(model, normalizer, pre_tokenizers.BertPreTokenizer(), "[MASK]")
 
 
 def byte_level_by_hand() -> Crate:
@@ -162,7 +166,9 @@ def unigram_by_hand() -> Crate:
 
 OTHER_KINDS: list[tuple[Any, Any, dict[str, str]]] = [
     (word_piece_by_hand, byte_level_by_hand, {"Ġthe": "the", "the": "##the", "ing": "##ing", "Ã¼": "##u", ",": ","}),
-    (word_piece_by_hand, byte_level_by_hand, {"Ġ": "", "Ã": "", "h": "", "NEW": "NEW", "<mask>": "<mask>"}),
+    (word_piece_by_hand, byte_level_by_hand, {"Ġ": "", "Ã": "", "h": "", "NEW": "NEW", "<mask>": "[MASK]"}),
+    (word_piece_by_hand, partial(word_piece_by_hand, "in,"), {",": ",", "##,": "##,", "The": "The", "in,": "in ,"}),
+    (word_piece_by_hand, partial(word_piece_by_hand, lowercase=False), {"The": "the", "##,": "##,"}),
     (word_piece_by_hand, unigram_by_hand, {"▁ü": "u", "ü": "##u", "▁neu": "ne ##u", "T": "", "▁": "", "in": "in"}),
     (unigram_by_hand, word_piece_by_hand, {"the": "▁the", "##the": "the", "ne": "▁ n e", ",": ",", "</s>": "</s>"}),
     (unigram_by_hand, byte_level_by_hand, {"Ġ": "▁", "Ġt": "▁ t", "he": "h e", "Ã¼": "ü", "Ã": "", "NEW": "NEW"}),

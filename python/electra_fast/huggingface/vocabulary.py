@@ -53,13 +53,13 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
             table = theirs[name][: before.vocab_size]
             parameter.copy_(_rows(table, sources) if is_table else theirs[name])
     num_kept, num_lost = sum(len(ids) == 1 for ids in sources), sources.count([])
-    num_means = len(sources) - num_kept - num_lost
-    lost = f", {num_lost:,} as the mean of all" if num_lost else ""
+    begins = {"the mean of several": len(sources) - num_kept - num_lost, "the mean of all": num_lost}
+    parts = [f"{num_kept:,} keep a row", *(f"{number:,} begin as {what}" for what, number in begins.items() if number)]
     sizes = [sum(each.numel() for each in network.parameters()) for network in (model, changed)]
     say(
-        f"vocabulary: {before.vocab_size:,} entries become {after.vocab_size:,}: {num_kept:,} keep a row, "
-        f"{num_means:,} begin as the mean of several{lost}; {sizes[0] / 1e6:,.1f} M parameters become "
-        f"{sizes[1] / 1e6:,.1f} M ({sizes[0] * 4 / 1e6:,.0f} → {sizes[1] * 4 / 1e6:,.0f} MB in fp32)"
+        f"vocabulary: {before.vocab_size:,} entries become {after.vocab_size:,}: {', '.join(parts)}; "
+        f"{sizes[0] / 1e6:,.1f} M parameters become {sizes[1] / 1e6:,.1f} M ({sizes[0] * 4 / 1e6:,.1f} → "
+        f"{sizes[1] * 4 / 1e6:,.1f} MB in fp32)"
     )
     return changed
 
@@ -142,7 +142,7 @@ class _Vocabulary:
             if text.encode() != raw:  # a part of a character
                 ids = [self.ids_of_keys.get((False, bytes([byte]))) for byte in raw]
                 found.append([number for number in ids if number is not None])
-            elif starts or not inner or not self.names[inner[0]].startswith(prefix):
+            elif starts or not inner:
                 found.append(first)
             else:
                 found.append(inner)
