@@ -160,6 +160,7 @@ def test_a_task_is_measured_before_and_after(tmp_path: Path, whole_run: Path, te
         label = "as it is" if name == "before" else "adapted"
         shown = "  ".join(f"{100 * score:.2f}" for score in scores)
         assert f"{label:<12} {100 * sum(scores) / 2:7.2f}  {shown}\n" in done.stdout
+    assert "accuracy in percent, of 6 examples\n" in done.stdout  # a tenth of 60 is set aside
     again = run("adapt", whole_run, text, "--out", tmp_path / "run", *options, "--json")
     assert again.returncode == 0 and json.loads(again.stdout)["after"] == scores
 

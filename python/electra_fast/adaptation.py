@@ -29,6 +29,7 @@ from electra_fast.files.atomic_files import foreign_names, remove, replace_file
 from electra_fast.files.json_files import json_text, read_object, read_optional
 from electra_fast.finetuning.finetune import finetune
 from electra_fast.finetuning.readers.table_formats import file_or_table
+from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.training.job import IDENTITY
 from electra_fast.huggingface.adaptation import kind_of, settings_lines
@@ -70,6 +71,8 @@ class AdaptResult(Result):
     """The task's main score, of which `before` and `after` are the values by seed."""
     before: Sequence[float] = ()
     after: Sequence[float] = ()
+    num_examples: int = 0
+    """Examples that the scores are of, which limit what a difference means."""
 
     def lines(self) -> Iterator[str]:
         """Yields where the run is, and the table of scores in percent."""
@@ -85,7 +88,8 @@ class AdaptResult(Result):
             return
         rows = {"as it is": self.before, "adapted": self.after}
         medians = [statistics.median(row) for row in rows.values()]
-        yield f"{self.metric:<12} {'median':>7}  by seed"
+        yield f"{self.metric} in percent, of {self.num_examples:,} examples"
+        yield f"{'':<12} {'median':>7}  by seed"
         for (name, scores), median in zip(rows.items(), medians, strict=True):
             yield f"{name:<12} {100 * median:7.2f}  {'  '.join(f'{100 * score:.2f}' for score in scores)}"
         pairs = zip(self.before, self.after, strict=True)
@@ -222,9 +226,9 @@ def adapt(
     }
     asked = _asked(given, model, generator, holdout, general, vocab, trim)
     data = {"train": task_data, "dev": dev, "text": task_text, "label": label}
-    dev_texts = _dev_texts(task, data)
+    dev_split = _read_dev(task, data)
     with exclusive(_checked(out, asked)):
-        start = _start(out, asked, inputs, reading, given, dev_texts)
+        start = _start(out, asked, inputs, reading, given, dev_split)
     for line in start.choices:
         say(line)
     scores: dict[str, list[float]] = {}
@@ -250,6 +254,7 @@ def adapt(
         step=trained.step,
         is_finished=trained.is_finished,
         metric=metric,
+        num_examples=0 if dev_split is None else len(dev_split.texts),
         **scores,
     )
 
@@ -266,10 +271,10 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     task, seeds = options.pop("task"), options.pop("seeds")
     columns = {"train": "task_data", "dev": "dev", "text": "task_text", "label": "label"}
     data = {name: options.pop(option) for name, option in columns.items()}
-    dev_texts = _dev_texts(task, data)
+    dev_split = _read_dev(task, data)
     _checked(Path(out), asked)
     with tempfile.TemporaryDirectory() as folder:
-        start = _start(Path(folder), asked, inputs, options, given, dev_texts)
+        start = _start(Path(folder), asked, inputs, options, given, dev_split)
         yield from start.choices
         yield from plan(start.corpus, config=start.config, device=device).lines()
     measured = "" if data["train"] is None else f", and {seeds} fine-tunings each in {BEFORE}/ and {AFTER.format('N')}/"
@@ -326,7 +331,7 @@ def _start(
     inputs: Any,
     reading: Mapping[str, Any],
     overrides: Mapping[str, Scalar],
-    dev_texts: Sequence[str],
+    dev_split: Split | None,
 ) -> _Start:
     """Prepares the text and makes the run, or finds both; prints what is unwise."""
     source, record, is_made = Path(asked.model), read_optional(out / RECORD), (out / "config.toml").exists()
@@ -343,7 +348,7 @@ def _start(
             tokenizer = trimmed if trimmed.exists() else _trimmed(tokenizer, trimmed, inputs, reading)
         copy_tokenizer(tokenizer, out / "tokenizer", INPUT_NAMES["bert"])  # `write_run` names the model's inputs
     corpus = _prepared(out, asked, inputs, reading)
-    _warn(corpus, dev_texts)
+    _warn(corpus, dev_split)
     if is_made:
         config = Config.load(out / "config.toml").override(overrides)
         return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
@@ -406,7 +411,7 @@ def _has_case(corpus: Corpus) -> bool:
     return 2 * sum(letter.lower() != letter.upper() for letter in letters) > len(letters)
 
 
-def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:
+def _warn(corpus: Corpus, dev_split: Split | None) -> None:
     """Prints what is unwise about a text; `prepare` has warned of unknown tokens."""
     if corpus.num_tokens < LITTLE_TEXT:
         say(
@@ -419,8 +424,9 @@ def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:
             f"warning: {per_word:.1f} tokens per word: the text may be of another language than the model's; one of "
             "its language, or a multilingual one, learns more from it"
         )
-    if dev_texts and corpus.num_tokens <= MOST_SEARCHED:
-        known = {ids.tobytes() for ids in Tokenizer.of(corpus).encode_batch(dev_texts)}
+    if dev_split is not None and dev_split.words is None and corpus.num_tokens <= MOST_SEARCHED:
+        texts = [each[0] for each in dev_split.texts if len(each) == 1]  # a pair is no document
+        known = {ids.tobytes() for ids in Tokenizer.of(corpus).encode_batch(texts)}
         seen = len(known & {document.tobytes() for document in corpus})
         if seen:
             say(
@@ -429,16 +435,15 @@ def _warn(corpus: Corpus, dev_texts: Sequence[str]) -> None:
             )
 
 
-def _dev_texts(task: str, data: Mapping[str, Any]) -> list[str]:
-    """Reads the data of the task, so that mistakes are found first; returns the texts to score on if each is one."""
+def _read_dev(task: str, data: Mapping[str, Any]) -> Split | None:
+    """Reads the data of the task, so that mistakes are found first; returns what is scored, None if there are none."""
     if data["train"] is None:
         given = {"dev": data["dev"] is not None, "task-text": len(data["text"]), "label": len(data["label"])}
         if flag := next((flag for flag, is_given in given.items() if is_given), None):
             raise InputError(f"--{flag} is for --task-data, which is not given")
-        return []
+        return None
     with contextlib.ExitStack() as copies:
         tables = {name: file_or_table(name, data[name]) for name in ("train", "dev") if data[name] is not None}
         files = {name: copies.enter_context(local_file(path)) for name, path in tables.items()}
         (found,) = read_tasks(task, files=files, columns={name: data[name] for name in ("text", "label")})
-    texts = found.dev[0].texts
-    return [each[0] for each in texts if len(each) == 1] if found.dev[0].words is None else []
+    return found.dev[0]
