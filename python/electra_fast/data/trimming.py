@@ -45,13 +45,14 @@ def trim_tokenizer(
     Counts tokens in a temporary corpus beside `out`, of a few bytes per token. Compares the tokens of a sample of the
     text with those of the whole vocabulary.
     """
-    folder, tokenizer = Path(out), Tokenizer(model)
+    folder = Path(out)
     if folder.suffix in (".txt", ".json") or _data.url_of(str(out)) or folder.is_file():
         raise InputError(f"{out}: a trimmed tokenizer is several files; name a folder for them with --out (out=...)")
     if foreign_names(folder):
         raise InputError(f"{out}: not empty; choose another folder")
     shards = folder.absolute().with_name(f".{folder.name}.shards.writing")
     remove(shards)  # of a run that was killed
+    tokenizer = Tokenizer(model)
     try:
         with ReadingProgress("vocab", shown=progress) as bar:
             texts = sample_texts(source, None, **reading)
