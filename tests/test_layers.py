@@ -79,7 +79,7 @@ LINES = {
     "python/electra_fast/training": 5_300,
     "python/electra_fast": 38_050,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 31_750,
+    "tests": 31_850,
     "bench": 4_500,
     "crates": 23_500,
 }

@@ -237,6 +237,7 @@ def adapt(
     def measure(encoder: str | Path, name: str, folder: Path) -> None:
         nonlocal metric, precision
         if task_data is not None:
+            say(f"{folder}: fine-tunes {encoder}, to compare the scores {name} adapting")
             options = {"task": task, "seeds": seeds, "device": device, "precision": precision, **data}
             ((task_name, found),) = finetune(encoder, out=folder, **options).items()
             metric, scores[name] = found.metric, [run[found.metric] for run in found.runs]
@@ -363,7 +364,7 @@ def _start(
     per_step = _passes_per_step(electra.config.override(keys | dict(overrides)), share, corpus)
     fewest, most = row.steps
     steps = int(overrides.get("train.steps", min(most, max(fewest, round(row.passes / per_step)))))
-    keys |= {"train.steps": steps, "train.log_every": max(1, steps // 40)}
+    keys |= {"train.out": str(out), "train.steps": steps, "train.log_every": max(1, steps // 40)}
     keys |= dict.fromkeys(("train.eval_every", "train.checkpoint_every"), max(1, steps // 4))
     config = electra.config.override(keys | dict(overrides))
     electra.config = electra.config.override(keys)
@@ -380,7 +381,7 @@ def _start(
 def _trimmed(tokenizer: Path, out: Path, inputs: Any, reading: Mapping[str, Any]) -> Path:
     if isinstance(inputs, Iterator):
         raise InputError("trim reads the text twice; give files, or a list of documents")
-    say(str(make_vocab(inputs, out=out, trim=tokenizer, **reading)))
+    say(next(make_vocab(inputs, out=out, trim=tokenizer, **reading).lines()))  # the others name the next command
     return out
 
 

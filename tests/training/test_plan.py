@@ -20,10 +20,10 @@ from electra_fast.training.forecast import MAX_EPOCHS, ScalingLaw, layer_weights
 from electra_fast.training.plan import Trial, _on_line
 
 
-def told(config, corpus):
+def told(config, corpus, *, imported=False):
     mixture = planning.Mixture(corpus)
     resolved = planning.resolved(config.override({"data.corpus": str(corpus)}), mixture)
-    return " ".join(warnings(resolved, mixture, size(resolved, mixture, 10**6)))
+    return " ".join(warnings(resolved, mixture, size(resolved, mixture, 10**6), imported=imported))
 
 
 def test_counts_are_those_of_the_run(whole_run, validation_corpus):
@@ -76,18 +76,32 @@ def test_dry_run_measures_and_shows_the_first_batch(tiny_corpus, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "words", "imported_too"),
     [
-        ({"train.steps": "100000"}, "or lower train.steps (to "),
-        ({"optimizer.warmup_steps": "240"}, "lower optimizer.warmup_steps"),
-        ({"generator.fraction": "1.0"}, "lower generator.fraction"),
-        ({"data.sequence_length": "4096", "model.max_positions": "4096"}, "lower data.sequence_length"),
-        ({"model.vocab_size": "100000"}, "the embedding table is"),
+        ({"train.steps": "100000"}, "or lower train.steps (to ", True),
+        ({"optimizer.warmup_steps": "240"}, "lower optimizer.warmup_steps", True),
+        ({"generator.fraction": "1.0"}, "lower generator.fraction", False),
+        ({"data.sequence_length": "4096", "model.max_positions": "4096"}, "lower data.sequence_length", True),
+        ({"model.vocab_size": "100000"}, "the embedding table is", False),
     ],
 )
-def test_each_warning_comes_with_its_cause_alone(tiny_corpus, changes, words):
+def test_each_warning_comes_with_its_cause_alone(tiny_corpus, changes, words, imported_too):
     assert words not in told(tiny_config(), tiny_corpus)
     assert words in told(tiny_config(**changes), tiny_corpus)
+    assert (words in told(tiny_config(**changes), tiny_corpus, imported=True)) == imported_too
+
+
+def test_a_trained_model_may_read_its_text_more_often(tiny_corpus):
+    """And rates by the rule for beginning are too high for it."""
+    config = ef.Config.preset("tiny", "modern")
+    per_epoch = ef.Corpus(tiny_corpus).num_tokens / config.train.batch_size / config.data.sequence_length
+    for epochs, imported in ((40, False), (100, True)):
+        few, many = ({"train.steps": round(per_epoch * epochs * share)} for share in (0.9, 1.1))
+        assert "add text" not in told(config.override(few), tiny_corpus, imported=imported)
+        assert f"for {epochs} epochs" in told(config.override(many), tiny_corpus, imported=imported)
+    by_hand = config.override({"optimizer.muon_learning_rate": "0.001"})
+    said = [told(each, tiny_corpus, imported=imported) for each in (config, by_hand) for imported in (False, True)]
+    assert ["begin untrained" in each for each in said] == [False, True, False, False]
 
 
 def test_rates_beyond_the_measured_steps_are_an_extrapolation(tiny_corpus):

@@ -8,8 +8,11 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.distributed.world import World
 from electra_fast.files import checkpoint_folder
+from electra_fast.huggingface.export import import_
+from electra_fast.training import diagnostics, forecast, trainer
 from electra_fast.training.diagnostics import stall_warning, verdict
 from electra_fast.training.evaluate import evaluate, unigram_entropy
+from electra_fast.training.plan import plan
 from electra_fast.training.pretrain import pretrain
 
 
@@ -97,6 +100,43 @@ def test_the_likely_reasons():
     for name in ("learning_rate", "muon_learning_rate"):
         other = said("modern", changes={f"optimizer.{name}": "0.4"}, unigram_auc=0.5)[1]
         assert "learning rates other than the rule's: start again without" in other
+
+
+def test_a_trained_model_is_told_nothing_that_helps_one_that_begins(
+    whole_run, validation_corpus, tmp_path, capfd, monkeypatch
+):
+    """By `plan` and `pretrain`, where a run that begins is told all of it."""
+    for module, name, value in (
+        (forecast, "FEWEST_ENTRIES", 1),
+        (forecast, "MIN_TOKENS_PER_ENTRY", 10**9),
+        (forecast, "MAX_TABLE_SHARE", 0.0),
+        (forecast, "MOST_UNKNOWN", -1.0),
+        (diagnostics, "MIN_STEPS", 0),
+        (trainer, "MIN_STEPS", 0),
+        (diagnostics, "_GENERATOR_IMPROVES", -9.0),
+        (diagnostics, "_DISCRIMINATOR_STAYS", 9.0),
+        (diagnostics, "_LITTLE_AUC", 2.0),
+    ):
+        monkeypatch.setattr(module, name, value)
+    import_(whole_run, out=tmp_path / "imported")
+    changes = {"train.steps": "5", "train.eval_every": "1", "train.eval_batches": "1", "optimizer.warmup_steps": "1"}
+    heard = {}
+    for name, config in (("new", tiny_config(**changes)), ("imported", None)):
+        pretrain(validation_corpus, config=config, out=tmp_path / name, overrides=changes)
+        found = plan(validation_corpus, config=tmp_path / name / "config.toml", tokens_per_second=64)
+        heard[name] = [capfd.readouterr().err, str(found)]
+    new, imported = (" ".join(each) for each in heard.values())
+    beginning = ("vocab --size", "prepare with", "has stalled", "start again", "--recipe modern", "add text", " yet:")
+    assert [phrase for phrase in beginning if phrase not in new] == []
+    assert [phrase for phrase in beginning if phrase in imported] == []
+    assert all("are [UNK]; give the model a vocabulary" in each for each in heard["imported"])
+    assert "little better than untrained: AUC" in imported and "continue with --steps 50" in imported
+
+
+def test_what_a_trained_model_can_do_is_no_gain():
+    config, found = Config.preset("mini", "modern").resolved(), {"tokens": 50_000, "unigram_auc": 0.9}
+    (new,), (imported,) = (verdict(config, found, None, 1, 1, imported=each) for each in (False, True))
+    assert imported == f"{new}; no measure of what adapting gained"
 
 
 def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capfd):

@@ -7,6 +7,7 @@ of the same form without config.toml.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -78,6 +79,13 @@ def step_of(name: str) -> int | None:
     """Returns the step of a checkpoint's folder name, or None for another name."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def is_imported(run: Path) -> bool:
+    """Returns whether a run continues a model that was trained before; false if no checkpoint can be read."""
+    with contextlib.suppress(InputError, FileNotFoundError):
+        return read_state(latest(run)).imported
+    return False
 
 
 def path_of(run: Path, step: int) -> Path:

@@ -211,6 +211,7 @@ def import_(
     if mlm or generator is not None:
         for line in settings_lines(electra.config, ADAPTATION_SETTINGS):
             say(line)
+    electra.config = electra.config.override({"train.out": str(out)})
     tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
     if vocab is not None:
         electra, tokenizer = with_vocabulary(electra, tokenizer, Path(vocab)), Path(vocab)

@@ -135,9 +135,17 @@ _SMALL_CORPUS = 10e6  # tokens
 
 
 def verdict(
-    config: Config, found: Mapping[str, Number], entropy: float | None, trained_tokens: int, corpus_tokens: int
+    config: Config,
+    found: Mapping[str, Number],
+    entropy: float | None,
+    trained_tokens: int,
+    corpus_tokens: int,
+    *,
+    imported: bool = False,
 ) -> list[str]:
     """Returns a line on what a finished run has learned and, if that is little, another with likely reasons.
+
+    Of an imported model, it says what the model can do, which tells nothing of what continuing it has gained.
 
     Args:
         config: The run's configuration.
@@ -145,6 +153,7 @@ def verdict(
         entropy: `evaluate.unigram_entropy`, for objectives without a discriminator.
         trained_tokens: Tokens trained on, including repetitions.
         corpus_tokens: Size of its corpora.
+        imported: Whether its model was trained before.
     """
     what = "the model finds replaced tokens"
     if (auc := found.get("unigram_auc")) is not None:
@@ -163,9 +172,10 @@ def verdict(
     else:
         return []
     if not amount:
-        return [f"{what}: {measured}"]
-    reasons = "; ".join(_reasons(config, trained_tokens, corpus_tokens))
-    return [f"warning: the model has learned {amount} yet: {measured}", f"warning: likely reasons: {reasons}"]
+        return [f"{what}: {measured}" + ("; no measure of what adapting gained" if imported else "")]
+    reasons = "; ".join(_reasons(config, trained_tokens, corpus_tokens, imported))
+    little = f"{what} little better than untrained" if imported else f"the model has learned {amount} yet"
+    return [f"warning: {little}: {measured}", f"warning: likely reasons: {reasons}"]
 
 
 def auc_text(auc: float) -> str:
@@ -181,18 +191,18 @@ def _auc_amount(auc: float, found: Mapping[str, Number]) -> str:
     return "little" if auc < _LITTLE_AUC else ""
 
 
-def _reasons(config: Config, trained_tokens: int, corpus_tokens: int) -> Iterator[str]:
+def _reasons(config: Config, trained_tokens: int, corpus_tokens: int, imported: bool) -> Iterator[str]:
     steps, is_fixed = config.train.steps, OBJECTIVE_SPECS[config.objective.name].num_stages > 1
     longer = f"{'start again' if is_fixed else 'continue'} with --steps {10 * steps}"
     yield f"too little training ({steps:,} steps, {trained_tokens / 1e6:.2f} M tokens): {longer}"
-    if config.model.architecture == "bert":
+    if config.model.architecture == "bert" and not imported:
         yield "recipes google and paper learn late: start again with --recipe modern"
-    if not has_rule(config):
+    if imported or not has_rule(config):
         rate = config.optimizer.learning_rate
         yield f"a learning rate that does not suit (optimizer.learning_rate = {rate:g}): compare half and twice of it"
     elif config.optimizer != by_rule(config):
         yield "learning rates other than the rule's: start again without optimizer.learning_rate and muon_learning_rate"
-    if corpus_tokens < _SMALL_CORPUS:
+    if corpus_tokens < _SMALL_CORPUS and not imported:
         yield f"a small corpus ({corpus_tokens / 1e6:.2f} M tokens): add text"
 
 
@@ -209,7 +219,7 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
     if replaced < 0.01:
         return (
             f"the generator is nearly always right: only {replaced:.1%} of the tokens are replaced, which teaches the "
-            "discriminator little; use a smaller generator.fraction or a higher objective.temperature"
+            "discriminator little; use a higher objective.temperature"
         )
     if replaced == 1:
         return None
@@ -217,7 +227,7 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
     if loss > 1.02 * majority:
         return (
             f"the discriminator has collapsed: loss {loss:.4f} is worse than always answering the class shares "
-            f"({majority:.4f}); lower optimizer.learning_rate, or make the generator weaker (generator.fraction)"
+            f"({majority:.4f}); lower optimizer.learning_rate, or use a higher objective.temperature"
         )
     if recall == 0:
         return (

@@ -18,6 +18,8 @@ from electra_fast.optimizers.rules import RULES
 
 # Beyond these, a run is warned of. None is an optimum; all but the last are round numbers.
 MAX_EPOCHS = 40
+# The same for a model that was trained before: Gururangan et al., 2020 (Don't Stop Pretraining), gain with 100.
+MAX_EPOCHS_IMPORTED = 100
 # Row length relative to the mean document; tokens of the corpus per entry of its vocabulary; the table's share of the
 # model's parameters.
 MAX_ROW_PER_DOCUMENT, MIN_TOKENS_PER_ENTRY, MAX_TABLE_SHARE = 4, 100, 2 / 3
@@ -53,14 +55,17 @@ def rows_of_evaluation(config: Config, holdout: Corpora, num_batches: int) -> in
     return max(1, min(rows, num_batches * config.train.batch_size or rows))
 
 
-def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is unwise about a run, each with its remedy; reads no tokens. `found` is its `size`."""
-    data, epochs = config.data, found["epochs"]
-    if mixture is not None and epochs > MAX_EPOCHS:
-        most = max(1, MAX_EPOCHS * mixture.num_tokens // found["tokens_per_step"])
+def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any], *, imported: bool) -> Iterator[str]:
+    """Yields what is unwise about a run, each with its remedy; reads no tokens.
+
+    `found` is its `size`. An `imported` model was trained before, on other text, so that its sizes are given.
+    """
+    data, epochs, most_epochs = config.data, found["epochs"], MAX_EPOCHS_IMPORTED if imported else MAX_EPOCHS
+    if mixture is not None and epochs > most_epochs:
+        most = max(1, most_epochs * mixture.num_tokens // found["tokens_per_step"])
         yield (
             f"the run reads the corpus {epochs:,.0f} times, and repeated text teaches less and less; add text, "
-            f"or lower train.steps (to {most:,} for {MAX_EPOCHS} epochs)"
+            f"or lower train.steps (to {most:,} for {most_epochs} epochs)"
         )
     yield from low_peak_warnings(config)
     if mixture is not None:
@@ -70,6 +75,15 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) 
                 f"rows of {data.sequence_length} tokens hold many documents of {mean:.0f} tokens each, which do not "
                 f"attend to each other; lower data.sequence_length (and raise train.batch_size as much)"
             )
+    is_by_rule = has_rule(config) and config.optimizer.muon_learning_rate == by_rule(config).muon_learning_rate
+    if imported:
+        if is_by_rule:
+            yield (
+                "the learning rates follow a rule for models that begin untrained, and may undo what this one has "
+                "learned; lower optimizer.muon_learning_rate, or take electra-fast adapt, which does"
+            )
+        return
+    if mixture is not None:
         largest = max(FEWEST_ENTRIES, mixture.num_tokens // MIN_TOKENS_PER_ENTRY)
         if mixture.vocab_size > largest:
             yield (
@@ -88,8 +102,7 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any]) 
             "the generator is as large as the discriminator, which then learns less for more FLOPs; "
             "lower generator.fraction or generator.num_layers"
         )
-    is_by_rule = config.optimizer.muon_learning_rate == by_rule(config).muon_learning_rate
-    if has_rule(config) and is_by_rule and config.schedule_steps > MAX_RULE_STEPS:
+    if is_by_rule and config.schedule_steps > MAX_RULE_STEPS:
         yield (
             f"the learning rates follow a rule that was tried in runs of at most {MAX_RULE_STEPS:,} steps; for "
             f"{config.schedule_steps:,} it is an extrapolation: compare rates in shorter runs first"
@@ -126,20 +139,19 @@ def low_peak_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def corpus_warnings(mixture: Mixture) -> Iterator[str]:
+def corpus_warnings(mixture: Mixture, *, imported: bool) -> Iterator[str]:
     """Warns of unknown tokens; reads a sample of each corpus.
 
     They are easy to predict and to tell from others, so a run that learns little else looks good by its numbers.
     """
     for name, corpus in zip(mixture.names(), mixture.corpora, strict=True):
         if (share := corpus.coverage().unknown_share) > MOST_UNKNOWN:
-            yield (
-                f"{name}: {share:.1%} of the tokens are [UNK]; prepare with a vocabulary of this text "
-                "(electra-fast vocab)"
-            )
+            how = "give the model a vocabulary of this text (electra-fast vocab, then import --vocab)"
+            remedy = how if imported else "prepare with a vocabulary of this text (electra-fast vocab)"
+            yield f"{name}: {share:.1%} of the tokens are [UNK]; {remedy}"
 
 
-def compact(config: Config, mixture: Mixture, num_parameters: int) -> Iterator[str]:
+def compact(config: Config, mixture: Mixture, num_parameters: int, *, imported: bool) -> Iterator[str]:
     """Yields the lines of a plan that need no measurement, for the start of a run."""
     found = size(config, mixture, num_parameters)
     rates = ", ".join(f"{name} {rate:g}" for name, rate in found["learning_rates"].items())
@@ -147,7 +159,7 @@ def compact(config: Config, mixture: Mixture, num_parameters: int) -> Iterator[s
         f"plan: {found['tokens'] / 1e6:,.2f} M tokens, {found['epochs']:.3g} epochs, {found['flops']:.3g} FLOPs; "
         f"{rates} after {found['warmup_steps']:,} steps of warmup"
     )
-    yield from (f"warning: {line}" for line in warnings(config, mixture, found))
+    yield from (f"warning: {line}" for line in warnings(config, mixture, found, imported=imported))
 
 
 @dataclass(frozen=True)

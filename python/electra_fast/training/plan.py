@@ -29,6 +29,7 @@ from electra_fast.distributed.division import Division, smaller_micro_batches
 from electra_fast.distributed.step_processes import choose_num_processes
 from electra_fast.distributed.world import World
 from electra_fast.errors import ElectraFastError, InputError, TrainingFailed
+from electra_fast.files import checkpoint_folder
 from electra_fast.hardware.flops import PUBLISHED_VOCABULARY, flops_per_token
 from electra_fast.hardware.memory import StepMemory
 from electra_fast.model.compute import DTYPES, ComputeConfig, choose_device, use_compute
@@ -234,9 +235,10 @@ def _report(config: Config, mixture: Mixture | None, trial: Trial | None, speed:
     speed = speed if trial is None else found["tokens_per_step"] / trial.seconds_per_step
     weights = 4 * found["parameters"]
     kept = config.train.keep_checkpoints + 1  # and the best
-    lines = list(warnings(config, mixture, found))
+    imported = checkpoint_folder.is_imported(Path(config.train.out))
+    lines = list(warnings(config, mixture, found, imported=imported))
     if mixture is not None:
-        lines += corpus_warnings(mixture)
+        lines += corpus_warnings(mixture, imported=imported)
     memory = _memory(trial, weights, moments)
     lines += _memory_warnings(config, trial, memory)
     return Plan(
@@ -432,7 +434,7 @@ def measure(config: Config, device: str = AUTO) -> Trial:
         if done.returncode or not answer.exists():
             why = describe_end(done.returncode, done.stderr)
             is_memory = lacked_memory(done.returncode, done.stderr)
-            remedy = "; lower train.batch_size or the model's size" if is_memory else ""
+            remedy = "; lower train.batch_size, or choose a smaller model" if is_memory else ""
             raise TrainingFailed(f"the run's first steps failed ({why}){remedy}")
         found = json.loads(answer.read_text(encoding="utf-8"))
         if "error" in found:

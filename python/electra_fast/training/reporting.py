@@ -65,7 +65,7 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
     if "train.steps" in run.changes:
         yield _rate_change(run, state.step, int(str(run.changes["train.steps"][0])))
     if not state.step:
-        yield from compact(config, mixture, num_parameters)
+        yield from compact(config, mixture, num_parameters, imported=state.imported)
     else:
         yield from (f"warning: {line}" for line in low_peak_warnings(config))
 

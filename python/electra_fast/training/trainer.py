@@ -246,7 +246,9 @@ class Trainer:
             self._check_ranks(0.0)
         num_rows = len(self.train_step.backward.division.rows)
         is_new = self.state.step == 0
-        unknown = self.world.from_first(lambda: list(corpus_warnings(self.mixture)) if is_new else [])
+        unknown = self.world.from_first(
+            lambda: list(corpus_warnings(self.mixture, imported=self.state.imported)) if is_new else []
+        )
         for line in (
             *reporting.startup(self.run, self.mixture, self.state, self._num_parameters()),
             *(f"warning: {line}" for line in unknown),
@@ -429,6 +431,8 @@ class Trainer:
         if not is_sound and self._may_stop(self.state.step):
             self._end_diverged(f"the validation loss rose to {found['loss']:.4g} at step {self.state.step}")
         self.validation_loss = objective.comparable_loss(found) if is_sound else None
+        if self.state.imported:  # its discriminator has no such plateau to leave
+            return
         can_correct = objective.could_have("corrective_head")
         if message := stall_warning(log.evaluations, self._first_judged_step(), can_correct=can_correct):
             log.warn(self.state.step, message)
@@ -539,7 +543,8 @@ class Trainer:
             found = evaluations[-1]
         if "discriminator" not in self.stage.objective.networks():
             entropy = unigram_entropy(corpora, self.config, num_batches, self.world)
-        return verdict(self.config, found, entropy, self.state.tokens, mixture.num_tokens) if found else []
+        counts, imported = (self.state.tokens, mixture.num_tokens), self.state.imported
+        return verdict(self.config, found, entropy, *counts, imported=imported) if found else []
 
 
 def _settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
