@@ -121,8 +121,11 @@ def test_the_objective_suits_the_source(
     assert ef.Corpus(tmp_path / "run/corpus").holdout is not None
 
 
-def test_the_text_decides_how_many_steps(tmp_path: Path, whole_run: Path, text: Path) -> None:
-    """As many as the passes need, within bounds; what was given is not said to be chosen."""
+def test_the_text_decides_how_many_steps(
+    tmp_path: Path, whole_run: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the passes need, within bounds; what was given is not said to be chosen, nor given sizes unwise."""
+    monkeypatch.setattr("electra_fast.training.forecast.MAX_TABLE_SHARE", 0)
     out, given = tmp_path / "run", ["--sequence-length", 16, "--batch-size", 64, "--lr", 3e-4]
     done = run("adapt", whole_run, text, "--out", out, "--dry-run", *given)
     assert done.returncode == 0, done.stderr
@@ -131,6 +134,7 @@ def test_the_text_decides_how_many_steps(tmp_path: Path, whole_run: Path, text: 
     steps = min(row.steps[1], max(row.steps[0], round(row.passes * tokens / 1024)))
     assert f"train.steps = {steps:,} of 64 rows of 16 tokens: {steps * 1024 / tokens:.3g} passes" in done.stdout
     assert "learning_rate 0.0003" in done.stdout and "optimizer.learning_rate" not in done.stdout
+    assert "the embedding table is" not in done.stdout
     assert f"text: {tokens:,} tokens" in done.stdout and "memory " in done.stdout and "time " in done.stdout
     assert f"would leave     {out}: the run, its text in corpus/\n" in done.stdout and not out.exists()
     assert (f"{tokens:,} tokens are little text" in done.stderr) == (tokens < LITTLE_TEXT)
@@ -241,6 +245,7 @@ def test_a_run_that_is_out_of_time_is_not_measured(
     done = run("adapt", whole_run, text, "--out", tmp_path / "run", "--task-data", rows, "--seeds", 1, *WORDS)
     assert done.returncode == 75 and "step 1, stopped by train.max_minutes; the same call resumes" in done.stdout
     assert not list((tmp_path / "run").glob("after*"))
+    assert "fine-tunes the encoder as it is, with 1 seed\n" in done.stderr
 
 
 def test_general_text_is_mixed_in(tmp_path: Path, whole_run: Path, text: Path, validation_corpus: Path) -> None:

@@ -237,7 +237,8 @@ def adapt(
     def measure(encoder: str | Path, name: str, folder: Path) -> None:
         nonlocal metric, precision
         if task_data is not None:
-            say(f"{folder}: fine-tunes {encoder}, to compare the scores {name} adapting")
+            what = "the encoder as it is" if name == "before" else "the adapted encoder"
+            say(f"{folder}: fine-tunes {what}, with {seeds} {'seed' if seeds == 1 else 'seeds'}")
             options = {"task": task, "seeds": seeds, "device": device, "precision": precision, **data}
             ((task_name, found),) = finetune(encoder, out=folder, **options).items()
             metric, scores[name] = found.metric, [run[found.metric] for run in found.runs]
@@ -335,30 +336,47 @@ def _start(
     dev_split: Split | None,
 ) -> _Start:
     """Prepares the text and makes the run, or finds both; prints what is unwise."""
-    source, record, is_made = Path(asked.model), read_optional(out / RECORD), (out / "config.toml").exists()
+    source, is_made = Path(asked.model), (out / "config.toml").exists()
     if not is_made:
         kind = kind_of(source)
         if asked.objective == "electra" and kind != "pair" and not asked.generator:
             raise InputError(f"{source}: has no generator, which electra needs; give one with --generator")
-        replace_file(out / RECORD, json_text({"asked": vars(asked)}))
-        tokenizer = Path(asked.vocab) if asked.vocab else tokenizer_folder(source, MAX_ENTRIES)
-        if asked.trim:
-            trimmed = out / "trimmed"
-            if record.get("asked") != vars(asked):
-                remove(trimmed)
-            tokenizer = trimmed if trimmed.exists() else _trimmed(tokenizer, trimmed, inputs, reading)
-        copy_tokenizer(tokenizer, out / "tokenizer", INPUT_NAMES["bert"])  # `write_run` names the model's inputs
+        tokenizer = _tokenizer(out, asked, inputs, reading)
     corpus = _prepared(out, asked, inputs, reading)
     _warn(corpus, dev_split)
-    if is_made:
-        config = Config.load(out / "config.toml").override(overrides)
-        return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
+    if not is_made:
+        _make_run(out, asked, kind, tokenizer, corpus, overrides)
+    record, config = read_object(out / RECORD), Config.load(out / "config.toml").override(overrides)
+    return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
+
+
+def _tokenizer(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any]) -> Path:
+    """Records what is asked and returns the tokenizer for it, of which `out` gets a copy to prepare the text with."""
+    record = read_optional(out / RECORD)
+    replace_file(out / RECORD, json_text({"asked": vars(asked)}))
+    tokenizer = Path(asked.vocab) if asked.vocab else tokenizer_folder(Path(asked.model), MAX_ENTRIES)
+    if asked.trim:
+        source, tokenizer = tokenizer, out / "trimmed"
+        if record.get("asked") != vars(asked):
+            remove(tokenizer)
+        if isinstance(inputs, Iterator):
+            raise InputError("trim reads the text twice; give files, or a list of documents")
+        if not tokenizer.exists():
+            make_vocab(inputs, out=tokenizer, trim=source, **reading)
+    copy_tokenizer(tokenizer, out / "tokenizer", INPUT_NAMES["bert"])  # `write_run` names the model's inputs
+    return tokenizer
+
+
+def _make_run(
+    out: Path, asked: _Asked, kind: str, tokenizer: Path, corpus: Corpus, overrides: Mapping[str, Scalar]
+) -> None:
+    """Chooses by `ADAPTATION`, records that, and writes the run at step 0. What is not chosen is in `overrides`."""
+    source = Path(asked.model)
     row = adaptation("generator" if asked.generator else kind, corpus.num_tokens, asked.objective)
     electra = read_to_train(source, asked.generator, mlm=row.objective == "mlm")
     if asked.vocab or asked.trim:
         electra = with_vocabulary(electra, tokenizer_folder(source, electra.config.model.vocab_size), tokenizer)
     share = row.general if asked.general else 0.0
-    settings = [(_without(keys, overrides), reason) for keys, reason in row.keys]
     keys: dict[str, Scalar] = {} if row.objective == "mlm" else {"objective.generator_first": 0}
     keys |= {key: value for chosen, _ in row.keys for key, value in chosen.items()}
     per_step = _passes_per_step(electra.config.override(keys | dict(overrides)), share, corpus)
@@ -366,23 +384,14 @@ def _start(
     steps = int(overrides.get("train.steps", min(most, max(fewest, round(row.passes / per_step)))))
     keys |= {"train.out": str(out), "train.steps": steps, "train.log_every": max(1, steps // 40)}
     keys |= dict.fromkeys(("train.eval_every", "train.checkpoint_every"), max(1, steps // 4))
-    config = electra.config.override(keys | dict(overrides))
     electra.config = electra.config.override(keys)
-    reason = "as given" if asked.objective else row.reason
+    chosen = [({key: own[key] for key in own if key not in overrides}, reason) for own, reason in row.keys]
     choices = [
-        f'objective.name = "{config.objective.name}": {reason}',
-        *settings_lines(config, [(keys, reason) for keys, reason in settings if keys]),
+        f'objective.name = "{electra.config.objective.name}": {"as given" if asked.objective else row.reason}',
+        *settings_lines(electra.config, [(own, reason) for own, reason in chosen if own]),
     ]
     replace_file(out / RECORD, json_text({"asked": vars(asked), "general": share, "choices": choices}))
     write_run(out, source=source, electra=electra, tokenizer=tokenizer)
-    return _Start.of(out, asked, share, choices, config, corpus)
-
-
-def _trimmed(tokenizer: Path, out: Path, inputs: Any, reading: Mapping[str, Any]) -> Path:
-    if isinstance(inputs, Iterator):
-        raise InputError("trim reads the text twice; give files, or a list of documents")
-    say(next(make_vocab(inputs, out=out, trim=tokenizer, **reading).lines()))  # the others name the next command
-    return out
 
 
 def _prepared(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any]) -> Corpus:
@@ -398,10 +407,6 @@ def _prepared(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any])
 
 def _passes_per_step(config: Config, share: float, corpus: Corpus) -> float:
     return config.train.batch_size * config.data.sequence_length * (1 - share) / max(1, corpus.num_tokens)
-
-
-def _without(settings: Mapping[str, Scalar], overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    return {key: value for key, value in settings.items() if key not in overrides}
 
 
 def _has_case(corpus: Corpus) -> bool:

@@ -168,7 +168,7 @@ def test_a_run_continues_with_its_own_settings_and_a_new_schedule(tmp_path: Path
     ours = read_model(tmp_path / "again")
     assert all(torch.equal(parameter, whole.state_dict()[name]) for name, parameter in ours.state_dict().items())
     assert ours.state_dict().keys() == whole.state_dict().keys() and "corrective_head.bias" in whole.state_dict()
-    fresh = {"optimizer.warmup_steps": -1, "train.mirror": "", "data.corpus": "", "train.out": ""}
+    fresh = {"optimizer.warmup_steps": -1, "train.mirror": "", "data.corpus": "", "train.out": str(tmp_path / "again")}
     assert ours.config == whole.config.override(fresh)
     state = TrainState(imported=True, token_type_1_trained=False)
     assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == state

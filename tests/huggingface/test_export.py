@@ -129,7 +129,7 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
     import_(tmp_path / "out", out=tmp_path / "again")
     again = read_model(tmp_path / "again")
     assert_same(logits(again), expected)
-    forgotten = {"data.corpus": "", "train.out": ""}
+    forgotten = {"data.corpus": "", "train.out": str(tmp_path / "again")}
     assert again.config == Config.load(tmp_path / "again" / "config.toml")
     differences = model.config.override(forgotten).differences(again.config)
     if model.config.objective.name == "mlm":

@@ -62,7 +62,7 @@ def test_a_trimmed_model_has_the_hidden_states_of_the_whole_one(
     new, old = (transformers.AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out/encoder", tokenizer))
     assert len(new) == trimmed.config.vocab_size < len(old)
     for ours, theirs in zip(hidden(trimmed, new, LINES[:40]), hidden(whole.base_model, old, LINES[:40]), strict=True):
-        assert theirs.std() > 0.1 and (ours - theirs).abs().max() <= 1e-6
+        assert theirs.std() > 0.1 and (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
     head = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out/generator")
     assert head.get_output_embeddings().weight.shape[0] == len(new)
 

@@ -131,9 +131,7 @@ def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
         yield f"- {origin.tokens:,} tokens seen"
     if origin.comparable_auc is not None and role == "discriminator":
         step, auc = origin.comparable_auc
-        use = (
-            "no measure of what continuing gained" if origin.imported else "comparable between models on the same text"
-        )
+        use = "no measure of gain" if origin.imported else "comparable between models on the same text"
         yield (
             f"- AUC {auc:.3f} on replacements drawn by frequency in validation text, at step {step:,} (`unigram_auc`, "
             f"{use})"
