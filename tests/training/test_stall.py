@@ -8,7 +8,7 @@ from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.distributed.world import World
 from electra_fast.files import checkpoint_folder
-from electra_fast.huggingface.export import import_
+from electra_fast.huggingface.export import export, import_
 from electra_fast.training import diagnostics, forecast, trainer
 from electra_fast.training.diagnostics import stall_warning, verdict
 from electra_fast.training.evaluate import evaluate, unigram_entropy
@@ -125,6 +125,8 @@ def test_a_trained_model_is_told_nothing_that_helps_one_that_begins(
         pretrain(validation_corpus, config=config, out=tmp_path / name, overrides=changes)
         found = plan(validation_corpus, config=tmp_path / name / "config.toml", tokens_per_second=64)
         heard[name] = [capfd.readouterr().err, str(found)]
+        card = (export(tmp_path / name, out=tmp_path / f"{name}-model").out / "discriminator/README.md").read_text()
+        assert ("(`unigram_auc`, no measure of gain)" in card) == (name == "imported")
     new, imported = (" ".join(each) for each in heard.values())
     beginning = ("vocab --size", "prepare with", "has stalled", "start again", "--recipe modern", "add text", " yet:")
     assert [phrase for phrase in beginning if phrase not in new] == []
