@@ -24,7 +24,6 @@ import optuna
 import pytest
 import tokenizers
 import yaml
-from in_process import run
 from tiny_reading import write_conll
 from tiny_task import BAD, GOOD, WORDS, sentences
 
@@ -256,20 +255,6 @@ def test_a_search_for_settings_continues(run_script, tmp_path, own_language, lab
         assert printed == f"best of {num_trials} trials: {study.best_value:.3f}, {study.best_params}\n"
     best = json.loads((tmp_path / f"tuning/trial-{study.best_trial.number}/results.json").read_text())
     assert best["classification"]["median"] == study.best_value and len(best["classification"]["runs"]) == 3
-
-
-def test_adapting_to_a_domain_and_comparing(tmp_path, own_language, labeled, monkeypatch):
-    """The script's commands, as bash makes them, run in this process: others would import torch for half a minute."""
-    monkeypatch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)
-    (tmp_path / "text.txt").write_text("the class of an object\n\n" * 60)
-    cluster, out = Cluster(tmp_path, "electra-fast"), tmp_path / "out"
-    places = [str(own_language[0] / "model/discriminator"), str(tmp_path / "text.txt"), str(labeled), str(out)]
-    options = ["--train.steps", "2", "--train.batch_size", "4", "--train.eval_batches", "1", "--seeds", "1"]
-    assert cluster.run(str(EXAMPLES / "own_domain.sh"), *places, *options) == 0
-    printed = [run(*arguments) for arguments, _ in cluster.calls("electra-fast")]
-    assert [done.returncode for done in printed] == [0, 0], printed
-    assert "as it is" in printed[0].stdout and "adapted" in printed[0].stdout
-    assert (out / "model/encoder/model.safetensors").is_file()
 
 
 def test_tickets_are_routed_as_they_come(run_script, tmp_path, own_language, monkeypatch):

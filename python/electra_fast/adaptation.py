@@ -40,7 +40,7 @@ from electra_fast.huggingface.vocabulary import with_vocabulary
 from electra_fast.messages import say
 from electra_fast.results import Result
 from electra_fast.training.plan import plan
-from electra_fast.training.pretrain import pretrain
+from electra_fast.training.pretrain import PretrainResult, pretrain
 from electra_fast.training.run import exclusive
 
 RECORD = "adaptation.json"
@@ -79,12 +79,14 @@ class AdaptResult(Result):
         if not self.is_finished:
             yield f"{self.out}: step {self.step}, stopped by train.max_minutes; the same call resumes"
             return
-        yield f"{self.out}: adapted by {self.objective}, step {self.step}; electra-fast export or finetune {self.out}"
-        if self.metric is None:
+        done = f"adapted by {self.objective}, step {self.step}" if self.step else "not trained"
+        yield f"{self.out}: {done}; electra-fast export or finetune {self.out}"
+        if self.metric is None and self.step:
             yield (
                 "whether it gained, only a task tells: give --task-data (the AUC that pretrain reports is no measure "
                 "of gain)"
             )
+        if self.metric is None:
             return
         rows = {"as it is": self.before, "adapted": self.after}
         medians = [statistics.median(row) for row in rows.values()]
@@ -200,7 +202,7 @@ def adapt(
         label: Its label columns.
         seeds: Number of fine-tuning runs each, with seeds 0 to `seeds - 1`.
         overrides: Keys of the run's configuration in place of those chosen, as for `pretrain`. `objective.name` is
-            `mlm` or `electra`.
+            `mlm` or `electra`; with `train.steps` 0, nothing trains: the model has another vocabulary, if any.
         device: The device to train on, as for `pretrain`.
         documents: As for `prepare`, and so are the next five.
         text: The field with the text.
@@ -214,7 +216,8 @@ def adapt(
         ValueError, FileNotFoundError: Model, text, data and options do not fit together.
         Diverged, TrainingFailed, Interrupted: As for `pretrain`.
     """
-    given, out = Config.values_of((overrides or {}).items()), Path(out)
+    given, is_trained = _steps_apart(overrides or {})
+    out = Path(out)
     reading = {
         "documents": documents,
         "text": text,
@@ -229,7 +232,7 @@ def adapt(
     dev_split = _read_dev(task, data)
     with exclusive(_checked(out, asked)):
         start = _start(out, asked, inputs, reading, given, dev_split)
-    for line in start.choices:
+    for line in start.choices if is_trained else start.choices[:1]:
         say(line)
     scores: dict[str, list[float]] = {}
     metric = precision = None
@@ -246,7 +249,7 @@ def adapt(
             precision = read_object(folder / task_name / IDENTITY)["hardware"]["precision"]
 
     measure(asked.model, "before", out / BEFORE)
-    trained = pretrain(start.corpus, out=out, overrides=given, device=device)
+    trained = pretrain(start.corpus, out=out, overrides=given, device=device) if is_trained else PretrainResult(out, 0)
     if trained.is_finished:
         measure(out, "after", out / AFTER.format(trained.step))
     return AdaptResult(
@@ -267,7 +270,7 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     Takes the arguments of `adapt`, all of them. The text is tokenized, and the first steps are measured, in a temporary
     folder.
     """
-    given = Config.values_of(options.pop("overrides").items())
+    given, is_trained = _steps_apart(options.pop("overrides"))
     names = ("generator", "holdout", "general", "vocab", "trim")
     asked = _asked(given, model, **{name: options.pop(name) for name in names})
     task, seeds = options.pop("task"), options.pop("seeds")
@@ -277,10 +280,18 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     _checked(Path(out), asked)
     with tempfile.TemporaryDirectory() as folder:
         start = _start(Path(folder), asked, inputs, options, given, dev_split)
-        yield from start.choices
-        yield from plan(start.corpus, config=start.config, device=device).lines()
+        yield from start.choices if is_trained else start.choices[:1]
+        if is_trained:
+            yield from plan(start.corpus, config=start.config, device=device).lines()
     measured = "" if data["train"] is None else f", and {seeds} fine-tunings each in {BEFORE}/ and {AFTER.format('N')}/"
     yield f"would leave     {out}: the run, its text in corpus/{measured}"
+
+
+def _steps_apart(overrides: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
+    """Returns the values of keys, and whether to train: with 0 steps the model stays as it is."""
+    untrained = {name for name in ("steps", "train.steps") if str(overrides.get(name)) == "0"}
+    given = {name: value for name, value in overrides.items() if name not in untrained}
+    return Config.values_of(given.items()), not untrained
 
 
 def _asked(
