@@ -77,10 +77,10 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_300,
-    "python/electra_fast": 38_050,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 38_100,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
     "tests": 31_850,
-    "bench": 4_500,
+    "bench": 4_900,
     "crates": 23_500,
 }
 MAX_TOP_FILES = 13

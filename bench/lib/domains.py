@@ -1,0 +1,169 @@
+"""Domains to adapt an encoder to: text, and a task whose validation texts are not in it.
+
+Each function returns the documents of the domain, and examples (label, text) of the task to train on and to judge by,
+in a random but fixed order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+NUM_TRAIN, NUM_DEV = 1_000, 2_000
+Example = tuple[str, str]
+Domain = tuple[list[str], list[Example], list[Example]]
+
+LISTS = Path("/var/lib/apt/lists")
+SECTIONS = (
+    "admin comm database devel editors electronics fonts games gnome graphics hamradio httpd kde mail math net science "
+    "sound tex text utils vcs video web x11"
+).split()
+MANUALS = Path("/usr/share/man")
+
+
+def _fields(path: Path) -> Iterator[dict[str, str]]:
+    """Yields the fields of each package in one of apt's lists."""
+    command = ["/usr/lib/apt/apt-helper", "cat-file", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for stanza in text.split("\n\n"):
+        pairs = (line.partition(": ") for line in re.split(r"\n(?! )", stanza))
+        yield {name.rstrip(":"): value for name, _, value in pairs}
+
+
+def packages(_: Path) -> Domain:
+    """Descriptions of Debian's packages, one per source package; the task is to tell a package's section."""
+    texts = {}
+    for path in LISTS.glob("*_Translation-en*"):
+        texts |= {each["Package"]: each["Description-en"] for each in _fields(path) if "Description-en" in each}
+    chosen: dict[str, dict[str, str]] = {}
+    for path in sorted(LISTS.glob("*_Packages*")):
+        for each in _fields(path):
+            source = each.get("Source", each.get("Package", "")).partition(" ")[0]
+            if each.get("Package") in texts and (source not in chosen or each["Package"] == source):
+                chosen[source] = each
+    if not chosen:
+        raise SystemExit(f"{LISTS}: no descriptions; run apt-get -o Acquire::Languages=en update")
+    found = {}
+    for _source, package in sorted(chosen.items()):
+        title, *lines = (line.strip() for line in texts[package["Package"]].split("\n"))
+        body = "\n".join("" if line == "." else line for line in lines)
+        found[f"{title}.\n" + re.sub(r"(?<!\n)\n(?![\n*+-])", " ", body)] = package["Section"].rpartition("/")[2]
+    pairs = [(section, text) for text, section in found.items()]
+    random.Random(0).shuffle(pairs)
+    examples = [pair for pair in pairs if pair[0] in SECTIONS]
+    dev, train = examples[:NUM_DEV], examples[NUM_DEV : NUM_DEV + NUM_TRAIN]
+    hidden = {text for _, text in dev}
+    return [text for _, text in pairs if text not in hidden], train, dev
+
+
+def books(folder: Path) -> Domain:
+    """Books (parquet files with title, author and text); the task is to tell the author of a passage.
+
+    A book of each author with at least three is set aside: its passages are those to judge by.
+    """
+    import pyarrow.parquet as pq
+
+    by_author: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(folder.glob("*.parquet")):
+        for row in pq.read_table(path).to_pylist():
+            by_author[row["author"]].append(row["text"])
+    draw = random.Random(0)
+    texts: list[str] = []
+    examples: dict[bool, list[Example]] = {False: [], True: []}
+    for author, works in sorted(by_author.items()):
+        is_in_task = len(works) >= 3 and author != "Anonymous"
+        draw.shuffle(works)
+        texts += works[is_in_task:]
+        for number, work in enumerate(works if is_in_task else []):
+            examples[number == 0] += [
+                (author, passage) for passage in _passages(work, draw, 200 if number == 0 else 60)
+            ]
+    draw.shuffle(texts)
+    return texts, _drawn(draw, examples[False], NUM_TRAIN), _drawn(draw, examples[True], NUM_DEV)
+
+
+def _passages(text: str, draw: random.Random, number: int) -> list[str]:
+    """Draws passages of about 100 words from the middle nine tenths of a book."""
+    words = text.split()
+    words = words[len(words) // 20 : -len(words) // 20]
+    starts = draw.sample(range(0, len(words) - 100, 100), min(number, len(words) // 100 - 1))
+    return [" ".join(words[start : start + 100]) for start in starts]
+
+
+def manuals(_: Path) -> Domain:
+    """English manual pages of this machine; the task is to tell the package of a page's paragraph.
+
+    A package has at most 150 pages, a fifth of which are set aside.
+    """
+    owners: dict[str, str] = {}
+    for path in Path("/var/lib/dpkg/info").glob("*.list"):
+        for line in path.read_text().splitlines():
+            if re.match(rf"{MANUALS}/man\d/", line):
+                owners[line] = path.stem.partition(":")[0]
+    draw, kept = random.Random(0), Counter[str]()
+    pages = {}
+    for name in draw.sample(sorted(owners), len(owners)):
+        if kept[owners[name]] < 150 and (text := _page(Path(name))):
+            kept[owners[name]] += 1
+            pages[name] = text
+    sizes = Counter(owners[name] for name in pages)
+    usual = {owner for owner, size in sizes.items() if size >= 20}
+    texts: list[str] = []
+    examples: dict[bool, list[Example]] = {False: [], True: []}
+    for name, text in pages.items():
+        owner = owners[name]
+        is_hidden = owner in usual and draw.random() < 0.2
+        if not is_hidden:
+            texts.append(text)
+        if owner in usual:
+            paragraphs = [each for each in text.split("\n\n") if 30 <= len(each.split()) <= 200]
+            examples[is_hidden] += [(owner, each) for each in draw.sample(paragraphs, min(5, len(paragraphs)))]
+    draw.shuffle(texts)
+    return texts, _drawn(draw, examples[False], NUM_TRAIN), _drawn(draw, examples[True], NUM_DEV)
+
+
+def _drawn(draw: random.Random, examples: list[Example], number: int) -> list[Example]:
+    return draw.sample(examples, min(number, len(examples)))
+
+
+def _page(path: Path) -> str:
+    """Returns the paragraphs of a manual page as plain text; empty for a link to another page."""
+    if not path.is_file() or path.is_symlink():
+        return ""
+    source = gzip.open(path, "rt", encoding="utf-8", errors="replace").read()
+    if source.lstrip().startswith(".so"):
+        return ""
+    lines = [
+        "" if re.match(r"[.'](PP|P|LP|TP|SH|SS|IP|sp|Pp|Sh|Ss|It)\b", line) else line for line in source.splitlines()
+    ]
+    lines = [re.sub(r"^[.'](B|I|BR|IR|BI|IB|RB|RI|Nm|Ar|Fl|Cm|Xr)\s+", "", line) for line in lines]
+    text = "\n".join(line for line in lines if not line.startswith((".", "'", '\\"')))
+    text = re.sub(r"\\f\[?[A-Z]+\]?|\\f[BIRP1-4]|\\&|\\s[+-]?\d", "", text)
+    text = text.replace("\\-", "-").replace("\\e", "\\").replace("\\(aq", "'").replace('\\"', '"')
+    paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", text).split("\n\n")
+    return "\n\n".join(each for paragraph in paragraphs if (each := paragraph.strip()))
+
+
+DOMAINS = {"packages": packages, "books": books, "manuals": manuals}
+
+
+def write(name: str, folder: Path, source: Path) -> None:
+    """Writes, once, text.jsonl, task.jsonl (the texts of the task's training set alone), train.jsonl and dev.jsonl."""
+    if (folder / "dev.jsonl").exists():
+        return
+    texts, train, dev = DOMAINS[name](source)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "text.jsonl", [{"text": text} for text in texts])
+    _write(folder / "task.jsonl", [{"text": text} for _, text in train])
+    for file, examples in (("train", train), ("dev", dev)):
+        _write(folder / f"{file}.jsonl", [{"text": text, "label": label} for label, text in examples])
+
+
+def _write(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
