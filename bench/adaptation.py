@@ -235,12 +235,13 @@ def main() -> None:
     results = options.out / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     done = {(line["domain"], line["way"], line["seed"]) for line in lines}
-    names = []
+    # Only corpora with the same file of a vocabulary are mixed.
+    names, vocab = [], ef.Tokenizer.of(ef.Corpus(options.corpus))
     for name, _, source in (each.partition("=") for each in options.domains):
         names.append(name)
         domains.write(name, options.out / name, Path(source))
         for text in ("text", "task"):
-            ef.prepare(options.out / name / f"{text}.jsonl", vocab=options.run, out=options.out / name / text)
+            ef.prepare(options.out / name / f"{text}.jsonl", vocab=vocab, out=options.out / name / text)
     ways = [way for way in WAYS if any(fnmatch(way, pattern) for pattern in options.only)]
     jobs = [(way, name) for way in ways for name in names if (name, way, options.seed) not in done]
     os.environ["OMP_NUM_THREADS"] = "1"
