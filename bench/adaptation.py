@@ -54,7 +54,7 @@ class Way:
             head; "frozen pair" and "frozen mlm", the embeddings of these alone; "earlier", the run from 70 % of its
             steps; "new", random weights, for the FLOPs of run and adaptation; "after-mlm", the discriminator that
             masked language modeling for half of the FLOPs made, with that model as generator; "", nothing.
-        rate: Learning rate of AdamW; or, if above 0.01, the share of the run's own rates, with its own optimizer.
+        rate: Learning rate of AdamW; or, from 0.01 on, the share of the run's own rates, with its own optimizer.
         text: Shares of domain, general text, and the texts of the task's training set.
         keys: More keys of the configuration.
     """
@@ -71,7 +71,9 @@ WAYS = {
     "mlm": Way("mlm"),
     "general text": Way("pair", text=(0, 1, 0)),
     **{
-        f"{name} {rate:g}": Way(start, rate) for name, start in (("rtd", "pair"), ("mlm", "mlm")) for rate in (0.1, 0.5)
+        f"{name} {rate:g}": Way(start, rate)
+        for name, start in (("rtd", "pair"), ("mlm", "mlm"))
+        for rate in (0.1, 0.5, 1)
     },
     **{f"rtd {rate:g}": Way("pair", rate) for rate in (2.5e-5, 5e-5, 1e-4, 5e-4)},
     **{f"rtd 0.0001, weight {weight}": Way("pair", 1e-4, keys={WEIGHT: weight}) for weight in (20, 50)},
@@ -154,7 +156,7 @@ def train(way: Way, domain: str, run: Path, options: argparse.Namespace, share: 
             state, share = state_of(first, names)[1], 0.5
         rates = base.resolved().optimizer
         own = {f"optimizer.{key}": way.rate * vars(rates)[key] for key in ("learning_rate", "muon_learning_rate")}
-        keys = own if way.rate > 0.01 else {**ADAMW, "optimizer.learning_rate": way.rate}
+        keys = own if way.rate >= 0.01 else {**ADAMW, "optimizer.learning_rate": way.rate}
         keys |= {**usual, **way.keys, "optimizer.warmup_steps": -1, "train.checkpoint_every": 200}
         config = config.override({**keys, "train.seed": options.seed})
         steps = round(share * options.steps * flops_per_token(base).total / flops_per_token(config).total)
