@@ -305,6 +305,7 @@ def test_sources_that_are_refused(tmp_path: Path, whole_run: Path, exported: Pat
     def refused(model: Path, message: str, **options: Any) -> None:
         with pytest.raises((InputError, FileNotFoundError), match=message):
             ef.adapt(model, [text], out=tmp_path / "run", **options)
+        assert not (tmp_path / "run/corpus").exists()  # which may take hours to prepare
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
     tuned = exported / "encoder"
@@ -322,6 +323,14 @@ def test_sources_that_are_refused(tmp_path: Path, whole_run: Path, exported: Pat
     refused(whole_run, "must be one of mlm, electra to adapt", overrides={"objective.name": "electra15"})
     refused(whole_run, "--label is for --task-data", label="queue")
     refused(tmp_path / "nowhere", "nowhere: no such folder")
+    other = shutil.copytree(exported / "generator", tmp_path / "other")
+    (other / "tokenizer.json").unlink()
+    entries = (other / "vocab.txt").read_text()
+    (other / "vocab.txt").write_text(entries + "another\n")
+    refused(other, "entries, but the model has .*; put the model's own tokenizer there")
+    (other / "vocab.txt").write_text(entries)
+    (other / "model.safetensors").write_bytes(b"cut")
+    refused(other, "not a complete safetensors file")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").touch()
     refused(whole_run, "run: not empty; choose another folder")

@@ -37,7 +37,7 @@ from electra_fast.huggingface.export import read_to_train, write_run
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, check_vocabulary, copy_tokenizer
 from electra_fast.huggingface.vocabulary import with_vocabulary
-from electra_fast.messages import say
+from electra_fast.messages import quietly, say
 from electra_fast.results import Result
 from electra_fast.training.plan import plan
 from electra_fast.training.pretrain import PretrainResult, pretrain
@@ -48,7 +48,6 @@ RECORD = "adaptation.json"
 BEFORE, AFTER = "before", "after-step-{}"
 """Folders of the fine-tunings; a run may be trained further, and is then fine-tuned again."""
 OBJECTIVES = ("mlm", "electra")
-MAX_ENTRIES = 1 << 24
 # English in a vocabulary of its own has 1.1 to 1.5 tokens per word, technical text up to 2.
 MOST_PER_WORD = 2.5
 SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 100, 500
@@ -352,7 +351,10 @@ def _start(
         kind = kind_of(source)
         if asked.objective == "electra" and kind != "pair" and not asked.generator:
             raise InputError(f"{source}: has no generator, which electra needs; give one with --generator")
-        tokenizer = _tokenizer(out, asked, inputs, reading)
+        with quietly():  # finds mistakes before the text is prepared, which may take hours
+            electra = read_to_train(source, asked.generator, mlm=kind != "pair" and asked.generator is None)
+        own = tokenizer_folder(source, electra.config.model.vocab_size)
+        tokenizer = _tokenizer(out, asked, own, inputs, reading)
     corpus = _prepared(out, asked, inputs, reading)
     _warn(corpus, dev_split)
     if not is_made:
@@ -361,11 +363,14 @@ def _start(
     return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
 
 
-def _tokenizer(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any]) -> Path:
-    """Records what is asked and returns the tokenizer for it, of which `out` gets a copy to prepare the text with."""
+def _tokenizer(out: Path, asked: _Asked, own: Path, inputs: Any, reading: Mapping[str, Any]) -> Path:
+    """Records what is asked and returns the tokenizer for it, of which `out` gets a copy to prepare the text with.
+
+    `own` is the model's.
+    """
     record = read_optional(out / RECORD)
     replace_file(out / RECORD, json_text({"asked": vars(asked)}))
-    tokenizer = Path(asked.vocab) if asked.vocab else tokenizer_folder(Path(asked.model), MAX_ENTRIES)
+    tokenizer = Path(asked.vocab) if asked.vocab else own
     if asked.trim:
         source, tokenizer = tokenizer, out / "trimmed"
         if record.get("asked") != vars(asked):

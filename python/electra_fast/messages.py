@@ -50,11 +50,12 @@ def is_quiet() -> bool:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Within it, this process and those that it starts are quiet."""
-    os.environ[QUIET] = "1"
+    before, os.environ[QUIET] = os.environ.get(QUIET), "1"
     try:
         yield
     finally:
-        del os.environ[QUIET]
+        if before is None:
+            del os.environ[QUIET]
 
 
 def is_shown(message: str) -> bool:
