@@ -251,6 +251,9 @@ def main() -> None:
     with ProcessPoolExecutor(os.cpu_count(), context, max_tasks_per_child=1) as pool:
         running = [pool.submit(do, *job, options) for job in jobs]
         for finished in as_completed(running):
+            if error := finished.exception():
+                print(f"a run failed, and the others go on: {error}", flush=True)
+                continue
             lines.append(finished.result())
             with results.open("a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
