@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -281,12 +282,14 @@ def test_what_it_warns_of(
     tmp_path: Path, whole_run: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Little text, another language, and texts of the task's dev within it."""
-    monkeypatch.setattr("electra_fast.adaptation.finetune", lambda *_, **__: pytest.skip())
+    monkeypatch.setattr(
+        "electra_fast.adaptation.finetune", Mock(side_effect=Interrupted(2, "stopped"))
+    )  # warned of before
     foreign = tmp_path / "hungarian.jsonl"
     seen = [json.loads(line) for line in rows.read_text().splitlines()]
     more = [{"text": "zöldségfeldolgozó szövetkezetünk gyümölcsösládáinak nyilvántartása"}] * 99
     foreign.write_text("".join(json.dumps(row) + "\n" for row in [*seen[:20], *more]))
-    with pytest.raises(pytest.skip.Exception):
+    with pytest.raises(Interrupted):
         ef.adapt(whole_run, [foreign], out=tmp_path / "run", task_data=rows, dev=rows, overrides=FAST, holdout=0)
     said = capsys.readouterr().err
     assert "tokens are little text" in said and "tokens per word: the text may be of another language" in said
