@@ -23,7 +23,7 @@ from tiny_task import sentences
 import electra_fast as ef
 from electra_fast.adaptation import _has_case
 from electra_fast.config.config import Config
-from electra_fast.config.presets import ADAPTATION, LITTLE_TEXT, adaptation
+from electra_fast.config.presets import ADAPTATION_PASSES, ADAPTATION_STEPS, GENERAL_SHARE, LITTLE_TEXT
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.adaptation import kind_of
@@ -62,20 +62,27 @@ def changed(run: Path, out: Path, changes: dict[str, Any]) -> Path:
     return out
 
 
-def test_a_pair_is_what_prepare_import_and_pretrain_make(tmp_path: Path, whole_run: Path, text: Path) -> None:
-    result = ef.adapt(whole_run, [text], out=tmp_path / "run", overrides=FAST)
-    ef.import_(whole_run, out=tmp_path / "other")
+@pytest.mark.parametrize("objective", [None, "mlm"])
+def test_it_is_what_prepare_import_and_pretrain_make(
+    tmp_path: Path, whole_run: Path, text: Path, objective: str | None
+) -> None:
+    """At the rates that the run was trained with, though its warmup and schedule begin again."""
+    asked = {} if objective is None else {"objective.name": objective}
+    source = changed(whole_run, tmp_path / "source", {"optimizer.name": "muon"})
+    result = ef.adapt(source, [text], out=tmp_path / "run", overrides=FAST | asked)
+    ef.import_(source, out=tmp_path / "other", mlm=objective == "mlm")
     corpus = ef.prepare([text], vocab=tmp_path / "other", out=tmp_path / "shards", holdout=0.02, progress=False)
-    (row,) = (row for row in ADAPTATION if "pair" in row.sources and row.objective == "electra")
-    keys = {key: value for settings, _ in row.keys for key, value in settings.items()}
+    rates = Config.load(source / "config.toml").resolved().optimizer
+    keys = {f"optimizer.{name}": getattr(rates, name) for name in ("learning_rate", "muon_learning_rate")}
     keys |= FAST | {"train.log_every": 1, "train.eval_every": 1, "train.checkpoint_every": 1}
     ef.pretrain(corpus.out, out=tmp_path / "other", overrides=keys)
     ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "other")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     configs = [Config.load(tmp_path / name / "config.toml") for name in ("run", "other")]
     assert configs[0].differences(configs[1]).keys() == {"data.corpus", "train.out"}
-    assert (result.objective, result.step, result.is_finished, result.metric) == ("electra", 2, True, None)
-    assert "is no measure of gain" in str(result) and row.reason in str(result.choices)
+    assert (result.step, result.is_finished, result.metric) == (2, True, None)
+    assert result.objective == (objective or "electra") and "is no measure of gain" in str(result)
+    assert f"optimizer.learning_rate = {rates.learning_rate:g}" in str(result.choices)
     assert json.loads(result.to_json())["choices"] == list(result.choices)
 
 
@@ -131,8 +138,8 @@ def test_the_text_decides_how_many_steps(
     done = run("adapt", whole_run, text, "--out", out, "--dry-run", *given)
     assert done.returncode == 0, done.stderr
     ef.prepare([text], vocab=whole_run, out=tmp_path / "shards", holdout=0.02, progress=False)
-    tokens, (row, *_) = ef.Corpus(tmp_path / "shards").num_tokens, ADAPTATION
-    steps = min(row.steps[1], max(row.steps[0], round(row.passes * tokens / 1024)))
+    tokens, (fewest, most) = ef.Corpus(tmp_path / "shards").num_tokens, ADAPTATION_STEPS
+    steps = min(most, max(fewest, round(ADAPTATION_PASSES * tokens / 1024)))
     assert f"train.steps = {steps:,} of 64 rows of 16 tokens: {steps * 1024 / tokens:.3g} passes" in done.stdout
     assert "learning_rate 0.0003" in done.stdout and "optimizer.learning_rate" not in done.stdout
     assert "the embedding table is" not in done.stdout
@@ -141,24 +148,13 @@ def test_the_text_decides_how_many_steps(
     assert (f"{tokens:,} tokens are little text" in done.stderr) == (tokens < LITTLE_TEXT)
 
 
-def test_rows_of_the_table() -> None:
-    """Each kind of source has a row for any amount of text and, if that is asked for, for either objective."""
-    for source in ("pair", "masked_lm", "encoder", "generator"):
-        for tokens in (1, 10**6, 10**9):
-            assert source in adaptation(source, tokens, None).sources
-            for objective in ("mlm", "electra"):
-                assert adaptation(source, tokens, objective).objective == objective
-    for row in ADAPTATION:
-        Config().override({key: value for keys, _ in row.keys for key, value in keys.items()})
-        assert 0 < row.steps[0] <= row.steps[1] and 0 <= row.general < 1 and row.passes > 0
-
-
 def test_a_task_is_measured_before_and_after(tmp_path: Path, whole_run: Path, text: Path, rows: Path) -> None:
-    options = ["--task-data", rows, "--seeds", 2, *WORDS]
+    options = ["--task-data", rows, "--seeds", 2, "--finetune.epochs", 1, *WORDS]
     done = run("adapt", whole_run, text, "--out", tmp_path / "run", *options)
     assert done.returncode == 0, done.stderr
     for name, encoder in (("before", whole_run), ("after-step-2", tmp_path / "run")):
-        own = ef.finetune(encoder, out=tmp_path / name, task="classification", train=rows, seeds=2)
+        task: dict[str, Any] = {"task": "classification", "train": rows, "overrides": {"finetune.epochs": 1}}
+        own = ef.finetune(encoder, out=tmp_path / name, seeds=2, **task)
         scores = [each["accuracy"] for each in own["classification"]["runs"]]
         theirs = json.loads((tmp_path / "run" / name / "results.json").read_text())["classification"]["runs"]
         assert [each["accuracy"] for each in theirs] == scores
@@ -181,7 +177,7 @@ def test_an_adapted_run_is_measured_later_and_trained_further(
     for ended_in in ("before", "after-step-2"):
 
         def ended(*arguments: Any, ended_in: str = ended_in, **options: Any) -> Any:
-            asked.append(options["precision"])
+            asked.append(options["overrides"].get("finetune.precision"))
             if options["out"].name == ended_in:
                 raise Interrupted(15, "ended")
             return ef.finetune(*arguments, **options)
@@ -256,9 +252,8 @@ def test_general_text_is_mixed_in(tmp_path: Path, whole_run: Path, text: Path, v
     config = Config.load(tmp_path / "run/config.toml")
     corpora = config.data.corpus
     assert (config.objective.generator_first, config.train.max_minutes) == (0, 0)
-    share = adaptation("pair", 0, None).general
-    assert corpora == {str(tmp_path / "run/corpus"): 1 - share, str(validation_corpus): share}
-    assert f"{share:.0%} of each step is general text" in str(result.choices)
+    assert corpora == {str(tmp_path / "run/corpus"): 1 - GENERAL_SHARE, str(validation_corpus): GENERAL_SHARE}
+    assert f"{GENERAL_SHARE:.0%} of each step is general text" in str(result.choices)
 
 
 def test_a_trimmed_or_other_vocabulary(tmp_path: Path, whole_run: Path, text: Path) -> None:

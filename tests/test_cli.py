@@ -152,7 +152,7 @@ LINES = {
     "evaluate": (("evaluate", "run", "shards", "--max-batches", 1), 10),
     "detect": (("detect", "run", "text.txt", "--text", "text"), 400),
     "export": (("export", "run", "--out", "other"), 1),
-    "import": (("import", "model/encoder", "--generator", "small", "--out", "adapted"), 5),
+    "import": (("import", "model/encoder", "--generator", "small", "--out", "adapted"), 3),
     "flops": (("flops", "--config", "run/config.toml"), 10),
     "plan": (("plan", "shards", "--config", "run/config.toml", "--tokens-per-second", "1k"), 8),
     "doctor": (("doctor", "--config", "run/config.toml"), 8),

@@ -6,12 +6,14 @@ in a random but fixed order.
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import random
 import re
 import subprocess
-from collections import Counter, defaultdict
+import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -36,9 +38,9 @@ def _fields(path: Path) -> Iterator[dict[str, str]]:
         yield {name.rstrip(":"): value for name, _, value in pairs}
 
 
-def packages(_: Path) -> Domain:
+def packages() -> Domain:
     """Descriptions of Debian's packages, one per source package; the task is to tell a package's section."""
-    texts = {}
+    texts: dict[str, str] = {}
     for path in LISTS.glob("*_Translation-en*"):
         texts |= {each["Package"]: each["Description-en"] for each in _fields(path) if "Description-en" in each}
     chosen: dict[str, dict[str, str]] = {}
@@ -62,41 +64,7 @@ def packages(_: Path) -> Domain:
     return [text for _, text in pairs if text not in hidden], train, dev
 
 
-def books(folder: Path) -> Domain:
-    """Books (parquet files with title, author and text); the task is to tell the author of a passage.
-
-    A book of each author with at least three is set aside: its passages are those to judge by.
-    """
-    import pyarrow.parquet as pq
-
-    by_author: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(folder.glob("*.parquet")):
-        for row in pq.read_table(path).to_pylist():
-            by_author[row["author"]].append(row["text"])
-    draw = random.Random(0)
-    texts: list[str] = []
-    examples: dict[bool, list[Example]] = {False: [], True: []}
-    for author, works in sorted(by_author.items()):
-        is_in_task = len(works) >= 3 and author != "Anonymous"
-        draw.shuffle(works)
-        texts += works[is_in_task:]
-        for number, work in enumerate(works if is_in_task else []):
-            examples[number == 0] += [
-                (author, passage) for passage in _passages(work, draw, 200 if number == 0 else 60)
-            ]
-    draw.shuffle(texts)
-    return texts, _drawn(draw, examples[False], NUM_TRAIN), _drawn(draw, examples[True], NUM_DEV)
-
-
-def _passages(text: str, draw: random.Random, number: int) -> list[str]:
-    """Draws passages of about 100 words from the middle nine tenths of a book."""
-    words = text.split()
-    words = words[len(words) // 20 : -len(words) // 20]
-    starts = draw.sample(range(0, len(words) - 100, 100), min(number, len(words) // 100 - 1))
-    return [" ".join(words[start : start + 100]) for start in starts]
-
-
-def manuals(_: Path) -> Domain:
+def manuals() -> Domain:
     """English manual pages of this machine; the task is to tell the package of a page's paragraph.
 
     A package has at most 150 pages, a fifth of which are set aside.
@@ -128,6 +96,41 @@ def manuals(_: Path) -> Domain:
     return texts, _drawn(draw, examples[False], NUM_TRAIN), _drawn(draw, examples[True], NUM_DEV)
 
 
+def docstrings() -> Domain:
+    """Docstrings of the Python packages in this environment; the task is to tell the package of one.
+
+    Of the twenty packages with the most of them, 1,000 each; those of a fifth of their files are set aside.
+    """
+    draw = random.Random(0)
+    found: dict[str, list[tuple[Path, str]]] = {}
+    for package in sorted(path.parent for path in Path(sysconfig.get_path("purelib")).glob("*/__init__.py")):
+        files = sorted(package.rglob("*.py"))
+        found[package.name] = [(file, text) for file in draw.sample(files, len(files)) for text in _docstrings(file)]
+    usual = sorted(found, key=lambda name: -len(found[name]))[:20]
+    texts: list[str] = []
+    examples: dict[bool, list[Example]] = {False: [], True: []}
+    for package_name in usual:
+        pairs = found[package_name][:1_000]
+        files = sorted({file for file, _ in pairs})
+        hidden = set(draw.sample(files, len(files) // 5))
+        texts += [text for file, text in pairs if file not in hidden]
+        for file, text in pairs:
+            examples[file in hidden].append((package_name, text))
+    draw.shuffle(texts)
+    return texts, _drawn(draw, examples[False], NUM_TRAIN), _drawn(draw, examples[True], NUM_DEV)
+
+
+def _docstrings(path: Path) -> list[str]:
+    """Returns the docstrings of at least 20 words in a file."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    try:
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    except (SyntaxError, ValueError):  # templates, and files for other versions of Python
+        return []
+    found = (ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented))
+    return [text for text in found if len(text.split()) >= 20]
+
+
 def _drawn(draw: random.Random, examples: list[Example], number: int) -> list[Example]:
     return draw.sample(examples, min(number, len(examples)))
 
@@ -150,14 +153,14 @@ def _page(path: Path) -> str:
     return "\n\n".join(each for paragraph in paragraphs if (each := paragraph.strip()))
 
 
-DOMAINS = {"packages": packages, "books": books, "manuals": manuals}
+DOMAINS = {"packages": packages, "manuals": manuals, "docstrings": docstrings}
 
 
-def write(name: str, folder: Path, source: Path) -> None:
+def write(name: str, folder: Path) -> None:
     """Writes, once, text.jsonl, task.jsonl (the texts of the task's training set alone), train.jsonl and dev.jsonl."""
     if (folder / "dev.jsonl").exists():
         return
-    texts, train, dev = DOMAINS[name](source)
+    texts, train, dev = DOMAINS[name]()
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "text.jsonl", [{"text": text} for text in texts])
     _write(folder / "task.jsonl", [{"text": text} for _, text in train])

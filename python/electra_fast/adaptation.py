@@ -1,7 +1,7 @@
 """`adapt`: continues an encoder on text of a domain, and measures by a task of that domain what that was worth.
 
 Its parts are other commands': `prepare`, `import`, `pretrain`, `finetune`. What it chooses is in
-`config.presets.ADAPTATION`.
+`config.presets` and `_objective`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.config.config import AUTO, Config
-from electra_fast.config.presets import LITTLE_TEXT, adaptation
+from electra_fast.config.presets import (
+    ADAPTATION_PASSES,
+    ADAPTATION_STEPS,
+    GENERAL_SHARE,
+    LITTLE_TEXT,
+    adaptation_settings,
+)
 from electra_fast.config.section import Scalar
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.inputs import Format, InvalidUtf8, Kind, Separator, StrPath
@@ -27,12 +33,13 @@ from electra_fast.distributed.launch import Launch
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, remove, replace_file
 from electra_fast.files.json_files import json_text, read_object, read_optional
+from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.finetune import finetune
 from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.training.job import IDENTITY
-from electra_fast.huggingface.adaptation import kind_of, settings_lines
+from electra_fast.huggingface.adaptation import Settings, config_of, kind_of, settings_lines, settings_of
 from electra_fast.huggingface.export import read_to_train, write_run
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, check_vocabulary, copy_tokenizer
@@ -200,8 +207,9 @@ def adapt(
         task_text: The text columns of `task_data`, as `text` of `finetune`.
         label: Its label columns.
         seeds: Number of fine-tuning runs each, with seeds 0 to `seeds - 1`.
-        overrides: Keys of the run's configuration in place of those chosen, as for `pretrain`. `objective.name` is
-            `mlm` or `electra`; with `train.steps` 0, nothing trains: the model has another vocabulary, if any.
+        overrides: Keys of the run's configuration in place of those chosen, as for `pretrain`, and keys of `finetune`,
+            such as `finetune.epochs`. `objective.name` is `mlm` or `electra`; with `train.steps` 0, nothing trains: the
+            model has another vocabulary, if any.
         device: The device to train on, as for `pretrain`.
         documents: As for `prepare`, and so are the next five.
         text: The field with the text.
@@ -215,7 +223,7 @@ def adapt(
         ValueError, FileNotFoundError: Model, text, data and options do not fit together.
         Diverged, TrainingFailed, Interrupted: As for `pretrain`.
     """
-    given, is_trained = _steps_apart(overrides or {})
+    given, tuning, is_trained = _sorted(overrides or {})
     out = Path(out)
     reading = {
         "documents": documents,
@@ -234,18 +242,18 @@ def adapt(
     for line in start.choices if is_trained else start.choices[:1]:
         say(line)
     scores: dict[str, list[float]] = {}
-    metric = precision = None
+    metric = None
 
     def measure(encoder: str | Path, name: str, folder: Path) -> None:
-        nonlocal metric, precision
+        nonlocal metric
         if task_data is not None:
             what = "the encoder as it is" if name == "before" else "the adapted encoder"
             say(f"{folder}: fine-tunes {what}, with {seeds} {'seed' if seeds == 1 else 'seeds'}")
-            options = {"task": task, "seeds": seeds, "device": device, "precision": precision, **data}
+            options = {"task": task, "seeds": seeds, "device": device, "overrides": tuning, **data}
             ((task_name, found),) = finetune(encoder, out=folder, **options).items()
             metric, scores[name] = found.metric, [run[found.metric] for run in found.runs]
             # Measured before, so that both are computed alike.
-            precision = read_object(folder / task_name / IDENTITY)["hardware"]["precision"]
+            tuning["finetune.precision"] = read_object(folder / task_name / IDENTITY)["hardware"]["precision"]
 
     measure(asked.model, "before", out / BEFORE)
     trained = pretrain(start.corpus, out=out, overrides=given, device=device) if is_trained else PretrainResult(out, 0)
@@ -269,7 +277,7 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     Takes the arguments of `adapt`, all of them. The text is tokenized, and the first steps are measured, in a temporary
     folder.
     """
-    given, is_trained = _steps_apart(options.pop("overrides"))
+    given, _, is_trained = _sorted(options.pop("overrides"))
     names = ("generator", "holdout", "general", "vocab", "trim")
     asked = _asked(given, model, **{name: options.pop(name) for name in names})
     task, seeds = options.pop("task"), options.pop("seeds")
@@ -286,11 +294,12 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     yield f"would leave     {out}: the run, its text in corpus/{measured}"
 
 
-def _steps_apart(overrides: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
-    """Returns the values of keys, and whether to train: with 0 steps the model stays as it is."""
+def _sorted(overrides: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Returns the keys of training and of fine-tuning, and whether to train: with 0 steps the model stays as it is."""
     untrained = {name for name in ("steps", "train.steps") if str(overrides.get(name)) == "0"}
-    given = {name: value for name, value in overrides.items() if name not in untrained}
-    return Config.values_of(given.items()), not untrained
+    tuning = {name: overrides[name] for name in overrides if name.startswith("finetune.")}
+    given = {name: overrides[name] for name in overrides if name not in untrained | tuning.keys()}
+    return Config.values_of(given.items()), FinetuningConfig.values_of(tuning.items()), not untrained
 
 
 def _asked(
@@ -352,13 +361,13 @@ def _start(
         if asked.objective == "electra" and kind != "pair" and not asked.generator:
             raise InputError(f"{source}: has no generator, which electra needs; give one with --generator")
         with quietly():  # finds mistakes before the text is prepared, which may take hours
-            electra = read_to_train(source, asked.generator, mlm=kind != "pair" and asked.generator is None)
+            electra = read_to_train(source, asked.generator, mlm=_objective(asked, kind)[0] == "mlm")
         own = tokenizer_folder(source, electra.config.model.vocab_size)
         tokenizer = _tokenizer(out, asked, own, inputs, reading)
     corpus = _prepared(out, asked, inputs, reading)
     _warn(corpus, dev_split)
     if not is_made:
-        _make_run(out, asked, kind, tokenizer, corpus, overrides)
+        _make_run(out, asked, _objective(asked, kind), tokenizer, corpus, overrides)
     record, config = read_object(out / RECORD), Config.load(out / "config.toml").override(overrides)
     return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
 
@@ -383,31 +392,57 @@ def _tokenizer(out: Path, asked: _Asked, own: Path, inputs: Any, reading: Mappin
     return tokenizer
 
 
+def _objective(asked: _Asked, kind: str) -> tuple[str, str]:
+    """Returns the objective, and why."""
+    if asked.objective is not None:
+        return asked.objective, "as given"
+    if asked.generator is not None:
+        return "electra", "with the generator that you chose"
+    if kind == "pair":
+        return "electra", "it has a trained generator; masked language modeling gained as much"
+    return "mlm", "it has no trained generator, and beside a new one an encoder learns less"
+
+
 def _make_run(
-    out: Path, asked: _Asked, kind: str, tokenizer: Path, corpus: Corpus, overrides: Mapping[str, Scalar]
+    out: Path,
+    asked: _Asked,
+    objective: tuple[str, str],
+    tokenizer: Path,
+    corpus: Corpus,
+    overrides: Mapping[str, Scalar],
 ) -> None:
-    """Chooses by `ADAPTATION`, records that, and writes the run at step 0. What is not chosen is in `overrides`."""
-    source = Path(asked.model)
-    row = adaptation("generator" if asked.generator else kind, corpus.num_tokens, asked.objective)
-    electra = read_to_train(source, asked.generator, mlm=row.objective == "mlm")
+    """Chooses what is not in `overrides`, records that, and writes the run at step 0."""
+    source, (objective_name, why) = Path(asked.model), objective
+    electra = read_to_train(source, asked.generator, mlm=objective_name == "mlm")
     if asked.vocab or asked.trim:
         electra = with_vocabulary(electra, tokenizer_folder(source, electra.config.model.vocab_size), tokenizer)
-    share = row.general if asked.general else 0.0
-    keys: dict[str, Scalar] = {} if row.objective == "mlm" else {"objective.generator_first": 0}
-    keys |= {key: value for chosen, _ in row.keys for key, value in chosen.items()}
+    share = GENERAL_SHARE if asked.general else 0.0
+    keys, settings = _settings(source, electra.config)
+    if objective_name == "electra" and asked.generator is None:
+        keys["objective.generator_first"] = 0  # it is trained
     per_step = _passes_per_step(electra.config.override(keys | dict(overrides)), share, corpus)
-    fewest, most = row.steps
-    steps = int(overrides.get("train.steps", min(most, max(fewest, round(row.passes / per_step)))))
+    fewest, most = ADAPTATION_STEPS
+    steps = int(overrides.get("train.steps", min(most, max(fewest, round(ADAPTATION_PASSES / per_step)))))
     keys |= {"train.out": str(out), "train.steps": steps, "train.log_every": max(1, steps // 40)}
     keys |= dict.fromkeys(("train.eval_every", "train.checkpoint_every"), max(1, steps // 4))
     electra.config = electra.config.override(keys)
-    chosen = [({key: own[key] for key in own if key not in overrides}, reason) for own, reason in row.keys]
+    chosen = [({key: own[key] for key in own if key not in overrides}, reason) for own, reason in settings]
     choices = [
-        f'objective.name = "{electra.config.objective.name}": {"as given" if asked.objective else row.reason}',
+        f'objective.name = "{objective_name}": {why}',
         *settings_lines(electra.config, [(own, reason) for own, reason in chosen if own]),
     ]
     replace_file(out / RECORD, json_text({"asked": vars(asked), "general": share, "choices": choices}))
     write_run(out, source=source, electra=electra, tokenizer=tokenizer)
+
+
+def _settings(source: Path, config: Config) -> tuple[dict[str, Scalar], Settings]:
+    """Returns the keys that continue a model of `config`, and those to mention, with their reasons."""
+    if config_of(source) is None:
+        return settings_of(config.model), adaptation_settings(config.model.hidden_size)[:1]
+    optimizer = config.resolved().optimizer  # for the steps of the source
+    rates = ["learning_rate", "muon_learning_rate"][: 2 if optimizer.name == "muon" else 1]
+    keys: dict[str, Scalar] = {f"optimizer.{name}": getattr(optimizer, name) for name in rates}
+    return dict(keys), [(keys, "the rates that it was trained with")]
 
 
 def _prepared(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any]) -> Corpus:

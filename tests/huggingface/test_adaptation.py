@@ -16,9 +16,9 @@ from test_pair_templates import save_tokenizer
 from torch import Tensor
 
 from electra_fast.config.config import Config
-from electra_fast.config.presets import ADAPTATION_SETTINGS
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.huggingface.adaptation import settings_of
 from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model
 from electra_fast.model.model import Electra
@@ -68,9 +68,12 @@ def test_an_encoder_of_any_class_becomes_the_discriminator(
         assert config.model.dropout == 0.2
     assert (config.objective.name, config.generator.fraction, config.model.tying) == ("electra", 0.25, "embeddings")
     assert ours.generator_embeddings is ours.embeddings and "note: generator: new, so it starts untrained" in said
-    settings = {key: value for values, _ in ADAPTATION_SETTINGS for key, value in values.items()}
+    settings = settings_of(config.model)
     assert all(f"{key} = " in said for key in settings)
-    settings["data.sequence_length"] = SIZES["max_position_embeddings"]
+    assert (settings["data.sequence_length"], settings["optimizer.learning_rate"]) == (
+        SIZES["max_position_embeddings"],
+        2.5e-4,
+    )
     assert {key: config.value(key) for key in settings} == settings
     state = TrainState(imported=True, token_type_1_trained=True)
     assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")) == state

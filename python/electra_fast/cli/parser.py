@@ -20,7 +20,7 @@ from electra_fast.model.networks import PARTS
 # Commands that take `--section.key value`, and the defaults that their help states.
 CONFIGURED: dict[str, tuple[Configuration, ...]] = {
     "pretrain": (Config(),),
-    "adapt": (Config(),),
+    "adapt": (Config(), FinetuningConfig()),
     "flops": (Config(),),
     "plan": (Config(),),
     "doctor": (Config(),),
@@ -77,8 +77,9 @@ def build_parser() -> Parser:
             if name not in ("predict", "detect"):  # which write JSON lines
                 _flag(sub, "--json", "print one JSON object")
             for defaults in CONFIGURED.get(name, ()):
-                chosen = "as chosen, or the source's" if name == "adapt" else None
-                sub.add_keys(defaults, has_short_names=len(CONFIGURED[name]) == 1, default=chosen)
+                is_chosen = name == "adapt" and isinstance(defaults, Config)
+                chosen = "as chosen, or the source's" if is_chosen else None
+                sub.add_keys(defaults, has_short_names=is_chosen or len(CONFIGURED[name]) == 1, default=chosen)
             sub.shown = [f"--{option}" for option in SHOWN.get(name, "").split()]
             parser.commands[name] = sub
             sub.others = parser.commands

@@ -105,81 +105,38 @@ SIZE_RECIPES["large", "google"] = _PUBLISHED_SIZES["large"] | {"data.mask_prob":
 YOUNGER_KEYS: dict[str, Scalar] = {"objective.corrective_weight": 0.0}
 """What a run's `config.toml` means by lacking a key of the tables above: it was saved before the key existed."""
 
-ADAPTATION_SETTINGS: tuple[tuple[dict[str, Scalar], str], ...] = (
-    (
-        {
-            "optimizer.name": "adamw",
-            "optimizer.learning_rate": 1e-4,
-            "optimizer.schedule": "linear",
-            "optimizer.bias_correction": True,
-        },
-        "a fifth of the rate for beginning, since the weights are trained; Muon's rates are for beginning",
-    ),
-    (
-        {"train.steps": 2_000, "train.batch_size": 64, "data.sequence_length": 128},
-        "16 M tokens; take more steps for more text",
-    ),
-    ({"data.masking": "tokens", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, "as ELECTRA was trained"),
-    (
-        {"train.log_every": 50, "train.eval_every": 500, "train.checkpoint_every": 500},
-        "four times in 2,000 steps",
-    ),
-)
-"""Settings for continuing an encoder of any source, and why: `import --generator` and `import --mlm` set them."""
 
+def adaptation_settings(hidden_size: int) -> tuple[tuple[dict[str, Scalar], str], ...]:
+    """Returns settings, and why, for continuing an encoder of that width that brings none of its own.
 
-@dataclass(frozen=True)
-class Adaptation:
-    """How `adapt` continues an encoder on text of a domain.
-
-    Args:
-        sources: Kinds of source: "pair" is an encoder with its trained generator, "masked_lm" one with a trained head
-            for masked language modeling, "encoder" one without, "generator" one with the generator that the user chose.
-        fewest_tokens: Tokens of the text from which on this is the choice.
-        objective: "mlm", or "electra" for a pair with its own objective.
-        reason: Why, for the user.
-        passes: How often the text is read, within `steps`.
-        steps: Fewest and most steps.
-        general: Share of general text, if there is any.
-        keys: Keys that it sets beside those of the source or of `ADAPTATION_SETTINGS`, and why.
+    `import --generator` and `import --mlm` set them, and `adapt`.
     """
+    rate = 2.5e-4 if hidden_size <= 512 else 1e-4
+    return (
+        (
+            {
+                "optimizer.name": "adamw",
+                "optimizer.learning_rate": rate,
+                "optimizer.schedule": "linear",
+                "optimizer.bias_correction": True,
+            },
+            "half of the rate that ELECTRA of this width was trained with",
+        ),
+        (
+            {"train.steps": 2_000, "train.batch_size": 64, "data.sequence_length": 128},
+            "16 M tokens; take more steps for more text",
+        ),
+        ({"data.masking": "tokens", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, "as ELECTRA was trained"),
+        ({"train.log_every": 50, "train.eval_every": 500, "train.checkpoint_every": 500}, "four times in 2,000 steps"),
+    )
 
-    sources: tuple[str, ...]
-    fewest_tokens: int
-    objective: str
-    reason: str
-    passes: float
-    steps: tuple[int, int]
-    general: float
-    keys: tuple[tuple[dict[str, Scalar], str], ...]
 
-
-_CAREFUL: tuple[dict[str, Scalar], str] = (
-    {"optimizer.name": "adamw", "optimizer.learning_rate": 1e-4, "optimizer.bias_correction": True},
-    "the weights are trained: a fifth of the rate for beginning",
-)
-
-ADAPTATION = (
-    Adaptation(("pair",), 0, "electra", "the generator is trained too", 10, (100, 20_000), 0.25, (_CAREFUL,)),
-    Adaptation(
-        ("masked_lm", "encoder"), 0, "mlm", "there is no trained generator", 10, (100, 20_000), 0.25, (_CAREFUL,)
-    ),
-    Adaptation(
-        ("generator",), 0, "electra", "the generator is the one that you chose", 10, (100, 20_000), 0.25, (_CAREFUL,)
-    ),
-)
-"""By kind of source and amount of text; the first row that fits is the choice."""
-
+ADAPTATION_PASSES, ADAPTATION_STEPS = 3, (300, 20_000)
+"""How often `adapt` reads a text, within a fewest and a most number of steps."""
+GENERAL_SHARE = 0.25
+"""Share of general text in each step of `adapt`, if there is any."""
 LITTLE_TEXT = 100_000
 """Fewer tokens than this are too little to adapt to."""
-
-
-def adaptation(source: str, num_tokens: int, objective: str | None) -> Adaptation:
-    """Returns the row of `ADAPTATION` for a kind of source and the tokens of a text, or that of a given objective."""
-    rows = [row for row in ADAPTATION if objective in (None, row.objective)]
-    own = [row for row in rows if source in row.sources] or rows
-    return next((row for row in own if num_tokens >= row.fewest_tokens), own[-1])
-
 
 Needs = Mapping[str, tuple[Scalar, ...]]
 """Allowed values by configuration key, the usual one first."""

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from electra_fast.config.config import AUTO, Config, GeneratorConfig, ModelConfig
-from electra_fast.config.presets import ADAPTATION_SETTINGS, DEFAULT_PRESET
+from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config, GeneratorConfig, ModelConfig
+from electra_fast.config.presets import DEFAULT_PRESET, adaptation_settings
 from electra_fast.config.section import Scalar, format_value
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.json_files import read_optional
-from electra_fast.huggingface.config import CLASSES, named_classes, read_table, role_shape
+from electra_fast.huggingface.config import CLASSES, named_classes, own_config, read_table, role_shape
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.folder import check_agreement, check_generator, read_model
 from electra_fast.huggingface.model_types import original
@@ -45,13 +45,14 @@ class _Network:
     """An encoder, and the heads of its source that we know.
 
     `state` has the fp32 parameters under `embeddings.`, `encoder.` and the names of `heads`, the attributes of
-    `Electra` that hold them.
+    `Electra` that hold them. `config` is that of the run that it is from; None if it is not one of ours.
     """
 
     source: Path
     shape: ModelConfig
     state: Mapping[str, Tensor]
     heads: Collection[str] = ()
+    config: Config | None = None
 
     def head(self, names: Iterable[str]) -> str | None:
         return next((name for name in names if name in self.heads), None)
@@ -136,7 +137,7 @@ def _read(source: Path, roles: Iterable[str]) -> _Network:
     """Reads the network of the first of `roles` that a source has; without a head if its class has none that we do."""
     if is_folder(source) and not _has_known_head(source):
         found = load_encoder(source)
-        return _Network(source, found.shape, found.state)
+        return _Network(source, found.shape, found.state, config=config_of(source))
     model = read_model(source)
     role = next((each for each in roles if each in model.networks), None)
     if role is None:
@@ -149,7 +150,7 @@ def _read(source: Path, roles: Iterable[str]) -> _Network:
         for part, module in modules.items()
         for name, parameter in model.get_submodule(module).named_parameters()
     }
-    return _Network(source, role_shape(model.config, role), state, heads)
+    return _Network(source, role_shape(model.config, role), state, heads, config_of(source))
 
 
 def _has_known_head(folder: Path) -> bool:
@@ -199,12 +200,42 @@ def _config(main: _Network, small: _Network | None, what: str, objective: str, t
             changes[f"generator.{key}"] = 0 if own == other else own
     model = asdict(shape) | {"tying": tying, "attention": AUTO}
     changes |= {f"model.{key}": value for key, value in model.items()}
-    changes |= {key: value for values, _ in ADAPTATION_SETTINGS for key, value in values.items()}
-    changes["data.sequence_length"] = min(int(changes["data.sequence_length"]), shape.max_positions)
+    if main.config is None:
+        base = Config.preset(DEFAULT_PRESET, "paper", objective)
+        changes |= settings_of(shape)
+    else:
+        base = restarted(main.config)
+        base = base if base.objective.name == objective else base.with_objective(objective)
     try:
-        return Config.preset(DEFAULT_PRESET, "paper", objective).override(changes)
+        return base.override(changes)
     except InputError as error:
         raise InputError(f"{main.source} with {what}: {error}") from None
+
+
+def config_of(source: Path) -> Config | None:
+    """Returns the configuration of a run or of the run that a folder was exported from; None for other folders."""
+    if (stored := checkpoint_of(source)) is not None:
+        return Config.load(stored / "config.toml")
+    folder = source if is_folder(source) else next(iter(folders_of(source).values()))
+    return own_config(folder / "config.json", read_table(folder))
+
+
+def restarted(config: Config) -> Config:
+    """Returns the configuration of a new run that continues another with its settings, and a schedule of its own."""
+    # Chosen when training starts, since its length, place and hardware may differ from the source's.
+    rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
+    fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
+    fresh |= dict.fromkeys(("data.corpus", "train.out", "train.mirror"), "") | {"train.max_minutes": "0"}
+    if config.model.architecture == "modernbert":
+        left = config.override(dict.fromkeys(rates, "0")).resolved()
+        fresh |= {name: "0" for name in rates if config.value(name) == left.value(name)}
+    return config.override(fresh)
+
+
+def settings_of(shape: ModelConfig) -> dict[str, Scalar]:
+    """Returns `adaptation_settings` for a shape, with rows that it has positions for."""
+    keys = {key: value for values, _ in adaptation_settings(shape.hidden_size) for key, value in values.items()}
+    return keys | {"data.sequence_length": min(int(keys["data.sequence_length"]), shape.max_positions)}
 
 
 def settings_lines(config: Config, settings: Settings) -> Iterator[str]:

@@ -14,14 +14,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from electra_fast import checkpoint
-from electra_fast.config.config import AUTO, HARDWARE_KEYS
-from electra_fast.config.presets import ADAPTATION_SETTINGS
+from electra_fast.config.presets import adaptation_settings
 from electra_fast.data.corpus import Tokenizer, location
 from electra_fast.data.object_store import delete_objects, list_objects, read, upload_folder
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, remove, replace_folder
 from electra_fast.files.checkpoint_folder import TrainState
-from electra_fast.huggingface.adaptation import read_masked_lm, read_with_generator, settings_lines
+from electra_fast.huggingface.adaptation import (
+    config_of,
+    read_masked_lm,
+    read_with_generator,
+    restarted,
+    settings_lines,
+)
 from electra_fast.huggingface.card import ONNX_FILE, Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_model, read_models, write_model
@@ -190,11 +195,11 @@ def import_(
         model: The folders, a run or a checkpoint. With `generator` or `mlm`, one encoder: a folder of any class, an
             export, a run or a checkpoint.
         out: The run's folder, missing or empty.
-        generator: Makes a run for replaced-token detection from one encoder, with the settings of
-            `config.presets.ADAPTATION_SETTINGS`. "small": a new generator of about a quarter of its width, which shares
+        generator: Makes a run for replaced-token detection from one encoder; if it is not ours, with the settings of
+            `config.presets.adaptation_settings`. "small": a new generator of about a quarter of its width, which shares
             its embeddings. "same-layers:N": copies of its first N layers, which share its embeddings. Or a masked
             language model of the same vocabulary: a folder, a run or a checkpoint.
-        mlm: Makes a run of masked language modeling from one encoder, with settings of that table. Its head starts as
+        mlm: Makes a run of masked language modeling from one encoder, with the same settings. Its head starts as
             that of the source, as the corrective head of a discriminator, or new.
         vocab: Another vocabulary: a tokenizer's folder or file, such as that of `vocab` with `trim`. Entries that both
             have keep their embeddings and output biases. Others begin as the mean of the pieces that the model's own
@@ -208,8 +213,8 @@ def import_(
     if vocab is not None:
         Tokenizer(vocab)  # raises before reading the model
     electra = read_to_train(source, generator, mlm=mlm)
-    if mlm or generator is not None:
-        for line in settings_lines(electra.config, ADAPTATION_SETTINGS):
+    if (mlm or generator is not None) and config_of(source) is None:
+        for line in settings_lines(electra.config, adaptation_settings(electra.config.model.hidden_size)):
             say(line)
     electra.config = electra.config.override({"train.out": str(out)})
     tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
@@ -243,14 +248,7 @@ def _read_to_continue(source: Path) -> Electra:
         model = read_models(folders_of(source), with_new_heads=True)
         _check_whole(source, model, "training needs", "; make one with --generator small (generator=...)")
         _say_own_heads(model, "not in the folder, so it starts untrained")
-    # Chosen when training starts, since its length, place and hardware may differ from the source's.
-    rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
-    fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
-    fresh |= dict.fromkeys(("data.corpus", "train.out", "train.mirror"), "") | {"train.max_minutes": "0"}
-    if model.config.model.architecture == "modernbert":
-        left = model.config.override(dict.fromkeys(rates, "0")).resolved()
-        fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}
-    model.config = model.config.override(fresh)
+    model.config = restarted(model.config)
     return model
 
 
