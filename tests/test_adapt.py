@@ -21,9 +21,9 @@ from tiny_run import lines, weights
 from tiny_task import sentences
 
 import electra_fast as ef
-from electra_fast.adaptation import _has_case
+from electra_fast.adaptation import _has_case, _num_steps
 from electra_fast.config.config import Config
-from electra_fast.config.presets import ADAPTATION_PASSES, ADAPTATION_STEPS, GENERAL_SHARE, LITTLE_TEXT
+from electra_fast.config.presets import GENERAL_SHARE, LITTLE_TEXT
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files import checkpoint_folder
 from electra_fast.huggingface.adaptation import kind_of
@@ -129,17 +129,22 @@ def test_the_objective_suits_the_source(
     assert ef.Corpus(tmp_path / "run/corpus").holdout is not None
 
 
+@pytest.mark.parametrize(("passes", "steps"), [(1, 20), (0.1, 200), (0.02, 300), (0.001, 3_000), (1e-5, 20_000)])
+def test_a_text_is_read_three_times_within_bounds(passes: float, steps: int) -> None:
+    assert _num_steps(passes) == steps
+
+
 def test_the_text_decides_how_many_steps(
     tmp_path: Path, whole_run: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the passes need, within bounds; what was given is not said to be chosen, nor given sizes unwise."""
+    """What was given is not said to be chosen, nor given sizes unwise."""
     monkeypatch.setattr("electra_fast.training.forecast.MAX_TABLE_SHARE", 0)
     out, given = tmp_path / "run", ["--sequence-length", 16, "--batch-size", 64, "--lr", 3e-4]
     done = run("adapt", whole_run, text, "--out", out, "--dry-run", *given)
     assert done.returncode == 0, done.stderr
     ef.prepare([text], vocab=whole_run, out=tmp_path / "shards", holdout=0.02, progress=False)
-    tokens, (fewest, most) = ef.Corpus(tmp_path / "shards").num_tokens, ADAPTATION_STEPS
-    steps = min(most, max(fewest, round(ADAPTATION_PASSES * tokens / 1024)))
+    tokens = ef.Corpus(tmp_path / "shards").num_tokens
+    steps = _num_steps(1024 / tokens)
     assert f"train.steps = {steps:,} of 64 rows of 16 tokens: {steps * 1024 / tokens:.3g} passes" in done.stdout
     assert "learning_rate 0.0003" in done.stdout and "optimizer.learning_rate" not in done.stdout
     assert "the embedding table is" not in done.stdout

@@ -421,14 +421,13 @@ def _make_run(
     if objective_name == "electra" and asked.generator is None:
         keys["objective.generator_first"] = 0  # it is trained
     per_step = _passes_per_step(electra.config.override(keys | dict(overrides)), share, corpus)
-    fewest, most = ADAPTATION_STEPS
-    steps = int(overrides.get("train.steps", min(most, max(fewest, round(ADAPTATION_PASSES / per_step)))))
+    steps = int(overrides.get("train.steps", _num_steps(per_step)))
     keys |= {"train.out": str(out), "train.steps": steps, "train.log_every": max(1, steps // 40)}
     keys |= dict.fromkeys(("train.eval_every", "train.checkpoint_every"), max(1, steps // 4))
     electra.config = electra.config.override(keys)
     chosen = [({key: own[key] for key in own if key not in overrides}, reason) for own, reason in settings]
     choices = [
-        f'objective.name = "{objective_name}": {why}',
+        f'objective.name = "{electra.config.objective.name}": {why}',
         *settings_lines(electra.config, [(own, reason) for own, reason in chosen if own]),
     ]
     replace_file(out / RECORD, json_text({"asked": vars(asked), "general": share, "choices": choices}))
@@ -458,6 +457,12 @@ def _prepared(out: Path, asked: _Asked, inputs: Any, reading: Mapping[str, Any])
 
 def _passes_per_step(config: Config, share: float, corpus: Corpus) -> float:
     return config.train.batch_size * config.data.sequence_length * (1 - share) / max(1, corpus.num_tokens)
+
+
+def _num_steps(passes_per_step: float) -> int:
+    usual, most = (max(1, round(passes / passes_per_step)) for passes in ADAPTATION_PASSES)
+    fewest, limit = ADAPTATION_STEPS
+    return min(limit, max(usual, min(most, fewest)))
 
 
 def _has_case(corpus: Corpus) -> bool:

@@ -131,8 +131,8 @@ def adaptation_settings(hidden_size: int) -> tuple[tuple[dict[str, Scalar], str]
     )
 
 
-ADAPTATION_PASSES, ADAPTATION_STEPS = 3, (300, 20_000)
-"""How often `adapt` reads a text, within a fewest and a most number of steps."""
+ADAPTATION_PASSES, ADAPTATION_STEPS = (3, 20), (300, 20_000)
+"""`adapt` reads a text as often as the first number says; up to the second to reach the fewest steps."""
 GENERAL_SHARE = 0.25
 """Share of general text in each step of `adapt`, if there is any."""
 LITTLE_TEXT = 100_000
