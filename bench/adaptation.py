@@ -30,10 +30,11 @@ STEPS = 600
 """Steps of masked language modeling that have the FLOPs of the other ways too, where they are not adapt's own."""
 RATES = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
 TASK = {"finetune.sequence_length": 64, "finetune.select": "last", "finetune.evals_per_epoch": 0}
-# The text, the objective, and the share of the rates that the encoder was trained with.
+# The text, the objective, and the share of the rates that the encoder was trained with. Without a text, nothing trains;
+# without an objective, `adapt` chooses.
 WAYS: dict[str, tuple[str, str, float]] = {
     "as it is": ("", "", 0),
-    "adapt": ("text", "mlm", 1),
+    "adapt": ("text", "", 0),
     "masked language modeling": ("text", "mlm", 1),
     "masked language modeling, half of the rates": ("text", "mlm", 0.5),
     "masked language modeling, a quarter of it general text": ("text and general", "mlm", 1),
@@ -60,14 +61,14 @@ def do(name: str, domain: str, options: argparse.Namespace) -> dict[str, Any]:
     source = folder / "run" if text else base
     with quietly():
         if text:
-            config = ef.Config.load(base / "config.toml")
-            rates = vars(config.resolved().optimizer)
-            keys = {key: share * rates[key.partition(".")[2]] for key in RATES}
-            keys |= {"objective.name": objective, "train.seed": options.seed}
-            if name != "adapt":
-                mlm = config.with_objective("mlm")
-                cost = flops_per_token(config.with_objective(objective)).total / flops_per_token(mlm).total
-                keys["train.steps"] = round(STEPS / cost)
+            keys: dict[str, Any] = {"train.seed": options.seed}
+            if objective:
+                config = ef.Config.load(base / "config.toml")
+                rates = vars(config.resolved().optimizer)
+                keys |= {key: share * rates[key.partition(".")[2]] for key in RATES}
+                mlm = flops_per_token(config.with_objective("mlm")).total
+                cost = flops_per_token(config.with_objective(objective)).total / mlm
+                keys |= {"objective.name": objective, "train.steps": round(STEPS / cost)}
             general = options.out / "corpus" if "general" in text else None
             texts = options.out / domain / f"{text.split()[0]}.jsonl"
             ef.adapt(base, texts, out=source, general=general, overrides=keys)
