@@ -44,7 +44,8 @@ from electra_fast.huggingface.export import read_to_train, write_run
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, check_vocabulary, copy_tokenizer
 from electra_fast.huggingface.vocabulary import with_vocabulary
-from electra_fast.messages import quietly, say
+from electra_fast.messages import say
+from electra_fast.model.model import Electra
 from electra_fast.results import Result
 from electra_fast.training.plan import plan
 from electra_fast.training.pretrain import PretrainResult, pretrain
@@ -360,14 +361,15 @@ def _start(
         kind = kind_of(source)
         if asked.objective == "electra" and kind != "pair" and not asked.generator:
             raise InputError(f"{source}: has no generator, which electra needs; give one with --generator")
-        with quietly():  # finds mistakes before the text is prepared, which may take hours
-            electra = read_to_train(source, asked.generator, mlm=_objective(asked, kind)[0] == "mlm")
+        objective, why = _objective(asked, kind)
+        # Before the text is prepared, which may take hours: finds mistakes.
+        electra = read_to_train(source, asked.generator, mlm=objective == "mlm")
         own = tokenizer_folder(source, electra.config.model.vocab_size)
         tokenizer = _tokenizer(out, asked, own, inputs, reading)
     corpus = _prepared(out, asked, inputs, reading)
     _warn(corpus, dev_split)
     if not is_made:
-        _make_run(out, asked, _objective(asked, kind), tokenizer, corpus, overrides)
+        _make_run(out, asked, electra, why, tokenizer, corpus, overrides)
     record, config = read_object(out / RECORD), Config.load(out / "config.toml").override(overrides)
     return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
 
@@ -406,19 +408,19 @@ def _objective(asked: _Asked, kind: str) -> tuple[str, str]:
 def _make_run(
     out: Path,
     asked: _Asked,
-    objective: tuple[str, str],
+    electra: Electra,
+    why: str,
     tokenizer: Path,
     corpus: Corpus,
     overrides: Mapping[str, Scalar],
 ) -> None:
-    """Chooses what is not in `overrides`, records that, and writes the run at step 0."""
-    source, (objective_name, why) = Path(asked.model), objective
-    electra = read_to_train(source, asked.generator, mlm=objective_name == "mlm")
+    """Chooses what is not in `overrides`, records that, and writes the run at step 0; `why` is of the objective."""
+    source = Path(asked.model)
     if asked.vocab or asked.trim:
         electra = with_vocabulary(electra, tokenizer_folder(source, electra.config.model.vocab_size), tokenizer)
     share = GENERAL_SHARE if asked.general else 0.0
     keys, settings = _settings(source, electra.config)
-    if objective_name == "electra" and asked.generator is None:
+    if asked.generator is None and electra.config.objective.name != "mlm":
         keys["objective.generator_first"] = 0  # it is trained
     per_step = _passes_per_step(electra.config.override(keys | dict(overrides)), share, corpus)
     steps = int(overrides.get("train.steps", _num_steps(per_step)))
