@@ -32,7 +32,7 @@ GROUPS = {
     "Fine-tuning and prediction": "finetune predict detect",
     "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult AdaptResult Plan "
     "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report "
-    "FinetuneResults TaskResult Evaluation EvaluationReport",
+    "FinetuneResults TaskResult Evaluation EvaluationReport PairsReport",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining Diverged OutOfMemory ExecutorFailed",
 }
 

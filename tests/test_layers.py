@@ -67,7 +67,7 @@ LINES = {
     "python/electra_fast/data": 3_010,
     "python/electra_fast/distributed": 1_250,
     "python/electra_fast/files": 550,
-    "python/electra_fast/finetuning": 12_800,
+    "python/electra_fast/finetuning": 13_150,  # scores of sentences, for who compares on BLiMP
     "python/electra_fast/hardware": 2_000,
     "python/electra_fast/huggingface": 2_890,
     "python/electra_fast/model": 1_500,
@@ -77,9 +77,9 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_300,
-    "python/electra_fast": 38_100,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 38_500,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 31_850,
+    "tests": 32_050,
     "bench": 4_800,
     "crates": 23_500,
 }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from electra_fast.finetuning.evaluate import EvaluationReport, evaluate
     from electra_fast.finetuning.finetune import FinetuneResults, TaskResult, finetune
     from electra_fast.finetuning.loading import PretrainedModel, load
+    from electra_fast.finetuning.minimal_pairs import PairsReport
     from electra_fast.finetuning.predict import FinetunedModel, predict
     from electra_fast.hardware.flops import FlopCount, flops
     from electra_fast.huggingface.export import ExportResult, ImportResult, export, import_
@@ -62,6 +63,7 @@ _NAMES = {
     "finetuning.evaluate": "EvaluationReport evaluate",
     "finetuning.finetune": "FinetuneResults TaskResult finetune",
     "finetuning.loading": "PretrainedModel load",
+    "finetuning.minimal_pairs": "PairsReport",
     "finetuning.predict": "FinetunedModel predict",
     "hardware.flops": "FlopCount flops",
     "huggingface.export": "ExportResult ImportResult export import_",
@@ -82,10 +84,10 @@ __all__ = [
     "AdaptResult", "BatchLoader", "Comparison", "Config", "Corpus", "DemoResult", "Diverged", "DoctorReport",
     "Electra", "ElectraFastError", "Evaluation", "EvaluationReport", "ExecutorFailed", "ExportResult",
     "FinetuneResults", "FinetunedModel", "FlopCount", "ImportResult", "InputError", "Inspection", "Interrupted",
-    "OutOfMemory", "Plan", "PrepareReport", "PretrainResult", "PretrainedModel", "Report", "StopTraining",
-    "TaskResult", "Tokenizer", "TrainingFailed", "Verification", "Vocabulary", "__version__", "adapt", "demo",
-    "detect", "doctor", "evaluate", "export", "finetune", "flops", "import_", "inspect", "load", "plan", "predict",
-    "prepare", "pretrain", "report", "reproduce", "to_torch", "verify", "vocab",
+    "OutOfMemory", "PairsReport", "Plan", "PrepareReport", "PretrainResult", "PretrainedModel", "Report",
+    "StopTraining", "TaskResult", "Tokenizer", "TrainingFailed", "Verification", "Vocabulary", "__version__", "adapt",
+    "demo", "detect", "doctor", "evaluate", "export", "finetune", "flops", "import_", "inspect", "load", "plan",
+    "predict", "prepare", "pretrain", "report", "reproduce", "to_torch", "verify", "vocab",
 ]  # fmt: skip
 
 

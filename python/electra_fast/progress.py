@@ -248,21 +248,16 @@ class FinetuningProgress(_TokenProgress):
 
 
 class EncodingProgress(_TokenProgress):
-    """Tokens and texts done of work that takes more than two seconds; before, nothing."""
-
-    def __init__(self, num_tokens: int, *, shown: bool) -> None:
-        super().__init__("encode", num_tokens, shown=shown)
-        self._texts = 0
+    """Tokens done of work that takes more than two seconds; before, nothing."""
 
     def __enter__(self) -> Self:
         return self
 
-    def advance(self, tokens: int, texts: int) -> None:
+    def advance(self, tokens: int) -> None:
         self._done += tokens
-        self._texts += texts
         if time.monotonic() - self.start >= 2:
             self._progress.start()  # does nothing the second time
-            self._show(f"{self._texts:,} texts")
+            self._show(f"{self._done:,} tokens")
 
 
 _SHOWN = (

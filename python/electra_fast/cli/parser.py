@@ -153,11 +153,7 @@ def _evaluate(sub: Parser) -> None:
         "(prepare --holdout) are used, or all of one that has none (default: the run's own)"
     )
     sub.add_argument("data", nargs="*", metavar="DATA", help=help)
-    help = (
-        "folder for report.md, report.json, pictures and predictions.jsonl, or for evaluation.json of a pre-trained "
-        "model"
-    )
-    _path(sub, "--out", help)
+    _path(sub, "--out", "folder for a report and predictions.jsonl; of a pre-trained model for evaluation.json")
     help = "dtype of activations (default: auto, as for predict; fp32 of a pre-trained model, so that figures compare)"
     _option(sub, "--precision", None, help, choices=PRECISIONS)
     help = "examples or rows per batch (default: as suits the device; the run's, on a GPU in its micro-batches)"
@@ -176,6 +172,9 @@ def _evaluate(sub: Parser) -> None:
     _option(corpus, "--corrupted-by", None, help, "FOLDER")
     help = "also compute masked-language-model accuracy (Appendix G), on N rows with one masked token each"
     _option(corpus, "--mlm-examples", 0, help, "N")
+    help = "instead of DATA: tables of a better and a worse sentence (--text); how often the better one scores higher"
+    corpus.add_argument("--pairs", nargs="+", metavar="FILE", help=help)
+    _option(corpus, "--group", "", "column of the pairs' groups (default: UID or paradigm, else the file)", "COLUMN")
 
 
 def _finetune(sub: Parser) -> None:
@@ -355,7 +354,7 @@ COMMANDS = {
         ),
         "evaluate": (
             "evaluate a fine-tuned model on labeled examples: scores, and with --out a report; or a pre-trained one on "
-            "a corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC"
+            "a corpus: unigram AUC, which is comparable between models, then losses, accuracies and AUC; or on pairs"
         ),
     },
     "Look": {
@@ -377,7 +376,7 @@ SHOWN = {
     "adapt": "out task-data label dev generator steps lr holdout seeds dry-run",
     "predict": "out text format threshold top-k n-best null-threshold device precision",
     "detect": "out threshold text precision device",
-    "evaluate": "out text label sequence-length batch-size max-batches corrupted-by device precision json",
+    "evaluate": "out text label sequence-length corrupted-by pairs group device precision json",
     "doctor": "config preset recipe device precision json",
     "flops": "config preset recipe steps batch-size sequence-length json",
     "reproduce": "glue out preset recipe budget minutes seeds task finetune-seeds json",

@@ -106,13 +106,13 @@ class TextEncoder:
             number = f"{encoded.num_truncated:,} of {len(texts):,} texts"
             say(f"encode: {number} are longer than {self.max_length:,} tokens, and only their beginning is read")
         vectors = np.empty((len(texts), self._shape.hidden_size), np.float32)
-        with EncodingProgress(len(encoded.ids), shown=progress) as shown:
+        with EncodingProgress("encode", len(encoded.ids), shown=progress) as shown:
             for examples, part, (tensor,) in self._inference_of(pooling).batches(encoded):
                 found = tensor.cpu().numpy()
                 if normalize or self._sentences.normalize:
                     found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
                 vectors[examples[part.examples]] = found
-                shown.advance(part.num_tokens, len(part.examples))
+                shown.advance(part.num_tokens)
         return vectors
 
     def _inference_of(self, pooling: Pooling) -> Inference:

@@ -1,4 +1,4 @@
-"""`evaluate`: scores of a fine-tuned model on labeled examples, or of a pre-trained one on a corpus."""
+"""`evaluate`: scores of a fine-tuned model on labeled examples, or of a pre-trained one on a corpus or on pairs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
+from electra_fast.finetuning.minimal_pairs import PairsReport, evaluate_pairs
 from electra_fast.finetuning.model_folder import is_finetuned
 from electra_fast.finetuning.predict import FinetunedModel
 from electra_fast.finetuning.readers.table_formats import file_or_table
@@ -60,8 +61,10 @@ def evaluate(
     max_batches: int = 0,
     corrupted_by: str | Path | None = None,
     mlm_examples: int = 0,
-) -> EvaluationReport | Evaluation:
-    """Evaluates a fine-tuned model on labeled examples, or a pre-trained one on a corpus.
+    pairs: Any = None,
+    group: str = "",
+) -> EvaluationReport | Evaluation | PairsReport:
+    """Evaluates a fine-tuned model on labeled examples, or a pre-trained one on a corpus or on minimal pairs.
 
     Args:
         model: A fine-tuned model; or a run, a checkpoint or an encoder folder of `transformers`.
@@ -69,13 +72,14 @@ def evaluate(
             corpus, of which the validation part (`prepare --holdout`) is used, or all if it has none; or several, as
             for `pretrain`; by default the corpus that the run was trained on.
         out: A folder: of a fine-tuned model for report.md, report.json, their pictures and predictions.jsonl; of a
-            pre-trained one for evaluation.json.
+            pre-trained one for evaluation.json, and with `pairs` the scores of all sentences, pairs.jsonl.
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
         precision: Dtype of activations: `auto`, `fp32`, `fp16` or `bf16`. By default `auto` for a fine-tuned model, the
             faster one, and for a pre-trained one `fp32`, so that figures compare.
         batch_size: Examples or rows per batch; by default as many as suit the device, or that of the run.
         text: The text columns of the examples; by default those of training, or the usual ones. This and the arguments
-            up to `skip_bad_rows` are for fine-tuned models.
+            up to `skip_bad_rows` are for fine-tuned models. Of `pairs`: the columns of the better and the worse
+            sentence, by default `sentence_good` and `sentence_bad`, or `good` and `bad`.
         label: Their label columns; by default those of training, or the usual ones.
         labels: For tags: the names of those that are numbers.
         label_map: As for `finetune`.
@@ -94,6 +98,9 @@ def evaluate(
             default). Rows are then packed, masked and sampled as in the recipe `paper`, and every discriminator is
             judged over all tokens. By default the model's own generator.
         mlm_examples: Rows with one masked token each, for the masked-language-model accuracy, in fp32; 0: none.
+        pairs: Instead of `data`: rows with a better and a worse sentence, in files or in memory as for `finetune`. Each
+            of `PretrainedModel.score`'s scores ranks them.
+        group: The column of the pairs' groups; by default `UID` or `paradigm`, else each file is a group.
 
     Returns:
         Of a fine-tuned model the report on the examples. Of a pre-trained one first `unigram_auc`, comparable between
@@ -103,6 +110,8 @@ def evaluate(
 
         With `corrupted_by`, `loss` is None, since weights differ between models, and `sequence_length` and
         `corruption` are added; the latter, 16 hexadecimal digits, are equal for models that read exactly the same text.
+
+        With `pairs`, the share of pairs whose better sentence scores higher, by score and group.
 
         With `mlm_examples`, also `mlm_accuracy`, `mlm_recall_at_100` (the true token is one of the generator's 100
         likeliest), `mlm_generator_accuracy` and the number of examples.
@@ -117,6 +126,11 @@ def evaluate(
     defaults = options_of(evaluate)
     given = {name: value for name, value in locals().items() if name in defaults and value != defaults[name]}
     if not is_finetuned(Path(model)):
+        if pairs is not None:
+            if data is not None:
+                raise InputError("give a corpus or pairs, not both")
+            refuse(given, {"pairs", *options_of(evaluate_pairs)}, "not for --pairs")
+            return evaluate_pairs(model, **given)
         if isinstance(data, str | Path) and Path(data).is_file() and Path(model).exists():
             raise InputError(
                 f"{model}: not fine-tuned, so it cannot predict the labels of {data}; name a fine-tuned model, as "

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from electra_fast.config.config import AUTO, Config
@@ -17,6 +19,7 @@ from electra_fast.finetuning.embedding import TextEncoder
 from electra_fast.finetuning.error_detection import ErrorDetector, read_detector
 from electra_fast.finetuning.model_folder import is_finetuned, models_inside
 from electra_fast.finetuning.predict import FinetunedModel
+from electra_fast.finetuning.scoring import TextScorer
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.folder import read_model
@@ -122,6 +125,31 @@ class PretrainedModel(TextEncoder):
             ValueError: There is no discriminator, or the texts are something else.
         """
         return self._detector.predict(texts, threshold)
+
+    def score(self, texts: Iterable[str], kind: str | None = None, *, progress: bool = True) -> NDArray[np.float64]:
+        """Scores how well the words of each text fit together, without training; float64 [N], in their order.
+
+        Higher is better. A score is a sum over tokens, so that it compares texts of similar lengths, such as two
+        versions of a sentence. The kinds: `corrective`, the log-probability of each token by the corrective head that
+        a run of the recipe `modern` has, or by the encoder of `replace-mlm`; `discriminator`, the log-probability that
+        it is original; `generator`, its log-probability where it is masked, for which each text is read as often as it
+        has tokens: the pseudo-log-likelihood of a masked language model; `both`, the generator's log-probability less
+        the discriminator's logit. In fp32 unless the model was loaded with another precision.
+
+        Args:
+            texts: The texts, each of 1 token to as many as the model has positions.
+            kind: By default the first of these that the model has: `corrective`, `both`, `discriminator`, `generator`.
+            progress: Show progress on standard error or in a notebook if it takes more than seconds.
+
+        Raises:
+            ValueError: The model lacks heads for it, or the texts are empty, too long or something else.
+        """
+        kind = kind or self._scorer.kinds[0]
+        return self._scorer.score(texts, (kind,), "example {}".format, progress=progress)[kind]
+
+    @functools.cached_property
+    def _scorer(self) -> TextScorer:
+        return TextScorer(self.path, str(self.device), self._precision)
 
     @functools.cached_property
     def _detector(self) -> ErrorDetector:

@@ -1,0 +1,187 @@
+"""Scores of texts by a pre-trained model, without training, and the share of minimal pairs that they rank correctly.
+
+A text's score is a sum over its tokens, without [CLS] and [SEP] (bench/LOG.md compares other sums):
+
+* `corrective`: log p(token), by a network that reads the text as it is and predicts the original tokens: the
+  discriminator with its corrective head, or the encoder of `replace-mlm` and `all-tokens-mlm`.
+* `discriminator`: log(1 - D), with D the probability that the token was replaced.
+* `generator`: log p(token) with this token alone masked, the pseudo-log-likelihood of a masked language model (Salazar
+  et al., arXiv 1910.14659).
+* `both`: the generator's log p(token) - logit(D), in which the discriminator corrects the generator (Electric, arXiv
+  2012.08561).
+
+Shapes: N texts, n tokens of all texts, T tokens of a batch, D hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from electra_fast.config.config import AUTO
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.finetuning.embedding import checked_texts
+from electra_fast.finetuning.encoding import EncodedExamples
+from electra_fast.finetuning.inference import choose_inference
+from electra_fast.finetuning.model import EncoderWithHead, Inputs
+from electra_fast.huggingface.config import role_shape
+from electra_fast.huggingface.folder import read_model
+from electra_fast.huggingface.source import checkpoint_of, tokenizer_folder
+from electra_fast.model.compute import ComputeConfig, choose_device, use_compute
+from electra_fast.model.model import Electra
+from electra_fast.model.networks import PARTS
+from electra_fast.ops.vocabulary_nll import vocabulary_nll
+from electra_fast.progress import EncodingProgress
+
+Scores = NDArray[np.float64]
+
+KINDS = ("corrective", "both", "discriminator", "generator")
+"""Kinds of scores. The default of a model is the first that it has."""
+# Tokens of masked copies of texts that are in memory at once.
+_COPIED_TOKENS = 1 << 21
+
+
+class _Network(EncoderWithHead):
+    """A network of a pre-trained model without its heads. Its predictions are hidden states, [T, D]."""
+
+    def __init__(self, model: Electra, role: str) -> None:
+        with torch.device("meta"):
+            super().__init__(role_shape(model.config, role), nn.Identity())
+        for name, part in zip(("embeddings", "encoder"), PARTS[role][:2], strict=True):
+            self.add_module(name, model.get_submodule(part))
+
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
+        return (self.hidden_states(inputs, compute),)
+
+
+class TextScorer:
+    """The networks of a run, a checkpoint or Hugging Face folders that score texts.
+
+    Raises as `read_model`.
+    """
+
+    def __init__(self, source: str | Path, device: str = AUTO, precision: str = AUTO) -> None:
+        self.source, on = Path(source), choose_device(device)
+        self._model = model = read_model(source).to(on)
+        self._tokenizer = Tokenizer(tokenizer_folder(self.source, model.config.model.vocab_size))
+        precision = "fp32" if precision == AUTO else precision
+        self._networks = {role: choose_inference(_Network(model, role), on, precision)[0] for role in model.networks}
+        # By kind: a network and its head. Hugging Face folders do not have the corrective head.
+        self._heads = {kind: ("discriminator", "discriminator_head") for kind in ("both", "discriminator")}
+        self._heads |= {"generator": ("generator", "generator_head"), "corrective": ("encoder", "encoder_head")}
+        if checkpoint_of(self.source) and hasattr(model, "corrective_head"):
+            self._heads["corrective"] = ("discriminator", "corrective_head")
+        found = {kind for kind, (role, _) in self._heads.items() if role in model.networks}
+        sampling = model.config.objective
+        if "generator" not in model.networks or sampling.temperature != 1 or sampling.disallow_correct:
+            found -= {"both"}  # the discriminator learned to correct the distribution that replacements came from
+        self.kinds = tuple(kind for kind in KINDS if kind in found)
+        """The kinds of scores that this model has."""
+
+    def score(
+        self, texts: Iterable[str], kinds: Collection[str], place: Callable[[int], str], *, progress: bool = True
+    ) -> dict[str, Scores]:
+        """Returns scores by kind, float64 [N] each, as `PretrainedModel.score` does. Equal tokens have equal scores.
+
+        `place` names a text by its number, for messages.
+        """
+        for kind in kinds:
+            if kind not in self.kinds:
+                raise InputError(f"{self.source}: has no score {kind!r}, only {', '.join(self.kinds)}")
+        pieces = self._tokenizer.encode_batch(checked_texts(texts, "score"))
+        longest, special = self._model.config.model.max_positions, self._tokenizer.special_tokens
+        for number, ids in enumerate(pieces):
+            if not 0 < len(ids) <= longest - 2:
+                limits = f"this model scores texts of 1 to {longest - 2:,}"
+                raise InputError(f"{place(number)}: {len(ids):,} tokens; {limits}")
+        places: dict[bytes, int] = {}
+        which = [places.setdefault(ids.astype(np.int32).tobytes(), len(places)) for ids in pieces]
+        if not places:
+            return dict.fromkeys(kinds, np.zeros(0))
+        distinct = (np.frombuffer(key, np.int32) for key in places)
+        encoded = _joined([np.array([special["cls"], *ids, special["sep"]], np.int32) for ids in distinct])
+        is_text = np.ones(len(encoded.ids), np.bool_)
+        is_text[encoded.offsets[:-1]] = is_text[encoded.offsets[1:] - 1] = False
+        starts = encoded.offsets[:-1] - 2 * np.arange(len(encoded))
+        by_token = self._by_token(encoded, is_text, kinds, progress)
+        return {kind: np.add.reduceat(by_token[kind][is_text], starts)[which] for kind in kinds}
+
+    @torch.no_grad()
+    def _by_token(
+        self, encoded: EncodedExamples, is_text: NDArray[np.bool_], kinds: Collection[str], progress: bool
+    ) -> dict[str, Scores]:
+        """Returns what each of `encoded.ids` adds to a score, float64, by kind."""
+        masked = {"generator", "both"}.intersection(kinds)
+        in_one_pass = [kind for kind in kinds if kind != "generator"]
+        found = {kind: np.zeros(len(encoded.ids)) for kind in kinds}
+        copies = encoded.lengths - 2 if masked else np.zeros_like(encoded.lengths)
+        num_tokens = int((encoded.lengths * (copies + len(in_one_pass))).sum())
+        with EncodingProgress("score", num_tokens, shown=progress) as shown:
+            for kind in in_one_pass:
+                for _, part, (hidden_TD,) in self._networks[self._heads[kind][0]].batches(encoded):
+                    is_token = part.sources >= 0
+                    ids = part.columns[0][is_token]
+                    found[kind][part.sources[is_token]] = self._addends(kind, hidden_TD[is_token.ravel()], ids)
+                    shown.advance(part.num_tokens)
+            for texts in _parts(encoded.lengths * copies):
+                tokens, positions, masked_copies = _masked(encoded, texts, self._tokenizer.special_tokens["mask"])
+                for copy, part, (hidden_TD,) in self._networks["generator"].batches(masked_copies):
+                    own = copy[part.examples]
+                    hidden = hidden_TD[torch.from_numpy(part.first_tokens + positions[own])]
+                    log_p = self._addends("generator", hidden, encoded.ids[tokens[own]])
+                    for kind in masked:
+                        found[kind][tokens[own]] += log_p
+                    shown.advance(part.num_tokens)
+        return found
+
+    def _addends(self, kind: str, hidden_MD: Tensor, ids: NDArray[np.int32]) -> Scores:
+        """Returns what tokens add to a score, from hidden states; float64 [M]."""
+        role, name = self._heads[kind]
+        head: Any = self._model.get_submodule(name)
+        with use_compute(self._networks[role].compute):
+            if name == "discriminator_head":
+                logits_M = head(hidden_MD).double()
+                values_M = -logits_M if kind == "both" else F.logsigmoid(-logits_M)
+            else:
+                embeddings: Any = self._model.get_submodule(PARTS[role][0])
+                ids_M = torch.from_numpy(ids).long().to(hidden_MD.device)
+                nll_M, _ = vocabulary_nll(head.transform(hidden_MD), embeddings.token, head.output_bias, ids_M)
+                values_M = -nll_M.double()
+        return values_M.cpu().numpy()
+
+
+def _joined(rows: list[NDArray[np.int32]]) -> EncodedExamples:
+    ids, lengths = np.concatenate(rows), [0, *map(len, rows)]
+    return EncodedExamples(ids, np.zeros_like(ids), np.cumsum(lengths, dtype=np.int64), 0, ())
+
+
+def _parts(sizes: NDArray[np.int64]) -> Iterator[range]:
+    """Yields ranges of texts whose masked copies have about `_COPIED_TOKENS` tokens; none for texts without copies."""
+    ends = np.cumsum(sizes)
+    starts = np.flatnonzero(np.diff(ends // _COPIED_TOKENS, prepend=-1)).tolist()
+    yield from (range(*each) for each in itertools.pairwise([*starts, len(sizes)]) if ends[-1])
+
+
+def _masked(
+    encoded: EncodedExamples, texts: range, mask: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], EncodedExamples]:
+    """Returns the copies of texts with one token masked each, and by copy that token's index in all and in its text."""
+    copies, positions, tokens = list[NDArray[np.int32]](), [], []
+    for text in texts:
+        start, end = encoded.offsets[text], encoded.offsets[text + 1]
+        inner = np.arange(1, end - start - 1)
+        rows = np.tile(encoded.ids[start:end], (len(inner), 1))
+        rows[np.arange(len(inner)), inner] = mask
+        copies += [*rows]
+        positions.append(inner)
+        tokens.append(start + inner)
+    return np.concatenate(tokens), np.concatenate(positions), _joined(copies)
