@@ -188,6 +188,7 @@ def test_any_modernbert_class_gives_the_hidden_states_of_transformers(tmp_path: 
     [
         ({"local_attention": 7}, (7, 3)),
         ({"global_attn_every_n_layers": 1}, (0, 3)),
+        ({"local_attention": 1 << 20}, (1 << 20, 3)),  # as wide as in our exports, but with another rotary base
         ({"layer_types": ["full_attention"] + ["sliding_attention"] * 3, "local_attention": 8}, (8, 4)),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 77.0}}, "local_attention": 8}, (8, 3)),
         ({"norm_eps": 1e-3}, (128, 3)),

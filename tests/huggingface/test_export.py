@@ -90,7 +90,7 @@ SHAPES = [
     ("google", {"model.tying": "all"} | ONE_SIZE),
     ("google", {"objective.name": "mlm"}),
     ("modern", {"model.embedding_size": 48}),  # neither encoder has the table's width
-    ("modern", {}),  # the generator has the table's width
+    ("modern", {"model.rope_theta": 500.0}),  # the generator has the table's width
     ("modern", {"model.embedding_size": 64}),  # the discriminator has the table's width
     ("modern", {"model.tying": "none", "model.embedding_size": 64} | ONE_SIZE),
     ("modern", {"model.tying": "all", "model.embedding_size": 48} | ONE_SIZE),
@@ -224,14 +224,16 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
     assert all(map(torch.equal, type_tables(tmp_path / "last"), trained))
 
 
-def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", "modern", {})
+@pytest.mark.parametrize("changes", [{}, {"model.local_attention": 8, "model.global_attention_every": 1}])
+def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path, changes: Changes) -> None:
+    make_run(tmp_path / "run", "modern", {"model.local_rope_theta": 500.0} | changes)
     export(tmp_path / "run", out=tmp_path / "out")
     table = json.loads((tmp_path / "out" / "discriminator" / "config.json").read_text(encoding="utf-8"))
-    older = {"global_attn_every_n_layers": 1, "global_rope_theta": 10_000.0, "local_rope_theta": 10_000.0}
+    older = {"global_attn_every_n_layers": 3, "global_rope_theta": 10_000.0, "local_rope_theta": 10_000.0}
     assert older.items() <= table.items()
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out" / "discriminator")
-    assert set(config.layer_types) == {"full_attention"}
+    assert config.rope_parameters.keys() == set(config.layer_types)  # or else 5.4 to 5.16 raise
+    assert config.local_attention > 1_000_000  # no layer is local
     assert {rope["rope_theta"] for rope in config.rope_parameters.values()} == {10_000.0}
     assert config.id2label == {0: "original", 1: "replaced"}
 

@@ -25,8 +25,6 @@ from electra_fast.huggingface.export import export, import_
 from electra_fast.huggingface.folder import read_model, write_model
 from electra_fast.model.model import Electra
 
-FULL, LOCAL = "full_attention", "sliding_attention"
-
 
 def write_folders(folder: Path, recipe: str, changes: dict[str, Any]) -> None:
     """A random model as discriminator/ and generator/."""
@@ -202,7 +200,7 @@ def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> Non
         ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, but generator.fraction = 0.5"),
         ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, but the discriminator's is 128"),
         ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),
-        ("modern", "generator", {"layer_types": [FULL, LOCAL]}, "local_attention = 128, but the discriminator's is 0"),
+        ("modern", "generator", {"local_attention": 128}, "local_attention = 128, but the discriminator's is 0"),
         ("modern", "generator", {"rope_parameters": None, "global_rope_theta": 7.0}, "rope_theta = 7.0, but the discr"),
         ("modern", "discriminator", {"classifier_bias": True}, "classifier_bias = True is not supported"),
         ("modern", "discriminator", {"electra_fast": {"model": {"x": 1}}}, "electra_fast: unknown key model.x"),

@@ -69,6 +69,7 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
 }
 _EPS_KEY = {"bert": "layer_norm_eps", "modernbert": "norm_eps"}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_UNBOUNDED = 1 << 20  # tokens: the window of a global layer that config.json calls local
 # Fixed settings of our encoders, equal to the defaults in transformers; `settings` has what is accepted.
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
@@ -125,24 +126,23 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the global layers and rotary bases, for both transformers 5 and 4.48+."""
-    has_local = shape.local_attention > 0
+    """Returns kinds of layers and rotary bases, for transformers 4.48 and later; 5.4 to 5.16 need a local layer."""
+    if not shape.is_local(1):
+        local = {"local_attention": _UNBOUNDED, "local_rope_theta": shape.rope_theta}
+        shape = dataclasses.replace(shape, global_attention_every=ModelConfig.global_attention_every, **local)
     return {
         "layer_types": _layer_types(shape),
         "rope_parameters": {
             _GLOBAL: {"rope_type": "default", "rope_theta": shape.rope_theta},
             _LOCAL: {"rope_type": "default", "rope_theta": shape.local_rope_theta},
         },
-        "global_attn_every_n_layers": shape.global_attention_every if has_local else 1,
+        "global_attn_every_n_layers": shape.global_attention_every,
         "global_rope_theta": shape.rope_theta,
         "local_rope_theta": shape.local_rope_theta,
-        **({"local_attention": shape.local_attention} if has_local else {}),
-        "embedding_dropout": 0.0,
-        "classifier_dropout": 0.0,
-        "cls_token_id": special_ids["cls"],
-        "bos_token_id": special_ids["cls"],
-        "sep_token_id": special_ids["sep"],
-        "eos_token_id": special_ids["sep"],
+        "local_attention": shape.local_attention,
+        **dict.fromkeys(("embedding_dropout", "classifier_dropout"), 0.0),
+        **dict.fromkeys(("cls_token_id", "bos_token_id"), special_ids["cls"]),
+        **dict.fromkeys(("sep_token_id", "eos_token_id"), special_ids["sep"]),
     }
 
 
@@ -267,7 +267,9 @@ def _with_layers(shape: ModelConfig, table: Mapping[str, Any]) -> ModelConfig:
             f"the others {_LOCAL} with a local_attention above 0"
         )
     if _LOCAL in types:
-        return dataclasses.replace(shape, local_rope_theta=_rope_theta(table, _LOCAL, "local_rope_theta", 10_000.0))
+        local_theta = _rope_theta(table, _LOCAL, "local_rope_theta", 10_000.0)
+        if (shape.local_attention, local_theta) != (_UNBOUNDED, shape.rope_theta):
+            return dataclasses.replace(shape, local_rope_theta=local_theta)
     return dataclasses.replace(shape, local_attention=0, global_attention_every=ModelConfig.global_attention_every)
 
 
