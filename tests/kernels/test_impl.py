@@ -60,8 +60,9 @@ def test_selects_kernel_or_reference(name, monkeypatch):
         launcher = LAUNCHERS.get((name, kernel), name)
         with use_choices({"*": "kernel", call.key: kernel}), pytest.raises(Called, match=f"^{launcher}$"):
             run()
-    with use_choices({"*": "reference"}):
-        run()
+    for references in (use_choices({"*": "reference"}), use_impl("reference")):
+        with references:
+            run()
     has_reference, has_cpu_form = hasattr(ops, f"{name}_reference"), hasattr(cpu_ops, name)
     monkeypatch.setattr(ops, f"{name}_reference", refuse("reference"), raising=False)
     if has_cpu_form and has_reference:

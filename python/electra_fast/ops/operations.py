@@ -285,19 +285,6 @@ def residual_norm(
     if dropout.has_kernel and uses_kernels(x_TF, "residual_norm"):
         norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout.arguments)
         return kernels().residual_norm(linear(x_TF, weight_DF), bias_D, *norm)[0]
-    return residual_norm_reference(x_TF, weight_DF, bias_D, residual_TD, norm_weight_D, norm_bias_D, eps, dropout)
-
-
-def residual_norm_reference(
-    x_TF: Tensor,
-    weight_DF: Tensor,
-    bias_D: Tensor,
-    residual_TD: Tensor,
-    norm_weight_D: Tensor,
-    norm_bias_D: Tensor | None,
-    eps: float,
-    dropout: Dropout,
-) -> Tensor:
     h_TD = linear(x_TF, weight_DF, bias_D)
     z_TD = residual_TD + (dropout_reference(h_TD, dropout) if dropout.probability else h_TD)
     return layer_norm_reference(z_TD, norm_weight_D, norm_bias_D, eps)
@@ -322,20 +309,6 @@ def embedding_norm(
     """
     if dropout.has_kernel and uses_kernels(tables[0], "embedding_norm"):
         return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
-    return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout, sparse=sparse)
-
-
-def embedding_norm_reference(
-    ids: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor, Tensor],
-    norm_weight_E: Tensor,
-    norm_bias_E: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    dropout: Dropout,
-    *,
-    sparse: bool = False,
-) -> Tensor:
     token_TE = gather_rows(tables[0], ids[0], sparse=sparse)
     position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids[1:], tables[1:], strict=True))
     x_TE = (token_TE + position_TE + type_TE).to(dtype)
@@ -464,12 +437,6 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
     """
     if uses_kernels(masked_ids_BL, "corrupt"):
         return kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
-    return corrupt_reference(masked_ids_BL, position_M, original_M, sample_M)
-
-
-def corrupt_reference(
-    masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor
-) -> tuple[Tensor, Tensor]:
     num_tokens = masked_ids_BL.numel()
     # With an element past the end of the buffer, to which unused slots write.
     spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_BL.device)
@@ -492,12 +459,6 @@ def replaced_logits(
     """
     if uses_kernels(x_TD, "replaced_logits"):
         return kernels().gelu_logit(linear(x_TD, dense_weight_DD), dense_bias_D, weight_1D, bias_1)
-    return replaced_logits_reference(x_TD, dense_weight_DD, dense_bias_D, weight_1D, bias_1)
-
-
-def replaced_logits_reference(
-    x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
-) -> Tensor:
     return token_logits(bias_gelu_reference(x_TD, dense_weight_DD, dense_bias_D), weight_1D, bias_1)
 
 
