@@ -194,38 +194,35 @@ def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) 
 
     Raises the error of a bad record of several lines, which may be the rest of the file after an open quote.
     """
-    numbers: list[int] = []
-
-    texts: list[str] = []
+    record: list[tuple[int, str]] = []
 
     def read() -> Iterator[str]:
         for number, line in lines:
-            numbers.append(number)
-            texts.append(line)
+            record.append((number, line))
             yield line
 
     reader = csv.reader(read(), delimiter=delimiter, strict=True)
     while True:
-        numbers.clear()
-        texts.clear()
+        record.clear()
         limit = csv.field_size_limit(sys.maxsize)  # global to the module
         try:
             cells: _Cells = next(reader)
         except csv.Error as error:
-            cells = _quote_error(path, numbers[0], error, texts)
-            if len(numbers) > 1:
+            cells = _quote_error(path, error, record)
+            if len(record) > 1:
                 raise cells from None
         except StopIteration:
             return
         finally:
             csv.field_size_limit(limit)
-        yield numbers[0], cells
+        yield record[0][0], cells
 
 
-def _quote_error(path: Path, line: int, error: csv.Error, texts: Sequence[str]) -> InputError:
+def _quote_error(path: Path, error: csv.Error, record: Sequence[tuple[int, str]]) -> InputError:
+    line, _ = record[0]
     if "new-line" in str(error):
         return InputError(f"{path}: line {line}: a carriage return within a cell; enclose the cell in quotes")
     remedy = "double the quotes within a quoted cell and close it, or add --quoting none if quotes are text"
-    if any('\\"' in text for text in texts):
+    if any('\\"' in text for _, text in record):
         remedy = 'if \\" is a quote within a cell, as Spark and MySQL write it, add --quoting backslash'
     return InputError(f"{path}: line {line}: bad quote in the record that begins here ({error}); {remedy}")

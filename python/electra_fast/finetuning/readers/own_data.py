@@ -133,35 +133,14 @@ def read(
     group: str = "",
     seed: int = 0,
 ) -> TaskData:
-    """Reads the files of a task.
+    """Reads the files of a task, of classes or of numbers.
 
-    Examples without a label are left out; in `test` they are predicted but not scored.
+    Examples without a label are left out; in `test` they are predicted but not scored. Several label columns, each of
+    0/1 or true/false, make the task multi-label, as lists and `label_separator` do.
 
-    Args:
-        kind: Whether the labels are classes or numbers.
-        train: The training examples.
-        dev: The validation examples; None to set a part of `train` aside, stratified by class.
-        test: Examples to predict, with or without labels.
-        text: One or two text columns; empty for the first of `TEXT_COLUMNS` that the training file has.
-        label: The label columns; empty for the first of `LABEL_COLUMNS` that the training file has. Several, each of
-            0/1 or true/false, make the task multi-label, as lists and `label_separator` do.
-        dev_text: Text columns of `dev`, if named otherwise.
-        dev_label: Label columns of `dev`, if named otherwise.
-        test_text: Text columns of `test`, if named otherwise.
-        test_label: Label columns of `test`, if named otherwise.
-        labels: The classes in the order of their ids; empty for those of the training file, sorted.
-        label_map: Labels of the files and their new names, or `OLD=NEW` strings; an empty name leaves the examples
-            out.
-        label_separator: Separator of the labels in one cell.
-        quoting: As in `tables.iterate_rows`.
-        skip_bad_rows: Number of unusable rows that may be left out.
-        dev_fraction: Fraction of the training examples to set aside, above 0 and below 1.
-        folds: Set this fold's examples aside instead.
-        group: A column of the training file: examples with the same value are not separated. Examples with the same
-            text never are.
-        seed: Seeds the choice of the examples to set aside.
-
-    Raises as `read_examples` does.
+    Arguments are those of `electra_fast.finetune`, with names as tuples: empty for the first of `TEXT_COLUMNS` and
+    `LABEL_COLUMNS` that the training file has. `seed` is `split_seed`; instead of a fraction, the examples of one of
+    `folds` can be set aside, stratified by class too. Raises as `read_examples` does.
     """
     check_dev_fraction(dev_fraction)
     given = {"train": (text, label), "dev": (dev_text, dev_label), "test": (test_text, test_label)}

@@ -23,7 +23,7 @@ from electra_fast.finetuning.readers.rows import (
     place,
     there_are,
 )
-from electra_fast.finetuning.readers.table_formats import json_rows, parse_text
+from electra_fast.finetuning.readers.table_formats import json_or_lines
 from electra_fast.finetuning.readers.tables import OpenTable, Quoting, open_table, refuse_stream
 from electra_fast.finetuning.readers.text_files import TextFile
 from electra_fast.finetuning.task import Answer
@@ -120,15 +120,11 @@ def is_json(path: Path) -> bool:
 def json_objects(path: Path) -> list[JsonObject]:
     """Returns the objects of a file: one, a list, or one per line."""
     with TextFile(path) as file:
-        text = "".join(file.lines())
-    try:
-        content = parse_text(text)
-    except (ValueError, RecursionError) as error:
-        if "Extra data" not in str(error):
-            raise InputError(f"{path}: not JSON: {error}; get the file again") from None
-        rows = dict(json_rows(path, enumerate(text.split("\n"), 1)))
+        content, lines = json_or_lines(path, "".join(file.lines()), "get the file again")
+    if lines is not None:
+        rows = dict(lines)
         if bad := next((row for row in rows.values() if isinstance(row, InputError)), None):
-            raise bad from None
+            raise bad
         return [(f"{path}: line {line}", "", row) for line, row in rows.items()]  # type: ignore[misc]
     if not isinstance(content, list):
         found = [(str(path), "", content)]

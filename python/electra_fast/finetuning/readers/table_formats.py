@@ -171,10 +171,6 @@ def _fasttext(file: TextFile, lines: Iterable[tuple[int, str]]) -> Iterator[Reco
             yield number, {"text": text, "label": names if has_several else "".join(names)}
 
 
-def _load_json_lines(file: TextFile) -> Loaded:
-    return Loaded(None, lambda _: json_rows(file.path, enumerate(file.lines(), 1)))
-
-
 def json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
     """Yields the object in each line that is not blank, or its error."""
     for line, text in lines:
@@ -213,17 +209,19 @@ def parse_text(text: str) -> Any:
 
 
 def _load_json(file: TextFile) -> Loaded:
-    """Reads a whole file: JSON, or an object per line."""
-    path, text = file.path, "".join(file.lines())
+    text = "".join(file.lines())
+    content, lines = json_or_lines(file.path, text, "correct it there") if text.strip() else ([], None)
+    return _loaded(_records(file.path, content) if lines is None else [row for _, row in lines])
+
+
+def json_or_lines(path: Path, text: str, remedy: str) -> tuple[Any, Iterator[Record] | None]:
+    """Returns the value that a text is, or if it has an object per line, these as of `json_rows`."""
     try:
-        records = _records(path, parse_text(text) if text.strip() else [])
-    except InputError:
-        raise
+        return parse_text(text), None
     except (ValueError, RecursionError) as error:
         if "Extra data" not in str(error):
-            raise InputError(f"{path}: not JSON: {error}; correct it there") from None
-        records = [row for _, row in json_rows(path, enumerate(text.split("\n"), 1))]
-    return _loaded(records)
+            raise InputError(f"{path}: not JSON: {error}; {remedy}") from None
+    return None, json_rows(path, enumerate(text.split("\n"), 1))
 
 
 def _loaded(records: list[Row | InputError]) -> Loaded:
@@ -333,7 +331,7 @@ def _damage(path: Path, format: str) -> Iterator[None]:
 
 LOADERS: dict[str, Callable[[TextFile], Loaded]] = {
     ".txt": _load_text,
-    ".jsonl": _load_json_lines,
+    ".jsonl": lambda file: Loaded(None, lambda _: json_rows(file.path, enumerate(file.lines(), 1))),
     ".json": _load_json,
     ".parquet": _load_parquet,
     ".arrow": _load_arrow,

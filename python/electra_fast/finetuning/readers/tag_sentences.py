@@ -380,14 +380,10 @@ def _fits(row: SpannedText, span: Span, convention: Convention, *, at_words: boo
     if place is None:
         return False
     if span.text is not None:
-        return _is_same(row.part(*place), span.text)
+        return _plain(row.part(*place)) == _plain(span.text)
     if not at_words or not isinstance(row.text, str):
         return True
     return place[0] in row.words[:, 0] and place[1] in row.words[:, 1]
-
-
-def _is_same(found: str, expected: str) -> bool:
-    return _plain(found) == _plain(expected)
 
 
 def _plain(text: str) -> str:
@@ -459,7 +455,7 @@ def _placed(where: str, row: SpannedText, span: Span, convention: Convention) ->
         counted = convention.described(row.text)
         raise InputError(f"{here} is empty or outside the text of {size}; count {counted}")
     found = row.part(*place)
-    if span.text is not None and not _is_same(found, span.text):
+    if span.text is not None and _plain(found) != _plain(span.text):
         own = abbreviated(span.text)
         raise InputError(f"{here} is {abbreviated(found)}, but its own text is {own}; correct one of them")
     if span.tokens is not None and row.tokens:

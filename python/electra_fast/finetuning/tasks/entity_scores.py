@@ -49,8 +49,13 @@ def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[
     }
 
 
+def tagged_spans(tags: Sequence[str], scheme: str) -> list[Entity]:
+    """Returns the entities of a sentence; with the scheme `none` each word with its tag."""
+    return entities_of(tags) if scheme != "none" else [(at, at + 1, tag) for at, tag in enumerate(tags)]
+
+
 def _entities(task: Task, sentences: Iterable[NDArray[Any]]) -> list[list[Entity]]:
-    return [entities_of([task.labels[tag] for tag in sentence]) for sentence in sentences]
+    return [tagged_spans([task.labels[tag] for tag in sentence], task.scheme) for sentence in sentences]
 
 
 def precision_recall_f1(correct: float, predicted: int, support: int) -> dict[str, float]:
@@ -64,22 +69,18 @@ def precision_recall_f1(correct: float, predicted: int, support: int) -> dict[st
 
 def tag_sections(task: Task, split: Split, predicted: Sequence[NDArray[Any]]) -> Iterator[Section]:
     """Yields scores by entity type or tag, partial matches, confusions of words' tags, and the worst sentences."""
-    words = np.concatenate(split.gold), np.concatenate(predicted)
-    if task.scheme == "none":
-        yield from class_sections(task.labels, *words)
-        num_wrong = np.array([(gold != own).sum() for gold, own in zip(split.gold, predicted, strict=True)])
-        yield errors_section(
-            example_row(split, row) | {"wrong_words": int(num_wrong[row])} | _wrong_tags(task, split, predicted, row)
-            for row in first_rows(np.flatnonzero(num_wrong), -num_wrong[num_wrong > 0])
-        )
-        return
+    words, is_plain = (np.concatenate(split.gold), np.concatenate(predicted)), task.scheme == "none"
     gold, found = _entities(task, split.gold), _entities(task, predicted)
-    yield from _entity_sections(gold, found)
-    yield confusion_section(task.labels, *words)
+    if is_plain:
+        yield from class_sections(task.labels, *words)
+    else:
+        yield from _entity_sections(gold, found)
+        yield confusion_section(task.labels, *words)
     differing = [{*own} ^ {*other} for own, other in zip(gold, found, strict=True)]
     num_wrong = np.array(list(map(len, differing)))
     yield errors_section(
         example_row(split, row)
+        | ({"wrong_words": len(differing[row]) // 2} if is_plain else {})
         | {"missed": _spans(split, row, differing[row] & {*gold[row]})}
         | {"wrong": _spans(split, row, differing[row] & {*found[row]})}
         for row in first_rows(np.flatnonzero(num_wrong), -num_wrong[num_wrong > 0])
@@ -179,13 +180,3 @@ def _spans(split: Split, row: int, entities: Iterable[Entity]) -> list[Row]:
     assert split.words is not None
     text, words = split.texts[row][0], split.words[row]
     return [{"label": type_, "text": text[words[a, 0] : words[b - 1, 1]]} for a, b, type_ in sorted(entities)]
-
-
-def _wrong_tags(task: Task, split: Split, predicted: Sequence[NDArray[Any]], row: int) -> Row:
-    """Returns the wrong words of a sentence with their tags, as annotated and as predicted."""
-    wrong = np.flatnonzero(split.gold[row] != predicted[row])
-    gold, own = (
-        _spans(split, row, [(word, word + 1, task.labels[tags[word]]) for word in wrong.tolist()])
-        for tags in (split.gold[row], predicted[row])
-    )
-    return {"missed": gold, "wrong": own}

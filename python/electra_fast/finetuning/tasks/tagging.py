@@ -29,13 +29,12 @@ from electra_fast.finetuning.readers.rows import Row, abbreviated, extension, pl
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.readers.tag_columns import SENTENCE_NAMES, WORD_NAMES, are_columns
 from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagged, read_tagging
-from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
 from electra_fast.finetuning.readers.words import places_of, words_of_text
 from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
 from electra_fast.finetuning.tasks.classes import class_weights, fit_temperature, softmax
-from electra_fast.finetuning.tasks.entity_scores import tag_scores, tag_sections
+from electra_fast.finetuning.tasks.entity_scores import tag_scores, tag_sections, tagged_spans
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
     MODERN_HEAD,
@@ -270,9 +269,8 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
     chosen = probabilities.argmax(1)
     tags = [labels[tag] for tag in chosen]
     best = probabilities[np.arange(len(tags)), chosen]
-    entities = entities_of(tags) if scheme != "none" else [(at, at + 1, tag) for at, tag in enumerate(tags)]
     spans = []
-    for first, last, label in entities:
+    for first, last, label in tagged_spans(tags, scheme):
         start, end = int(words[first, 0]), int(words[last - 1, 1])
         score = rounded(best[first:last].mean())
         spans.append({"start": start, "end": end, "text": text[start:end], "label": label, "score": score})
