@@ -238,15 +238,9 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Tokenized training examples with their targets and weights in the loss.
+    """Tokenized training examples with their targets and weights in the loss, or `per_token` those of their tokens.
 
-    Args:
-        encoded: The examples.
-        targets: Target of each example, [n, ...], or of each token of `encoded.ids`.
-        weights: Weight of each example or token in the loss, float64; 0 if there is no target.
-        per_token: Whether targets and weights are per token.
-        class_weights: Weight of each class in the loss, float64 [C]; None if all are 1.
-        notes: Lines for the user.
+    A weight without a target is 0. `class_weights` are float64 [C]; None if all are 1. `notes` are for the user.
     """
 
     encoded: EncodedExamples

@@ -31,15 +31,7 @@ _HEAD_CALL = 1 << 14
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays of a `PackedBatch`, on a device.
-
-    Args:
-        columns_5RL: Ids, token types, positions, segments and owners.
-        cu_seqlens: Cumulative lengths of the segments, int32 [S + 1].
-        first_n: Index of each example's [CLS], int64 [n].
-        second_n: Position in each example at which its second text starts, int64 [n]; 0 if not recorded.
-        longest: Tokens of the longest example.
-    """
+    """The arrays of a `PackedBatch`, on a device; `first_n` are its `first_tokens`, `second_n` its `second_starts`."""
 
     columns_5RL: Tensor
     cu_seqlens: Tensor

@@ -134,12 +134,13 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def _picture(draw: Callable[[Figure], None]) -> bytes:
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure, content = Figure(layout="constrained"), BytesIO()
-    draw(figure)
-    with warnings.catch_warnings():
+    with rc_context({"axes.labelsize": 9, "legend.fontsize": 8}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of characters that the font lacks
+        draw(figure)
         figure.savefig(content, format="png", dpi=120)
     return content.getvalue()
 

@@ -224,8 +224,7 @@ def _matrix(
         for row, column in zip(*np.nonzero(counts), strict=True):
             color = "white" if shares[row, column] > 0.3 else "black"
             axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", fontsize=size, color=color)
-    axes.set_xlabel("predicted", fontsize=9)
-    axes.set_ylabel("gold", fontsize=9)
+    axes.set(xlabel="predicted", ylabel="gold")
 
 
 def draw_calibration(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -236,13 +235,11 @@ def draw_calibration(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
     width = 0.95 * (rows[0]["to"] - rows[0]["from"])
     upper.bar(centers, [row["accuracy"] for row in rows], width, color=BLUE, label="accuracy")
     upper.plot((0, 1), (0, 1), "--", color=GREY, label="perfect calibration")
-    upper.set_ylabel("share that is right", fontsize=9)
-    upper.legend(fontsize=8)
+    upper.set(ylabel="share that is right")
+    upper.legend()
     lower.bar(centers, [row["count"] for row in rows], width, color=GREY)
-    lower.set_ylabel("count", fontsize=9)
-    lower.set_xlabel("predicted probability", fontsize=9)
+    lower.set(xlabel="predicted probability", ylabel="count", xlim=(0, 1))  # they share the x axis
     for axes in (upper, lower):
-        axes.set_xlim(0, 1)
         axes.grid(alpha=0.3)
 
 
@@ -253,11 +250,9 @@ def draw_values(figure: Figure, gold: NDArray[np.float64], values: NDArray[np.fl
     ends = (min(gold.min(), values.min()), max(gold.max(), values.max()))
     left.plot(gold, values, ".", color=BLUE, alpha=max(0.1, min(0.8, 300 / len(gold))), markersize=4)
     left.plot(ends, ends, "--", color=GREY)
-    left.set_xlabel("gold", fontsize=9)
-    left.set_ylabel("predicted", fontsize=9)
+    left.set(xlabel="gold", ylabel="predicted")
     right.hist(values - gold, bins=40, color=BLUE)
-    right.set_xlabel("residual (predicted - gold)", fontsize=9)
-    right.set_ylabel("count", fontsize=9)
+    right.set(xlabel="residual (predicted - gold)", ylabel="count")
     for axes in (left, right):
         axes.grid(alpha=0.3)
 
@@ -270,7 +265,6 @@ def draw_groups(figure: Figure, groups: Mapping[str, Mapping[str, float]]) -> No
         heights = [group[name] for group in groups.values()]
         axes.bar(places + shift, heights, 0.4, color=color, label=name.replace("_", " "))
     axes.set_xticks(places, [f"{name}\n({group['questions']:,})" for name, group in groups.items()], fontsize=8)
-    axes.set_xlabel("length of the annotated answer (questions)", fontsize=9)
-    axes.set_ylim(0, 1)
+    axes.set(xlabel="length of the annotated answer (questions)", ylim=(0, 1))
     axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize=8)
+    axes.legend()

@@ -44,14 +44,8 @@ def class_weights(
 ) -> tuple[NDArray[np.float64] | None, str]:
     """Returns a weight per class, float64 [C], or None if all are 1, and a line for the user, empty if none is asked.
 
-    `auto` is `balanced` up to `MAX_WEIGHT` if a class is rare, else 1.
-
-    Args:
-        text: `finetune.class_weights`.
-        labels: The classes.
-        targets: The class id of each training example.
-        balanced: The weights of `balanced`, float64 [C]; by default those of scikit-learn.
-        groups: Further names, each of several classes.
+    `text` is `finetune.class_weights`, of which `auto` is `balanced` up to `MAX_WEIGHT` if a class is rare, else 1.
+    `balanced` are by default the weights of scikit-learn. `groups` are further names, each of several classes.
 
     Raises InputError naming what is not LABEL=WEIGHT, or if no example would have a weight above 0.
     """

@@ -191,14 +191,9 @@ class SpanScores(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundAnswer:
-    """A part of a context.
+    """A part of a context, with the score of its start plus that of its end.
 
-    Args:
-        text: The text.
-        start: Its first character.
-        end: The character after its last.
-        score: Score of its start plus that of its end.
-        probability: Softmax of the scores over all answers returned with it.
+    `probability` is the softmax of the scores over all answers returned with it.
     """
 
     text: str

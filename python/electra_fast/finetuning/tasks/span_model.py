@@ -32,12 +32,12 @@ JOINT_HEAD = {
 """The names of its parameters in a folder: our own."""
 
 
-def _allowed(inputs: Inputs) -> Tensor:
-    """Returns 1 where an answer may begin or end: context, its [SEP] (as in the published code), [CLS]; fp32 [T]."""
+def _disallowed(inputs: Inputs) -> Tensor:
+    """Returns 0 where an answer may begin or end: context, its [SEP] (as in the published code), [CLS]; fp32 [T]."""
     positions_T, owners_T = inputs.columns_5RL[2].flatten(), inputs.columns_5RL[4].flatten()
     context_n = F.pad(inputs.second_n, (0, 1))  # padding belongs to no example
     is_allowed: Tensor = (positions_T >= context_n[owners_T]) | (positions_T == 0)
-    return is_allowed.float()
+    return _DISALLOWED * (1 - is_allowed.float())
 
 
 class TwoLogitReader(TaskModel):
@@ -61,9 +61,8 @@ class TwoLogitReader(TaskModel):
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanScores:
         """Returns the best starts and, the same for all of them, the best ends."""
-        disallowed_T = _DISALLOWED * (1 - _allowed(inputs))
-        logits = self.outputs(inputs, compute).unbind(1)
-        start_nW, end_nW = (inputs.by_example(each + disallowed_T, _NOTHING, self.beam_size) for each in logits)
+        logits = (self.outputs(inputs, compute) + _disallowed(inputs)[:, None]).unbind(1)
+        start_nW, end_nW = (inputs.by_example(each, _NOTHING, self.beam_size) for each in logits)
         starts, ends = (grid.topk(self.beam_size) for grid in (start_nW, end_nW))
         every = (-1, self.beam_size, -1)
         return SpanScores(
@@ -87,12 +86,8 @@ class JointHead(nn.Module):
 class JointReader(TaskModel):
     """The published code's reader: the end's logits depend on the start, and a classifier detects unanswerable chunks.
 
-    The start is the true one in training, and each of the `beam_size` best ones in prediction.
-
-    Args:
-        shape: The encoder's sizes and dropout.
-        beam_size: Starts, and ends for each, that prediction considers.
-        answerable_weight: Weight of the classifier's loss.
+    The start is the true one in training, and each of the `beam_size` best ones in prediction, with as many ends.
+    `answerable_weight` is that of the classifier's loss.
     """
 
     head: JointHead
@@ -133,7 +128,7 @@ class JointReader(TaskModel):
 
     def _start_logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         logits_T = self.head.start(x_TD).squeeze(1)
-        return inputs.by_example(logits_T + _DISALLOWED * (1 - _allowed(inputs)), _NOTHING, self.beam_size)
+        return inputs.by_example(logits_T + _disallowed(inputs), _NOTHING, self.beam_size)
 
     def _end_inner(self, x_TD: Tensor) -> Tensor:
         """Returns the part of the end's inner layer that does not depend on the start; [T, D] → [T, 512]."""
@@ -145,7 +140,7 @@ class JointReader(TaskModel):
         place_n = (inputs.first_n + start_n).clamp(max=len(x_TD) - 1)  # an example may have fewer tokens than the beam
         start_nI = linear(ops.gather_rows(x_TD, place_n), self.head.end_dense.weight[:, : x_TD.shape[1]], None)
         inner_TI = F.gelu(inner_TI + self._members(inputs).T @ start_nI)
-        logits_T = self.head.end(inner_TI).squeeze(1) + _DISALLOWED * (1 - _allowed(inputs))
+        logits_T = self.head.end(inner_TI).squeeze(1) + _disallowed(inputs)
         return inputs.by_example(logits_T, _NOTHING, self.beam_size)
 
     def _unanswerable_logits(self, x_TD: Tensor, start_nW: Tensor, inputs: Inputs) -> Tensor:

@@ -247,7 +247,8 @@ def _measured(job: Job) -> Job:
     settings, notes, work = job.config, list(job.notes), job.work
     with threads_of(job.num_processes):
         if choose_matmul(settings.matmul, job.device) == AUTO:
-            products = measure_matmul(work.shape, _num_tokens(job) // job.num_processes)
+            num_tokens = int(job.examples.lengths[: settings.batch_size].sum())
+            products = measure_matmul(work.shape, num_tokens // job.num_processes)
             work = work.computing(matmul=products.fastest)
             notes.append(f"finetune.matmul = auto: {products.fastest} ({products})")
         if choose_precision(settings.precision, job.device) == AUTO:
@@ -256,10 +257,6 @@ def _measured(job: Job) -> Job:
             work = work.computing(dtype=DTYPES[precision])
             notes.append(f"finetune.precision = auto: {precision} (a part of a step takes {times_text(seconds)})")
     return dataclasses.replace(job, work=work, notes=tuple(notes))
-
-
-def _num_tokens(job: Job) -> int:
-    return int(job.examples.lengths[: job.config.batch_size].sum())
 
 
 def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:

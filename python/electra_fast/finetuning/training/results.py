@@ -41,10 +41,7 @@ def result_of(
 def write_result(folder: Path, result: Mapping[str, Any], *, unfinished: Container[str] | None = None) -> None:
     """Writes result.json, with the checksums of the seed's other files that a later session reads.
 
-    Args:
-        folder: The seed's folder.
-        result: As from `result_of`.
-        unfinished: While a seed is scored again, the splits still to be predicted: files that depend on them change.
+    While a seed is scored again, `unfinished` are the splits still to be predicted: files that depend on them change.
     """
     predictions = [path for path in folder.glob("predictions.*") if path.name.split(".")[1] not in (unfinished or ())]
     # Without the model card, which is for people, who may edit it. config.json has settings that follow the scores.

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -198,7 +199,7 @@ class SeedRun:
         job, state, outputs = self.job, self.state, dict[str, Any]()
         scores, first, dev = dict[str, float](), dict[str, float](), job.data.dev[0]
         for split in job.data.dev:
-            outputs[split.name] = found = job.predict(self.model, split, lambda: self._check_stop(stop))
+            outputs[split.name] = found = job.predict(self.model, split, partial(self._check_stop, stop))
             own = job.task_type.scores(job.task, split, job.splits[split.name], found, first)
             first, scores = first or own, scores | named_scores(split.name, own)
         state.evaluated_step, score = state.step, scores[job.selection_metric]
@@ -314,10 +315,7 @@ class SeedRun:
             chosen["stopped_step"] = state.step
         if self._best and state.best_step < state.step:
             self._load(self._best)
-
-        def check_stop() -> None:
-            self._check_stop(stop)
-
+        check_stop = partial(self._check_stop, stop)
         if job.config.calibrate:
             chosen["temperature"] = self._calibrate(check_stop)
             self._outputs = {}
