@@ -269,11 +269,8 @@ class MicroBatches:
 
     A captured CUDA graph reads from fixed addresses, so the tensors of `parts` stay where they are. They are
     those of `to_torch`, except that `cu_seqlens` is padded with empty segments at its end. A batch with more
-    segments than fit reallocates the tensors and increments `version`.
-
-    Args:
-        device: Device of the tensors.
-        rows: The rows of each micro-batch, consecutive ranges that begin at 0.
+    segments than fit reallocates the tensors and increments `version`. The `rows` of the micro-batches are consecutive
+    ranges that begin at 0.
     """
 
     def __init__(self, device: torch.device, rows: Sequence[range]) -> None:

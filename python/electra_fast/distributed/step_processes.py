@@ -98,12 +98,7 @@ def max_processes(device: torch.device) -> int:
 class _Worker:
     """One process's part of a step: the rows whose gradients it computes, and the parameters that it updates.
 
-    Args:
-        rank: Index of the process.
-        backward: Computes the gradients of the process's rows.
-        optimizer: Optimizer of the model, whose parameters and moments move to the shared memory.
-        memory: Descriptor of the shared memory.
-        num_processes: Number of processes that share the step.
+    The model's parameters and the optimizer's moments move to shared memory, of which `memory` is the descriptor.
     """
 
     def __init__(
@@ -190,14 +185,9 @@ class _Task:
 class StepProcesses:
     """Worker processes that share steps with the calling process.
 
-    They end with this object, with `close`, or with the calling process, however that ends.
-
-    Args:
-        backward: The gradient computation of the calling process, the first. The model's parameters and the optimizer's
-            moments move to shared memory, so that all processes see what is copied to them.
-        optimizer: The optimizer of the model's parameters.
-        work: Describes the steps to the workers.
-        num_processes: Number of processes, at least 2.
+    They end with this object, with `close`, or with the calling process, however that ends. The model's parameters and
+    the optimizer's moments move to shared memory, so that all processes see what is copied to them. `backward` computes
+    the gradients of the calling process, the first; `work` describes the steps to the others.
     """
 
     def __init__(self, backward: GradientComputation, optimizer: Optimizer, work: Work, num_processes: int) -> None:

@@ -25,13 +25,8 @@ class Watchdog:
     """Threads that watch the waits of their process.
 
     If a wait exceeds the timeout, all ranks, even one that hangs elsewhere, write the stacks of their threads to
-    `FOLDER/rank-R.txt` and end.
-
-    Args:
-        folder: Folder for the stacks.
-        rank: Rank of this process.
-        store: The ranks' store, through a separate connection, since requests of other threads block theirs.
-        timeout_seconds: Longest wait.
+    `FOLDER/rank-R.txt` and end. The ranks' store is read through a separate connection, since requests of other threads
+    block theirs.
     """
 
     def __init__(self, folder: Path, rank: int, store: Store, timeout_seconds: float) -> None:

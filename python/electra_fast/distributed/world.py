@@ -50,13 +50,8 @@ class Rendezvous:
     """The first rank's store, to which each rank can make several connections.
 
     Torchrun's own store outlives the ranks: after a restart it still has the keys of lost ranks, for which new ones
-    would wait (pytorch issue 135712). So it only holds the address of the first rank's store.
-
-    Args:
-        address: Host of the store.
-        port: Port of the store.
-        seconds: Longest wait for a connection.
-        served: The store itself, kept by the first rank.
+    would wait (pytorch issue 135712). So it only holds the address of the first rank's store, which that rank keeps as
+    `served`. A connection is waited for up to `seconds`.
     """
 
     def __init__(self, address: str, port: int, seconds: float, served: Store | None = None) -> None:
@@ -116,11 +111,8 @@ class World:
     def join(cls, launch: Launch, folder: Path, timeout_seconds: float, *, has_gpu: bool = True) -> Iterator[Self]:
         """Joins the processes of a launcher, all of which must enter this context.
 
-        Args:
-            launch: The rank of this process, and the rendezvous.
-            folder: The run's folder, for stacks of ranks that wait too long.
-            timeout_seconds: Longest wait for another rank.
-            has_gpu: Takes a GPU for this rank, if the machine has any.
+        `folder` is the run's, for stacks of ranks that wait too long. With `has_gpu`, this rank takes a GPU if the
+        machine has any.
 
         Raises TrainingFailed if the ranks do not meet, and later if one is lost.
         """

@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from electra_fast.errors import InputError
@@ -130,9 +129,7 @@ class JsonLines:
     def __enter__(self) -> JsonLines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with errors_named(self._path):
             self._file.close()
 

@@ -335,12 +335,7 @@ class Checker:
 class Call:
     """A call of an operation, forward and backward, on copies of its arguments.
 
-    Args:
-        name: The operation's.
-        function: The operation.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        dtype: That of the activations, which `outcome` may replace.
+    `dtype` is that of the activations, which `outcome` may replace.
     """
 
     name: str

@@ -421,14 +421,8 @@ def settle_encoder(
 ) -> tuple[ComputeConfig, list[str]]:
     """Chooses the kernels of an encoder outside of pre-training, and checks its attention backend, on a GPU.
 
-    Args:
-        shape: The encoder's sizes.
-        compute: Its dtype and attention backend; returned with the kernels.
-        device: The GPU.
-        length: Tokens of the rows to check with.
-        num_rows: Their number.
-
-    Returns messages too, on a CPU none. Raises ValueError if the attention backend is wrong.
+    Checks with `num_rows` rows of `length` tokens. Returns `compute`, its dtype and attention backend, with the
+    kernels, and messages, on a CPU none. Raises ValueError if the attention backend is wrong.
     """
     if device.type != "cuda":
         return compute, []
@@ -518,13 +512,7 @@ def agree_on_kernels(
 ) -> dict[str, str]:
     """Returns the first rank's kernels, without those that are wrong on the card of another rank.
 
-    Args:
-        config: The run's configuration, with attention backend and execution chosen by the first rank.
-        device: This rank's GPU.
-        kernels: The first rank's choice.
-        folder: The run's folder, whose kernels.json has the first rank's check.
-        world: The ranks.
-
+    `config` has the attention backend and the execution that the first rank chose, `folder`/kernels.json its check.
     Raises ValueError if the attention backend is wrong on a card.
     """
     check = KernelCheck(identity_of(config, device, world.size))

@@ -65,13 +65,8 @@ def settle_hardware(
     A new run gets the best values for the device, which on a CPU may take a measurement of some seconds. A resumed run
     keeps its recorded values unless they cannot run on this device. Raises ValueError if an explicit value cannot run.
 
-    Args:
-        asked: The run's configuration, with recorded values.
-        device: Its device.
-        folder: Its folder, for kernels.json.
-        kept: Hardware keys given as `auto` that have the value recorded in the run.
-        world_size: Ranks that divide a step's rows.
-        time_steps: Times whole steps on a GPU.
+    `asked` has the recorded values, `kept` the hardware keys given as `auto` that have the value recorded in the run.
+    Other arguments are those of `settle_kernels`.
     """
     config, lines = _without_impossible(asked, device, kept), []
     if choose_matmul(config.train.matmul, device) == AUTO:

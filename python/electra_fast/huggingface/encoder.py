@@ -41,11 +41,8 @@ class PretrainedEncoder:
 def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncoder:
     """Loads the encoder of a run (its latest checkpoint), a checkpoint or any Hugging Face folder.
 
-    If token type 1 never occurred in the training of a run, its embedding becomes a copy of type 0's, as in an export.
-
-    Args:
-        source: Run, checkpoint or folder.
-        role: "discriminator", "encoder" or "generator"; by default the first that exists.
+    `role` is "discriminator", "encoder" or "generator", by default the first that exists. If token type 1 never
+    occurred in the training of a run, its embedding becomes a copy of type 0's, as in an export.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """

@@ -41,9 +41,7 @@ def require_packages() -> None:
 def write_onnx(folder: Path, output: str) -> str:
     """Writes model.onnx of a model's folder, which has its inputs with any batch size and length, and one output.
 
-    Args:
-        folder: A folder that `transformers` loads.
-        output: `last_hidden_state` of the encoder alone, or `logits` of the whole model; fp32.
+    `output` is `last_hidden_state` of the encoder alone, or `logits` of the whole model; fp32.
 
     Returns a sentence with the difference from torch and the time per example of both. Raises ElectraFastError, without
     leaving the file, if onnxruntime's output differs from torch's.

@@ -31,12 +31,7 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
 
     Special tokens take the rows of the same role. The bias of a new entry is the mean of its pieces' too, so that its
     logit is the mean of theirs. Entries without known pieces begin as the mean of all. With the same entries and rules,
-    the model stays as it is, padding rows included.
-
-    Args:
-        model: Any model; its tables have a row per entry of `old`, and perhaps more.
-        old: The folder or file of its tokenizer.
-        new: The folder or file of another tokenizer of any kind.
+    the model stays as it is, padding rows included. `old` and `new` are folders or files of tokenizers of any kind.
 
     Raises FileNotFoundError, or ValueError naming the file and what it lacks.
     """

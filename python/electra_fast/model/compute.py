@@ -117,14 +117,8 @@ def choose_attention(
     """Resolves `auto` to a backend's name; raises ValueError if the requested backend cannot run.
 
     `auto` is the first that can run of those that are proven on the card; never an optional package, so that a run does
-    not depend on what happens to be installed.
-
-    Args:
-        requested: `auto` or a backend.
-        shape: The model, with its dropout of attention weights.
-        device: The model's device.
-        dtype: The dtype of the activations.
-        row_length: Tokens per row, None where rows differ.
+    not depend on what happens to be installed. `dtype` is that of the activations; `row_length` counts the tokens per
+    row, None where rows differ.
     """
     if requested == AUTO:
         is_hopper = device.type == "cuda" and card_of(device).is_hopper

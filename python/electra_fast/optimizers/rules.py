@@ -26,18 +26,13 @@ _NOT_MATRICES = (".token", ".position", ".token_type", "classifier.weight")
 
 @dataclass
 class OptimizerState:
-    """Parameters and moments by name, and the scalars of an update.
+    """Parameters and moments by name, and the scalars of an update; what is not here is as of `optimizer.Optimizer`.
 
     Args:
-        config: The rule and its settings.
-        parameters: The model's parameters, whole or sharded.
         exp_avg: First moments, fp32.
         exp_avg_sq: Second moments, fp32, of parameters that have one under the rule.
         scalars: Set on the device before each update: Adam's two bias corrections, the number of updates that they
             correct for, and minus each of the rule's learning rates; fp32.
-        lr_factors: Learning-rate factors other than 1, by parameter name.
-        shards: The shards of a sharded model, whose rows on this rank are the parameters.
-        matrix_dtype: Dtype of products of matrices.
         skipped: 1 if the update must change neither parameters nor moments (gradients are then 0), else 0; an fp32
             scalar. None if no step is ever skipped.
         rows: Of some tables, the rows that have moments once they have this step's; all others have neither moments nor

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -30,12 +29,7 @@ class CheckpointWriter:
     It holds a copy of all tensors in host memory, pinned if they come from a GPU.
 
     `num_written` counts successful writes, `last_write_seconds` is the time of the last finished one, `blocked_seconds`
-    that which callers spent in `save`, `wait_up_to` and `close`.
-
-    Args:
-        run: The run's folder.
-        keep: Number of checkpoints to keep.
-        mirror: Gets each complete checkpoint.
+    that which callers spent in `save`, `wait_up_to` and `close`. `mirror` gets each complete checkpoint.
     """
 
     def __init__(self, run: Path, keep: int, mirror: Mirror | None = None) -> None:
@@ -55,13 +49,8 @@ class CheckpointWriter:
     ) -> None:
         """Copies the checkpoint of `state.step` and starts to write it.
 
-        First waits for an earlier write; if that failed, raises its error and writes nothing.
-
-        Args:
-            config: The model's configuration.
-            tensors: The tensors of `checkpoint.stored`, on any device.
-            optimizer: The optimizer's state dictionary, on any device.
-            state: The training state, which is copied deeply.
+        First waits for an earlier write; if that failed, raises its error and writes nothing. `tensors` are those of
+        `checkpoint.stored`, `optimizer` has the optimizer's, on any device. The state is copied deeply.
         """
         with self._blocked():
             self._finish()
@@ -102,9 +91,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as error:

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from electra_fast.errors import InputError, StopTraining
@@ -127,9 +126,7 @@ class Loggers:
         self._open.pop(name, None)
         say(f"warning: {name}: {type(error).__name__}: {error}; training goes on without it")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, logger in list(self._open.items()):
             try:
                 logger.close()

@@ -13,7 +13,6 @@ import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from electra_fast.config.section import parse_toml
@@ -119,12 +118,7 @@ class Mirror:
     """Copies a run's checkpoints to its mirror in a thread, one at a time; only the newest of those that wait.
 
     A failure ends nothing and is in `problems`; the next copy tries again. At exit, after an error, waits for the copy
-    in progress for up to a minute.
-
-    Args:
-        run: The run's folder.
-        url: The mirror, which this session has claimed.
-        keep: Number of checkpoints to keep there besides the best.
+    in progress for up to a minute. This session has claimed `url`, where `keep` checkpoints are kept besides the best.
     """
 
     def __init__(self, run: Path, url: str, keep: int) -> None:
@@ -177,9 +171,7 @@ class Mirror:
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         if isinstance(value, Exception):
             self.wait_up_to(_FAILED_SECONDS)
         self.close()

@@ -65,15 +65,10 @@ def mlm_accuracy(
     num_examples: int,
     num_candidates: int = NUM_CANDIDATES,
 ) -> dict[str, Number]:
-    """Measures how often a model predicts a masked token, over the first `num_examples` rows of corpora.
+    """Measures how often a model in evaluation mode predicts a masked token, over the first rows of corpora.
 
-    Args:
-        model: The model, in evaluation mode.
-        corpora: One or more prepared corpora; examples depend only on them, the sequence length and the seed.
-        sequence_length: Tokens per row. The context is the masked token's segment of its row.
-        seed: Seed of rows and masks.
-        num_examples: Maximum number of examples; a corpus may have fewer rows.
-        num_candidates: Number of tokens that the discriminator judges.
+    Examples depend only on the corpora, the sequence length and the seed, and are at most `num_examples`. The context
+    is the masked token's segment of its row. The discriminator judges `num_candidates` tokens.
 
     Returns:
         `mlm_accuracy`, `mlm_recall_at_100` (the true token is a candidate), `mlm_generator_accuracy` (the first

@@ -25,14 +25,9 @@ _OF_STEPS = (loss_scaling.PREFIX, "spikes.")
 
 
 class RunTensors:
-    """The tensors of model, optimizer and step that a checkpoint has.
+    """The tensors that a checkpoint has: of a model, whole or sharded, its optimizer, and its `TrainStep.state_dict`.
 
-    Args:
-        model: The model, whole or sharded.
-        optimizer: Its optimizer.
-        step: The step's own tensors (`TrainStep.state_dict`).
-        world: The ranks, which must all make the same calls.
-        shards: The shards of a sharded model.
+    All ranks of the `world` must make the same calls.
     """
 
     def __init__(

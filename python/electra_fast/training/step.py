@@ -43,14 +43,8 @@ class Backward(GradientComputation):
     """Computes the gradients of a rank's rows, or one process's part of them.
 
     Args:
-        model: The model, on its device.
-        config: Objective, micro-batches and seed.
-        compute: Attention backend and activation dtype.
-        execution: `compile` for torch.compile; otherwise eager.
         rank: Index of this process among those that share each micro-batch.
-        num_processes: Number of processes that share each micro-batch.
-        division: The rank's part of a step; by default all of it.
-        wrap: Wraps an objective's forward pass of a sharded model.
+        division: The rank's part of a step; by default all of it. The others are as of `parallel_step.create_step`.
 
     `denominators` are the divisors of the step's losses, fp64 on the device, in the order of the objective's names.
     `loss_scale` multiplies all gradients, if it is set.
