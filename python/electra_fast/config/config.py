@@ -28,15 +28,7 @@ from electra_fast.config.presets import (
     check_needs,
 )
 from electra_fast.config.section import AUTO as AUTO
-from electra_fast.config.section import (
-    LOGGERS,
-    Configuration,
-    Scalar,
-    Section,
-    config_key,
-    did_you_mean,
-    read_toml,
-)
+from electra_fast.config.section import LOGGERS, Configuration, Scalar, Section, config_key, did_you_mean, read_toml
 from electra_fast.errors import InputError
 
 Architecture = Literal["bert", "modernbert"]

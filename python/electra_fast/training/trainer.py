@@ -22,14 +22,7 @@ from electra_fast.data.loader import BatchLoader, default_cache_dir, merge_state
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of, with_present_names
 from electra_fast.distributed.division import smaller_micro_batches
 from electra_fast.distributed.world import World
-from electra_fast.errors import (
-    Diverged,
-    InputError,
-    OutOfMemory,
-    ReportedElsewhere,
-    TrainingFailed,
-    is_out_of_memory,
-)
+from electra_fast.errors import Diverged, InputError, OutOfMemory, ReportedElsewhere, TrainingFailed, is_out_of_memory
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.hardware.flops import flops_per_token

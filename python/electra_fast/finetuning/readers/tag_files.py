@@ -71,11 +71,7 @@ def read_tagging(
     seed: int = 0,
     skip_bad_rows: int = 0,
 ) -> TaskData:
-    """Reads the files of a tagging task.
-
-    Column files have a word per line and blank lines between sentences, or a column that numbers sentences. Rows of
-    .jsonl, .json and .parquet files have a list of words and one of tags, or a text and a list of its spans, each
-    `{"start": 0, "end": 5, "label": "PER"}` or `[0, 5, "PER"]`, as doccano, Label Studio and Prodigy export them.
+    """Reads the files of a tagging task: as `column_sentences` does, or rows of words and tags or a text and its spans.
 
     `text` is the column of the words or texts, by default one of `WORD_COLUMNS` or `TEXT_COLUMNS`; `label` that of the
     tags or spans, by default one of `TAG_COLUMNS` or `SPAN_COLUMNS`; for a column file they are as for

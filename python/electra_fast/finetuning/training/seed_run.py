@@ -32,13 +32,7 @@ from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned, write_finetuned
 from electra_fast.finetuning.task import Split, overlap_warning
 from electra_fast.finetuning.training.job import Job, named_scores
-from electra_fast.finetuning.training.results import (
-    CHOSEN,
-    result_of,
-    scores_of,
-    write_card,
-    write_result,
-)
+from electra_fast.finetuning.training.results import CHOSEN, result_of, scores_of, write_card, write_result
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest
