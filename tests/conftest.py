@@ -4,8 +4,6 @@ Nothing is downloaded and no file is shipped: the text is Python's own documenta
 Python brings along.
 """
 
-from __future__ import annotations
-
 import os
 
 # Before torch is imported, and for every process that a test starts: a worker per core leaves no core for a second

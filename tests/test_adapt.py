@@ -1,7 +1,5 @@
 """`adapt`: what it chooses for which encoder, that it is what the single commands do, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the program knows of GPUs, without any."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import sysconfig

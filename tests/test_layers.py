@@ -4,8 +4,6 @@ A module imports only from its own layer or from lower ones, and imports are acy
 a table fails: add it here first. The tables may name modules that do not exist yet.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -4,8 +4,6 @@ All tests use the distribution that pip installed, never the source tree, except
 expected files.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.metadata

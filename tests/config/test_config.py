@@ -1,7 +1,5 @@
 """Presets against the paper's table, TOML there and back, and what every mistake says."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """Files from before a value was renamed mean what they did, whichever kind of file it is."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,7 +4,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -14,6 +13,7 @@ import in_process
 import pytest
 from killed_worker import kill_first, kill_this_process
 from prepare_programs import contents
+from ranks import free_port
 
 from electra_fast.data import prepare_executor
 from electra_fast.data.corpus import Corpus, verify
@@ -218,12 +218,6 @@ def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
 
 
 # --- Dask ---------------------------------------------------------------------------------------
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 # Workers import what a test runs there.

@@ -1,15 +1,13 @@
 """Loaders, corpora and tokenizers in other processes: forked, spawned, pickled. A hang is a failure."""
 
-import hashlib
 import multiprocessing
 import pickle
 import subprocess
 import sys
 import threading
 
-import numpy as np
-import pyarrow as pa
 import pytest
+from test_loader import digest
 
 import electra_fast as ef
 from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, verify
@@ -83,12 +81,9 @@ def in_child(work):
 def hashes(loader, count=None):
     """Hashes of the next `count` batches, or of all."""
     batches = list(loader) if count is None else [next(loader) for _ in range(count)]
-    columns = [pa.record_batch(batch).columns for batch in batches]
-    flat = [[np.ascontiguousarray(c.flatten().to_numpy(zero_copy_only=False)) for c in batch] for batch in columns]
-    return [hashlib.sha256(b"".join(column.tobytes() for column in batch)).hexdigest() for batch in flat]
+    return [digest([batch]) for batch in batches]
 
 
-@pytest.mark.process
 def test_a_forked_child_continues_like_its_parent(loader):
     def work():
         return loader.state(), loader.num_rows, hashes(loader, 3), in_child(lambda: hashes(loader))
@@ -99,7 +94,6 @@ def test_a_forked_child_continues_like_its_parent(loader):
     assert rest == hashes(loader)
 
 
-@pytest.mark.process
 def test_a_child_restores_and_drops_what_it_inherits(loader):
     start = loader.state()
     expected = hashes(loader, 2)
@@ -117,7 +111,6 @@ def test_a_child_restores_and_drops_what_it_inherits(loader):
     assert in_child(unused.clear) is None
 
 
-@pytest.mark.process
 def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
     loader = BatchLoader(corpus, sequence_length=64, batch_size=23, num_threads=2)
     going = threading.Event()
@@ -144,7 +137,6 @@ def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
         assert line == "23 rows" or line.endswith("is unknown here; open a BatchLoader in this process"), line
 
 
-@pytest.mark.process
 def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     opened = Corpus(corpus)
     tokenizer = Tokenizer.of(opened)
@@ -161,7 +153,6 @@ def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     assert work() == in_child(work)
 
 
-@pytest.mark.process
 def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus, tmp_path):
     opened, text = Corpus(corpus), tmp_path / "other.txt"
     loader = BatchLoader(corpus, sequence_length=64, batch_size=8)

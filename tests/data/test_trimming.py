@@ -1,7 +1,5 @@
 """`vocab --trim`: text of kept entries has the tokens of the whole vocabulary, in ours and in `transformers`."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Steps on a CPU by several processes: the same training as by one, repeatable to the bit, and nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

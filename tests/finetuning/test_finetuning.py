@@ -75,8 +75,7 @@ def test_results_and_what_each_seed_leaves(finetuned, glue_folder):
 
 def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_folder, tmp_path):
     out, results = finetuned
-    copy = tmp_path / "copy"
-    shutil.copytree(out, copy)
+    copy = shutil.copytree(out, tmp_path / "copy")
     kept = {path: path.stat().st_mtime_ns for path in copy.glob("*/seed-*/model/model.safetensors")}
     for path in copy.glob("*/report.*"):
         path.unlink()  # as after a kill before they were written
@@ -102,8 +101,7 @@ def with_other_labels(glue_folder, folder):
 
 
 def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glue_folder, tmp_path):
-    out, results = tmp_path / "copy", finetuned[1]
-    shutil.copytree(finetuned[0], out)
+    out, results = shutil.copytree(finetuned[0], tmp_path / "copy"), finetuned[1]
     moved, models = shutil.copytree(glue_folder, tmp_path / "moved"), model_bytes(out)
     again = in_process.run(*command(encoder_folder, moved, out, "--json"))
     assert json.loads(again.stdout) == results and "again" not in again.stderr
@@ -126,8 +124,7 @@ def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glu
 
 @pytest.mark.parametrize("call", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_kill_while_scoring_again_leaves_no_stale_scores(finetuned, encoder_folder, glue_folder, tmp_path, call):
-    out = tmp_path / "copy"
-    shutil.copytree(finetuned[0], out)
+    out = shutil.copytree(finetuned[0], tmp_path / "copy")
     common = {"model": encoder_folder, "out": out, "overrides": QUICK}
     with killed_at_call(os, "replace", call):
         ef.finetune(task="sst2", glue=with_other_labels(glue_folder, tmp_path / "other"), **common)
@@ -302,8 +299,7 @@ def test_the_first_values_are_the_same_on_every_device(job_of, head):
 
 
 def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    shutil.copytree(finetuned[0], out)
+    out = shutil.copytree(finetuned[0], tmp_path / "out")
     shutil.rmtree(out / "mrpc" / "seed-1")
     with monkeypatch.context() as patch:
         patch.setattr(seed_run, "write_tensors", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))

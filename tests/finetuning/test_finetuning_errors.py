@@ -19,8 +19,7 @@ from electra_fast.training.run import exclusive
 
 
 def test_other_settings_data_or_encoder_are_refused(finetuned, encoder_folder, glue_folder, tmp_path, tiny_vocab):
-    out = tmp_path / "copy"
-    shutil.copytree(finetuned[0], out)
+    out = shutil.copytree(finetuned[0], tmp_path / "copy")
     with pytest.raises(InputError, match=r"sst2: was made with other settings \(finetune.epochs was 1.0 and is now 2"):
         ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=out, overrides=QUICK | {"finetune.epochs": "2"})
     other = save_encoder(tmp_path / "other", tiny_vocab, seed=1)
@@ -115,8 +114,7 @@ def test_what_needs_classes_is_refused_for_other_tasks(encoder_folder, tmp_path)
 
 
 def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glue_folder, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(whole_run, run)
+    run = shutil.copytree(whole_run, tmp_path / "run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     with exclusive(tmp_path), pytest.raises(InputError, match="another process is training in this folder"):
         ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=tmp_path, overrides=QUICK)
@@ -190,7 +188,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(stopped, finetuned, en
     ],
 )
 def test_damage_is_named_with_what_to_remove(finetuned, encoder_folder, glue_folder, tmp_path, name, damage, message):
-    shutil.copytree(finetuned[0], out := tmp_path / "out")
+    out = shutil.copytree(finetuned[0], tmp_path / "out")
     damage(out / name)
     found = resumed(out, encoder_folder, glue_folder)
     remedy = "; remove .*seed-0 to train this seed again" if "seed-0" in name else ""

@@ -11,17 +11,11 @@ import pytest
 import recipe_reference
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 from test_span_model import joint_reference
 from tiny_reading import tagged_sentences, write_conll, write_squad
 from tiny_task import NO_DROPOUT, QUICK, write_mrpc, write_stsb
-from transformers import (
-    AutoModelForQuestionAnswering,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    ElectraForSequenceClassification,
-    ElectraModel,
-)
 
 import electra_fast as ef
 from electra_fast.finetuning.batches import training_order
@@ -40,7 +34,7 @@ class Reference(torch.nn.Module):
 
     def __init__(self, folder, kind, config, num_outputs):
         super().__init__()
-        self.electra = ElectraModel.from_pretrained(folder).eval()
+        self.electra = transformers.ElectraModel.from_pretrained(folder).eval()
         ours = TASK_TYPES[kind].model(load_encoder(folder).shape, config, num_outputs)
         ours.initialize_head(0)
         own = dict(ours.head.named_parameters())
@@ -95,7 +89,7 @@ def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, encoder_folder
     overrides = OVERRIDES | {"finetune.epochs": epochs}
     ef.finetune(encoder_folder, task=task, glue=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
     exported = tmp_path / "out" / task / "seed-0" / "model"
-    ours = ElectraForSequenceClassification.from_pretrained(exported).eval()
+    ours = transformers.ElectraForSequenceClassification.from_pretrained(exported).eval()
 
     config = recipe_config(recipe, task, load_encoder(encoder_folder).shape, overrides).finetune
     kind, scale = ("regression", 5) if is_value else ("classification", 1)
@@ -105,7 +99,7 @@ def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, encoder_folder
         examples, targets = examples + [(b, a) for a, b in examples], targets * 2
     order = training_order(config, len(examples), seed=0)
     assert len(order) == math.ceil(math.ceil(len(examples) / 8) * float(epochs)) >= 2
-    tokenizer, reduction = AutoTokenizer.from_pretrained(exported), "sum" if recipe == "google" else "mean"
+    tokenizer, reduction = transformers.AutoTokenizer.from_pretrained(exported), "sum" if recipe == "google" else "mean"
 
     def batch_loss(chosen):
         outputs = torch.stack([model.outputs(*pair_ids(tokenizer, examples[i]))[0] for i in chosen])
@@ -188,7 +182,7 @@ def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_fol
     ef.finetune(encoder_folder, task="tagging", out=tmp_path / "out", recipe=recipe, overrides=READING, **arguments)
     folder = tmp_path / "out" / "tagging" / "seed-0" / "model"
     config = recipe_config(recipe, "tagging", load_encoder(encoder_folder).shape, READING).finetune
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     labels = json.loads((folder / "config.json").read_text())["label2id"]
     rows = []
     for tokens, tags in tagged_sentences(24, 0, (3, 8)):
@@ -207,7 +201,7 @@ def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_fol
         return torch.cat(losses).sum() if recipe == "google" else torch.cat(losses).mean()
 
     recipe_reference.train(model, batch_loss, training_order(config, 24, seed=0), recipe, config.learning_rate)
-    ours = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    ours = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
     for ids, _, _ in rows:
         with torch.no_grad():
             torch.testing.assert_close(ours(torch.tensor([ids])).logits[0], model.outputs(ids), rtol=1e-5, atol=1e-5)
@@ -217,8 +211,8 @@ def test_the_exported_reader_has_the_logits_of_transformers(tmp_path, encoder_fo
     data = write_squad(tmp_path / "squad")
     ef.finetune(encoder_folder, task="squad1", squad=data, out=tmp_path / "out", overrides=READING)
     folder = tmp_path / "out" / "squad1" / "seed-0" / "model"
-    theirs = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    tokenizer, reader = AutoTokenizer.from_pretrained(folder), ef.load(folder)
+    theirs = transformers.AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+    tokenizer, reader = transformers.AutoTokenizer.from_pretrained(folder), ef.load(folder)
     question, context = "Which class", "The class of a value, and the name of an object."
     inputs = tokenizer(question, context, return_tensors="pt")
     with torch.no_grad():

@@ -9,15 +9,7 @@ import pytest
 from nervaluate import Evaluator
 from scipy.stats import pearsonr, spearmanr
 from seqeval.metrics import classification_report as seqeval_report
-from sklearn.metrics import (
-    classification_report,
-    confusion_matrix,
-    f1_score,
-    matthews_corrcoef,
-    mean_absolute_error,
-    r2_score,
-    root_mean_squared_error,
-)
+from sklearn import metrics
 
 from electra_fast.finetuning.readers.tag_schemes import from_entities
 from electra_fast.finetuning.report.report import make_report, write_report
@@ -54,20 +46,20 @@ def test_classes_and_confusions_are_those_of_scikit_learn(seed, count):
     gold, predicted, _, answers = answered(count, seed)
     content = make_report(CLASSES, [(split_of(gold), answers)]).content
     options = {"output_dict": True, "zero_division": 0.0}
-    theirs = classification_report(gold, predicted, labels=range(4), target_names=LABELS, **options)
+    theirs = metrics.classification_report(gold, predicted, labels=range(4), target_names=LABELS, **options)
     for label, own in content["classes"].items():
         found = [own["precision"], own["recall"], own["f1"], own["support"]]
         assert found == pytest.approx(list(theirs[label].values()))
-    theirs = classification_report(gold, predicted, **options)
+    theirs = metrics.classification_report(gold, predicted, **options)
     for name, own in content["averages"].items():
         assert list(own.values()) == pytest.approx(list(theirs[f"{name} avg"].values())[:3])
     scores = {name: each["model"] for name, each in content["scores"].items()}
     assert scores["f1_macro"] == pytest.approx(content["averages"]["macro"]["f1"])
-    assert scores["matthews"] == pytest.approx(matthews_corrcoef(gold, predicted))
+    assert scores["matthews"] == pytest.approx(metrics.matthews_corrcoef(gold, predicted))
     matrix = np.diag([own["correct"] for own in content["classes"].values()])
     for pair in content["confusion"]:
         matrix[LABELS.index(pair["gold"]), LABELS.index(pair["predicted"])] = pair["count"]
-    np.testing.assert_array_equal(matrix, confusion_matrix(gold, predicted, labels=range(4)))
+    np.testing.assert_array_equal(matrix, metrics.confusion_matrix(gold, predicted, labels=range(4)))
     counts = [pair["count"] for pair in content["confusion"]]
     assert counts == sorted(counts, reverse=True)
     assert scores["accuracy"] == pytest.approx((gold == predicted).mean())
@@ -121,7 +113,7 @@ def test_several_labels_are_counted_as_scikit_learn_does():
     assert content["scores"]["accuracy"]["model"] == pytest.approx((gold == chosen).all(1).mean())
     shown, occurs = content["scores"], (gold | chosen).any(0)
     assert not occurs.all() and shown["f1_macro"]["model"] == pytest.approx(content["averages"]["macro"]["f1"])
-    expected = f1_score(gold, chosen, average="macro", labels=np.flatnonzero(occurs), zero_division=0.0)
+    expected = metrics.f1_score(gold, chosen, average="macro", labels=np.flatnonzero(occurs), zero_division=0.0)
     assert shown["f1_macro"]["model"] == pytest.approx(expected)
     pairs = {(each["gold"], each["predicted"]): each["count"] for each in content["confusion"]}
     assert pairs["a", "never"] == ((gold[:, 0] > chosen[:, 0]) & (gold[:, 3] < chosen[:, 3])).sum()
@@ -141,9 +133,9 @@ def test_residuals_are_those_of_scikit_learn(kind):
     task = Task(name="regression", kind="regression", metric="spearman")
     report = make_report(task, [(split_of(gold), [{"value": value} for value in values.tolist()])])
     found, scores = report.content["residuals"], report.content["scores"]
-    assert found["mean_absolute_error"] == pytest.approx(mean_absolute_error(gold, values))
-    assert found["root_mean_square_error"] == pytest.approx(root_mean_squared_error(gold, values))
-    assert found["r2"] == (None if kind == "constant gold" else pytest.approx(r2_score(gold, values)))
+    assert found["mean_absolute_error"] == pytest.approx(metrics.mean_absolute_error(gold, values))
+    assert found["root_mean_square_error"] == pytest.approx(metrics.root_mean_squared_error(gold, values))
+    assert found["r2"] == (None if kind == "constant gold" else pytest.approx(metrics.r2_score(gold, values)))
     for name, function in (("spearman", spearmanr), ("pearson", pearsonr)):
         expected = function(gold, values).statistic if kind == "varied" else 0
         assert scores[name]["model"] == pytest.approx(expected)
@@ -225,7 +217,7 @@ def test_entities_are_matched_as_nervaluate_and_seqeval_do(kind):
 
 def test_plain_tags_are_reported_as_classes():
     content = tagged([("N V", "N V"), ("N N V", "N V N")], ("N", "V"), "none")
-    theirs = classification_report([*"NVNNV"], [*"NVNVN"], output_dict=True)
+    theirs = metrics.classification_report([*"NVNNV"], [*"NVNVN"], output_dict=True)
     assert content["classes"]["V"]["f1"] == theirs["V"]["f1-score"] and content["scores"]["accuracy"]["model"] == 0.6
     assert content["errors"][0]["missed"] == [{"label": "N", "text": "w1"}, {"label": "V", "text": "w2"}]
 

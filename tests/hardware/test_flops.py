@@ -1,7 +1,5 @@
 """The published count to the digit, and the true count against what torch counts while it runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

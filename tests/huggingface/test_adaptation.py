@@ -1,7 +1,5 @@
 """`import --generator`: a run for replaced-token detection from one encoder, compared with `transformers`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`load_encoder`: hidden states of every kind of source, compared with `transformers` or with our own model."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Export to and import from Hugging Face folders, compared with `transformers`, and errors for bad folders."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from variants import randomized
 
 from electra_fast import checkpoint
 from electra_fast.config.config import Config
@@ -36,22 +35,11 @@ LOCAL: Changes = {"model.local_attention": 2, "model.local_rope_theta": 500.0}
 LOCAL |= {"model.norm_eps": 1e-3, "generator.num_layers": 4}
 
 
-def randomise(model: Electra) -> Electra:
-    """Randomizes every parameter, so that nothing can be omitted or swapped unnoticed."""
-    random = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = parameter.dim() == 1 and name.endswith("weight")
-            scale = 0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * scale + is_norm)
-    return model.eval()
-
-
 def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
     """A run as written by `pretrain`, with one checkpoint."""
     fixed = {"model.vocab_size": 200, "data.corpus": "/secret/shards", "train.out": "/secret", "train.steps": 3}
     config = Config.preset("tiny", recipe).override(changes).override(fixed)
-    model = randomise(Electra(config))
+    model = randomized(Electra(config), 11)
     vocabulary = folder.parent / "vocab.txt"
     vocabulary.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     write_tokenizer(folder / "tokenizer", Tokenizer(vocabulary, cased=False), 128)

@@ -1,7 +1,5 @@
 """Model cards: the front matter for Hugging Face, and that they state only what is recorded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Libraries that no other test needs are imported where they are used: every worker imports every test file.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tokenizer folders: what they hold. `test_tokenizer_settings` compares ids with those of `transformers`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Another vocabulary: `import --vocab`, and with a trimmed one the hidden states of the whole model."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

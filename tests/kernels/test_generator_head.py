@@ -66,13 +66,16 @@ def test_equals_the_reference(path, row, dtype):
 
 
 @pytest.mark.usefixtures("path")
-def test_the_whole_vocabulary():
-    inputs = make_inputs(1, 30_522, 16)
-    loss, sample, correct = ops.generator_head(*inputs, KEY)
+@pytest.mark.parametrize(("sizes", "key"), [((1, 30_522, 16), KEY), ((9, 300, 16), None)], ids=["whole", "no samples"])
+def test_without_gradient(sizes, key):
+    """Of the whole vocabulary, and without samples."""
+    inputs = make_inputs(*sizes)
+    loss, sample, correct = ops.generator_head(*inputs, key)
     with use_impl("reference"):
-        expected = ops.generator_head(*inputs, KEY)
+        expected = ops.generator_head(*inputs, key)
     torch.testing.assert_close(loss, expected[0])
-    assert torch.equal(sample, expected[1]) and torch.equal(correct, expected[2])
+    assert torch.equal(correct, expected[2]) and not loss.requires_grad
+    assert sample is None if key is None else torch.equal(sample, expected[1])
 
 
 def test_cross_entropy_of_all_tokens_is_that_of_the_kernels():
@@ -155,17 +158,6 @@ def test_bits_repeat_and_saved_tensors_are_kept():
     first, second = (ops.generator_head(x, *rest, KEY)[0] for _ in range(2))
     gradients = [torch.autograd.grad(loss, x, retain_graph=True)[0] for loss in (first, first, second)]
     assert_same_bits([first, *gradients[1:]], [second, *gradients[:1] * 2])
-
-
-@pytest.mark.usefixtures("path")
-def test_without_samples_or_gradient():
-    inputs = make_inputs(9, 300, 16)
-    loss, sample, correct = ops.generator_head(*inputs, None)
-    with use_impl("reference"):
-        expected = ops.generator_head(*inputs, None)
-    assert sample is None and not loss.requires_grad
-    torch.testing.assert_close(loss, expected[0])
-    assert torch.equal(correct, expected[2])
 
 
 @pytest.mark.usefixtures("path")

@@ -4,8 +4,6 @@ Kernels that need a GPU (`varlen`, `xformers`, compiled `flex`) are compared on 
 their masks, arguments and errors are tested.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The choice of an attention backend: what each needs, and which one `auto` is."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

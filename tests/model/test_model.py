@@ -1,7 +1,5 @@
 """The encoders against `transformers`, and packed rows against their segments alone."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from variants import randomized
 
 from electra_fast.config.config import Config
 from electra_fast.huggingface.config import CLASSES, role_shape
@@ -24,16 +23,7 @@ TINY_E = {"model.embedding_size": 64}
 
 
 def make(preset: str, recipe: str, changes: dict[str, object], vocab_size: int) -> Electra:
-    """A model whose every parameter is random: norms about 1, biases not 0."""
-    config = Config.preset(preset, recipe).override(changes, vocab_size=vocab_size)
-    model = Electra(config).eval()
-    random = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = parameter.dim() == 1 and name.endswith("weight")
-            scale = 0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * scale + is_norm)
-    return model
+    return randomized(Electra(Config.preset(preset, recipe).override(changes, vocab_size=vocab_size)), 7)
 
 
 def twin(model: Electra, role: str, folder: Path) -> torch.nn.Module:

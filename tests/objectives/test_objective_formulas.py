@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_electra import COMPUTE, KEY, LOCAL, SLOTS, make_batch, make_config, make_model
+from test_electra import COMPUTE, KEY, LOCAL, SLOTS, make_batch, make_config, make_model, run
 from variants import VARIANTS
 
 from electra_fast.model.attention import AttentionMask
@@ -159,16 +159,13 @@ class Transcription:
 def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}
     model, batch = model_and_batch(**changes | {"model.architecture": architecture} | VARIANTS.get(name, LOCAL))
-    objective = objective_of(model.config)
-    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)))
+    objective, output = objective_of(model.config), run(model, batch)
     output.loss.backward()
 
-    counted, samples = None, None
+    counted, samples = None, batch["masked_ids"]
     if name != "mlm":
         samples = samples_of(model, batch)
         assert (samples != batch["masked_ids"])[batch["masked_weights"] > 0].any()
-    else:
-        samples = batch["masked_ids"]
     if "random" in name:
         inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
         counted = objective.counted(inputs, RngKey(KEY)).view(4, -1)
@@ -197,8 +194,7 @@ def test_all_positions_of_replace_mlm_count_also_where_the_sample_is_right():
     model, batch = model_and_batch(**cold)
     samples = samples_of(model, batch)
     batch["masked_ids"] = torch.where(batch["masked_weights"] > 0, samples, 0).int()  # now all are right
-    objective = objective_of(model.config)
-    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)))
+    output = run(model, batch)
     assert output.totals["replaced"] == 0 and output.totals["encoder_loss"] > 1
     assert output.totals["masked_weight"] == batch["masked_weights"].sum()
 
@@ -208,8 +204,7 @@ def test_copying_is_stable_where_probabilities_underflow():
     with torch.no_grad():
         model.encoder_head.bias.copy_(torch.linspace(-300, 300, VOCAB))
         model.copy_head.classifier.weight.mul_(1000)
-    objective = objective_of(model.config)
-    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)))
+    output = run(model, batch)
     output.loss.backward()
     assert math.isfinite(output.loss.item())
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 import transformers
-from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
-from tiny_run import assert_same_run, lines, tiny_config, truncate
+from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model, run
+from tiny_run import assert_same_run, lines, resumed, tiny_config, truncate
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
@@ -25,9 +25,7 @@ from electra_fast.training.pretrain import pretrain
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_objective_keeps_its_contract(name):
     model, batch = make_model(make_config(**VARIANTS[name])), make_batch()
-    objective = objective_of(model.config)
-    denominators = objective.loss_denominators(batch)
-    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), denominators))
+    objective, output = objective_of(model.config), run(model, batch)
     assert output.loss.dtype == torch.float32 and output.loss.shape == ()
     assert set(output.totals) <= set(objective.metric_totals) and output.totals["tokens"] == 40
     assert all(total.shape == () and not total.requires_grad for total in output.totals.values())
@@ -54,13 +52,10 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
     model.limit_vocabulary(num_entries)
     if model.config.generator.kind == "unigram":
         model.proposal.set_counts(torch.ones(num_entries))
-    objective = objective_of(model.config)
     inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
     samples = [generate(model, inputs, RngKey(KEY + step)).sample_M for step in range(20)]
     assert all((sample_M < num_entries).all() for sample_M in samples) and len(torch.cat(samples).unique()) > 5
-    objective.forward(
-        model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch))
-    ).loss.backward()
+    run(model, batch).loss.backward()
     tables = [each for each in model.parameters() if len(each) == VOCAB and each.grad is not None]
     assert tables and not any(each.grad[num_entries:].any() for each in tables)
     assert any(each.grad[:num_entries].any() for each in tables)
@@ -102,14 +97,6 @@ def test_any_masking_of_distinct_tokens_fits():
     for masking in {*_data.MASKINGS} - {"with-repeats"}:
         config = Config.preset("tiny", "paper").override({"objective.contrastive_weight": 1.0, "data.masking": masking})
         assert config.data.masking == masking
-
-
-def resumed(original, to, step, data, settings):
-    """A copy of a run that goes on from its checkpoint of a step."""
-    shutil.copytree(original, to)
-    truncate(to, step)
-    pretrain(data, config=settings, out=to)
-    return to
 
 
 @pytest.mark.slow

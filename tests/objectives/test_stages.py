@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate, weights
+from tiny_run import STEPS, assert_same_run, lines, resumed, tiny_config, weights
 from variants import VARIANTS
 
 from electra_fast.config.config import Config
@@ -37,14 +37,6 @@ def run_of(tmp_path_factory, validation_corpus):
 
 
 CHANGES = {"two-stage": TWO_STAGES, "generator first": GENERATOR_FIRST}
-
-
-def resumed(original, to, step, data, changes):
-    """A copy of a run that goes on from its checkpoint of a step."""
-    shutil.copytree(original, to)
-    truncate(to, step)
-    pretrain(data, config=tiny_config(**changes), out=to)
-    return to
 
 
 def read(run, step, name="model"):
@@ -117,7 +109,7 @@ OTHERS = [("two-stage", SWITCH + 3), ("generator first", FIRST - 3), ("generator
 def test_resumes_exactly_before_at_and_after_the_switch(run_of, validation_corpus, tmp_path, capsys, name, step):
     whole = run_of(name)
     capsys.readouterr()
-    assert_same_run(resumed(whole, tmp_path / "run", step, validation_corpus, CHANGES[name]), whole)
+    assert_same_run(resumed(whole, tmp_path / "run", step, validation_corpus, tiny_config(**CHANGES[name])), whole)
     if name == "two-stage":
         said = f"step {SWITCH}: replaced-token detection against the frozen generator begins: the optimizer's moments"
         assert (said in capsys.readouterr().err) == (step <= SWITCH)
@@ -127,7 +119,7 @@ def test_a_stage_is_not_judged_before_its_warmup(run_of, validation_corpus, tmp_
     """The discriminator is untrained when its stage begins."""
     first_steps, original = [], run_of("two-stage")
     monkeypatch.setattr(diagnostics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
-    resumed(original, tmp_path / "run", 3, validation_corpus, TWO_STAGES)
+    resumed(original, tmp_path / "run", 3, validation_corpus, tiny_config(**TWO_STAGES))
     assert first_steps == [100, 100, 100, 112, 112, 112]  # of the lines of steps 5, 10, 12, 15, 20 and 24
 
 

@@ -1,7 +1,5 @@
 """Operations in their form for the CPU, against their references and against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from comparison import assert_no_worse

@@ -1,7 +1,5 @@
 """Philox against its published test vectors, and samples against the distributions they are drawn from."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Cross-entropy of all tokens, by blocks, against plain PyTorch in fp64; and that logits [T, V] never exist."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

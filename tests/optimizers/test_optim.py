@@ -29,13 +29,17 @@ def update(optimizer, scale=1.0):
     return optimizer.step()
 
 
-def train(config, scale=1.0, dtype=torch.float32):
-    named = parameters()
-    optimizer = Optimizer(named.items(), config, matrix_dtype=dtype)
+def take_steps(named, update):
     for step in range(STEPS):
         for name, gradient in gradients(named, step).items():
             named[name].grad = gradient
-        update(optimizer, scale)
+        update()
+
+
+def train(config, scale=1.0, dtype=torch.float32):
+    named = parameters()
+    optimizer = Optimizer(named.items(), config, matrix_dtype=dtype)
+    take_steps(named, lambda: update(optimizer, scale))
     return named
 
 
@@ -50,11 +54,7 @@ def test_adamw_equals_torch():
     decayed = [p for p in named.values() if p.dim() == 2]
     rest = [p for p in named.values() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-6)
-    for step in range(STEPS):
-        for name, gradient in gradients(named, step).items():
-            named[name].grad = gradient
-        theirs.step()
+    take_steps(named, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-6).step)
     for name, parameter in named.items():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-5, atol=1e-6)
 
@@ -111,10 +111,7 @@ def test_muon_equals_torch_within_its_bf16(dtype):
     named = parameters()
     matrices = [named["x.weight"], named["wide.weight"]]
     theirs = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="original")
-    for step in range(STEPS):
-        for name, gradient in gradients(named, step).items():
-            named[name].grad = gradient
-        theirs.step()
+    take_steps(named, theirs.step)
     for name in ("x.weight", "wide.weight"):
         moved = (parameters()[name] - named[name]).norm()
         assert (ours[name] - named[name]).norm() < 5 * 2**-8 * moved  # five iterations of bf16 rounding

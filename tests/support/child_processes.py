@@ -4,8 +4,6 @@ A test that starts one has the marker `process`: `make check` leaves these out, 
 that are not slow start at most `MAX_PROCESSES` in all.
 """
 
-from __future__ import annotations
-
 import multiprocessing.process
 import os
 import sys

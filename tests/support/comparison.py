@@ -1,7 +1,5 @@
 """Comparison of a kernel with its reference, each against fp64: the output and every gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

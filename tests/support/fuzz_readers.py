@@ -10,8 +10,6 @@ Checksums are computed again where only they would be tested otherwise. Each cas
 that has imported the package, so that it takes a few milliseconds; `test_fuzz.py` runs some hundred.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gzip

@@ -66,6 +66,16 @@ def truncate(run, step):
     assert checkpoint_folder.steps(run)[-1] == step  # or else it would begin again
 
 
+def resumed(original, to, step, data, config):
+    """A copy of a run that goes on from its checkpoint of a step."""
+    from electra_fast.training.pretrain import pretrain
+
+    shutil.copytree(original, to)
+    truncate(to, step)
+    pretrain(data, config=config, out=to)
+    return to
+
+
 def assert_same_run(run, other):
     assert lines(run) == lines(other)
     assert lines(run, "evaluations.jsonl") == lines(other, "evaluations.jsonl")

@@ -1,4 +1,6 @@
-"""Every objective, and every option that changes what one computes, as configuration keys by name."""
+"""Every objective, and every option that changes what one computes, as configuration keys by name; random weights."""
+
+import torch
 
 from electra_fast.config.config import Config
 from electra_fast.config.presets import OBJECTIVE_SPECS
@@ -29,3 +31,14 @@ DIFFERENT = {
     "electra15, unigram": VARIANTS["electra15, random positions"] | VARIANTS["unigram"],
     "contrastive, corrective": VARIANTS["contrastive"] | VARIANTS["corrective"],
 } | {name: VARIANTS[name] for name in ("electra", "all-tokens-mlm", "two-stage", "adversarial, plain heads")}
+
+
+def randomized(model, seed):
+    """With every parameter random, norms about 1 and biases not 0: nothing can be omitted or swapped unnoticed."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            scale = 0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * scale + is_norm)
+    return model.eval()

@@ -229,19 +229,15 @@ def test_buffers_are_used_again_unless_shape_or_dtype_changes(tmp_path, monkeypa
     )
 
 
-def save_again(writer):
-    save(writer, 3)
+SURFACES = {
+    "save again": lambda writer: save(writer, 3),
+    "check until it fails": lambda writer: wait_for(writer.check),
+    "wait up to a minute": lambda writer: writer.wait_up_to(60),
+    "close": CheckpointWriter.close,
+}
 
 
-def wait_up_to_a_minute(writer):
-    writer.wait_up_to(60)
-
-
-def check_until_it_fails(writer):
-    wait_for(lambda: writer.check())
-
-
-@pytest.mark.parametrize("surface", [save_again, check_until_it_fails, wait_up_to_a_minute, CheckpointWriter.close])
+@pytest.mark.parametrize("surface", SURFACES)
 def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, surface):
     folder, away = tmp_path / "checkpoints", tmp_path / "away"
     with CheckpointWriter(tmp_path, keep=5) as writer:
@@ -252,13 +248,13 @@ def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, surface):
     folder.write_text("in the way")
     save(writer, 2)
     with pytest.raises(OSError, match="step-2: checkpoint not written: .*; the earlier ones are intact") as caught:
-        surface(writer)
+        SURFACES[surface](writer)
     assert "\n" not in str(caught.value)
     folder.unlink()
     away.rename(folder)
     assert files(folder / "step-1") == before and writer.num_written == 0 and writer.last_write_seconds > 0
     writer.check()
-    if surface is not CheckpointWriter.close:
+    if surface != "close":
         save(writer, 4)
         writer.close()
         assert checkpoint_folder.steps(tmp_path) == [1, 4] and saved_value(folder / "step-4") == 4

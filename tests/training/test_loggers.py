@@ -8,7 +8,7 @@ import sys
 import warnings
 
 import pytest
-from tiny_run import STEPS, assert_same_run, command, lines, tiny_config, truncate
+from tiny_run import STEPS, TIMES, assert_same_run, command, lines, tiny_config, truncate
 
 import electra_fast as ef
 from electra_fast.files import checkpoint_folder
@@ -23,8 +23,7 @@ def test_callbacks_get_the_lines_of_the_logs(validation_corpus, tmp_path, capsys
 
     given = {f"on_{name}": each.append for name, each in seen.items()} | {"on_log": faulty}
     ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run", **given)
-    times = {"tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest", "checkpoint_seconds"}
-    assert [{name: each[name] for name in each if name not in times} for each in seen["log"]] == lines(tmp_path / "run")
+    assert [{name: each[name] for name in each if name not in TIMES} for each in seen["log"]] == lines(tmp_path / "run")
     assert seen["evaluation"] == lines(tmp_path / "run", "evaluations.jsonl")
     assert [each["step"] for each in seen["checkpoint"]] == list(range(3, STEPS + 1, 3))
     assert capsys.readouterr().err.count("warning: on_log raised ZeroDivisionError: of mine") == 1
