@@ -128,7 +128,7 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
     """Returns kinds of layers and rotary bases, for transformers 4.48 and later; 5.4 to 5.16 need a local layer."""
     if not shape.is_local(1):
-        local = {"local_attention": _UNBOUNDED, "local_rope_theta": shape.rope_theta}
+        local: dict[str, Any] = {"local_attention": _UNBOUNDED, "local_rope_theta": shape.rope_theta}
         shape = dataclasses.replace(shape, global_attention_every=ModelConfig.global_attention_every, **local)
     return {
         "layer_types": _layer_types(shape),
