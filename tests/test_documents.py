@@ -143,6 +143,12 @@ def scripts(page):
 # --- Things -------------------------------------------------------------------------------------
 
 
+def make_pairs(path, get):
+    path.mkdir()
+    pair = {"sentence_good": "the value of a name", "sentence_bad": "value the of a name", "UID": "order"}
+    (path / "order.jsonl").write_text(json.dumps(pair) + "\n")
+
+
 def make_texts(path, get):
     documents = get.documents
     path.mkdir()
@@ -215,6 +221,7 @@ THINGS = {
     "model": lambda path, get: ef.export(get("run"), out=path),
     "bert-base-uncased": make_bert,
     "glue": make_glue,
+    "blimp": make_pairs,
     "squad": lambda path, get: write_squad(path, 2),
     **dict.fromkeys(("labeled.csv", "reviews.csv", "tickets.csv", "new.csv", "new-tickets.csv"), make_table),
     "own.jsonl": make_questions,

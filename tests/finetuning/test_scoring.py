@@ -91,7 +91,7 @@ def test_of_a_discriminator_and_its_generator(tmp_path, tiny_vocab, recipe):
 def test_the_corrective_score_is_the_probability_of_the_original_tokens(tmp_path, tiny_vocab, changes, role, head):
     run = save_run(tmp_path, tiny_vocab, **changes)
     model, loaded = read_model(run), ef.load(run)
-    for text, score in zip(TEXTS, loaded.score(TEXTS), strict=True):
+    for text, score in zip(TEXTS, loaded.score(TEXTS, "corrective"), strict=True):
         [ids] = loaded.tokenizer.encode_batch([text])
         special = loaded.tokenizer.special_tokens
         row = torch.tensor([[special["cls"], *ids, special["sep"]]])
@@ -154,7 +154,7 @@ class TestPairs:
     def test_the_share_of_each_group_with_ties_half(self, run, write_rows, tmp_path, capsys):
         report = ef.evaluate(run, pairs=write_rows(PAIRS), out=tmp_path / "out")
         model = ef.load(run)
-        kinds = ["corrective", "both", "discriminator", "generator"]
+        kinds = ["discriminator", "both", "corrective", "generator"]
         assert list(report.accuracy) == kinds and report.pairs == 3
         for kind in kinds:
             better, worse = (model.score([pair[name] for pair in PAIRS], kind) for name in list(PAIRS[0])[:2])
@@ -186,6 +186,7 @@ class TestPairs:
         options = ["--text", "better one,worse one", "--json"]
         found = json.loads(run_command("evaluate", run, "--pairs", path, *options).stdout)
         assert found["groups"].keys() == {"minimal"}
+        assert json.loads(run_command("evaluate", run, "--pairs", path, path, *options).stdout)["pairs"] == 6
         by_number = ef.evaluate(run, pairs=[path, path], text=("better one", "worse one"), group="n")
         for kind, share in expected.groups["order"].items():
             if kind != "pairs":

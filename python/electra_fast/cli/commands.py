@@ -202,7 +202,8 @@ def _adapt(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    _print(options, _call(options, data=_corpora(options.data)))
+    files = options.pairs and [options.pairs, *options.data]  # the first is the option's value, the others follow it
+    _print(options, _call(options, data=None if files else _corpora(options.data), pairs=files))
 
 
 def _flops(options: argparse.Namespace) -> None:

@@ -173,7 +173,7 @@ def _evaluate(sub: Parser) -> None:
     help = "also compute masked-language-model accuracy (Appendix G), on N rows with one masked token each"
     _option(corpus, "--mlm-examples", 0, help, "N")
     help = "instead of DATA: tables of a better and a worse sentence (--text); how often the better one scores higher"
-    corpus.add_argument("--pairs", nargs="+", metavar="FILE", help=help)
+    _option(corpus, "--pairs", None, help, "FILE [FILE ...]")
     _option(corpus, "--group", "", "column of the pairs' groups (default: UID or paradigm, else the file)", "COLUMN")
 
 

@@ -2,13 +2,13 @@
 
 A text's score is a sum over its tokens, without [CLS] and [SEP] (bench/LOG.md compares other sums):
 
-* `corrective`: log p(token), by a network that reads the text as it is and predicts the original tokens: the
-  discriminator with its corrective head, or the encoder of `replace-mlm` and `all-tokens-mlm`.
 * `discriminator`: log(1 - D), with D the probability that the token was replaced.
-* `generator`: log p(token) with this token alone masked, the pseudo-log-likelihood of a masked language model (Salazar
-  et al., arXiv 1910.14659).
 * `both`: the generator's log p(token) - logit(D), in which the discriminator corrects the generator (Electric, arXiv
   2012.08561).
+* `corrective`: log p(token), by a network that reads the text as it is and predicts the original tokens: the
+  discriminator with its corrective head, or the encoder of `replace-mlm` and `all-tokens-mlm`.
+* `generator`: log p(token) with this token alone masked, the pseudo-log-likelihood of a masked language model (Salazar
+  et al., arXiv 1910.14659).
 
 Shapes: N texts, n tokens of all texts, T tokens of a batch, D hidden.
 """
@@ -44,7 +44,7 @@ from electra_fast.progress import EncodingProgress
 
 Scores = NDArray[np.float64]
 
-KINDS = ("corrective", "both", "discriminator", "generator")
+KINDS = ("discriminator", "both", "corrective", "generator")
 """Kinds of scores. The default of a model is the first that it has."""
 # Tokens of masked copies of texts that are in memory at once.
 _COPIED_TOKENS = 1 << 21
