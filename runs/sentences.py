@@ -3,9 +3,8 @@
     python sentences.py NUM_WORDS FILE... > OUT
 
 A FILE is .txt (one document, with blank lines between paragraphs), or .jsonl, .jsonl.zst or .parquet with the column
-`text`. Sentences have 4 to 24 words, begin with a capital or a quotation mark, end with a full stop, an exclamation
-mark or a question mark, and have no digits or symbols. The same share of each document is taken, from its middle, so
-that the words come from all of them. Words are what spaces separate, as the BabyLM challenge counts them.
+`text`. Sentences of one or two words are left out. The same share of each document is taken, from its middle, so that
+the words come from all of them. Words are what spaces separate, as the BabyLM challenge counts them.
 """
 
 import json
@@ -22,8 +21,6 @@ END = re.compile(r"[.!?][\"”’')\]]*(?=\s+[\"“‘(\[]?[A-Z0-9]|$)")
 ABBREVIATION = re.compile(
     r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|St|Prof|Rev|Hon|Gen|Col|Capt|Lt|Jr|Sr|vs|etc|No|Vol|cf|e\.g|i\.e)\.$"
 )
-WHOLE = re.compile(r"[\"“‘']?[A-Z][^\d_#*\[\]|=<>]*[.!?][\"”’']*")
-WORDS = range(4, 25)
 
 
 def documents(path: Path) -> Iterator[str]:
@@ -38,15 +35,15 @@ def documents(path: Path) -> Iterator[str]:
 
 
 def sentences(document: str) -> Iterator[str]:
-    """Yields the usable sentences of a document."""
+    """Yields the sentences of a document, and what follows the last one of each paragraph."""
     for paragraph in re.split(r"\n\s*\n", document):
         text, start = " ".join(paragraph.split()), 0
-        for end in END.finditer(text):
-            if ABBREVIATION.search(text[start : end.end()]):
-                continue
-            sentence, start = text[start : end.end()].strip(), end.end()
-            if len(sentence.split()) in WORDS and WHOLE.fullmatch(sentence) and not sentence.isupper():
-                yield sentence
+        ends = [end.end() for end in END.finditer(text)]
+        for end in (*ends, len(text)):
+            if not ABBREVIATION.search(text[start:end]):
+                if len(text[start:end].split()) > 2:
+                    yield text[start:end].strip()
+                start = end
 
 
 def main() -> None:
@@ -60,7 +57,7 @@ def main() -> None:
         for sentence in each[first : first + round(len(each) * share)]:
             if (taken := taken + len(sentence.split())) <= num_words:
                 print(sentence)
-    print(f"{min(taken, num_words):,} words of {total:,} in such sentences", file=sys.stderr)
+    print(f"{min(taken, num_words):,} words of {total:,} in sentences", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tiny_task import pairs, write_cola, write_mrpc, write_splits, write_sst2, w
 from electra_fast.config.config import Config
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
-TEXT = 'Then Mr. Fox saw it. "Who goes there?" asked the\nold man! He had 7 cats at home. Yes. THE END OF IT.\n\n'
+TEXT = 'Then Mr. Fox saw it. "Who goes there?" asked the\nold man! Yes. THE END OF IT\n\n'
 
 
 def run(*command):
@@ -23,15 +23,15 @@ def run(*command):
 
 
 @pytest.mark.process
-def test_sentences_are_whole_short_and_no_more_than_the_words(tmp_path):
+def test_sentences_are_whole_and_no_more_than_the_words(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT * 20, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(
         json.dumps({"text": "It is what it is. " * 100 + "\u2028"}) + "\n", encoding="utf-8"
     )
     found = run(sys.executable, RUNS / "sentences.py", 100, *sorted(tmp_path.iterdir())).splitlines()
-    expected = ["Then Mr. Fox saw it.", '"Who goes there?" asked the old man!', "It is what it is."]
-    assert {*found} == {*expected}
-    assert 80 < sum(len(each.split()) for each in found) <= 100 and found.count(expected[2]) > 10
+    sentences = ["Then Mr. Fox saw it.", '"Who goes there?" asked the old man!', "THE END OF IT", "It is what it is."]
+    assert {*found} == {*sentences}
+    assert 80 < sum(len(each.split()) for each in found) <= 100 and found.count(sentences[3]) > 10
 
 
 @pytest.mark.slow
