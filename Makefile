@@ -64,7 +64,7 @@ help:
 	@echo "make docs   the documentation's site, with its reference pages written anew: ./site"
 	@echo "make wheel  the release wheel: ./dist"
 	@echo "make bench  run the scripts of bench/ that need no texts, hours or GPU, from the installed wheel"
-	@echo "make experiments TEXTS='FILE...' GLUE=FOLDER   the queue of bench/experiments.toml, at the lowest priority"
+	@echo "make experiments TEXTS='FILE...' GLUE=FOLDER [BLIMP=FILE BOOKS='FILE...']   the queue of bench/experiments.toml, at the lowest priority"
 	@echo "make clean  remove what these commands made of this checkout (shared tools and registry crates stay)"
 
 demo: wheel
@@ -137,7 +137,8 @@ bench: env
 experiments: $(if $(and $(TEXTS),$(GLUE)),wheel)
 	$(if $(and $(TEXTS),$(GLUE)),,$(error make experiments needs TEXTS='FILE...' and GLUE=FOLDER))
 	$(call environment,$(EXPERIMENTS),[test])
-	$(EXPERIMENTS)/bin/python bench/experiments.py $(TEXTS) --glue $(GLUE) --out experiments
+	$(EXPERIMENTS)/bin/python bench/experiments.py $(TEXTS) --glue $(GLUE) --out experiments \
+	    $(and $(BLIMP),$(BOOKS),--blimp $(BLIMP) --books $(BOOKS))
 
 clean:
 	cargo clean --release --package electra-data --package electra-data-py

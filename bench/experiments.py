@@ -1,11 +1,11 @@
 """Runs the experiments of experiments.toml in order, resumable and at the lowest priority.
 
-    python bench/experiments.py TEXTS... --glue FOLDER --out FOLDER
+    python bench/experiments.py TEXTS... --glue FOLDER --out FOLDER [--blimp FILE --books FILES...]
 
-or `make experiments`. An experiment is a command that resumes where it was killed and writes its results to a file
-in data/; a finished one is a line of data/experiments.jsonl. It is paused while OUT/pause exists, for example
-during a benchmark. Prints a line per change: how many experiments are done and left, and how long these take. If one
-fails, the next one runs.
+or `make experiments`. Without minimal pairs and books, those that read them are left out. An experiment is a command
+that resumes where it was killed and writes its results to a file in data/ or OUT; a finished one is a line of
+data/experiments.jsonl. It is paused while OUT/pause exists, for example during a benchmark. Prints a line per change: how
+many experiments are done and left, and how long these take. If one fails, the next one runs.
 """
 
 import argparse
@@ -32,10 +32,12 @@ LIST, DONE, PAUSE = HERE / "experiments.toml", HERE / "data/experiments.jsonl", 
 POLL_SECONDS = 0.2
 # Runs a script that ends with this process, even if this process is killed.
 START = """
-import runpy, sys
+import runpy, subprocess, sys
 from electra_fast.interruption import stop_with_parent
 stop_with_parent()
 del sys.argv[0]
+if sys.argv[0].endswith(".sh"):
+    sys.exit(subprocess.call(["bash", *sys.argv]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -93,13 +95,21 @@ def main() -> int:
     parser.add_argument("texts", nargs="+", type=os.path.abspath)
     parser.add_argument("--glue", type=os.path.abspath, required=True)
     parser.add_argument("--out", type=os.path.abspath, required=True)
+    parser.add_argument("--blimp", type=os.path.abspath, help="BLiMP's pairs: a file, or the folder of its files")
+    parser.add_argument("--books", nargs="+", type=os.path.abspath, default=[], help="texts for ten million words")
     options = parser.parse_args()
     os.nice(19)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for scripts of runs/
     words = {"texts": shlex.join(options.texts), "glue": shlex.quote(options.glue), "out": shlex.quote(options.out)}
+    words |= {"blimp": shlex.quote(options.blimp or ""), "books": shlex.join(options.books)}
     out = Path(options.out)
     failed: set[str] = set()
     with exclusive(out), stop_requests() as stop:
-        while waiting := [each for each in read_list()[1] if each.name not in failed]:
+        while waiting := [
+            each
+            for each in read_list()[1]
+            if each.name not in failed and (options.blimp and options.books or "{blimp}" not in each.command)
+        ]:
             first, minutes = waiting[0], sum(each.minutes for each in waiting)
             counts = f"{len(read_list()[0])} done, 1 running, {len(waiting) - 1} left, together {minutes / 60:.1f} h"
             print(f"{first.name}, about {first.minutes:g} minutes; {counts}", flush=True)

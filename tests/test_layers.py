@@ -77,7 +77,7 @@ LINES = {
     "python/electra_fast/training": 5_270,
     "python/electra_fast": 38_240,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 32_000,
+    "tests": 32_010,
     "bench": 4_800,
     "crates": 23_500,
 }

@@ -15,6 +15,8 @@ import pytest
 import recipes
 from lib.groups import BENCH
 
+from electra_fast.cli.parser import build_parser
+
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -120,7 +122,13 @@ def test_the_list_is_of_commands_that_exist(monkeypatch, tmp_path):
         monkeypatch.setattr(recipes, name, lambda *arguments: asked.append(arguments[1:]))
     monkeypatch.setattr(adaptation, "run", lambda options: asked.extend(((None, options.texts), options.out)))
     for each in left:
-        script, *arguments = shlex.split(each.command.format(texts="'a b' c", glue="g", out="o"))
+        words = {"texts": "'a b' c", "glue": "g", "out": "o", "blimp": "p", "books": "b"}
+        script, *arguments = shlex.split(each.command.format(**words))
+        if script.endswith(".sh"):
+            assert (BENCH / script).is_file() and arguments[1:4] == ["p", "b", "--"]
+            options = build_parser().parse(["pretrain", "shards", "--out", "o", "--steps", "1", *arguments[4:]])
+            assert options.overrides.keys() <= {"train.steps", "train.seed", "objective.name"} and options.preset
+            continue
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         {"recipes.py": recipes, "adaptation.py": adaptation}[script].main()
         (_, texts), what = asked[-2:]
