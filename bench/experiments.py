@@ -4,8 +4,8 @@
 
 or `make experiments`. Without minimal pairs and books, those that read them are left out. An experiment is a command
 that resumes where it was killed and writes its results to a file in data/ or OUT; a finished one is a line of
-data/experiments.jsonl. It is paused while OUT/pause exists, for example during a benchmark. Prints a line per change: how
-many experiments are done and left, and how long these take. If one fails, the next one runs.
+data/experiments.jsonl. It is paused while OUT/pause exists, for example during a benchmark. Prints a line per change:
+how many experiments are done and left, and how long these take. If one fails, the next one runs.
 """
 
 import argparse
