@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ten million words, each read at most ten times, then the minimal pairs of BLiMP: a row of the board.
+# Ten million words, each read at most ten times, then the minimal pairs of BLiMP: a row of docs/leaderboard.md.
 #
 #   runs/ten-million-words.sh OUT PAIRS TEXT... [-- KEY...]
 #

@@ -43,6 +43,7 @@ SITE = "https://electra-fast.github.io/electra-fast/"
 NOT_RUN = {
     "the tests have no access to PyTorch's index",
     "the tests have neither the suites nor the data that they download",
+    "hours; tests/test_runs.py runs these scripts",
 }
 # What makes blocks a matter of seconds; each text is in some block.
 SMALLER = {

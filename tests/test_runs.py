@@ -1,4 +1,4 @@
-"""The scripts of runs/ make the rows of the board: here on texts of seconds, from nothing to the score."""
+"""The scripts of runs/ make the rows of docs/leaderboard.md: here on texts of seconds, from nothing to the score."""
 
 import json
 import os
