@@ -167,9 +167,9 @@ class TestPairs:
             half = 1.96 * math.sqrt(sum(variances)) / 2
             expected = (max(0, report.accuracy[kind] - half), min(1, report.accuracy[kind] + half))
             assert (low, high) == pytest.approx(expected)
-        assert "note: 1 pairs are the same tokens to" in capsys.readouterr().err
+        assert "note: 1 of 3 pairs have equal tokens in" in capsys.readouterr().err
         rows = [json.loads(line) for line in (tmp_path / "out" / "pairs.jsonl").read_text().splitlines()]
-        assert [row["group"] for row in rows] == ["order", "case", "order"] and rows[1]["worse"] == "the NAME"
+        assert [row["group"] for row in rows] == ["order", "order", "case"] and rows[2]["worse"] == "the NAME"
         assert rows[0]["discriminator"] == pytest.approx(
             list(model.score(list(PAIRS[0].values())[:2], "discriminator"))
         )
@@ -201,13 +201,14 @@ class TestPairs:
             ({"text": ["sentence_good", "m"]}, "no 'm'; there are: sentence_good, .*; choose with --text"),
             ({"text": ["sentence_good", "n"]}, "'n' is 1, not text"),
             ({"group": "field"}, "no 'field'; there are: UID, n; choose with --group"),
+            ({"pairs": []}, "pairs: "),
             ({"data": "shards"}, "give a corpus or pairs, not both"),
             ({"max_batches": 3}, "--max-batches is not for --pairs"),
         ],
     )
     def test_what_is_refused(self, run, write_rows, options, message):
         with pytest.raises(ValueError, match=message):
-            ef.evaluate(run, pairs=write_rows(PAIRS), **options)
+            ef.evaluate(run, **{"pairs": write_rows(PAIRS)} | options)
 
     def test_an_empty_sentence_is_named_by_its_line(self, run, write_rows):
         with pytest.raises(ValueError, match=r"line 2: 0 tokens"):

@@ -85,8 +85,8 @@ def evaluate_pairs(
     columns = as_names(text)
     if len(columns) not in (0, 2):
         raise InputError(f"text = {', '.join(columns)}: must be two columns, the better sentence first")
-    files = pairs if isinstance(pairs, list) and not any(isinstance(each, Mapping) for each in pairs) else [pairs]
-    found, names = list[tuple[str, str, str]](), list[str]()
+    files = pairs if isinstance(pairs, list) and pairs and not isinstance(pairs[0], Mapping) else [pairs]
+    found, members = list[tuple[str, str, str]](), dict[str, list[int]]()
     for each in files:
         file = file_or_table("pairs", each)
         source = Source(file, columns, (), 2, Dialect(quoting, delimiter, no_header), "auto", skip_bad_rows)
@@ -95,8 +95,8 @@ def evaluate_pairs(
                 by = group or next((name for name in _GROUP_COLUMNS if name in others), "")
                 if group and group not in others:
                     raise InputError(f"{pair[2]}: no {group!r}; {there_are(others)}; choose with --group")
+                members.setdefault(str(others[by]) if by else file.name.split(".")[0], []).append(len(found))
                 found.append(pair)
-                names.append(str(others[by]) if by else file.name.split(".")[0])
         for note in examples.notes:
             say(note)
     scorer = TextScorer(model, device, precision or AUTO)
@@ -104,9 +104,8 @@ def evaluate_pairs(
     scores = scorer.score(sentences, scorer.kinds, lambda number: found[number // 2][2])
     better = {kind: values[::2] - values[1::2] for kind, values in scores.items()}
     if num_equal := int(np.sum([not any(each) for each in zip(*better.values(), strict=True)])):
-        say(f"note: {num_equal:,} pairs are the same tokens to {model}, and count half")
+        say(f"note: {num_equal:,} of {len(found):,} pairs have equal tokens in {model}, and count half")
     shares = {kind: (difference > 0) + 0.5 * (difference == 0) for kind, difference in better.items()}
-    members = {name: np.flatnonzero(np.array(names) == name) for name in dict.fromkeys(names)}
     groups = {
         name: {"pairs": len(own)} | {kind: float(right[own].mean()) for kind, right in shares.items()}
         for name, own in members.items()
@@ -116,12 +115,13 @@ def evaluate_pairs(
     report = PairsReport(len(found), accuracy, interval, groups)
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
-        rows = zip(found, names, zip(*(values.reshape(-1, 2) for values in scores.values()), strict=True), strict=True)
         lines = (
             json.dumps(
-                {"better": pair[0], "worse": pair[1], "group": name} | dict(zip(scores, map(list, own), strict=True))
+                {"better": found[pair][0], "worse": found[pair][1], "group": name}
+                | {kind: values[2 * pair : 2 * pair + 2].tolist() for kind, values in scores.items()}
             )
-            for pair, name, own in rows
+            for name, own in members.items()
+            for pair in own
         )
         replace_file(Path(out) / "pairs.jsonl", "".join(f"{line}\n" for line in lines))
         replace_file(Path(out) / "evaluation.json", report.to_json() + "\n")
