@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An hour of pre-training on two cores, then five tasks of GLUE: a row of docs/leaderboard.md, in about three hours.
+# An hour of pre-training on two cores, then five tasks of GLUE: a row of docs/leaderboard.md.
 #
 #   runs/two-cores-one-hour.sh OUT GLUE TEXT...
 #

@@ -121,25 +121,29 @@ class TextScorer:
     ) -> dict[str, Scores]:
         """Returns what each of `encoded.ids` adds to a score, float64, by kind."""
         masked = {"generator", "both"}.intersection(kinds)
-        in_one_pass = [kind for kind in kinds if kind != "generator"]
+        by_role: dict[str, list[str]] = {}  # what a pass over the texts as they are gives
+        for kind in kinds:
+            if kind != "generator":
+                by_role.setdefault(self._heads[kind][0], []).append(kind)
         found = {kind: np.zeros(len(encoded.ids)) for kind in kinds}
         copies = encoded.lengths - 2 if masked else np.zeros_like(encoded.lengths)
-        num_tokens = int((encoded.lengths * (copies + len(in_one_pass))).sum())
+        num_tokens = int((encoded.lengths * (copies + len(by_role))).sum())
         with EncodingProgress("score", num_tokens, shown=progress) as shown:
-            for kind in in_one_pass:
-                for _, part, (hidden_TD,) in self._networks[self._heads[kind][0]].batches(encoded):
+            for role, own in by_role.items():
+                for _, part, (hidden_TD,) in self._networks[role].batches(encoded):
                     is_token = part.sources >= 0
-                    ids = part.columns[0][is_token]
-                    found[kind][part.sources[is_token]] = self._addends(kind, hidden_TD[is_token.ravel()], ids)
+                    hidden, ids = hidden_TD[is_token.ravel()], part.columns[0][is_token]
+                    for kind in own:
+                        found[kind][part.sources[is_token]] = self._addends(kind, hidden, ids)
                     shown.advance(part.num_tokens)
             for texts in _parts(encoded.lengths * copies):
                 tokens, positions, masked_copies = _masked(encoded, texts, self._tokenizer.special_tokens["mask"])
                 for copy, part, (hidden_TD,) in self._networks["generator"].batches(masked_copies):
-                    own = copy[part.examples]
-                    hidden = hidden_TD[torch.from_numpy(part.first_tokens + positions[own])]
-                    log_p = self._addends("generator", hidden, encoded.ids[tokens[own]])
+                    chosen = copy[part.examples]
+                    hidden = hidden_TD[torch.from_numpy(part.first_tokens + positions[chosen])]
+                    log_p = self._addends("generator", hidden, encoded.ids[tokens[chosen]])
                     for kind in masked:
-                        found[kind][tokens[own]] += log_p
+                        found[kind][tokens[chosen]] += log_p
                     shown.advance(part.num_tokens)
         return found
 
