@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from electra_fast import checkpoint
 from electra_fast.config.config import AUTO
@@ -22,32 +21,19 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.embedding import checked_texts
 from electra_fast.finetuning.encoding import text_chunks
 from electra_fast.finetuning.inference import choose_inference, rounded
-from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.finetuning.prediction_input import ExampleReader, Source
 from electra_fast.finetuning.prediction_output import answer_file
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.rows import Row, as_names, text_of
+from electra_fast.finetuning.scoring import PretrainedNetwork
 from electra_fast.finetuning.task import Prediction
-from electra_fast.huggingface.config import is_headless, own_config, read_table, role_shape
+from electra_fast.huggingface.config import is_headless, own_config, read_table
 from electra_fast.huggingface.folder import read_models
 from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder
-from electra_fast.model.compute import ComputeConfig, Precision, choose_device
+from electra_fast.model.compute import Precision, choose_device
 from electra_fast.model.model import Electra
 
 ROLE = "discriminator"
-
-
-class ReplacedTokenDetector(EncoderWithHead):
-    """The discriminator of a pre-trained model, with the head that it was pre-trained with."""
-
-    def __init__(self, model: Electra) -> None:
-        super().__init__(role_shape(model.config, ROLE), model.discriminator_head)
-        self.embeddings = model.embeddings
-        self.add_module("encoder", model.get_submodule(ROLE))
-
-    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        """Returns logits, positive = replaced; fp32 [T]."""
-        return (self.head(self.hidden_states(inputs, compute)),)
 
 
 class ErrorDetector(ExampleReader):
@@ -65,7 +51,8 @@ class ErrorDetector(ExampleReader):
         precision: str,
     ) -> None:
         self.sequence_length, self.tokenizer = sequence_length, tokenizer
-        self._inference, self.note = choose_inference(ReplacedTokenDetector(model).to(device).eval(), device, precision)
+        network = PretrainedNetwork(model, ROLE, model.discriminator_head)
+        self._inference, self.note = choose_inference(network.to(device).eval(), device, precision)
 
     usual_columns = (("text",),)
 

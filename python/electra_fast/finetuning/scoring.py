@@ -50,17 +50,18 @@ KINDS = ("discriminator", "both", "corrective", "generator")
 _COPIED_TOKENS = 1 << 21
 
 
-class _Network(EncoderWithHead):
-    """A network of a pre-trained model without its heads. Its predictions are hidden states, [T, D]."""
+class PretrainedNetwork(EncoderWithHead):
+    """A network of a pre-trained model, with a head of its pre-training or none."""
 
-    def __init__(self, model: Electra, role: str) -> None:
+    def __init__(self, model: Electra, role: str, head: nn.Module) -> None:
         with torch.device("meta"):
-            super().__init__(role_shape(model.config, role), nn.Identity())
+            super().__init__(role_shape(model.config, role), head)
         for name, part in zip(("embeddings", "encoder"), PARTS[role][:2], strict=True):
             self.add_module(name, model.get_submodule(part))
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        return (self.hidden_states(inputs, compute),)
+        """Returns the head's outputs for the hidden states of all tokens; [T, ...]."""
+        return (self.head(self.hidden_states(inputs, compute)),)
 
 
 class TextScorer:
@@ -74,7 +75,8 @@ class TextScorer:
         self._model = model = read_model(source).to(on)
         self._tokenizer = Tokenizer(tokenizer_folder(self.source, model.config.model.vocab_size))
         precision = "fp32" if precision == AUTO else precision
-        self._networks = {role: choose_inference(_Network(model, role), on, precision)[0] for role in model.networks}
+        networks = {role: PretrainedNetwork(model, role, nn.Identity()) for role in model.networks}
+        self._networks = {role: choose_inference(each, on, precision)[0] for role, each in networks.items()}
         # By kind: a network and its head. Hugging Face folders do not have the corrective head.
         self._heads = {kind: ("discriminator", "discriminator_head") for kind in ("both", "discriminator")}
         self._heads |= {"generator": ("generator", "generator_head"), "corrective": ("encoder", "encoder_head")}
