@@ -130,12 +130,11 @@ class PretrainedModel(TextEncoder):
         """Scores how well the words of each text fit together, without training; float64 [N], in their order.
 
         Higher is better. A score is a sum over tokens, so that it compares texts of similar lengths, such as two
-        versions of a sentence. The kinds: `discriminator`, the log-probability that each token is original; `both`, the
-        generator's log-probability of the token where it is masked, less the discriminator's logit; `corrective`, the
-        log-probability of each token by the corrective head that a run of the recipe `modern` has, or by the encoder of
-        `replace-mlm`; `generator`, the log-probability of each token where it is masked: the pseudo-log-likelihood of a
-        masked language model, for which a text is read as often as it has tokens. In fp32 unless the model was loaded
-        with another precision.
+        versions of a sentence. The kinds: `discriminator`, the log-probability that each token is original; `both`,
+        this plus a fiftieth of `generator`; `corrective`, the log-probability of each token by the corrective head that
+        a run of the recipe `modern` has, or by the encoder of `replace-mlm`; `generator`, the log-probability of each
+        token where it is masked: the pseudo-log-likelihood of a masked language model, for which a text is read as
+        often as it has tokens. In fp32 unless the model was loaded with another precision.
 
         Args:
             texts: The texts, each of 1 token to as many as the model has positions.

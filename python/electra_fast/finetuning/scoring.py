@@ -3,8 +3,8 @@
 A text's score is a sum over its tokens, without [CLS] and [SEP] (bench/LOG.md compares other sums):
 
 * `discriminator`: log(1 - D), with D the probability that the token was replaced.
-* `both`: the generator's log p(token) - logit(D), in which the discriminator corrects the generator (Electric, arXiv
-  2012.08561).
+* `both`: log(1 - D) + 0.02 log p(token), with p by the generator as below. Electric's sum, log p - logit(D) (arXiv
+  2012.08561), ranks fewer pairs correctly than the discriminator alone.
 * `corrective`: log p(token), by a network that reads the text as it is and predicts the original tokens: the
   discriminator with its corrective head, or the encoder of `replace-mlm` and `all-tokens-mlm`.
 * `generator`: log p(token) with this token alone masked, the pseudo-log-likelihood of a masked language model (Salazar
@@ -46,6 +46,8 @@ Scores = NDArray[np.float64]
 
 KINDS = ("discriminator", "both", "corrective", "generator")
 """Kinds of scores. The default of a model is the first that it has."""
+# Of the generator's log p in `both`.
+_GENERATOR_WEIGHT = 0.02
 # Tokens of masked copies of texts that are in memory at once.
 _COPIED_TOKENS = 1 << 21
 
@@ -83,9 +85,8 @@ class TextScorer:
         if checkpoint_of(self.source) and hasattr(model, "corrective_head"):
             self._heads["corrective"] = ("discriminator", "corrective_head")
         found = {kind for kind, (role, _) in self._heads.items() if role in model.networks}
-        sampling = model.config.objective
-        if "generator" not in model.networks or sampling.temperature != 1 or sampling.disallow_correct:
-            found -= {"both"}  # the discriminator learned to correct the distribution that replacements came from
+        if "generator" not in model.networks:
+            found -= {"both"}
         self.kinds = tuple(kind for kind in KINDS if kind in found)
         """The kinds of scores that this model has."""
 
@@ -122,7 +123,7 @@ class TextScorer:
         self, encoded: EncodedExamples, is_text: NDArray[np.bool_], kinds: Collection[str], progress: bool
     ) -> dict[str, Scores]:
         """Returns what each of `encoded.ids` adds to a score, float64, by kind."""
-        masked = {"generator", "both"}.intersection(kinds)
+        masked = {kind: w for kind, w in (("generator", 1.0), ("both", _GENERATOR_WEIGHT)) if kind in kinds}
         by_role: dict[str, list[str]] = {}  # what a pass over the texts as they are gives
         for kind in kinds:
             if kind != "generator":
@@ -144,8 +145,8 @@ class TextScorer:
                     chosen = copy[part.examples]
                     hidden = hidden_TD[torch.from_numpy(part.first_tokens + positions[chosen])]
                     log_p = self._addends("generator", hidden, encoded.ids[tokens[chosen]])
-                    for kind in masked:
-                        found[kind][tokens[chosen]] += log_p
+                    for kind, weight in masked.items():
+                        found[kind][tokens[chosen]] += weight * log_p
                     shown.advance(part.num_tokens)
         return found
 
@@ -155,8 +156,7 @@ class TextScorer:
         head: Any = self._model.get_submodule(name)
         with use_compute(self._networks[role].compute):
             if name == "discriminator_head":
-                logits_M = head(hidden_MD).double()
-                values_M = -logits_M if kind == "both" else F.logsigmoid(-logits_M)
+                values_M = F.logsigmoid(-head(hidden_MD).double())
             else:
                 embeddings: Any = self._model.get_submodule(PARTS[role][0])
                 ids_M = torch.from_numpy(ids).long().to(hidden_MD.device)
