@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ten million words, each read at most ten times, then the minimal pairs of BLiMP: a row of docs/leaderboard.md.
+# Ten million words, each read at most ten times (or PASSES=5 of them), then the minimal pairs of BLiMP: a row of docs/leaderboard.md.
 #
 #   runs/ten-million-words.sh OUT PAIRS TEXT... [-- KEY...]
 #
@@ -20,8 +20,8 @@ mkdir -p "$out"
 [ -e "$out/words/vocab.txt" ] || electra-fast vocab "$out/sentences.txt" --documents line --size 8192 --out "$out/words/vocab.txt"
 electra-fast prepare "$out/sentences.txt" --documents line --vocab "$out/words/vocab.txt" --holdout 0.005 --out "$out/shards"
 
-# Ten passes in rows of 64 tokens, 64 of them per step; 15 % of the tokens masked gain on these scores (bench/LOG.md).
+# Passes in rows of 64 tokens, 64 of them per step; 15 % of the tokens masked gain on these scores (bench/LOG.md).
 tokens=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["num_tokens"])' "$out/shards/manifest.json")
-electra-fast pretrain "$out/shards" --out "$out/run" --steps $((tokens * 10 / 4096)) \
+electra-fast pretrain "$out/shards" --out "$out/run" --steps $((tokens * ${PASSES:-10} / 4096)) \
   --data.sequence_length 64 --batch-size 64 --data.mask_prob 0.15 "$@"
 electra-fast evaluate "$out/run" --pairs "${pairs[@]}" --out "$out/pairs"
