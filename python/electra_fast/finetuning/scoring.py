@@ -48,6 +48,7 @@ KINDS = ("discriminator", "both", "corrective", "generator")
 """Kinds of scores. The default of a model is the first that it has."""
 # Of the generator's log p in `both`.
 _GENERATOR_WEIGHT = 0.02
+_BOTH = ("discriminator", "generator")
 # Tokens of masked copies of texts that are in memory at once.
 _COPIED_TOKENS = 1 << 21
 
@@ -80,13 +81,16 @@ class TextScorer:
         networks = {role: PretrainedNetwork(model, role, nn.Identity()) for role in model.networks}
         self._networks = {role: choose_inference(each, on, precision)[0] for role, each in networks.items()}
         # By kind: a network and its head. Hugging Face folders do not have the corrective head.
-        self._heads = {kind: ("discriminator", "discriminator_head") for kind in ("both", "discriminator")}
-        self._heads |= {"generator": ("generator", "generator_head"), "corrective": ("encoder", "encoder_head")}
+        self._heads = {
+            "discriminator": ("discriminator", "discriminator_head"),
+            "corrective": ("encoder", "encoder_head"),
+            "generator": ("generator", "generator_head"),
+        }
         if checkpoint_of(self.source) and hasattr(model, "corrective_head"):
             self._heads["corrective"] = ("discriminator", "corrective_head")
         found = {kind for kind, (role, _) in self._heads.items() if role in model.networks}
-        if "generator" not in model.networks:
-            found -= {"both"}
+        if found.issuperset(_BOTH):
+            found.add("both")
         self.kinds = tuple(kind for kind in KINDS if kind in found)
         """The kinds of scores that this model has."""
 
@@ -115,21 +119,22 @@ class TextScorer:
         is_text = np.ones(len(encoded.ids), np.bool_)
         is_text[encoded.offsets[:-1]] = is_text[encoded.offsets[1:] - 1] = False
         starts = encoded.offsets[:-1] - 2 * np.arange(len(encoded))
-        by_token = self._by_token(encoded, is_text, kinds, progress)
-        return {kind: np.add.reduceat(by_token[kind][is_text], starts)[which] for kind in kinds}
+        parts = {part: None for kind in kinds for part in (_BOTH if kind == "both" else (kind,))}
+        by_token = self._by_token(encoded, parts, progress)
+        found = {part: np.add.reduceat(values[is_text], starts)[which] for part, values in by_token.items()}
+        if "both" in kinds:
+            found["both"] = found["discriminator"] + _GENERATOR_WEIGHT * found["generator"]
+        return {kind: found[kind] for kind in kinds}
 
     @torch.no_grad()
-    def _by_token(
-        self, encoded: EncodedExamples, is_text: NDArray[np.bool_], kinds: Collection[str], progress: bool
-    ) -> dict[str, Scores]:
+    def _by_token(self, encoded: EncodedExamples, kinds: Collection[str], progress: bool) -> dict[str, Scores]:
         """Returns what each of `encoded.ids` adds to a score, float64, by kind."""
-        masked = {kind: w for kind, w in (("generator", 1.0), ("both", _GENERATOR_WEIGHT)) if kind in kinds}
         by_role: dict[str, list[str]] = {}  # what a pass over the texts as they are gives
         for kind in kinds:
             if kind != "generator":
                 by_role.setdefault(self._heads[kind][0], []).append(kind)
         found = {kind: np.zeros(len(encoded.ids)) for kind in kinds}
-        copies = encoded.lengths - 2 if masked else np.zeros_like(encoded.lengths)
+        copies = encoded.lengths - 2 if "generator" in kinds else np.zeros_like(encoded.lengths)
         num_tokens = int((encoded.lengths * (copies + len(by_role))).sum())
         with EncodingProgress("score", num_tokens, shown=progress) as shown:
             for role, own in by_role.items():
@@ -144,9 +149,7 @@ class TextScorer:
                 for copy, part, (hidden_TD,) in self._networks["generator"].batches(masked_copies):
                     chosen = copy[part.examples]
                     hidden = hidden_TD[torch.from_numpy(part.first_tokens + positions[chosen])]
-                    log_p = self._addends("generator", hidden, encoded.ids[tokens[chosen]])
-                    for kind, weight in masked.items():
-                        found[kind][tokens[chosen]] += weight * log_p
+                    found["generator"][tokens[chosen]] = self._addends("generator", hidden, encoded.ids[tokens[chosen]])
                     shown.advance(part.num_tokens)
         return found
 
