@@ -170,7 +170,7 @@ def test_every_key_is_in_the_toml_with_its_meaning() -> None:
         key = name.partition(".")[2]
         assert re.search(rf"^{key} = ", text, re.MULTILINE), name
         assert Config.describe_key(name)
-    assert Config.describe_key("model.tying").endswith("(none, embeddings, all)")
+    assert Config.describe_key("model.tying").endswith("(none, embeddings, disentangled, all)")
 
 
 def write(folder: Path, text: str) -> Path:
@@ -278,7 +278,7 @@ def test_differences_name_the_keys() -> None:
         ("[model]\ntying = 1", "model.tying = 1 must be a string, not an integer"),
         ("[optimizer]\nbias_correction = 1", "optimizer.bias_correction = 1 must be true or false, not an integer"),
         ("[optimizer]\nlearning_rate = [1]", "optimizer.learning_rate = [1] must be a number, not list"),
-        ('[model]\ntying = "some"', "model.tying = 'some' must be one of none, embeddings, all"),
+        ('[model]\ntying = "some"', "model.tying = 'some' must be one of none, embeddings, disentangled, all"),
         ("[train]\nsteps = 0", "train.steps = 0 must be at least 1"),
         ("[data]\nmask_prob = 0.95", "data.mask_prob = 0.95 must be above 0 and at most 0.9"),
         ("[data]\nmask_prob = 0", "data.mask_prob = 0.0 must be above 0 and at most 0.9"),

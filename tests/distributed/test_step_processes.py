@@ -24,8 +24,8 @@ from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.files import checkpoint_folder
 from electra_fast.interruption import stop_requests
 from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.heads import DiscriminatorHead
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
-from electra_fast.model.model import DiscriminatorHead
 from electra_fast.objectives import objective_of
 from electra_fast.optimizers import rules
 from electra_fast.optimizers.optimizer import Optimizer

@@ -19,7 +19,8 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.step import FinetuneStep
-from electra_fast.model.model import Embeddings, Encoder, initialize
+from electra_fast.model.layers import Embeddings
+from electra_fast.model.model import Encoder, initialize
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from electra_fast.hardware import settings as hardware
 from electra_fast.hardware.settings import Measurement, measure, measure_products, shortest_times
 from electra_fast.huggingface.export import export, import_
 from electra_fast.model.compute import ComputeConfig, choose_compute, choose_precision
+from electra_fast.model.heads import DiscriminatorHead
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
-from electra_fast.model.model import DiscriminatorHead
 from electra_fast.training import trainer
 from electra_fast.training.pretrain import pretrain
 from electra_fast.training.run import Run

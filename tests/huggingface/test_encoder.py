@@ -25,7 +25,8 @@ from electra_fast.huggingface.export import export
 from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.settings import HEAD_KEYS, SETTINGS, check_settings
 from electra_fast.model.attention import AttentionMask
-from electra_fast.model.model import Electra, Embeddings, Encoder
+from electra_fast.model.layers import Embeddings
+from electra_fast.model.model import Electra, Encoder
 from electra_fast.model.networks import PARTS
 from electra_fast.ops.operations import Dropout
 

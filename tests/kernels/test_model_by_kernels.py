@@ -48,7 +48,7 @@ def tokens():
 
 
 def replaced_logits(model, *inputs):
-    return model.discriminator_head(model.hidden("discriminator", *inputs))
+    return model.discriminator_head(model.hidden("discriminator", *inputs), inputs[1])
 
 
 def logits_and_gradients(model, key=KEY, replaced_logits=replaced_logits):

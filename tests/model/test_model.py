@@ -138,7 +138,7 @@ def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Ten
     return segment_ids, torch.cat(positions), torch.tensor(borders, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("recipe", ["google", "modern"])
+@pytest.mark.parametrize("recipe", ["google", "modern", "deberta"])
 def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
     model = make("tiny", recipe, {"generator.fraction": 1.0}, vocab_size=100)
     lengths = [[11, 9], [13, 7]]
@@ -148,8 +148,8 @@ def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
     types = torch.zeros_like(ids)
     mask = AttentionMask.packed(segment_ids, borders, "sdpa")
     tokens = (ids, positions, types, mask, torch.float32)
-    packed = model.discriminator_head(model.hidden("discriminator", *tokens))
-    words = model.generator_head(model.hidden("generator", *tokens), model.generator_embeddings.token)
+    packed = model.discriminator_head(model.hidden("discriminator", *tokens), positions)
+    words = model.generator_head(model.hidden("generator", *tokens), model.generator_embeddings.table)
     (packed * weight).sum().backward()
     packed_grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -238,7 +238,7 @@ def test_discriminator_logits_of_bf16_states_are_products_in_fp32() -> None:
     torch.testing.assert_close(dx_TD, (upstream_T[:, None] * exact_D).bfloat16())
     for recipe in ("google", "modern"):
         head = Electra(Config.preset("small", recipe).override({"model.vocab_size": 100})).discriminator_head
-        found_T = head(x_TD)
+        found_T = head(x_TD, torch.arange(2000))
         assert found_T.dtype == torch.float32 and found_T.unique().numel() > 1990
 
 

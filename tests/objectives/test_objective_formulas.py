@@ -57,7 +57,7 @@ class Transcription:
     def log_probabilities(self, role, state):
         """Of the vocabulary at one position."""
         head = self.model.get_submodule(f"{role}_head")
-        table = (self.model.generator_embeddings if role == "generator" else self.model.embeddings).token
+        table = (self.model.generator_embeddings if role == "generator" else self.model.embeddings).table
         if self.config.model.heads == "plain":
             state = state if head.projection is None else linear(head.projection, state)
             return torch.log_softmax(table @ state, 0)
@@ -66,11 +66,13 @@ class Transcription:
             x = linear(head.projection, x)
         return torch.log_softmax(table @ x + head.bias, 0)
 
-    def replaced(self, state):
-        """The probability that the discriminator calls a token replaced."""
+    def replaced(self, state, first):
+        """The probability that the discriminator calls a token replaced, given its segment's first state."""
         head = self.model.discriminator_head
         if self.config.model.heads == "plain":
             return self.sigmoid("discriminator_head", state)
+        if self.config.model.architecture == "deberta":
+            state = self.normed(head, state + first)
         x = F.gelu(linear(head.dense, state))
         if self.config.model.architecture == "modernbert":
             x = self.normed(head, x)
@@ -119,7 +121,7 @@ class Transcription:
                 continue
             found = self.hidden("discriminator", corrupted)
             for at in range(end - start):
-                p = self.replaced(found[at])
+                p = self.replaced(found[at], found[0])
                 right = p if wrong[at] else 1 - p
                 if name == "electra15" and not (at in slots if counted is None else counted[row, start + at]):
                     continue
@@ -154,7 +156,8 @@ class Transcription:
     ("name", "architecture", "tying"),
     [(name, "bert", "none") for name in VARIANTS if name != "electra"]
     + [("electra", "bert", "embeddings"), ("all-tokens-mlm", "bert", "embeddings")]
-    + [(name, "modernbert", "none") for name in ("corrective", "all-tokens-mlm", "local attention")],
+    + [(name, "modernbert", "none") for name in ("corrective", "all-tokens-mlm", "local attention")]
+    + [("corrective", "deberta", "disentangled"), ("mlm", "deberta", "none"), ("adversarial", "deberta", "embeddings")],
 )
 def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}

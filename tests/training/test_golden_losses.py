@@ -17,10 +17,10 @@ from variants import VARIANTS
 import electra_fast as ef
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "losses.jsonl"
-RUNS = [(recipe, name) for recipe in ("paper", "google", "modern") for name in ("electra", "mlm")]
+RUNS = [(recipe, name) for recipe in ("paper", "google", "modern", "deberta") for name in ("electra", "mlm")]
 RUNS += [("paper", name) for name in VARIANTS if name not in ("electra", "mlm")]
 METRICS = ("loss", "generator_loss", "discriminator_loss", "encoder_loss", "replaced_fraction", "grad_norm")
-MASKING = {"paper": "tokens", "google": "with-repeats", "modern": "tokens"}
+MASKING = {"paper": "tokens", "google": "with-repeats", "modern": "tokens", "deberta": "tokens"}
 STEPS, NUM_WORDS = 20, 300
 # Sums add in an order that depends on the CPU: losses without vector instructions differ by up to 1.3e-6 (relative).
 TOLERANCE = 2e-5

@@ -31,12 +31,12 @@ from electra_fast.config.section import AUTO as AUTO
 from electra_fast.config.section import LOGGERS, Configuration, Scalar, Section, config_key, did_you_mean, read_toml
 from electra_fast.errors import InputError
 
-Architecture = Literal["bert", "modernbert"]
+Architecture = Literal["bert", "modernbert", "deberta"]
 
 # Ten times the largest published encoders; larger sizes are mistakes that would fill the memory.
 MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
-NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modernbert": 1e-5}
+NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modernbert": 1e-5, "deberta": 1e-7}
 # A longer repr has one key per line.
 MAX_REPR_LINE = 100
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
@@ -72,7 +72,9 @@ class ModelConfig(Section):
     """`[model]`: the resulting encoder; with replaced-token detection, the discriminator."""
 
     architecture: Architecture = config_key(
-        "modernbert", "post-norm layers with learned positions, or pre-norm layers with rotary positions and GeGLU"
+        "modernbert",
+        "post-norm layers with learned positions, pre-norm layers with rotary positions and GeGLU, or post-norm layers "
+        "with disentangled attention",
     )
     vocab_size: int = config_key(0, "vocabulary size; 0: that of the corpus", low=0, high=1 << 24)
     max_positions: int = config_key(512, "longest sequence in tokens", low=8, high=32768)
@@ -87,13 +89,17 @@ class ModelConfig(Section):
         "dense",
         "pre-training heads: with a dense layer before the output, or plain e(x)'h and w'h as in the paper's draft",
     )
-    tying: Literal["none", "embeddings", "all"] = config_key(
-        "embeddings", "weights shared by generator and discriminator"
+    tying: Literal["none", "embeddings", "disentangled", "all"] = config_key(
+        "embeddings",
+        "weights shared by generator and discriminator; disentangled: the token table, of which the discriminator "
+        "trains a summand of its own (GDES)",
     )
     attention: Literal["auto", "sdpa", "short", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: on CUDA in 16 bits short (rows up to 128, Hopper) or varlen, else sdpa"
     )
-    norm_eps: float = config_key(0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modernbert", low=0, high=1)
+    norm_eps: float = config_key(
+        0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modernbert, 1e-7 in deberta", low=0, high=1
+    )
     rope_theta: float = config_key(10_000.0, "base of the rotary angles (modernbert)", low=1)
     local_rope_theta: float = config_key(10_000.0, "base of the rotary angles in layers with local attention", low=1)
     local_attention: int = config_key(
@@ -102,6 +108,16 @@ class ModelConfig(Section):
     global_attention_every: int = config_key(
         3, "with local attention, every N-th layer is global, starting with the first", low=1
     )
+    position_buckets: int = config_key(
+        256,
+        "relative positions to each side, on a logarithmic scale from half of them on (deberta)",
+        low=2,
+        high=1 << 15,
+    )
+    conv_kernel_size: int = config_key(
+        0, "tokens read by the convolution beside the first layer (deberta), an odd number; 0: none", low=0, high=255
+    )
+    conv_activation: Literal["gelu", "tanh"] = config_key("gelu", "activation of that convolution")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,8 +138,10 @@ class ModelConfig(Section):
                 f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads} is odd; "
                 "rotary positions need an even head width"
             )
-        if self.architecture == "bert" and self.local_attention:
+        if self.architecture != "modernbert" and self.local_attention:
             raise InputError(f'model.local_attention = {self.local_attention} needs model.architecture = "modernbert"')
+        if (size := self.conv_kernel_size) and (self.architecture != "deberta" or size % 2 == 0):
+            raise InputError(f'model.conv_kernel_size = {size} must be odd, and needs model.architecture = "deberta"')
 
     @property
     def eps(self) -> float:

@@ -88,6 +88,21 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.bias_correction": False,
     },
     "modern": {},
+    # DeBERTaV3: arXiv 2111.09543 and the published code, whose generator has half of the layers.
+    "deberta": {
+        "model.architecture": "deberta",
+        "model.dropout": 0.1,
+        "model.attention_dropout": 0.1,
+        "model.tying": "disentangled",
+        "generator.fraction": 1.0,
+        "data.mask_prob": 0.15,
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": 3e-4,
+        "optimizer.muon_learning_rate": 0.02,
+        "optimizer.beta2": 0.999,
+        "objective.disc_weight": 50.0,
+        "objective.corrective_weight": 0.0,
+    },
 }
 
 _PUBLISHED_SIZES: dict[str, dict[str, Scalar]] = {
@@ -99,6 +114,17 @@ _PUBLISHED_SIZES: dict[str, dict[str, Scalar]] = {
 }
 SIZE_RECIPES: dict[tuple[str, str], dict[str, Scalar]] = {
     (size, recipe): keys for size, keys in _PUBLISHED_SIZES.items() for recipe in ("paper", "google")
+}
+_DEBERTA_SIZES: dict[str, dict[str, Scalar]] = {
+    "tiny": {"generator.num_layers": 1, "generator.fraction": 1.0, "model.embedding_size": 64},
+    "mini": {"generator.num_layers": 2, "model.embedding_size": 256},
+    "small": {"generator.num_layers": 6, "model.embedding_size": 256},
+    "base": {"generator.num_layers": 6, "optimizer.learning_rate": 1e-4},
+    "large": {"generator.num_layers": 12, "optimizer.learning_rate": 1e-4},
+}
+SIZE_RECIPES |= {
+    (size, "deberta"): {"model.intermediate_size": _PUBLISHED_SIZES[size]["model.intermediate_size"]} | keys
+    for size, keys in _DEBERTA_SIZES.items()
 }
 SIZE_RECIPES["large", "google"] = _PUBLISHED_SIZES["large"] | {"data.mask_prob": 0.25}
 

@@ -311,7 +311,8 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
     _check_text(name, value)
     if (now := present_name(name, value)) is not value:
         raise InputError(f'{name} = "{value}": now called "{now}"')
-    if choices and any(each not in (field.default, *choices) for each in (value if type(value) is list else [value])):
+    named = value if type(value) is list else [value] if value != field.default else []
+    if choices and any(each not in choices for each in named):
         several = "among" if field.metadata["takes_several"] else "one of"
         raise InputError(f"{name} = {value!r} must be {several} {', '.join(choices)}")
     low, high = field.metadata["low"], field.metadata["high"]

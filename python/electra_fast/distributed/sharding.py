@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from electra_fast.model.model import BertLayer, Electra, ModernLayer
+from electra_fast.model.layers import BertLayer, ModernLayer
+from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Forward, MicroBatch, Output, Predictions
 
 

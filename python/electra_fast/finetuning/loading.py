@@ -27,7 +27,8 @@ from electra_fast.huggingface.sentence_settings import read_sentence_settings
 from electra_fast.huggingface.source import checkpoint_of
 from electra_fast.huggingface.tokenizer import tokenizer_length
 from electra_fast.model.compute import Precision, choose_device
-from electra_fast.model.model import Electra, Embeddings, Encoder
+from electra_fast.model.layers import Embeddings
+from electra_fast.model.model import Electra, Encoder
 
 
 def load(path: str | Path, *, device: str = AUTO, precision: Precision = "auto") -> PretrainedModel | FinetunedModel:

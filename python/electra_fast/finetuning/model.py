@@ -21,7 +21,8 @@ from electra_fast.data.loader import to_device
 from electra_fast.finetuning.batches import PackedBatch
 from electra_fast.model.attention import AttentionMask, Queries
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.model import Embeddings, Encoder, Linear, Norm, glorot_uniform_
+from electra_fast.model.layers import Embeddings, Linear, Norm
+from electra_fast.model.model import Encoder, glorot_uniform_
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
@@ -143,8 +144,13 @@ class EncoderWithHead(nn.Module, ABC):
         dropout = Dropout(self.shape.dropout if self.training else 0.0, key)
         x_TE = self.embeddings(ids_T, positions_T, types_T, compute.dtype, dropout)
         queries = inputs.first_tokens(self.shape) if self.only_first else None
-        hidden: Tensor = self.encoder(x_TE, positions_T, inputs.mask(compute.attention, self.shape), dropout, queries)
+        mask, absolute_TD = inputs.mask(compute.attention, self.shape), self.absolute(positions_T)
+        hidden: Tensor = self.encoder(x_TE, positions_T, mask, dropout, queries, absolute_TD)
         return hidden
+
+    def absolute(self, position_ids_T: Tensor) -> Tensor | None:
+        """Returns what `Encoder` takes as embeddings of absolute positions."""
+        return None
 
     @abstractmethod
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:

@@ -53,17 +53,24 @@ _COPIED_TOKENS = 1 << 21
 
 
 class PretrainedNetwork(EncoderWithHead):
-    """A network of a pre-trained model, with a head of its pre-training or none."""
+    """A network of a pre-trained model, with the head that detects replaced tokens or none."""
 
-    def __init__(self, model: Electra, role: str, head: nn.Module) -> None:
+    def __init__(self, model: Electra, role: str, head: nn.Module | None = None) -> None:
         with torch.device("meta"):
-            super().__init__(role_shape(model.config, role), head)
+            super().__init__(role_shape(model.config, role), head or nn.Identity())
         for name, part in zip(("embeddings", "encoder"), PARTS[role][:2], strict=True):
             self.add_module(name, model.get_submodule(part))
+        self._decoders = (model.generator_head,) if role == "generator" else ()  # no submodules
+
+    def absolute(self, position_ids_T: Tensor) -> Tensor | None:
+        """As in the base class."""
+        return self._decoders[0].absolute(position_ids_T) if self._decoders else None
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        """Returns the head's outputs for the hidden states of all tokens; [T, ...]."""
-        return (self.head(self.hidden_states(inputs, compute)),)
+        """Returns the head's outputs or the hidden states of all tokens; [T, ...]."""
+        hidden_TD = self.hidden_states(inputs, compute)
+        is_bare = isinstance(self.head, nn.Identity)
+        return (hidden_TD if is_bare else self.head(hidden_TD, inputs.columns_5RL[2].flatten()),)
 
 
 class TextScorer:
@@ -77,7 +84,7 @@ class TextScorer:
         self._model = model = read_model(source).to(on)
         self._tokenizer = Tokenizer(tokenizer_folder(self.source, model.config.model.vocab_size))
         precision = "fp32" if precision == AUTO else precision
-        networks = {role: PretrainedNetwork(model, role, nn.Identity()) for role in model.networks}
+        networks = {role: PretrainedNetwork(model, role) for role in model.networks}
         self._networks = {role: choose_inference(each, on, precision)[0] for role, each in networks.items()}
         # By kind: a network and its head. Hugging Face folders do not have the corrective head.
         self._heads = {
@@ -138,33 +145,39 @@ class TextScorer:
         with EncodingProgress("score", num_tokens, shown=progress) as shown:
             for role, own in by_role.items():
                 for _, part, (hidden_TD,) in self._networks[role].batches(encoded):
-                    is_token = part.sources >= 0
-                    hidden, ids = hidden_TD[is_token.ravel()], part.columns[0][is_token]
+                    is_token, positions = part.sources >= 0, part.columns[2].ravel()
                     for kind in own:
-                        found[kind][part.sources[is_token]] = self._addends(kind, hidden, ids)
+                        if kind == "discriminator":
+                            addends = self._log_original(hidden_TD, positions)[is_token.ravel()]
+                        else:
+                            addends = self._log_p(kind, hidden_TD[is_token.ravel()], part.columns[0][is_token])
+                        found[kind][part.sources[is_token]] = addends
                     shown.advance(part.num_tokens)
             for texts in _parts(encoded.lengths * copies):
                 tokens, positions, masked_copies = _masked(encoded, texts, self._tokenizer.special_tokens["mask"])
                 for copy, part, (hidden_TD,) in self._networks["generator"].batches(masked_copies):
                     chosen = copy[part.examples]
                     hidden = hidden_TD[torch.from_numpy(part.first_tokens + positions[chosen])]
-                    found["generator"][tokens[chosen]] = self._addends("generator", hidden, encoded.ids[tokens[chosen]])
+                    found["generator"][tokens[chosen]] = self._log_p("generator", hidden, encoded.ids[tokens[chosen]])
                     shown.advance(part.num_tokens)
         return found
 
-    def _addends(self, kind: str, hidden_MD: Tensor, ids: NDArray[np.int32]) -> Scores:
-        """Returns what tokens add to a score, from hidden states; float64 [M]."""
+    def _log_original(self, hidden_TD: Tensor, positions: NDArray[np.int32]) -> Scores:
+        """Returns the log probability that each token is original, from hidden states; float64 [T]."""
+        positions_T = torch.from_numpy(positions).to(hidden_TD.device)
+        with use_compute(self._networks["discriminator"].compute):
+            logits_T = self._model.discriminator_head(hidden_TD, positions_T)
+            return F.logsigmoid(-logits_T.double()).cpu().numpy()
+
+    def _log_p(self, kind: str, hidden_MD: Tensor, ids: NDArray[np.int32]) -> Scores:
+        """Returns the log probability of tokens, from hidden states; float64 [M]."""
         role, name = self._heads[kind]
         head: Any = self._model.get_submodule(name)
+        embeddings: Any = self._model.get_submodule(PARTS[role][0])
+        ids_M = torch.from_numpy(ids).long().to(hidden_MD.device)
         with use_compute(self._networks[role].compute):
-            if name == "discriminator_head":
-                values_M = F.logsigmoid(-head(hidden_MD).double())
-            else:
-                embeddings: Any = self._model.get_submodule(PARTS[role][0])
-                ids_M = torch.from_numpy(ids).long().to(hidden_MD.device)
-                nll_M, _ = vocabulary_nll(head.transform(hidden_MD), embeddings.token, head.output_bias, ids_M)
-                values_M = -nll_M.double()
-        return values_M.cpu().numpy()
+            nll_M, _ = vocabulary_nll(head.transform(hidden_MD), embeddings.table, head.output_bias, ids_M)
+            return -nll_M.double().cpu().numpy()
 
 
 def _joined(rows: list[NDArray[np.int32]]) -> EncodedExamples:

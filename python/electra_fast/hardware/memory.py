@@ -25,7 +25,8 @@ from electra_fast.distributed.division import num_groups, smaller_micro_batches
 from electra_fast.errors import InputError
 from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import ComputeConfig, use_compute
-from electra_fast.model.model import BertLayer, Electra, ModernLayer
+from electra_fast.model.layers import BertLayer, ModernLayer
+from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
 from electra_fast.ops.operations import WeightCasts

@@ -21,7 +21,8 @@ from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import check_role, read_encoder_shape, read_table, role_shape
 from electra_fast.huggingface.folder import read_weights
 from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
-from electra_fast.model.model import Embeddings, Encoder, initialize
+from electra_fast.model.layers import Embeddings
+from electra_fast.model.model import Encoder, initialize
 from electra_fast.model.networks import PARTS
 
 Sizes = Mapping[str, torch.Size]

@@ -241,6 +241,11 @@ class Queries:
 def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Queries, dropout: float = 0.0) -> Tensor:
     """`attend` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
     scores_NnT = torch.einsum("nah,tah->ant", q_nNH, k_TNH).float() * q_nNH.shape[-1] ** -0.5
+    return mixed_values(scores_NnT, v_TNH, queries, dropout)
+
+
+def mixed_values(scores_NnT: Tensor, v_TNH: Tensor, queries: Queries, dropout: float) -> Tensor:
+    """The values of allowed tokens, weighted by a softmax of these scores; → [n, N*H]."""
     weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
     weights_NnT = ops.dropout_reference(weights_NnT, Dropout(dropout)).to(v_TNH.dtype)
     return torch.einsum("ant,tah->nah", weights_NnT, v_TNH).flatten(1)
@@ -308,7 +313,7 @@ def _within(window: int, length: int, device: torch.device) -> Tensor:
     return (position_L[:, None] - position_L[None, :]).abs() <= window
 
 
-def _rows(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
+def rows_of(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
     """[T, N, H] → [B, N, L, H], a view."""
     return x_TNH.view(mask.num_rows, mask.length, *x_TNH.shape[1:]).transpose(1, 2)
 
@@ -319,10 +324,17 @@ def _sdpa_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) ->
     return {"dense_B1LL": _dense(ids_BL, window)}
 
 
+def sdpa_kernels(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """The context in which to call scaled_dot_product_attention on this tensor's device.
+
+    Without cuDNN, whose backward pass on Hopper gives NaN under masks of some lengths (issue 196678 of pytorch).
+    """
+    return sdpa_kernel(SDPA_KERNELS) if x.is_cuda else contextlib.nullcontext()
+
+
 def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
-    q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
-    # Not cuDNN, whose backward pass on Hopper gives NaN under masks of some lengths (issue 196678 of pytorch).
-    with sdpa_kernel(SDPA_KERNELS) if q_TNH.is_cuda else contextlib.nullcontext():
+    q, k, v = (rows_of(x, mask) for x in (q_TNH, k_TNH, v_TNH))
+    with sdpa_kernels(q):
         out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(), dropout_p=dropout)
     return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
 
@@ -349,16 +361,19 @@ def _flex_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) ->
 
 
 def _flex(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    assert mask.block_mask is not None and not dropout
+    q, k, v = (rows_of(x, mask) for x in (q_TNH, k_TNH, v_TNH))
+    out_BNLH: Tensor = flex_function(q)(q, k, v, block_mask=mask.block_mask)
+    return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
+
+
+def flex_function(x: Tensor) -> Callable[..., Any]:
+    """Flex attention, compiled on CUDA. Uncompiled it has all scores in memory, and is used by tests only."""
     from torch.nn.attention.flex_attention import flex_attention  # imported here: it loads the compiler
 
-    assert mask.block_mask is not None and not dropout
-    # Uncompiled it materializes all scores. On the CPU it has no backward pass and is used by tests only.
-    compiled = q_TNH.is_cuda and not torch.compiler.is_compiling()
-    flex: Any = _compiled_flex_attention() if compiled else flex_attention
-    q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
-    out_BNLH = flex(q, k, v, block_mask=mask.block_mask)
-    assert isinstance(out_BNLH, Tensor)
-    return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
+    compiled = x.is_cuda and not torch.compiler.is_compiling()
+    plain: Any = flex_attention
+    return _compiled_flex_attention() if compiled else plain
 
 
 @functools.cache
@@ -519,6 +534,7 @@ class Backend:
         dtypes: The activations that it computes.
         has_dropout: It has dropout of attention weights.
         has_windows: It has local attention.
+        is_disentangled: It has the scores of relative positions of `disentangled`.
         reads_offsets: It reads the segments' offsets, not their ids.
         is_deterministic: Two runs of the same seed have bitwise equal gradients.
         is_ours: Kernels of ours compute it.
@@ -532,6 +548,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     has_dropout: bool = True
     has_windows: bool = True
+    is_disentangled: bool = False
     reads_offsets: bool = False
     is_deterministic: bool = True
     is_ours: bool = False
@@ -547,9 +564,11 @@ BACKENDS = {
     # torch's flash attention over segments of different lengths.
     "varlen": Backend(_varlen_mask, _varlen, _missing_for_flash, **_FLASH),
     # scaled_dot_product_attention with a dense mask.
-    "sdpa": Backend(_sdpa_mask, _sdpa, None, _ALL_DTYPES),
+    "sdpa": Backend(_sdpa_mask, _sdpa, None, _ALL_DTYPES, is_disentangled=True),
     # Compiled flex attention.
-    "flex": Backend(_flex_mask, _flex, _missing_for_flex, _ALL_DTYPES, has_dropout=False, alike="varlen"),
+    "flex": Backend(
+        _flex_mask, _flex, _missing_for_flex, _ALL_DTYPES, has_dropout=False, is_disentangled=True, alike="varlen"
+    ),
     # Flash attention of another package.
     "xformers": Backend(_xformers_mask, _xformers, _missing_for_xformers, has_windows=False, alike="varlen", **_FLASH),
 }

@@ -150,4 +150,6 @@ def _missing_for(
         return "model.attention_dropout = 0.0"
     if shape.local_attention and not backend.has_windows:
         return "model.local_attention = 0"
+    if shape.architecture == "deberta" and not backend.is_disentangled:
+        return 'another model.architecture than "deberta"'
     return backend.missing(card_of(device), shape, row_length)

@@ -130,11 +130,11 @@ class ElectraObjective(GeneratorObjective):
             sample_M = keep_some_whole(inputs, sample_M, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, sample_M)
         hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
-        logits_T = model.discriminator_head(hidden_TD)
+        logits_T = model.discriminator_head(hidden_TD, inputs.context[0])
         counted_T = self.counted(inputs, batch.rng_key)
         totals = generated.totals(inputs.slots, "generator") | rtd_totals(logits_T, replaced_T, counted_T)
         if "corrective_loss" in self.losses():
-            head, table_VE = model.corrective_head, model.embeddings.token
+            head, table_VE = model.corrective_head, model.embeddings.table
             hidden_MD = inputs.slots.of_states(hidden_TD)
             corrected = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
             totals |= corrected.totals(inputs.slots, "corrective")
@@ -285,12 +285,13 @@ class AdversarialObjective(ElectraObjective):
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         inputs = read_inputs(model, batch)
-        slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.token
+        slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.table
         hidden_MD = slots.of_states(model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context))
         with torch.no_grad():
             generated = predict(model.config, head, table_VE, hidden_MD, slots, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
-        logits_T = model.discriminator_head(model.hidden("discriminator", corrupted_T, *inputs.context))
+        hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
+        logits_T = model.discriminator_head(hidden_TD, inputs.context[0])
         reward_M = slots.of_tokens(ops.binary_cross_entropy(logits_T.detach(), replaced_T))
         baseline_M = model.baseline_head(hidden_MD.detach())
         advantage_M = reward_M - F.softplus(-baseline_M.detach())

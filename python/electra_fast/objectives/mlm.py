@@ -80,7 +80,7 @@ class ReplaceMLMObjective(GeneratorObjective):
         generated = generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
         hidden_MD = inputs.slots.of_states(model.hidden("encoder", corrupted_T, *inputs.context))
-        head, table_VE = model.encoder_head, model.embeddings.token
+        head, table_VE = model.encoder_head, model.embeddings.table
         predicted = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
         totals = generated.totals(inputs.slots, "generator") | predicted.totals(inputs.slots, "encoder")
         return self.output(batch, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
@@ -134,7 +134,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         original_T, _ = corrupt(inputs, inputs.slots.target_M)
         hidden_TD = model.hidden("encoder", corrupted_T, *inputs.context)
         head, copy_T = model.encoder_head, model.copy_head(hidden_TD)
-        x_TE, table_VE = head.transform(hidden_TD), model.embeddings.token
+        x_TE, table_VE = head.transform(hidden_TD), model.embeddings.table
         nll_T, is_argmax_T = vocabulary_nll(x_TE, table_VE, head.output_bias, original_T.long())
         by_softmax_T = F.logsigmoid(-copy_T) - nll_T
         either_T = torch.logaddexp(F.logsigmoid(copy_T), by_softmax_T)

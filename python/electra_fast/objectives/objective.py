@@ -27,7 +27,8 @@ from electra_fast.config.config import Config
 from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.model.attention import BACKENDS, AttentionMask
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.model import Electra, MaskedLMHead
+from electra_fast.model.heads import MaskedLMHead
+from electra_fast.model.model import Electra
 from electra_fast.model.networks import Network, networks_of
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import may_use_kernels
@@ -395,7 +396,7 @@ def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> G
     if model.proposal is not None and rng_key is not None:
         return _samples_alone(model.proposal.sample(slots.number_M, rng_key.seed_and_step))
     hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
-    head, table_VE = model.generator_head, model.generator_embeddings.token
+    head, table_VE = model.generator_head, model.generator_embeddings.table
     rng_key = rng_key if given_M is None else None
     generated = predict(model.config, head, table_VE, slots.of_states(hidden_TD), slots, rng_key)
     return generated if given_M is None else replace(generated, sample_M=given_M)

@@ -4,7 +4,8 @@ Contracts and references are in `operations`. torch.compile traces the reference
 only the generator's head stays a single operator.
 
 Shapes: T tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension, F feed-forward;
-S segments, K slots of the padded segments or tiles of the sampler, c segments of a group, P their padded length.
+S segments, K slots of the padded segments or tiles of the sampler, c segments of a group, P their padded length;
+J = 2*L - 1 distances of tokens in a row.
 """
 
 from __future__ import annotations
@@ -117,13 +118,20 @@ def _dropout_mask(like: Tensor, probability: float) -> Tensor:
 
 
 def self_attention(
-    qkv_TX: Tensor, bias_B1LL: Tensor | None, num_rows: int, num_heads: int, dropout: float = 0.0
+    qkv_TX: Tensor,
+    bias_B1LL: Tensor | None,
+    num_rows: int,
+    num_heads: int,
+    dropout: float = 0.0,
+    relative: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Softmax attention within rows of equal length, with dropout of the weights; [T, 3D] → [T, D].
 
     `bias_B1LL`, in qkv's dtype, is added to the scores: a large negative number where a token doesn't attend.
+    `relative` has keys and queries of relative positions, [N, J, H] each (`RelativePositions.by_distance`), whose
+    scores with the contents are added too.
     """
-    out_TD: Tensor = _SelfAttention.apply(qkv_TX, bias_B1LL, num_rows, num_heads, dropout)
+    out_TD: Tensor = _SelfAttention.apply(qkv_TX, bias_B1LL, num_rows, num_heads, dropout, *(relative or (None, None)))
     return out_TD
 
 
@@ -136,35 +144,49 @@ class _SelfAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_TX: Tensor, bias_B1LL: Tensor | None, num_rows: int, num_heads: int, dropout: float
+        ctx: Any,
+        qkv_TX: Tensor,
+        bias_B1LL: Tensor | None,
+        num_rows: int,
+        num_heads: int,
+        dropout: float,
+        keys_NJH: Tensor | None,
+        queries_NJH: Tensor | None,
     ) -> Tensor:
         length, width = qkv_TX.shape[0] // num_rows, qkv_TX.shape[1] // 3
         out_TD = qkv_TX.new_empty(len(qkv_TX), width)
         weights_BNLL = qkv_TX.new_empty(num_rows, num_heads, length, length)
         drop_BNLL = _dropout_mask(weights_BNLL, dropout) if dropout else None
-        out_BLNH, scale = out_TD.view(num_rows, length, num_heads, -1), (width // num_heads) ** -0.5
+        num_terms = 1 if keys_NJH is None else 3
+        out_BLNH, scale = out_TD.view(num_rows, length, num_heads, -1), (num_terms * width // num_heads) ** -0.5
         for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
             weights = weights_BNLL[rows].flatten(0, 1)
             scores = torch.empty_like(weights)
             if bias_B1LL is not None:
                 scores.view(-1, num_heads, length, length).copy_(bias_B1LL[rows])
             scores.baddbmm_(q, k.mT, beta=0 if bias_B1LL is None else 1, alpha=scale)
+            if keys_NJH is not None and queries_NJH is not None:
+                scores_NcLL = scores.view(-1, num_heads, length, length).transpose(0, 1)
+                scores_NcLL.add_(_pairs(_by_head(q, num_heads) @ keys_NJH.mT), alpha=scale)
+                scores_NcLL.add_(_pairs(_by_head(k, num_heads) @ queries_NJH.mT).mT, alpha=scale)
             torch.softmax(scores, -1, out=weights)
             if drop_BNLL is not None:
                 weights = weights * drop_BNLL[rows].flatten(0, 1)
             out_BLNH[rows].copy_(_by_token(weights @ v, num_heads))
-        ctx.save_for_backward(qkv_TX, weights_BNLL, drop_BNLL)
+        ctx.save_for_backward(qkv_TX, weights_BNLL, drop_BNLL, keys_NJH, queries_NJH)
         ctx.num_rows, ctx.num_heads, ctx.scale = num_rows, num_heads, scale
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_TX, weights_BNLL, drop_BNLL = ctx.saved_tensors
+        qkv_TX, weights_BNLL, drop_BNLL, *relative = ctx.saved_tensors
         num_rows, num_heads, scale = ctx.num_rows, ctx.num_heads, ctx.scale
         grad_TX = torch.empty_like(qkv_TX)
         grad_BL3NH = grad_TX.view(num_rows, -1, 3, num_heads, grad_TD.shape[1] // num_heads)
         grad_BNLH = grad_TD.view(num_rows, -1, num_heads, grad_BL3NH.shape[-1]).transpose(1, 2)
+        precision = torch.promote_types(qkv_TX.dtype, torch.float32)
+        sums = [each if each is None else torch.zeros_like(each, dtype=precision) for each in relative]
         for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
             weights, grad = weights_BNLL[rows].flatten(0, 1), grad_BNLH[rows].flatten(0, 1)
             dropped, grad_weights = weights, grad @ v.mT
@@ -174,9 +196,15 @@ class _SelfAttention(torch.autograd.Function):
                 grad_weights.mul_(drop)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(scale)
             grads = (grad_scores @ k, grad_scores.mT @ q, dropped.mT @ grad)
+            for x, grad_x, positions, total, of_pairs in zip(
+                (q, k), grads[:2], relative, sums, (grad_scores, grad_scores.mT), strict=True
+            ):
+                if total is not None:
+                    _add_gradients_of_positions(grad_x, total, of_pairs, x, positions)
             for out, each in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
                 out.copy_(_by_token(each, num_heads))
-        return grad_TX, None, None, None, None
+        grad_relative = (each if each is None else each.to(qkv_TX.dtype) for each in sums)
+        return grad_TX, None, None, None, None, *grad_relative
 
 
 def _row_chunks(qkv_TX: Tensor, num_rows: int, num_heads: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -192,6 +220,41 @@ def _row_chunks(qkv_TX: Tensor, num_rows: int, num_heads: int) -> Iterator[tuple
 def _by_token(x: Tensor, num_heads: int) -> Tensor:
     """[c*N, L, H] → [c, L, N, H], a view."""
     return x.view(-1, num_heads, *x.shape[1:]).transpose(1, 2)
+
+
+def _by_head(x: Tensor, num_heads: int) -> Tensor:
+    """[c*N, L, ...] → [N, c*L, ...]."""
+    return x.view(-1, num_heads, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def _pairs(scores_NKJ: Tensor) -> Tensor:
+    """The scores of tokens' pairs among those by distance; [N, c*L, J] → [N, c, L, L], a view.
+
+    Column j - i + L - 1 of token i has its pair with token j. So each row of the square begins one element earlier than
+    the one before it.
+    """
+    num_heads, num_tokens, num_distances = scores_NKJ.shape
+    length = (num_distances + 1) // 2
+    shape = (num_heads, num_tokens // length, length, length)
+    strides = (num_tokens * num_distances, length * num_distances, num_distances - 1, 1)
+    pairs: Tensor = scores_NKJ.as_strided(shape, strides, scores_NKJ.storage_offset() + length - 1)
+    return pairs
+
+
+def _add_gradients_of_positions(
+    grad_x: Tensor, total_NJH: Tensor, grad_pairs: Tensor, x: Tensor, positions_NJH: Tensor
+) -> None:
+    """Adds the gradients of scores x @ positions.T to those of x and of the positions, given those of the pairs.
+
+    Shapes: [c*N, L, H] of x, whose tokens are the rows of the pairs, [c*N, L, L].
+    """
+    (num_heads, num_distances, _), x_NKH = positions_NJH.shape, _by_head(x, len(positions_NJH))
+    grad_NKJ = x.new_zeros(num_heads, x_NKH.shape[1], num_distances)
+    pairs_NcLL = _pairs(grad_NKJ)
+    pairs_NcLL.copy_(grad_pairs.unflatten(0, (-1, num_heads)).transpose(0, 1))
+    total_NJH.add_(grad_NKJ.mT @ x_NKH)
+    grad_cNLH = (grad_NKJ @ positions_NJH).unflatten(1, pairs_NcLL.shape[1:3]).transpose(0, 1)
+    grad_x.unflatten(0, (-1, num_heads)).add_(grad_cNLH)
 
 
 def masking_bias(attends: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,6 +274,11 @@ class SegmentGroup(NamedTuple):
     num_slots: int
     bias: Tensor | None
 
+    @property
+    def length(self) -> int:
+        """P."""
+        return self.num_slots // self.num_segments
+
 
 @dataclass(frozen=True)
 class SegmentLayout:
@@ -229,6 +297,11 @@ class SegmentLayout:
     slot_T: Tensor
     padding: Tensor
     outside: Tensor
+
+    @property
+    def longest(self) -> int:
+        """The largest padded length."""
+        return self.groups[-1].length
 
 
 def segment_layout(segment_ids: Tensor, cu_seqlens: Tensor, window: int | None, dtype: torch.dtype) -> SegmentLayout:
@@ -260,11 +333,24 @@ def segment_layout(segment_ids: Tensor, cu_seqlens: Tensor, window: int | None, 
     return SegmentLayout(tuple(groups), *map(torch.from_numpy, (token_K, slot_T, padding, outside)))
 
 
-def segment_attention(qkv_TX: Tensor, layout: SegmentLayout, num_heads: int, dropout: float = 0.0) -> Tensor:
-    """`self_attention` within segments; [T, 3D] → [T, D]. Rows of tokens outside of segments are arbitrary."""
+def segment_attention(
+    qkv_TX: Tensor,
+    layout: SegmentLayout,
+    num_heads: int,
+    dropout: float = 0.0,
+    relative: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`self_attention` within segments; [T, 3D] → [T, D]. Rows of tokens outside of segments are arbitrary.
+
+    `relative` is that of rows of `layout.longest` tokens.
+    """
     qkv_KX: Tensor = _Rearranged.apply(qkv_TX, layout.token_K, layout.slot_T, layout.outside)
     parts = zip(torch.split(qkv_KX, [group.num_slots for group in layout.groups]), layout.groups, strict=True)
-    mixed = [self_attention(qkv, bias, count, num_heads, dropout) for qkv, (count, _, bias) in parts]
+    mixed = []
+    for qkv, group in parts:
+        beyond = layout.longest - group.length
+        near = relative and (relative[0][:, beyond : -beyond or None], relative[1][:, beyond : -beyond or None])
+        mixed.append(self_attention(qkv, group.bias, group.num_segments, num_heads, dropout, near))
     mixed_KD = torch.cat(mixed)
     mixed_TD: Tensor = _Rearranged.apply(mixed_KD, layout.slot_T, layout.token_K, layout.padding)
     return mixed_TD

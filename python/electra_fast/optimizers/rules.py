@@ -21,7 +21,7 @@ from electra_fast.config.config import OptimizerConfig
 from electra_fast.optimizers.shards import Shards, assign_owners
 
 # 2-D parameters that AdamW updates for Muon: tables and the classifier.
-_NOT_MATRICES = (".token", ".position", ".token_type", "classifier.weight")
+_NOT_MATRICES = (".token", ".position", ".relative", ".token_type", "classifier.weight")
 
 
 @dataclass

@@ -112,7 +112,7 @@ class Corruptor:
         parts = zip(torch.split(masked_states(model, batch), _CHUNK), torch.split(number_M, _CHUNK), strict=True)
         samples = []
         for hidden_MD, number in parts:
-            logits_MV = model.generator_head(hidden_MD, model.generator_embeddings.token)
+            logits_MV = model.generator_head(hidden_MD, model.generator_embeddings.table)
             samples.append(sample_softmax(logits_MV[:, : self.vocab_size], number, seed_and_step))
         return torch.cat(samples)
 
@@ -153,7 +153,7 @@ def corrupted_rows(batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 def max_positions(model: Electra) -> int | None:
     """Returns the longest row that a model can read, in tokens; None for rotary positions, which have no limit."""
-    return model.config.model.max_positions if model.config.model.architecture == "bert" else None
+    return None if model.config.model.architecture == "modernbert" else model.config.model.max_positions
 
 
 def _check_vocabulary(source: Path, model: Electra, corpus: Corpus) -> None:

@@ -96,15 +96,17 @@ def mlm_accuracy(
 def predict(model: Electra, example: Example, num_candidates: int) -> tuple[list[int], int]:
     """Returns the generator's most likely tokens in descending order, and the whole model's prediction."""
     device = next(model.parameters()).device
-    hidden_D = _hidden(model, "generator", example.ids_n[None].to(device), example)[0]
-    logits_V = model.generator_head(hidden_D[None], model.generator_embeddings.token)[0]
+    hidden_1nD, _ = _hidden(model, "generator", example.ids_n[None].to(device), example)
+    logits_V = model.generator_head(hidden_1nD[:, example.position], model.generator_embeddings.table)[0]
     log_p_V = F.log_softmax(logits_V.double(), dim=-1)
     log_p_C, candidates_C = log_p_V.topk(min(num_candidates, len(log_p_V)))
     if "discriminator" not in model.networks:
         return candidates_C.tolist(), int(candidates_C[0])
     ids_Cn = example.ids_n.to(device).repeat(len(candidates_C), 1)
     ids_Cn[:, example.position] = candidates_C.to(ids_Cn.dtype)
-    logits_C = model.discriminator_head(_hidden(model, "discriminator", ids_Cn, example))
+    hidden_CnD, positions_T = _hidden(model, "discriminator", ids_Cn, example)
+    logits_T = model.discriminator_head(hidden_CnD.flatten(0, 1), positions_T)
+    logits_C = logits_T.view(ids_Cn.shape)[:, example.position]
     log_p_C = F.log_softmax(logits_V.double() / model.config.objective.temperature, dim=-1)[candidates_C]
     scores_C = log_odds(log_p_C, logits_C.double(), model.config.data.mask_prob)
     return candidates_C.tolist(), int(candidates_C[scores_C.argmax()])
@@ -161,12 +163,12 @@ def _examples(corpora: Corpora, sequence_length: int, seed: int) -> Iterator[Exa
             )
 
 
-def _hidden(model: Electra, role: str, ids_Bn: Tensor, example: Example) -> Tensor:
-    """Returns the hidden states at the masked position of an example's texts; int [B, n] → fp32 [B, D]."""
+def _hidden(model: Electra, role: str, ids_Bn: Tensor, example: Example) -> tuple[Tensor, Tensor]:
+    """Returns the hidden states of an example's texts, fp32 [B, n, D], and the positions of all tokens, [B * n]."""
     num_rows, length = ids_Bn.shape
     window = model.config.model.local_attention
     mask = AttentionMask.padded(num_rows, length, torch.ones_like(ids_Bn) if window else None, window)
     positions_T = torch.arange(length, device=ids_Bn.device).repeat(num_rows)
     types_T = example.types_n.to(ids_Bn.device).repeat(num_rows)
     hidden_TD = model.hidden(role, ids_Bn.flatten(), positions_T, types_T, mask, torch.float32)
-    return hidden_TD.view(num_rows, length, -1)[:, example.position]
+    return hidden_TD.view(num_rows, length, -1), positions_T

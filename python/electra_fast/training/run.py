@@ -190,8 +190,11 @@ def _resumed_run(
     kept = _hardware_choices(config, saved, recorded)
     size = config.model.vocab_size or saved.model.vocab_size
     config = resolved(config.override(kept, vocab_size=size), mixture)
+    is_fixed = config.model.architecture == "deberta"  # whose relative positions would be others
     for name in GROWING:
         was, now = saved.value(name), config.value(name)
+        if is_fixed and now != was:
+            raise InputError(f"{folder}: {name} = {now!r}, but this run has {was!r}, which cannot change in deberta")
         if float(str(now)) < float(str(was)):
             raise InputError(f"{folder}: {name} = {now!r}, but this run has {was!r}, which can only grow")
     changes: Changes = {

@@ -16,7 +16,7 @@ from electra_fast.config.config import ModelConfig
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.tasks.question_features import SpanScores
 from electra_fast.model.compute import ComputeConfig
-from electra_fast.model.model import Linear
+from electra_fast.model.layers import Linear
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import linear
 

@@ -1,0 +1,128 @@
+"""The heads of pre-training: hidden states to logits.
+
+Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config.config import ModelConfig
+from electra_fast.model.layers import Linear, Norm
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import linear
+
+
+class MaskedLMHead(nn.Module):
+    """Hidden states → logits over the vocabulary through the embedding table; [M, D] → [M, V].
+
+    `bert` and `deberta`: dense D → E, gelu, norm, table. `modernbert`: dense D → D, gelu, norm, projection D → E,
+    table. Plain heads of all: projection D → E, table, without a bias. There is a projection only where D and E differ.
+    """
+
+    bias: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        is_plain, is_modern = config.heads == "plain", config.architecture == "modernbert"
+        hidden, embedding, bias_V = config.hidden_size, config.embedding_size, torch.zeros(config.vocab_size)
+        inner = hidden if is_plain or is_modern else embedding
+        self.dense = None if is_plain else Linear(hidden, inner, bias=not is_modern)
+        self.norm = None if is_plain else Norm(inner, config)
+        self.projection = Linear(inner, embedding, bias=False) if inner != embedding else None
+        if is_plain:  # what the operations of the other head add
+            self.register_buffer("bias", bias_V, persistent=False)
+        else:
+            self.bias = nn.Parameter(bias_V)
+        self.num_entries = config.vocab_size
+
+    @property
+    def output_bias(self) -> Tensor:
+        """The bias of the logits, which keeps rows after the tokenizer's last entry from being predicted.
+
+        It is finite in 16 bits.
+        """
+        num_padding = len(self.bias) - self.num_entries
+        if not num_padding:
+            return self.bias
+        return torch.cat([self.bias[: self.num_entries], self.bias.new_full((num_padding,), -3e4)])
+
+    def transform(self, x_MD: Tensor) -> Tensor:
+        """The layers before the table; [M, D] → [M, E]."""
+        if self.dense is not None and self.norm is not None:
+            x_MD = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
+        return x_MD if self.projection is None else self.projection(x_MD)
+
+    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+        return linear(self.transform(x_MD), table_VE, self.output_bias)
+
+    def absolute(self, position_ids_T: Tensor) -> Tensor | None:
+        """The embeddings of absolute positions that the encoder's enhanced mask decoder adds, [T, D]; None without."""
+        return None
+
+
+class EnhancedMaskedLMHead(MaskedLMHead):
+    """The generator's head of `deberta`, with the positions of the enhanced mask decoder."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.position = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+
+    def absolute(self, position_ids_T: Tensor) -> Tensor:
+        """As in the base class."""
+        return ops.gather_rows(self.position, position_ids_T)
+
+
+class DiscriminatorHead(nn.Module):
+    """Hidden states and positions → one logit per token, positive = "replaced"; [T, D], [T] → fp32 [T].
+
+    `bert`: dense, gelu, dense(1). `modernbert`: dense, gelu, norm, dense(1). `deberta`: sum with the state of the
+    segment's [CLS], norm, dense, gelu, dense(1).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.architecture, modern = config.architecture, config.architecture == "modernbert"
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=not modern)
+        self.norm = None if config.architecture == "bert" else Norm(config.hidden_size, config)
+        self.classifier = Linear(config.hidden_size, 1)
+
+    def forward(self, x_TD: Tensor, position_ids_T: Tensor) -> Tensor:
+        dense, classifier = self.dense, self.classifier
+        if self.norm is not None and self.architecture == "deberta":
+            first_T = torch.arange(len(x_TD), device=x_TD.device) - position_ids_T
+            x_TD = self.norm(x_TD + ops.gather_rows(x_TD, first_T))
+        if self.norm is None or self.architecture == "deberta":
+            return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
+        x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))
+        return ops.token_logits(x_TD, classifier.weight, classifier.bias)
+
+
+class LogitHead(nn.Module):
+    """One logit per hidden state, w'h; [T, D] → fp32 [T].
+
+    Without a bias in `bert` and `deberta`, whose hidden states come from a norm that has one.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.classifier = Linear(config.hidden_size, 1, bias=config.architecture == "modernbert")
+
+    def forward(self, x_TD: Tensor, position_ids_T: Tensor | None = None) -> Tensor:
+        return ops.token_logits(x_TD, self.classifier.weight, self.classifier.bias)
+
+
+# By `networks.Head.kind`. Dense heads are the published code's, plain ones the formulas of the paper's draft: e(x)'h
+# for the vocabulary, w'h for a token.
+_DENSE: dict[str, type[nn.Module]] = {
+    "masked_lm": MaskedLMHead,
+    "replaced_token": DiscriminatorHead,
+    "logit": LogitHead,
+}
+HEADS = {"dense": _DENSE, "plain": _DENSE | {"replaced_token": LogitHead}}
+
+
+def make_head(role: str, kind: str, shape: ModelConfig) -> nn.Module:
+    is_decoder = (role, kind, shape.architecture) == ("generator", "masked_lm", "deberta")
+    return EnhancedMaskedLMHead(shape) if is_decoder else HEADS[shape.heads][kind](shape)
