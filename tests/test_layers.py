@@ -62,7 +62,7 @@ CRATE_USES = {
 LINES = {
     "python/electra_fast/cli": 1_000,
     "python/electra_fast/config": 1_500,
-    "python/electra_fast/data": 3_010,
+    "python/electra_fast/data": 3_200,  # spm.model, for who continues DeBERTaV3
     "python/electra_fast/distributed": 1_200,
     "python/electra_fast/files": 550,
     "python/electra_fast/finetuning": 13_060,  # scores of sentences, for who compares on BLiMP
@@ -75,9 +75,9 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_270,
-    "python/electra_fast": 38_900,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 39_090,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 32_700,
+    "tests": 32_910,
     "bench": 4_800,
     "crates": 23_500,
 }

@@ -38,7 +38,7 @@ class TestReading:
         for name in ("none.txt", "none.json"):
             with pytest.raises(FileNotFoundError, match=f"{name}: not found"):
                 Tokenizer(tmp_path / name)
-        with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt, nor either of them in"):
+        with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt or spm.model, nor any"):
             Tokenizer(tmp_path)
         bad = {
             "latin.txt": (b"caf\xe9", "invalid UTF-8 at byte 3"),

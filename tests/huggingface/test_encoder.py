@@ -476,7 +476,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 201 entries, but the model has 200; put the model's own tokenizer"):
         load_encoder(tmp_path / "model")
     vocab.unlink()
-    missing = "model: holds no tokenizer.json or vocab.txt; "
+    missing = "model: holds no tokenizer.json, vocab.txt or spm.model; "
     with pytest.raises(FileNotFoundError, match=f"{missing}put its tokenizer.json or vocab.txt there"):
         load_encoder(tmp_path / "model")
     for name in ("sentencepiece.bpe.model", "vocab.json"):

@@ -107,7 +107,7 @@ def _vocab(sub: Parser) -> None:
 
 def _prepare(sub: Parser) -> None:
     _add_inputs(sub)
-    _path(sub, "--vocab", "vocab.txt, tokenizer.json, or a folder with either", required=True)
+    _path(sub, "--vocab", "vocab.txt, tokenizer.json, spm.model, or a folder with one", required=True)
     _option(sub, "--out", None, "corpus folder, or its URL: s3://, gs:// or az://", required=True)
     case = sub.add_mutually_exclusive_group()
     case.add_argument("--cased", action="store_true", default=None, help="keep case (default: as --vocab does)")

@@ -44,7 +44,7 @@ class Pieces(NamedTuple):
 
 
 class Tokenizer:
-    """Text to ids with a BERT `vocab.txt` or a `tokenizer.json`; adds no special tokens.
+    """Text to ids with a BERT `vocab.txt`, a `tokenizer.json` or DeBERTa's `spm.model`; adds no special tokens.
 
     Settings in other files of a Hugging Face folder apply as in `transformers`; an unsupported one is an error that
     names it. Names of pad, unk, cls, sep and mask in text are ordinary text; every other added token stays whole.

@@ -65,7 +65,7 @@ def prepare(
             characters is a list of documents, and so is any other iterable of `str` or of records with the field that
             `text` names, such as a `datasets.Dataset`. Documents are consumed in a separate thread, and an interrupted
             run over them restarts from the beginning.
-        vocab: A `vocab.txt`, a `tokenizer.json`, a folder with one of them, or an open tokenizer; not among `inputs`.
+        vocab: A `vocab.txt`, `tokenizer.json` or `spm.model`, a folder with one, or an open tokenizer; not in `inputs`.
         out: The output folder, or its URL (`s3://`, `gs://`, `az://`): new, empty, or left by an interruption of the
             same run.
         cased: As for `Tokenizer`; not allowed with an open tokenizer.

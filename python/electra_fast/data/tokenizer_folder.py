@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from electra_fast import _data
+from electra_fast.data.pair_template import bert_post_processor
+from electra_fast.data.sentence_piece import sentence_piece_rules
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 
@@ -30,6 +32,8 @@ BERT_MODELS = ("bert", "electra", "distilbert", "convbert", "mobilebert", "squee
 BYTE_LEVEL = _classes("Roberta GPT2 Longformer Bart LED")
 # ... with SentencePiece's; `transformers` 5 keeps only the character normalization of their files; ...
 SENTENCE_PIECE = _classes("XLMRoberta Camembert")
+# ... and of DeBERTa V2 and V3, where 4 follows the file, as we do, and 5 has NFC for the character normalization; ...
+DEBERTA = "DebertaV2Tokenizer"
 # ... and those written in Python, which `transformers` uses even beside a `tokenizer.json`.
 IN_PYTHON = _classes(
     "Bartpho BertGeneration BertJapanese Bertweet BioGpt ByT5 Canine CpmAnt CTRL Esm Flaubert GPTNeoXJapanese GPTSw3 "
@@ -40,8 +44,11 @@ OF_PYTHON = (
     "never_split do_basic_tokenize word_tokenizer_type subword_tokenizer_type do_word_tokenize do_subword_tokenize"
 ).split()
 USUAL_NAMES = ("[PAD] <pad>", "[UNK] <unk>", "[CLS] <cls> <s>", "[SEP] <sep> </s>", "[MASK] <mask>")
+FILES = ("tokenizer.json", "vocab.txt", "spm.model")
+"""Files that a tokenizer can be opened from, the preferred one first."""
 ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEBERTA_NAMES = dict(zip(NAMED, "[CLS] [SEP] [UNK] [SEP] [PAD] [CLS] [MASK]".split(), strict=True))
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -61,6 +68,8 @@ def open_tokenizer(
     path = _locate(path)
     if (known := _data.Tokenizer.beside_manifest(path, lowercase, strip_accents)) is not None:
         return known, False
+    if os.path.basename(path) == "spm.model" and os.path.exists(path):
+        return _open_sentence_piece(path, lowercase is not None or strip_accents is not None), False
     if not path.endswith(".json"):
         return _open_vocab(path, lowercase, strip_accents)
     if lowercase is not None or strip_accents is not None or not os.path.exists(path):
@@ -73,12 +82,12 @@ def _locate(path: str) -> str:
     if not os.path.isdir(path):
         return path
     for folder in ("", "tokenizer", "discriminator", "generator"):
-        for name in ("tokenizer.json", "vocab.txt"):
+        for name in FILES:
             if os.path.isfile(file := os.path.join(path, folder, name)):
                 return file
     raise FileNotFoundError(
-        f"{os.path.join(path, 'tokenizer.json')}: not found, nor vocab.txt, nor either of them in tokenizer/, "
-        "discriminator/ or generator/ there; name a tokenizer's file or its folder"
+        f"{os.path.join(path, 'tokenizer.json')}: not found, nor vocab.txt or spm.model, nor any of them in "
+        "tokenizer/, discriminator/ or generator/ there; name a tokenizer's file or its folder"
     )
 
 
@@ -122,6 +131,32 @@ def _open_vocab(path: str, lowercase: bool | None, strip_accents: bool | None) -
     if case.chinese and not added and _has_usual_names(tokenizer):
         return tokenizer, inferred
     return _rewritten(path, tokenizer, case, added), inferred
+
+
+def _open_sentence_piece(path: str, is_case_given: bool) -> _data.Tokenizer:
+    if is_case_given:
+        raise InputError(f"{path}: cased and strip_accents belong to vocab.txt; an spm.model has its own")
+    folder = Folder(path)
+    if folder.class_name != DEBERTA:
+        raise InputError(
+            f"{path}: {folder.class_said}, whose rules an spm.model does not have; name {DEBERTA} if they are its, or "
+            "save that tokenizer as a tokenizer.json"
+        )
+    rules = sentence_piece_rules(path, folder.config.get("do_lower_case") is True)
+    ids = {piece: number for number, (piece, _) in enumerate(rules["model"]["vocab"])}
+    added = {token["id"]: token for token in rules["added_tokens"]}
+    for _, token in folder.added_tokens():
+        number = ids.setdefault(token["content"], len(ids))
+        added[number] = {"id": number} | token
+    rules["added_tokens"] = [token for _, token in sorted(added.items())]
+    pad, unk, cls, sep, mask = ((name, ids[name]) for name in map(str, folder.names()))
+    rules["post_processor"] = bert_post_processor(cls, sep)
+    special = (pad[1], unk[1], cls[1], sep[1], mask[1])
+    opened = _data.Tokenizer.restored(path, ("tokenizer.json", json.dumps(rules).encode()), (None, None), special)
+    checked = Rules(opened)
+    folder.checked_case(checked)
+    folder.add_tokens(checked)
+    return opened
 
 
 def _json_beside(vocab: str) -> Configured | None:
@@ -226,6 +261,10 @@ class Folder:
         self.added = _object(_beside(file, "added_tokens.json")) if legacy else {}
         self.class_name, self.class_said = self._class()
         self.is_bert = self.class_name in BERT
+        if self.class_name == DEBERTA:  # has these names unless the files say others
+            given = {key: self._setting(key) for key in DEBERTA_NAMES if _content(self._setting(key))}
+            self.special = {key: value for key, value in self.special.items() if key not in DEBERTA_NAMES}
+            self.config |= DEBERTA_NAMES | given
         self._refuse_python()
 
     def _class(self) -> tuple[str, str]:
@@ -237,8 +276,12 @@ class Folder:
             if isinstance(found := table.get("tokenizer_class"), str):
                 stem = found if found == "PreTrainedTokenizerFast" else found.removesuffix("Fast")
                 return stem, f"tokenizer_class is {_shown(found)} in {_beside(self.file, name)}"
-        if (kind := model.get("model_type")) in BERT_MODELS:
-            return "BertTokenizer", f"model_type is {_shown(kind)} in {_beside(self.file, 'config.json')}"
+        kind = model.get("model_type")
+        said = f"model_type is {_shown(kind)} in {_beside(self.file, 'config.json')}"
+        if kind in BERT_MODELS:
+            return "BertTokenizer", said
+        if kind == "deberta-v2" or os.path.basename(self.file) == "spm.model":
+            return DEBERTA, said
         return "", ""
 
     def _refuse_python(self) -> None:
@@ -315,11 +358,30 @@ class Folder:
             self._refuse_rules("byte-level BPE")
         if name in SENTENCE_PIECE and not rules.is_sentence_piece():
             self._refuse_rules("SentencePiece's")
+        if name == DEBERTA:
+            self._check_deberta(rules)
         self._check_prefix_space(rules, name in BYTE_LEVEL or name == "PreTrainedTokenizerFast")
         has = rules.bert_case()
         if has is None and self.is_bert:
             self._refuse_rules("BERT's")
         return self._wanted_case(rules, has) if has and (self.is_bert or not name) else None
+
+    def _check_deberta(self, rules: Rules) -> None:
+        text = json.dumps([rules.normalizer, rules.splitter])
+        if rules.model != "Unigram" or '"Metaspace"' not in text:
+            self._refuse_rules("SentencePiece's")
+        for key, default, mark in (
+            ("do_lower_case", False, '"Lowercase"'),
+            ("split_by_punct", False, '"Punctuation"'),
+            ("add_prefix_space", True, '"always"'),
+        ):
+            value = self._flag(key)
+            if (default if value is None else value) != (mark in text):
+                said = "not set" if value is None else _shown(value)
+                self._refuse(
+                    f"{key} is {said}, but {self.file} has other rules; releases of transformers differ in which they "
+                    "follow: say the same in both"
+                )
 
     def _refuse_rules(self, than: str) -> NoReturn:
         raise InputError(
@@ -362,7 +424,7 @@ class Folder:
             )
 
     def add_tokens(self, rules: Rules) -> list[Object]:
-        wanted, new = self._added_tokens(), []
+        wanted, new = self.added_tokens(), []
         decoder = "added_tokens_decoder" in self.config
         self._check_named(rules)
         self._check_tokens_kept(rules, [token for _, token in wanted], decoder and self.is_bert)
@@ -399,7 +461,7 @@ class Folder:
                         f"{_shown(token['content'])}; remove that setting"
                     )
 
-    def _added_tokens(self) -> list[tuple[int | None, Object]]:
+    def added_tokens(self) -> list[tuple[int | None, Object]]:
         """The tokens that the files add, with the ids that they give, in the order of `transformers`."""
         named = list(self._named_tokens())
         special = {token["content"] for token in named}

@@ -14,6 +14,7 @@ from pathlib import Path
 from electra_fast.config.config import Config
 from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.data.corpus import Tokenizer
+from electra_fast.data.tokenizer_folder import FILES
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.json_files import parse_json
@@ -107,7 +108,7 @@ def tokenizer_folder(source: Path, vocab_size: int) -> Path:
                 if older
                 else "; put its tokenizer.json or vocab.txt there"
             )
-            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer.json or vocab.txt{remedy}")
+            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer.json, vocab.txt or spm.model{remedy}")
     first, *others = map(Tokenizer, places)
     for other in others:
         if other.content_hash != first.content_hash:
@@ -125,7 +126,7 @@ def _folders(source: Path) -> list[Path]:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() or (folder / "vocab.txt").is_file()
+    return any((folder / name).is_file() for name in FILES)
 
 
 def origin(source: Path) -> Origin:
