@@ -70,6 +70,12 @@ OTHER_SHAPES = {
     "a projection": {"model.embedding_size": "32", "model.num_layers": "3"},
     "a modern projection": {"model.architecture": "modernbert", "model.embedding_size": "32", "objective.name": "mlm"},
     "no projection": {"model.embedding_size": "64"},
+    "deberta": {"model.architecture": "deberta", "model.conv_kernel_size": "3", "model.num_layers": "3"},
+    "deberta, few buckets": {
+        "model.architecture": "deberta",
+        "model.position_buckets": "8",
+        "generator.num_layers": "1",
+    },
     "generator first": {"objective.generator_first": "9", "model.tying": "none", "generator.embedding_size": "16"},
 }
 
@@ -88,7 +94,7 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
 
     monkeypatch.setattr("electra_fast.objectives.mlm.vocabulary_nll", nll)
     sizes = {"model.vocab_size": "300", "data.mask_prob": "0.25", "data.sequence_length": "32"}
-    sizes |= {"model.dropout": "0", "model.attention_dropout": "0"}
+    sizes |= {"model.dropout": "0", "model.attention_dropout": "0", "train.batch_size": "4"}
     config = Config.preset("tiny", "google").override(sizes | (VARIANTS | OTHER_SHAPES)[name])
     num_rows, length, slots = 4, 32, 8
     shape, mask_shape = (num_rows, length), (num_rows, slots)

@@ -67,6 +67,15 @@ def test_counts_as_on_a_gpu(hopper, name, recipe, attention, kib):
     assert step.bytes_per_token() / 1024 == pytest.approx(kib, rel=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_rows_of_512_tokens_of_a_base_deberta_fit_16_gib(hopper, attention):
+    config = of_preset("base", "deberta", **{"model.vocab_size": 128100, "train.batch_size": 256})
+    memory = StepMemory(config, ComputeConfig(attention, torch.bfloat16), CUDA)
+    accumulate, num_rows, does_fit = memory.fewest_micro_batches(15 << 30)
+    assert does_fit and num_rows * accumulate == 256
+
+
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_the_estimate_covers_the_backward_pass(recipe):
     """A backward pass on tensors without data needs a device for its threads, so this one is the CPU's."""

@@ -7,6 +7,7 @@ computed from it: `flops_per_token` counts the operations that the hardware exec
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -57,7 +58,10 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
         share = stage.num_steps / num_steps
         for role, network in stage.objective.networks().items():
             backward = 2 if network.is_trained else 0
-            parts[role] += share * (1 + backward) * _encoder(network.shape, length)
+            cost = _encoder(network.shape, length)
+            if network.shape.architecture == "deberta":
+                cost = _deberta_encoder(network.shape, config, is_decoder=role == "generator")
+            parts[role] += share * (1 + backward) * cost
             head_part = role if role == "discriminator" else f"{role}_head"
             for head in network.heads.values():
                 cost = _head(head.kind, network.shape) * (config.data.mask_prob if head.is_of_masked else 1)
@@ -65,7 +69,7 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
     return Flops(**parts)
 
 
-def _encoder(shape: ModelConfig, length: int) -> int:
+def _encoder(shape: ModelConfig, length: int) -> float:
     """Returns forward FLOPs per token."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     matrices = 3 if shape.architecture == "modernbert" else 2  # GeGLU has a second input matrix
@@ -73,6 +77,20 @@ def _encoder(shape: ModelConfig, length: int) -> int:
     window = min(length, 2 * (shape.local_attention // 2) + 1)
     attended = sum(window if shape.is_local(i) else length for i in range(shape.num_layers))
     return shape.num_layers * layer + 2 * 2 * attended * hidden + _projection(shape)
+
+
+def _deberta_encoder(shape: ModelConfig, config: Config, *, is_decoder: bool) -> float:
+    """Adds scores of contents with relative positions, whose queries and keys are computed once per micro-batch.
+
+    With `is_decoder`, the last layer counts twice.
+    """
+    length, train, hidden = config.data.sequence_length, config.train, shape.hidden_size
+    num_positions = 2 * shape.position_buckets if length - 1 > shape.position_buckets // 2 else 2 * length - 1
+    tokens = train.batch_size // train.num_micro_batches * length
+    extra = 2 * 2 * num_positions * hidden + 2 * num_positions * 2 * hidden * hidden / tokens
+    one, two = (_encoder(dataclasses.replace(shape, num_layers=n), length) for n in (1, 2))
+    convolution = 2 * shape.conv_kernel_size * hidden * hidden if shape.num_layers > is_decoder else 0
+    return one - (two - one) + (shape.num_layers + is_decoder) * (two - one + extra) + convolution
 
 
 def _projection(shape: ModelConfig) -> int:

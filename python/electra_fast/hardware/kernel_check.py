@@ -45,6 +45,8 @@ ALLOWED, FP32_ROUNDING = 2.0, 2e-5
 # reference's, plus this fraction.
 ALLOWED_DIFFERENT = 2e-3
 REFERENCE, CALLS, STEP = "reference", "calls", "step"
+# Operations by attention backends; their fourth argument is the mask, their sixth the dropout.
+ATTENTION = ("self_attention", "disentangled_attention")
 # Follows the execution of a step that takes every operation's kernel, not what was chosen.
 BY_KERNELS = " by kernels"
 # Micro-batches of a whole step, by execution: enough to warm up and capture, then those that are timed.
@@ -177,7 +179,7 @@ class Checker:
     def _observe(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Checks an operation at its first call with this width, and runs its reference."""
         call = Call(name, function, args, kwargs, self.request.compute.dtype)
-        if name != "self_attention" and (kernels := call.kernels) and self._is_first(call.key):
+        if name not in ATTENTION and (kernels := call.kernels) and self._is_first(call.key):
             self._compare(call.key, call, dict.fromkeys(kernels, call))
         return self._reference(call)
 
@@ -185,7 +187,7 @@ class Checker:
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         call = Call(name, function, args, kwargs, self.request.compute.dtype)
-        if name == "self_attention":
+        if name in ATTENTION:
             mask: AttentionMask = args[3]
             key = call.key + (":local" if mask.window is not None else "")
             if self._is_first(key):
@@ -238,7 +240,7 @@ class Checker:
                     self.tell(self._judge(Record(key, name), call, truth, eager))
 
     def _judge(self, record: Record, call: Call, truth: list[Tensor], eager: list[Tensor]) -> Record:
-        is_repeatable = not record.operation.startswith("self_attention")
+        is_repeatable = not record.operation.startswith(ATTENTION)
         try:
             found, again = call.outcome(), call.outcome() if is_repeatable else None
             error = excess(found, eager, truth)
@@ -356,7 +358,7 @@ class Call:
         name, args = self.name, self.args
         if any(isinstance(each, Dropout) and not each.has_kernel for each in args):
             return []
-        if name in ("attention", "self_attention"):
+        if name in ("attention", *ATTENTION):
             return ["kernel"] if args[3].backend == "short" else []
         if name == "dropout":
             return ["kernel"] if args[1].probability else []

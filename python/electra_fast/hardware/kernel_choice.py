@@ -34,7 +34,7 @@ from electra_fast.distributed.world import World
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
-from electra_fast.hardware.kernel_check import BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request, TimeSteps
+from electra_fast.hardware.kernel_check import ATTENTION, BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request, TimeSteps
 from electra_fast.interruption import requested_stop
 from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
@@ -187,7 +187,7 @@ class KernelCheck:
 
 
 def _is_attention(key: str) -> bool:
-    return key.startswith("self_attention")
+    return key.startswith(ATTENTION)
 
 
 def _question(key: str) -> str:

@@ -84,7 +84,10 @@ class StepMemory:
 
     def __init__(self, config: Config, compute: ComputeConfig, device: torch.device, world_size: int = 1) -> None:
         self._config, self._device, self._world_size = config, device, world_size
-        self._compute = replace(compute, attention=BACKENDS[compute.attention].alike or compute.attention)
+        alike = BACKENDS[compute.attention].alike
+        if alike and config.model.architecture == "deberta":
+            alike = "sdpa"  # which saves about as much: scores of all pairs of tokens, not of tokens and positions
+        self._compute = replace(compute, attention=alike or compute.attention)
         with torch.device("meta"):
             self._model = Electra(config)
         self._mode = FakeTensorMode()

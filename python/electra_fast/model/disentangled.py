@@ -20,7 +20,7 @@ from torch import Tensor
 from electra_fast.errors import InputError
 from electra_fast.model.attention import AttentionMask, Queries, flex_function, mixed_values, rows_of, sdpa_kernels
 from electra_fast.ops import cpu_ops
-from electra_fast.ops.operations import Dropout, uses_cpu_ops
+from electra_fast.ops.operations import Dropout, operation, uses_cpu_ops
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class RelativePositions:
         return keys.index_select(1, rows_J.flip(0)), queries.index_select(1, rows_J)
 
 
+@operation
 def disentangled_attention(
     qkv_TX: Tensor,
     positions_SY: Tensor,
