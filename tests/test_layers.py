@@ -67,7 +67,7 @@ LINES = {
     "python/electra_fast/files": 550,
     "python/electra_fast/finetuning": 13_060,  # scores of sentences, for who compares on BLiMP
     "python/electra_fast/hardware": 2_000,
-    "python/electra_fast/huggingface": 2_890,
+    "python/electra_fast/huggingface": 3_300,  # folders of DeBERTaV3, for who continues it
     "python/electra_fast/model": 1_880,
     "python/electra_fast/objectives": 1_000,
     "python/electra_fast/ops": 1_800,
@@ -75,9 +75,9 @@ LINES = {
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_270,
-    "python/electra_fast": 39_090,  # with the files of its top level; kernels/ is a link
+    "python/electra_fast": 39_700,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
-    "tests": 32_910,
+    "tests": 33_300,
     "bench": 4_800,
     "crates": 23_500,
 }

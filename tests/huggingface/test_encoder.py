@@ -43,7 +43,24 @@ SIZES = {
     "pad_token_id": 0,
 }
 
+DEBERTA: dict[str, Any] = {
+    "relative_attention": True,
+    "position_biased_input": False,
+    "share_att_key": True,
+    "pos_att_type": "c2p|p2c",
+    "norm_rel_ebd": "layer_norm",
+    "position_buckets": 16,
+}
 ROBERTA = {"pad_token_id": 3, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+
+
+def write_words(folder: Path) -> None:
+    """A tokenizer of `WORDS`; one of BERT's rules beside a DeBERTaV2 has to say so."""
+    vocab = folder / "vocab.txt"
+    vocab.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    config = folder / "config.json"
+    if config.is_file() and "deberta" in config.read_text(encoding="utf-8"):
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}', encoding="utf-8")
 
 
 def hf_folder(folder: Path, name: str, seed: int = 0, **settings: Any) -> transformers.PreTrainedModel:
@@ -54,13 +71,15 @@ def hf_folder(folder: Path, name: str, seed: int = 0, **settings: Any) -> transf
         more = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(("eos_token_id", "sep_token_id"), 3)
     if name.startswith("DistilBert"):
         more = {"hidden_dim": 96}  # the other sizes have attributes by these names
+    if name.startswith("Deberta"):
+        more = DEBERTA
     torch.manual_seed(seed)
     model: transformers.PreTrainedModel = model_class(model_class.config_class(**SIZES | more | settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     model.save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    write_words(folder)
     return model
 
 
@@ -93,7 +112,7 @@ class Bare(torch.nn.Module):
 
 def padded_hidden(found: PretrainedEncoder, types: Tensor | None = None) -> Tensor:
     mask = AttentionMask.padded(2, LENGTH, MASK, found.shape.local_attention)
-    hidden: Tensor = Bare(found)(IDS, torch.arange(LENGTH).repeat(2), mask, types)
+    hidden: Tensor = Bare(found)(IDS, (torch.arange(LENGTH) * MASK).flatten(), mask, types)
     return hidden
 
 
@@ -134,10 +153,35 @@ def test_any_class_with_learned_positions_gives_the_hidden_states_of_transformer
     assert Tokenizer(found.tokenizer).vocab_size == found.shape.vocab_size == 200
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("DebertaV2Model", {"pos_att_type": " P2C | c2p"}),
+        ("DebertaV2Model", {"position_buckets": 256, "embedding_size": 32, "layer_norm_eps": 1e-3}),
+        ("DebertaV2ForMaskedLM", {"legacy": False, "conv_kernel_size": 3, "conv_act": "gelu"}),
+        ("DebertaV2ForMaskedLM", {"max_relative_positions": 64, "conv_kernel_size": 5}),
+        ("DebertaV2ForSequenceClassification", {"embedding_size": 96, "num_attention_heads": 1}),
+        ("DebertaV2ForTokenClassification", {"pos_att_type": ["p2c", "c2p"], "vocab_size": 300}),
+        ("DebertaV2ForQuestionAnswering", {"position_buckets": 4, "attention_head_size": 16}),
+    ],
+)
+def test_any_deberta_class_gives_the_hidden_states_of_transformers(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    model = hf_folder(tmp_path / "model", name, **settings)
+    found = load_encoder(tmp_path / "model")
+    assert_close(padded_hidden(found), hf_hidden(model))
+    write_encoder(tmp_path / "again", found)
+    assert load_encoder(tmp_path / "again").shape == found.shape
+    again, info = transformers.AutoModel.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not any(info.values())
+    assert_close(hf_hidden(again.eval()), hf_hidden(model))
+
+
 @pytest.mark.parametrize("model_type", SETTINGS)
 def test_every_setting_of_transformers_is_known(tmp_path: Path, model_type: str) -> None:
     """Read, without effect, or refused; and the defaults of the installed version are accepted."""
-    config = transformers.AutoConfig.for_model(model_type)
+    config = transformers.AutoConfig.for_model(model_type, **(DEBERTA if model_type == "deberta-v2" else {}))
     names = {*config.to_dict(), *config.attribute_map, *inspect.signature(type(config)).parameters}
     assert not names - SETTINGS[model_type].keys()
     check_settings(tmp_path, config.to_dict())
@@ -161,15 +205,17 @@ def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> No
         load_encoder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert"])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "DebertaV2"])
 def test_a_config_without_sizes_has_those_of_its_type(tmp_path: Path, name: str) -> None:
-    config = getattr(transformers, f"{name}Config")()
+    needed = DEBERTA if name == "DebertaV2" else {}
+    config = getattr(transformers, f"{name}Config")(**needed)
     table = {"model_type": config.model_type, "architectures": [f"{name}Model"], "pad_token_id": config.pad_token_id}
+    table |= needed
     (tmp_path / "config.json").write_text(json.dumps(table), encoding="utf-8")
     shortest = read_encoder_shape(tmp_path, read_table(tmp_path))
     config.save_pretrained(tmp_path)
     assert read_encoder_shape(tmp_path, read_table(tmp_path)) == shortest
-    assert (shortest.hidden_size, shortest.num_layers) == (768, config.num_hidden_layers)
+    assert (shortest.hidden_size, shortest.num_layers) == (config.hidden_size, config.num_hidden_layers)
 
 
 @pytest.mark.parametrize("name", ["ModernBertModel", "ModernBertForTokenClassification"])
@@ -218,9 +264,16 @@ def test_modernbert_as_written_by_older_versions(tmp_path: Path, global_theta: f
     assert_close(padded_hidden(load_encoder(tmp_path)), hf_hidden(model))
 
 
-@pytest.mark.parametrize("name", ["ElectraModel", "ModernBertModel"])
-def test_packed_segments_are_separate_sequences(tmp_path: Path, name: str) -> None:
-    model = hf_folder(tmp_path, name, **({} if name == "ElectraModel" else {"local_attention": 8}))
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ElectraModel", {}),
+        ("ModernBertModel", {"local_attention": 8}),
+        ("DebertaV2Model", {"conv_kernel_size": 3}),
+    ],
+)
+def test_packed_segments_are_separate_sequences(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    model = hf_folder(tmp_path, name, **settings)
     found = load_encoder(tmp_path)
     ids_L = IDS.flatten()
     borders = [0, 31, 33, 50, 80]
@@ -292,7 +345,7 @@ def write_encoder(folder: Path, encoder: PretrainedEncoder) -> None:
     table = describe_encoder(encoder.shape, {"pad": 0, "cls": 2, "sep": 3})
     (folder / "config.json").write_text(json.dumps(table), encoding="utf-8")
     save_file(weights.encoder_to_hf(encoder.state, encoder.shape), folder / "model.safetensors", {"format": "pt"})
-    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    write_words(folder)
 
 
 def first_release(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -413,20 +466,51 @@ REFUSED: dict[str, dict[str, object]] = {
     "electra": {"hidden_act": "relu", "position_embedding_type": "relative_key", "type_vocab_size": 1},
     "modernbert": dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias"), True)
     | {"hidden_activation": "silu", "quantization_config": {}},
+    "deberta-v2": dict.fromkeys(("relative_attention", "share_att_key"), False)
+    | {"position_biased_input": True, "pos_att_type": "c2p", "norm_rel_ebd": "none", "type_vocab_size": 2}
+    | {"hidden_act": "relu", "conv_act": "relu", "conv_groups": 2, "z_steps": 2, "quantization_config": {}},
 }
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_setting_that_changes_outputs_is_refused(tmp_path: Path, model_type: str) -> None:
     for key, value in REFUSED[model_type].items():
+        others = DEBERTA if model_type == "deberta-v2" else {}
         with pytest.raises(ValueError, match=f"{key} = {re.escape(repr(value))} is not supported; it must be "):
-            check_settings(tmp_path, {"model_type": model_type, key: value})
+            check_settings(tmp_path, {"model_type": model_type} | others | {key: value})
+
+
+@pytest.mark.parametrize("key", DEBERTA.keys() - {"position_buckets"})
+def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key: str) -> None:
+    table = {name: value for name, value in DEBERTA.items() if name != key}
+    default = {"position_biased_input": "True", "pos_att_type": "None", "norm_rel_ebd": "'none'"}.get(key, "False")
+    with pytest.raises(ValueError, match=f"{key} = {default} is not supported; it must be "):
+        check_settings(tmp_path, {"model_type": "deberta-v2"} | table)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("BertModel", {"model_type": "deberta-v2"}, "model_type = 'deberta-v2' must be one of electra, modernbert, be"),
+        (
+            "BertModel",
+            {"model_type": "xlnet"},
+            "model_type = 'xlnet' must be one of electra, modernbert, deberta-v2, be",
+        ),
+        ("BertModel", {"model_type": "deberta"}, "model_type = 'deberta' is DeBERTa V1; only V2 and V3 (deberta-v2) a"),
+        ("DebertaV2Model", {"position_buckets": 1}, "model.position_buckets = 1 must be at least 2"),
+        (
+            "DebertaV2Model",
+            {"position_buckets": 32},
+            "rel_embeddings.weight has shape [32, 64], but config.json says [6",
+        ),
+        (
+            "DebertaV2Model",
+            {"max_relative_positions": 32},
+            "max_relative_positions = 32 is not supported; it must be 64",
+        ),
+        ("DebertaV2Model", {"attention_head_size": 8}, "attention_head_size = 8 is not supported; it must be 16 (hidd"),
+        ("DebertaV2Model", {"conv_kernel_size": 4}, "model.conv_kernel_size = 4 must be odd"),
+        ("DebertaV2Model", {"embedding_size": 32}, "word_embeddings.weight has shape [200, 64], but config.json says"),
         ("BertModel", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new' is not supported; it must be 'gelu' or 'ge"),
         ("BertModel", {"hidden_size": "64"}, "model.hidden_size = '64' must be an integer"),
         ("BertModel", {"num_hidden_layers": 5}, ": tensor encoder.layer.4.attention.self.query.weight is missing"),

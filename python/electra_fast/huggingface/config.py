@@ -1,4 +1,4 @@
-"""Translation between config.json of `transformers` and our configuration, for Electra and ModernBERT.
+"""Translation between config.json of `transformers` and our configuration, for all model types.
 
 Common settings are translated. Settings that our encoders fix are written on export and checked on import, so that
 models that we would compute differently are rejected.
@@ -26,21 +26,24 @@ OWN_KEY = "electra_fast"
 TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
 """Our key in config.json: true if token type 1 occurred in training; if not, `export` copied the row of type 0."""
 
-MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modernbert"}
+MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modernbert", "deberta-v2": "deberta"}
 _TYPE_OF: dict[str, str] = {architecture: name for name, architecture in MODEL_TYPES.items()}
 CLASSES = {
     ("bert", "discriminator"): "ElectraForPreTraining",
     ("bert", "generator"): "ElectraForMaskedLM",
     ("modernbert", "discriminator"): "ModernBertForTokenClassification",
     ("modernbert", "generator"): "ModernBertForMaskedLM",
+    ("deberta", "discriminator"): "ReplacedTokenDetectionModel",  # of the published code; `transformers` has none
+    ("deberta", "generator"): "DebertaV2ForMaskedLM",
     # Last, since a single folder with a masked language model is read as a generator.
     ("bert", "encoder"): "ElectraForMaskedLM",
     ("modernbert", "encoder"): "ModernBertForMaskedLM",
+    ("deberta", "encoder"): "DebertaV2ForMaskedLM",
 }
 
 DETECTOR_LABELS = ("original", "replaced")
 """Labels of ModernBERT's detector, a token classifier: two, since `transformers` takes a softmax over them."""
-HEADLESS = {"electra": "ElectraModel", "modernbert": "ModernBertModel"}
+HEADLESS = {"electra": "ElectraModel", "modernbert": "ModernBertModel", "deberta-v2": "DebertaV2Model"}
 """Classes of encoders without a head, by model type. Their folders serve any role, with a new head."""
 
 # Hugging Face key: (our key in [model], the default in transformers).
@@ -66,11 +69,25 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
         "mlp_dropout": ("dropout", 0.0),
         "attention_dropout": ("attention_dropout", 0.0),
     },
+    "deberta": {
+        "vocab_size": ("vocab_size", 128100),
+        "hidden_size": ("hidden_size", 1536),
+        "num_hidden_layers": ("num_layers", 24),
+        "num_attention_heads": ("num_heads", 24),
+        "intermediate_size": ("intermediate_size", 6144),
+        "max_position_embeddings": ("max_positions", 512),
+        "embedding_size": ("embedding_size", 0),  # hidden_size
+        "position_buckets": ("position_buckets", -1),
+        "conv_kernel_size": ("conv_kernel_size", 0),
+        "conv_act": ("conv_activation", "tanh"),
+        "hidden_dropout_prob": ("dropout", 0.1),
+        "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+    },
 }
-_EPS_KEY = {"bert": "layer_norm_eps", "modernbert": "norm_eps"}
+_EPS_KEY = {"bert": "layer_norm_eps", "modernbert": "norm_eps", "deberta": "layer_norm_eps"}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _UNBOUNDED = 1 << 20  # tokens: the window of a global layer that config.json calls local
-# Fixed settings of our encoders, equal to the defaults in transformers; `settings` has what is accepted.
+# Fixed settings of our encoders; `settings` has what is accepted.
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
@@ -84,11 +101,22 @@ _FIXED: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    "deberta": {
+        "hidden_act": "gelu",
+        "type_vocab_size": 0,
+        "relative_attention": True,
+        "max_relative_positions": -1,
+        "position_biased_input": False,
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "norm_rel_ebd": "layer_norm",
+    },
 }
 # Fixed settings of the pre-training heads.
 _FIXED_HEAD: dict[str, dict[str, Any]] = {
     "bert": {},
     "modernbert": {"classifier_activation": "gelu", "classifier_bias": False, "decoder_bias": True},
+    "deberta": {},
 }
 
 
@@ -122,6 +150,8 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
     table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
     table |= {_EPS_KEY[architecture]: shape.eps, "pad_token_id": special_ids["pad"]}
     table |= {"tie_word_embeddings": not weights.is_multiplied(shape)}
+    if architecture == "deberta":
+        table["legacy"] = weights.has_legacy_head(shape)
     return table | _modern_extras(shape, special_ids) if architecture == "modernbert" else table
 
 
@@ -161,6 +191,8 @@ def read_table(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; a Hugging Face model folder has one") from None
     found = table.get("model_type")
+    if found == "deberta":
+        raise InputError(f"{path}: model_type = 'deberta' is DeBERTa V1; only V2 and V3 (deberta-v2) are supported")
     if not isinstance(found, str) or found not in {*MODEL_TYPES, *TRANSLATED}:
         raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join((*MODEL_TYPES, *TRANSLATED))}")
     named_classes(path, table)
@@ -206,11 +238,30 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
     values["norm_eps"] = 0.0 if eps == NORM_EPS[architecture] else eps
     if architecture == "modernbert":
         values["embedding_size"] = values["hidden_size"]
+    if architecture == "deberta":
+        values["embedding_size"] = values["embedding_size"] or values["hidden_size"]
+        if values["conv_kernel_size"] == 0:
+            values["conv_activation"] = ModelConfig.conv_activation
     try:
         shape = ModelConfig(architecture=architecture, **integers_as_floats(ModelConfig, values))
+        if architecture == "deberta":
+            _check_derived(shape, table)
         return _with_layers(shape, table) if architecture == "modernbert" else shape
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def _check_derived(shape: ModelConfig, table: Mapping[str, Any]) -> None:
+    """Raises ValueError for settings of a DeBERTaV2 that our encoders derive from others."""
+    derived = {
+        "max_relative_positions": (shape.max_positions, "max_position_embeddings, or -1"),
+        "attention_head_size": (shape.hidden_size // shape.num_heads, "hidden_size / num_attention_heads"),
+    }
+    for key, (expected, what) in derived.items():
+        value = table.get(key, expected)
+        is_unset = key == "max_relative_positions" and type(value) is int and value < 1
+        if value != expected and not is_unset:
+            raise InputError(f"{key} = {value!r} is not supported; it must be {expected} ({what})")
 
 
 def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:

@@ -183,7 +183,8 @@ def read_weights(folder: Path) -> Tensors:
         if ORIGINAL_KEY in table:
             return electra_tensors(folder / "config.json", tensors, table)
         prefix = PREFIX[MODEL_TYPES[table["model_type"]]]
-        return Tensors(tensors, {prefix: prefix})
+        is_deberta = table["model_type"] == "deberta-v2"
+        return weights.deberta_tensors(tensors) if is_deberta else Tensors(tensors, {prefix: prefix})
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
 

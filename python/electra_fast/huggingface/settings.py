@@ -1,7 +1,8 @@
 """What becomes of each key of a config.json that `transformers` reads, by model type.
 
 A key is read by us, has no effect on outputs, or changes what a model computes in a way that we do not implement: then
-it must have one of the listed values, the first of which is the default. Keys of a head are checked where it is read.
+it must have one of the listed values. The first of them is the default, unless `_DEFAULTS` has another. Keys of a head
+are checked where it is read.
 """
 
 from __future__ import annotations
@@ -40,6 +41,30 @@ _BERT: dict[str, Setting] = {
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
     "add_cross_attention": (False,),
+}
+_DEBERTA: dict[str, Setting] = {
+    **{name: setting for name, setting in _BERT.items() if name != "position_embedding_type"},
+    **dict.fromkeys(("embedding_size", "position_buckets", "conv_kernel_size"), READ),
+    **dict.fromkeys(("max_relative_positions", "attention_head_size"), READ),  # compared with other keys
+    "type_vocab_size": (0,),
+    "relative_attention": (True,),
+    "position_biased_input": (False,),
+    "share_att_key": (True,),
+    "pos_att_type": ("c2p|p2c",),
+    "norm_rel_ebd": ("layer_norm",),
+    "conv_act": ("tanh", "gelu"),
+    "conv_groups": (1,),
+    "z_steps": (0,),
+    # The names of the tensors tell; the others are of a head for classes of texts.
+    **dict.fromkeys(("legacy", "pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout"), UNUSED),
+}
+# Defaults that are not supported.
+_DEFAULTS: dict[str, Any] = {
+    "relative_attention": False,
+    "position_biased_input": True,
+    "share_att_key": False,
+    "pos_att_type": None,
+    "norm_rel_ebd": "none",
 }
 _ROBERTA = _BERT | {"pad_token_id": READ}  # positions are counted from there
 SETTINGS: dict[str, dict[str, Setting]] = {
@@ -80,6 +105,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "classifier_bias": (False,),
         "decoder_bias": (True,),
     },
+    "deberta-v2": _DEBERTA,
 }
 HEAD_KEYS = ("classifier_activation", "classifier_bias", "decoder_bias")
 """Keys of heads, which an encoder without its head does without."""
@@ -93,6 +119,15 @@ def check_settings(path: Path, table: Mapping[str, Any], names: Sequence[str] | 
     settings = SETTINGS[table["model_type"]]
     for name in [name for name in settings if (name not in HEAD_KEYS if names is None else name in names)]:
         accepted = settings[name]
-        if isinstance(accepted, tuple) and table.get(name, accepted[0]) not in accepted:
+        if not isinstance(accepted, tuple):
+            continue
+        value = table.get(name, _DEFAULTS.get(name, accepted[0]))
+        if (_joined(value) if name in ("pos_att_type", "norm_rel_ebd") else value) not in accepted:
             values = " or ".join(map(repr, accepted))
-            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {values}")
+            raise InputError(f"{path}: {name} = {value!r} is not supported; it must be {values}")
+
+
+def _joined(value: Any) -> Any:
+    """Returns names in one spelling and order, which are a list, or a string with bars between them."""
+    names = value.lower().split("|") if isinstance(value, str) else value
+    return "|".join(sorted({str(name).strip() for name in names})) if isinstance(names, list) else value

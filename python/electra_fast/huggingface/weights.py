@@ -1,4 +1,4 @@
-"""Maps our parameters to the tensors of the Electra and ModernBERT classes in `transformers`, and back.
+"""Maps our parameters to the tensors of Electra, ModernBERT and DeBERTaV2 in `transformers`, and back.
 
 `folder` reads and writes the files. Most tensors are only renamed, split or concatenated. But ModernBERT has no
 projection between embedding and hidden size, so the projection is multiplied into its tables on export and factored out
@@ -24,13 +24,20 @@ from electra_fast.model.networks import PARTS
 State = dict[str, Tensor]
 Pair = tuple[str, tuple[str, ...]]
 
-PREFIX = {"bert": "electra.", "modernbert": "model."}
-"""Prefix of the encoder's tensors in classes with heads; `ElectraModel` and `ModernBertModel` save them without it."""
+PREFIX = {"bert": "electra.", "modernbert": "model.", "deberta": "deberta."}
+"""Prefix of the encoder's tensors in classes with heads; `ElectraModel` and others save them without it."""
 INPUT_TABLE = {
     "bert": "electra.embeddings.word_embeddings.weight",
     "modernbert": "model.embeddings.tok_embeddings.weight",
+    "deberta": "deberta.embeddings.word_embeddings.weight",
 }
-OUTPUT_TABLE = {"bert": "generator_lm_head.weight", "modernbert": "decoder.weight"}
+OUTPUT_TABLE = {
+    "bert": "generator_lm_head.weight",
+    "modernbert": "decoder.weight",
+    "deberta": "lm_predictions.lm_head.weight",
+}
+POSITIONS = "deberta.embeddings.position_embeddings.weight"
+"""The absolute positions of DeBERTa's enhanced mask decoder."""
 
 _BERT_LAYER = {
     "attention_out": "attention.output.dense",
@@ -46,9 +53,24 @@ _BERT_HEAD = {
     },
     "masked_lm": {"dense": "generator_predictions.dense", "norm": "generator_predictions.LayerNorm"},
 }
+# Of the published code. `transformers` has the second one, and ignores the first.
+_DEBERTA_HEAD = {
+    "discriminator": {
+        "dense": "mask_predictions.dense",
+        "norm": "mask_predictions.LayerNorm",
+        "classifier": "mask_predictions.classifier",
+    },
+    "masked_lm": {"dense": "lm_predictions.lm_head.dense", "norm": "lm_predictions.lm_head.LayerNorm"},
+}
 _MODERN_HEAD = {
     "discriminator": {"dense": "head.dense", "norm": "head.norm", "classifier": "classifier"},
     "masked_lm": {"dense": "head.dense", "norm": "head.norm"},
+}
+# Parts of names in DebertaV2ForMaskedLM with `legacy`, and without it; replaced in this order in both directions.
+_LEGACY_HEAD = {
+    "cls.predictions.bias": "lm_predictions.lm_head.bias",
+    "cls.predictions.transform": "lm_predictions.lm_head",
+    "cls.predictions.decoder": "lm_predictions.lm_head",
 }
 _DETECTOR_ROWS = ("classifier.weight", "classifier.bias")
 _MODERN_LAYER = {
@@ -72,8 +94,8 @@ def pairs(role: str, shape: ModelConfig) -> list[Pair]:
 
 def encoder_pairs(shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder") -> list[Pair]:
     """Returns the `pairs` of an encoder without heads, whose two modules have these names."""
-    make = _bert_encoder_pairs if shape.architecture == "bert" else _modern_encoder_pairs
-    return list(make(shape, embeddings, encoder))
+    make = {"bert": _bert_encoder_pairs, "modernbert": _modern_encoder_pairs, "deberta": _deberta_encoder_pairs}
+    return list(make[shape.architecture](shape, embeddings, encoder))
 
 
 def _bert_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> Iterator[Pair]:
@@ -84,12 +106,28 @@ def _bert_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> It
         yield f"{embeddings}.norm.{kind}", (f"electra.embeddings.LayerNorm.{kind}",)
         if shape.embedding_size != shape.hidden_size:
             yield f"{encoder}.projection.{kind}", (f"electra.embeddings_project.{kind}",)
-        for i in range(shape.num_layers):
-            layer, hf_layer = f"{encoder}.layers.{i}", f"electra.encoder.layer.{i}"
-            yield (
-                f"{layer}.qkv.{kind}",
-                tuple(f"{hf_layer}.attention.self.{x}.{kind}" for x in ("query", "key", "value")),
-            )
+    yield from _post_norm_layers(shape, encoder, "electra.", ("query", "key", "value"))
+
+
+def _deberta_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> Iterator[Pair]:
+    yield f"{embeddings}.token", (INPUT_TABLE["deberta"],)
+    if shape.embedding_size != shape.hidden_size:
+        yield f"{encoder}.projection.weight", ("deberta.embeddings.embed_proj.weight",)
+    yield f"{encoder}.relative", ("deberta.encoder.rel_embeddings.weight",)
+    parts = {"input_norm": "embeddings.LayerNorm", "relative_norm": "encoder.LayerNorm"}
+    if shape.conv_kernel_size:
+        parts |= {"convolution": "encoder.conv.conv", "convolution.norm": "encoder.conv.LayerNorm"}
+    for part, hf_part in parts.items():
+        for kind in ("weight", "bias"):
+            yield f"{encoder}.{part}.{kind}", (f"deberta.{hf_part}.{kind}",)
+    yield from _post_norm_layers(shape, encoder, "deberta.", ("query_proj", "key_proj", "value_proj"))
+
+
+def _post_norm_layers(shape: ModelConfig, encoder: str, prefix: str, projections: tuple[str, ...]) -> Iterator[Pair]:
+    for i in range(shape.num_layers):
+        layer, hf_layer = f"{encoder}.layers.{i}", f"{prefix}encoder.layer.{i}"
+        for kind in ("weight", "bias"):
+            yield f"{layer}.qkv.{kind}", tuple(f"{hf_layer}.attention.self.{name}.{kind}" for name in projections)
             for part, hf_part in _BERT_LAYER.items():
                 yield f"{layer}.{part}.{kind}", (f"{hf_layer}.{hf_part}.{kind}",)
 
@@ -106,18 +144,25 @@ def _modern_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> 
 
 
 def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
-    bert = shape.architecture == "bert"
+    modern = shape.architecture == "modernbert"
     kind = role if role == "discriminator" else "masked_lm"
     if kind == "masked_lm":
-        yield f"{head}.bias", ("generator_lm_head.bias" if bert else "decoder.bias",)
-    names = _BERT_HEAD[kind] if bert else _MODERN_HEAD[kind]
+        yield f"{head}.bias", (OUTPUT_TABLE[shape.architecture].removesuffix("weight") + "bias",)
+    if shape.architecture == "deberta" and role == "generator":
+        yield f"{head}.position", (POSITIONS,)
+    names = {"bert": _BERT_HEAD, "modernbert": _MODERN_HEAD, "deberta": _DEBERTA_HEAD}[shape.architecture][kind]
     for part, hf_part in names.items():
-        for kind in ("weight", "bias") if bert or part == "classifier" else ("weight",):
+        for kind in ("weight",) if modern and part != "classifier" else ("weight", "bias"):
             yield f"{head}.{part}.{kind}", (f"{hf_part}.{kind}",)
 
 
 def is_multiplied(shape: ModelConfig) -> bool:
     return shape.architecture == "modernbert" and shape.embedding_size != shape.hidden_size
+
+
+def has_legacy_head(shape: ModelConfig) -> bool:
+    """Returns whether DebertaV2ForMaskedLM needs `legacy`: its other head has no narrower embeddings."""
+    return shape.architecture == "deberta" and shape.embedding_size != shape.hidden_size
 
 
 def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
@@ -129,13 +174,24 @@ def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
             tensors[name] = torch.cat([torch.zeros_like(tensors[name]), tensors[name]])
     if is_multiplied(shape) and role != "discriminator":
         tensors[OUTPUT_TABLE["modernbert"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
+    if has_legacy_head(shape):
+        for theirs, ours in _LEGACY_HEAD.items():
+            tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def deberta_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Returns a DeBERTaV2's tensors by the names of the published code, which some files have with other prefixes."""
+    prefixes = ("deberta.", "bert.")
+    prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), prefixes[0])
+    is_legacy = any(name.startswith("cls.") for name in tensors)
+    return Tensors(tensors, {prefix: PREFIX["deberta"]} | (_LEGACY_HEAD if is_legacy else {}))
 
 
 def encoder_to_hf(
     state: Mapping[str, Tensor], shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder"
 ) -> State:
-    """Returns the tensors `electra.*` or `model.*` of an encoder whose two modules have these names, contiguous fp32.
+    """Returns the tensors, contiguous and fp32, of an encoder whose two modules have these names; each has a prefix.
 
     With `modernbert`, a projection from embedding to hidden size is multiplied into the table.
     """
