@@ -6,7 +6,7 @@
 
 Prints a line per contender and a table per shape and recipe. The step, the corpus and the peers are those of
 `pretrain_throughput.py`, in fp32 (`--train.precision bf16` changes all contenders) or bf16, with the preset's own rows
-and sequence length; the peers exist for recipe `google` only. Downloads nothing.
+and sequence length; the peers exist for recipe `google` and, without a mask, for `deberta`. Downloads nothing.
 
 A shared machine's speed changes by half from one minute to the next. So every contender is a process of its own
 (`lib/cpu_worker.py`), and after their warm-up, which includes compilation, they take their steps in turn for many
@@ -47,9 +47,10 @@ HEADER = ["step", "tokens/s", "best", "ratio", "step ms", "CPU ms", "steps", "me
 
 
 def names_of(config: ef.Config, words: list[str], with_before: bool) -> list[str]:
-    """The contenders with one of the words in their names, and the version before; peers have the encoder of BERT."""
-    has_peers = config.model.architecture == "bert"
-    names = [name for name in CONTENDERS if has_peers or name.startswith("electra-fast")]
+    """The contenders with one of the words in their names, and the version before."""
+    # DebertaV2Model takes no block mask.
+    kinds = {"bert": ("electra-fast", "transformers"), "deberta": ("electra-fast", "transformers, eager, no mask")}
+    names = [name for name in CONTENDERS if name.startswith(kinds.get(config.model.architecture, "electra-fast"))]
     return [BEFORE] * with_before + [name for name in names if any(word in name for word in words)]
 
 

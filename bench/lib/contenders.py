@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,13 +61,14 @@ def peer(
     dtype: torch.dtype = torch.bfloat16,
     compile_with: Mapping[str, Any] | None = None,
 ) -> Runner:
-    """The same step with ElectraForMaskedLM and ElectraForPreTraining of `transformers`.
+    """The same step with ElectraForMaskedLM and ElectraForPreTraining of `transformers`, or two DebertaV2Model.
 
     `dtype` is autocast's; `compile_with` has the arguments of torch.compile, None: eager.
     """
     generator, discriminator = (model.to(device) for model in peer_models(config))
     parameters = list(dict.fromkeys([*generator.parameters(), *discriminator.parameters()]))
-    assert sum(p.numel() for p in parameters) == sum(p.numel() for p in ef.Electra(config).parameters())
+    if config.model.architecture == "bert":
+        assert sum(p.numel() for p in parameters) == sum(p.numel() for p in ef.Electra(config).parameters())
     options = config.optimizer
     optimizer = torch.optim.AdamW(
         parameters,
@@ -98,6 +100,11 @@ def peer(
 def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
     from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
+    if config.model.architecture == "deberta":
+        networks = DebertaPeer(config.generator_shape()), DebertaPeer(config.model)
+        networks[1].electra.embeddings = networks[0].electra.embeddings
+        return networks[0].train(), networks[1].train()
+
     def hf_config(shape: Any) -> ElectraConfig:
         return ElectraConfig(
             vocab_size=shape.vocab_size,
@@ -116,6 +123,43 @@ def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
     discriminator = ElectraForPreTraining(hf_config(config.model))
     discriminator.electra.embeddings = generator.electra.embeddings
     return generator.train(), discriminator.train()
+
+
+class DebertaPeer(nn.Module):
+    """DebertaV2Model with both heads, by the names of Electra's classes; without an enhanced mask decoder and GDES."""
+
+    def __init__(self, shape: Any) -> None:
+        from transformers import DebertaV2Config, DebertaV2Model
+
+        super().__init__()
+        hidden = shape.hidden_size
+        config = DebertaV2Config(
+            vocab_size=shape.vocab_size,
+            hidden_size=hidden,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            intermediate_size=shape.intermediate_size,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            position_buckets=shape.position_buckets,
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+            position_biased_input=False,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.electra = DebertaV2Model(config)
+        self.generator_predictions = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
+        self.norm, self.classifier = nn.LayerNorm(hidden), nn.Linear(hidden, 1)
+        self.dense, self.bias = nn.Linear(hidden, hidden), nn.Parameter(torch.zeros(shape.vocab_size))
+
+    def generator_lm_head(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.electra.embeddings.word_embeddings.weight, self.bias)
+
+    def forward(self, ids: Tensor, **inputs: Any) -> Any:
+        hidden = self.electra(ids, **inputs).last_hidden_state
+        logits = self.classifier(F.gelu(self.dense(self.norm(hidden + hidden[:, :1]))))
+        return SimpleNamespace(logits=logits.squeeze(-1))
 
 
 def peer_loss(
