@@ -291,6 +291,15 @@ def test_differences_name_the_keys() -> None:
         ("[train]\naccumulate = 3", "train.accumulate = 3 does not divide train.batch_size = 128"),
         ("[generator]\nfraction = 0.3", "generator.fraction = 0.3 of model.num_heads = 4 is not a whole number"),
         ('[model]\ntying = "all"', "needs a generator of the same size: set generator.fraction = 1.0"),
+        ("[model]\nconv_kernel_size = 3", "model.conv_kernel_size = 3 must be odd, and needs model.architecture ="),
+        (
+            '[model]\narchitecture = "deberta"\nconv_kernel_size = 4',
+            "model.conv_kernel_size = 4 must be odd, and needs",
+        ),
+        (
+            'recipe = "deberta"\npreset = "tiny"\n[model]\nconv_kernel_size = 3',
+            "model.conv_kernel_size = 3 needs a generator of 2 layers or more",
+        ),
         ("[generator]\nembedding_size = 64", "generator.embedding_size = 64 needs model.tying = "),
         ('preset = "smal"', "unknown preset 'smal'; did you mean small?"),
         ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),

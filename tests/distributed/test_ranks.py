@@ -64,13 +64,13 @@ def test_every_row_belongs_to_one_micro_batch_of_its_rank(world_size, batch_size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "batch_size", "accumulate", "world_size"),
-    [("modern", "7", "1", 2), ("paper", "8", "2", 2), ("google", "3", "1", 4)],
+    [("modern", "7", "1", 2), ("paper", "8", "2", 2), ("google", "3", "1", 4), ("deberta", "6", "2", 2)],
 )
 def test_any_number_of_ranks_trains_alike(
     server, validation_corpus, tmp_path, recipe, batch_size, accumulate, world_size
 ):
     changes = NO_DROPOUT | {"train.batch_size": batch_size, "train.accumulate": accumulate, "train.steps": "8"}
-    changes["optimizer.name"] = {"modern": "muon", "paper": "lamb", "google": "adamw"}[recipe]
+    changes["optimizer.name"] = {"modern": "muon", "paper": "lamb"}.get(recipe, "adamw")
     for size in (1, world_size):
         server.run(size, validation_corpus, tmp_path / str(size), recipe=recipe, **changes)
     assert_close_runs(tmp_path / str(world_size), tmp_path / "1")

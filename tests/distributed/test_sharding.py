@@ -33,6 +33,9 @@ LOCAL_WINDOW = {"model.local_attention": "4", "model.global_attention_every": "2
         ("modern", "muon", 3, TOGETHER | LOCAL_WINDOW),
         pytest.param("paper", "muon", 2, VARIANTS["two-stage"], marks=pytest.mark.slow),
         pytest.param("paper", "adamw", 2, VARIANTS["adversarial"], marks=pytest.mark.slow),
+        pytest.param(
+            "deberta", "muon", 2, {"model.conv_kernel_size": "3", "generator.num_layers": "2"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_sharded_model_trains_as_a_whole_one(
@@ -75,9 +78,10 @@ def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpu
     assert "Traceback" not in ranks[0].said() and ranks[1].wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("name", [*DIFFERENT, "local attention"])
+@pytest.mark.parametrize("name", [*DIFFERENT, "local attention", "deberta"])
 def test_a_row_of_padding_counts_for_nothing_and_has_all_gradients(name):
-    config = make_config(**DIFFERENT.get(name, LOCAL))
+    deberta = {"model.architecture": "deberta", "model.tying": "disentangled", "model.conv_kernel_size": "3"}
+    config = make_config(**(DIFFERENT | {"local attention": LOCAL, "deberta": deberta})[name])
     model, objective, batch = make_model(config).train(), objective_of(config), make_batch()
     row = padding_row({name: each[:0] for name, each in batch.items() if name != "cu_seqlens"} | {"cu_seqlens": None})
     assert all(value == 0 for value in objective.loss_denominators(row).values())

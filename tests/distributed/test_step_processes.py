@@ -107,7 +107,8 @@ def has_ended(process, seconds=20.0):
 @pytest.mark.process
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
-    ("recipe", "generator", "num_processes", "accumulate"), [("google", "unigram", 2, 1), ("modern", "model", 3, 2)]
+    ("recipe", "generator", "num_processes", "accumulate"),
+    [("google", "unigram", 2, 1), ("modern", "model", 3, 2), ("deberta", "model", 2, 1)],
 )
 def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num_processes, accumulate):
     """Operations have one thread each; what comes between the steps has all cores."""

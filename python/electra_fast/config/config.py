@@ -426,8 +426,15 @@ class Config(Configuration):
                 f"objective.generator_first = {self.objective.generator_first} leaves none of train.steps = "
                 f"{self.train.steps} to the discriminator; lower it"
             )
-        if self.generator.kind == "model" and len(OBJECTIVE_SPECS[name].roles) > 1:
-            shape = self.generator_shape()
+        has_pair = self.generator.kind == "model" and len(OBJECTIVE_SPECS[name].roles) > 1
+        decoder = self.generator_shape() if has_pair else model
+        if model.conv_kernel_size and decoder.num_layers < 2:
+            raise InputError(
+                f"model.conv_kernel_size = {model.conv_kernel_size} needs a generator of 2 layers or more, since the "
+                "convolution is beside the first and the decoder repeats the last"
+            )
+        if has_pair:
+            shape = decoder
             same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
             if model.tying == "all" and not same:
                 raise InputError(
