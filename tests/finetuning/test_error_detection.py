@@ -138,7 +138,9 @@ class TestProbabilities:
             assert found.predict(TEXTS) == expected.predict(TEXTS), source
 
     @pytest.mark.parametrize(
-        "changes", [{"generator.kind": "uniform"}, {"model.heads": "plain"}, {"model.tying": "all"}], ids=str
+        "changes",
+        [{"generator.kind": "uniform"}, {"model.heads": "plain"}, {"model.tying": "all"}, {"recipe": "deberta"}],
+        ids=str,
     )
     def test_of_other_models(self, tmp_path, tiny_vocab, changes):
         changes |= {"generator.fraction": "1"} if "model.tying" in changes else {}

@@ -77,6 +77,25 @@ def test_of_a_discriminator_and_its_generator(tmp_path, tiny_vocab, recipe):
 
 
 @torch.no_grad()
+def test_a_deberta_run_by_its_networks(tmp_path, tiny_vocab):
+    """One text at a time; the discriminator's token table is the generator's and its own, added up."""
+    run = save_run(tmp_path, tiny_vocab, recipe="deberta")
+    model, loaded = read_model(run), ef.load(run)
+    special, vectors = loaded.tokenizer.special_tokens, loaded.encode(TEXTS, pooling="cls")
+    scores = {kind: loaded.score(TEXTS, kind) for kind in ("discriminator", "generator")}
+    for number, [ids] in enumerate(loaded.tokenizer.encode_batch([text]) for text in TEXTS):
+        row, places = torch.tensor([[special["cls"], *ids, special["sep"]]]), torch.arange(len(ids))
+        vector = model.hidden("discriminator", *model._flat_inputs(row, None, None))[0]
+        assert vectors[number] == pytest.approx(vector.numpy(), abs=1e-5)
+        original = logsigmoid(-model.discriminator_logits(row)[0, 1:-1]).sum().item()
+        assert scores["discriminator"][number] == pytest.approx(original, rel=1e-5)
+        copies = row.repeat(len(ids), 1)
+        copies[places, places + 1] = special["mask"]
+        log_p = log_softmax(model.generator_logits(copies)[places, places + 1], -1)
+        assert scores["generator"][number] == pytest.approx(log_p.gather(1, row[0, 1:-1, None]).sum().item(), rel=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("changes", "role", "head"),
     [

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +93,10 @@ def _read_checkpoint(folder: Path, role: str | None) -> tuple[ModelConfig, dict[
     model = checkpoint.load_model(folder)
     role = _choose(folder, model.networks, role)
     embeddings, encoder, _ = PARTS[role]
-    parts = {"embeddings": model.get_submodule(embeddings), "encoder": model.get_submodule(encoder)}
-    return dataclasses.replace(role_shape(model.config, role), attention=AUTO), _parameters(parts)
+    tables = cast(Embeddings, model.get_submodule(embeddings))
+    state = _parameters({"embeddings": tables, "encoder": model.get_submodule(encoder)})
+    state["embeddings.token"] = tables.table.detach()  # with its base, if there is one
+    return dataclasses.replace(role_shape(model.config, role), attention=AUTO), state
 
 
 def _read_folder(folder: Path, role: str | None) -> tuple[ModelConfig, dict[str, Tensor]]:
