@@ -22,10 +22,12 @@ from test_pair_templates import save_tokenizer
 from tiny_reading import flags as settings
 from tiny_task import QUICK, save_encoder, sentences, write_mrpc, write_sst2, write_stsb
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    DebertaV2ForSequenceClassification,
     ElectraConfig,
     ElectraForSequenceClassification,
     ModernBertConfig,
@@ -42,7 +44,7 @@ SENTENCES = ["The class of a value", "false", "A method with a list of names, an
 PAIRS = [("The class", "a value of it"), ("false", "true"), ("An object and a list", "")]
 
 
-@pytest.fixture(scope="module", params=["bert", "modernbert"])
+@pytest.fixture(scope="module", params=["bert", "modernbert", "deberta"])
 def encoder(request, tmp_path_factory, tiny_vocab):
     return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab, request.param)
 
@@ -60,7 +62,9 @@ def trained(task, encoder, out, write, **changes):
 
 
 def their_logits(folder, examples):
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     columns = [list(column) for column in zip(*examples, strict=True)] if isinstance(examples[0], tuple) else [examples]
     with torch.no_grad():
         return model.eval()(**tokenizer(*columns, return_tensors="pt", padding=True)).logits.numpy()
@@ -78,11 +82,13 @@ def test_logits_and_answers_are_those_of_transformers(sst2):
         assert answer["scores"][found["label"]] == pytest.approx(found["score"], abs=1e-5)
 
 
-def test_published_head_on_electra_has_equal_logits(encoder_folder, tmp_path):
-    """gelu(z) - gelu(-z) = z lets ElectraClassificationHead compute the raw head."""
-    folder = trained("mrpc", encoder_folder, tmp_path, write_mrpc, **{"finetune.head": "published"})
+@pytest.mark.parametrize(("architecture", "layer"), [("bert", "classifier"), ("deberta", "pooler")])
+def test_published_head_becomes_the_class_of_transformers(tiny_vocab, tmp_path, architecture, layer):
+    """gelu(z) - gelu(-z) = z lets a head with another layer compute the raw head."""
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
+    folder = trained("mrpc", encoder, tmp_path, write_mrpc, **{"finetune.head": "published"})
     np.testing.assert_allclose(ef.load(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
-    weight = load_file(folder / "model.safetensors")["classifier.dense.weight"]
+    weight = load_file(folder / "model.safetensors")[f"{layer}.dense.weight"]
     assert torch.equal(weight[0], -weight[2]) and not weight[4:].any()
     assert "raw" not in (folder / "README.md").read_text() and "## Head" in (folder / "README.md").read_text()
 
@@ -220,6 +226,18 @@ def test_a_folder_from_elsewhere_predicts(classifier, tmp_path):
     del config["id2label"], config["label2id"]
     (folder / "config.json").write_text(json.dumps(config | {"num_labels": 3}))
     assert ef.load(folder).labels == model.labels
+
+
+def test_a_deberta_classifier_from_elsewhere_predicts(tmp_path, tiny_vocab):
+    folder = save_encoder(tmp_path, tiny_vocab, "deberta")
+    config = AutoConfig.from_pretrained(folder, num_labels=3)
+    for activation in ("gelu", "tanh"):
+        config.pooler_hidden_act = activation
+        DebertaV2ForSequenceClassification(config).save_pretrained(folder)
+        if activation == "gelu":
+            np.testing.assert_allclose(ef.load(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
+    with pytest.raises(InputError, match="pooler_hidden_act = 'tanh' is not supported; it must be "):
+        ef.load(folder)
 
 
 @pytest.mark.parametrize("form", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
@@ -370,7 +388,7 @@ def test_folders_and_texts_that_cannot_be_used(finetuned, encoder_folder, tmp_pa
     BertConfig(architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
     for folder, error, message in (
         (encoder_folder, InputError, "which is not fine-tuned .*electra-fast finetune "),
-        (tmp_path, InputError, "model_type = 'bert'; only fine-tuned models of electra and modernbert are"),
+        (tmp_path, InputError, "model_type = 'bert'; only fine-tuned models of electra, modernbert, deberta-v2 are"),
         ("nowhere", FileNotFoundError, "no such folder; name a fine-tuned model"),
     ):
         with pytest.raises(error, match=message):

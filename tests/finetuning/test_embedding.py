@@ -59,7 +59,7 @@ def test_vectors_are_those_of_transformers(run_and_export, pooling, capsys):
     assert np.abs(expected - expected.mean(0)).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "DistilBertModel"])
+@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "DistilBertModel", "DebertaV2Model"])
 def test_vectors_of_foreign_encoders(tmp_path, name, tiny_vocab, encoder_folder):
     types = {"type_vocab_size": 1} if name == "RobertaModel" else {}
     hf_folder(tmp_path, name, vocab_size=len(tiny_vocab.read_text().split("\n")), **types)

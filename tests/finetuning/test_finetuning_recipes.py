@@ -51,6 +51,18 @@ def test_paper_rates_have_no_leftover_depth():
     assert factors["head.classifier.bias"] == 1
 
 
+def test_deberta_has_the_rates_of_its_published_code():
+    """What all layers read has the depth of embeddings, where there is decay."""
+    shape = Config.preset("base", "deberta").override({"vocab_size": 100, "model.conv_kernel_size": 3}).model
+    factors = lr_factors(names_of(shape), 12, FinetuneSection(layer_decay=0.5))
+    bottom = {name for name, factor in factors.items() if factor == factors["embeddings.token"] == 0.5**13}
+    parts = ("relative_norm.weight", "input_norm.bias", "convolution.weight", "convolution.norm.bias", "relative")
+    assert bottom >= {f"encoder.{part}" for part in parts} and factors["encoder.layers.11.qkv.weight"] == 0.5
+    for changes, rate, decay in (({}, 3e-5, 1), ({"num_layers": 24}, 7e-6, 1), ({"hidden_size": 240}, 3e-4, 0.9)):
+        assert_settings("fast", "mnli", replace(shape, **changes), {"learning_rate": rate, "layer_decay": decay})
+    assert_settings("google", "mnli", shape, {"learning_rate": 1e-4, "layer_decay": 0.8})
+
+
 def test_product_schedule_of_the_published_code():
     config, total = FinetuneSection(schedule="product", warmup_fraction=0.1), 804
     scales = [lr_scale(config, t, total) for t in range(total)]
@@ -136,6 +148,7 @@ def default_configs(recipe):
     """The configurations of every task and several encoders, on few examples, some, and many."""
     dropout = {"dropout": 0.0, "attention_dropout": 0.2}
     shapes = [replace(SMALL, hidden_size=width, **dropout) for width in (64, 256, 384)] + [BASE, LARGE]
+    shapes += [replace(shape, architecture="deberta") for shape in (BASE, LARGE)]
     tasks = dict.fromkeys(TASKS, {}) | {kind: task_type.defaults for kind, task_type in TASK_TYPES.items()}
     sizes = ((0, 0), (100, 2), (1_000, 40), (60_000, 3))
     for (task, defaults), shape, size in itertools.product(tasks.items(), shapes, sizes):

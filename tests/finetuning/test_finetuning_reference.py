@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 from test_span_model import joint_reference
 from tiny_reading import tagged_sentences, write_conll, write_squad
-from tiny_task import NO_DROPOUT, QUICK, write_mrpc, write_stsb
+from tiny_task import NO_DROPOUT, QUICK, save_encoder, write_mrpc, write_stsb
 
 import electra_fast as ef
 from electra_fast.finetuning.batches import training_order
@@ -34,7 +34,7 @@ class Reference(torch.nn.Module):
 
     def __init__(self, folder, kind, config, num_outputs):
         super().__init__()
-        self.electra = transformers.ElectraModel.from_pretrained(folder).eval()
+        self.encoder = transformers.AutoModel.from_pretrained(folder).eval()
         ours = TASK_TYPES[kind].model(load_encoder(folder).shape, config, num_outputs)
         ours.initialize_head(0)
         own = dict(ours.head.named_parameters())
@@ -43,7 +43,7 @@ class Reference(torch.nn.Module):
     def hidden(self, ids, types):
         """[tokens, D] of one example, without padding."""
         inputs = {"input_ids": torch.tensor(ids)[None].long(), "token_type_ids": torch.tensor(types)[None].long()}
-        return self.electra(**inputs).last_hidden_state[0]
+        return self.encoder(**inputs).last_hidden_state[0]
 
     def outputs(self, ids, types=None):
         """Hidden states through the layers that heads of one or two layers have."""
@@ -74,22 +74,24 @@ def pair_ids(tokenizer, pair, max_length=24):
 
 
 @pytest.mark.parametrize(
-    ("task", "recipe", "epochs"),
+    ("task", "recipe", "epochs", "architecture"),
     [
-        ("mrpc", "google", "0.3"),
-        ("stsb", "fast", "1"),
-        pytest.param("mrpc", "paper", "1", marks=pytest.mark.slow),
-        pytest.param("stsb", "google", "1", marks=pytest.mark.slow),
+        ("mrpc", "google", "0.3", "bert"),
+        ("stsb", "fast", "1", "bert"),
+        ("mrpc", "fast", "1", "deberta"),
+        pytest.param("mrpc", "paper", "1", "bert", marks=pytest.mark.slow),
+        pytest.param("stsb", "google", "1", "deberta", marks=pytest.mark.slow),
     ],
 )
-def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, encoder_folder, task, recipe, epochs):
+def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, tiny_vocab, task, recipe, epochs, architecture):
     """Two steps (the first of `google` has rate 0), or an epoch: the trained models give equal outputs."""
+    encoder_folder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
     is_value = task == "stsb"
     data = (write_stsb if is_value else write_mrpc)(tmp_path / task)
     overrides = OVERRIDES | {"finetune.epochs": epochs}
     ef.finetune(encoder_folder, task=task, glue=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
     exported = tmp_path / "out" / task / "seed-0" / "model"
-    ours = transformers.ElectraForSequenceClassification.from_pretrained(exported).eval()
+    ours = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
 
     config = recipe_config(recipe, task, load_encoder(encoder_folder).shape, overrides).finetune
     kind, scale = ("regression", 5) if is_value else ("classification", 1)
@@ -169,7 +171,7 @@ def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folde
         theirs = stored[prefix + key.removeprefix("classifier.") if config.head == "transformers" else prefix + key]
         torch.testing.assert_close(theirs, wanted, rtol=1e-5, atol=1e-5, msg=key)
         assert (wanted - before[key.replace(".", "_")]).abs().max() > 1e-5
-    for key, wanted in model.electra.state_dict().items():
+    for key, wanted in model.encoder.state_dict().items():
         if f"electra.{key}" in stored:
             torch.testing.assert_close(stored[f"electra.{key}"], wanted, rtol=1e-5, atol=1e-5, msg=key)
 

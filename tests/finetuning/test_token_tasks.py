@@ -35,8 +35,10 @@ def trained(tiny_vocab, squad_folder, conll_folder, tmp_path_factory):
     [
         ("squad2", "bert", "published"),
         pytest.param("squad2", "modernbert", "transformers", marks=pytest.mark.slow),
+        pytest.param("squad2", "deberta", "transformers", marks=pytest.mark.slow),
         ("tagging", "bert", "published"),
         pytest.param("tagging", "modernbert", "published", marks=pytest.mark.slow),
+        ("tagging", "deberta", "published"),
     ],
 )
 def test_every_head_survives_its_folder(trained, squad_folder, tmp_path, monkeypatch, task, architecture, head):

@@ -67,7 +67,14 @@ def write_stsb(folder: Path, train=27, dev=10) -> Path:
 def save_encoder(folder: Path, vocab: Path, architecture="bert", seed=0, **changes) -> Path:
     """A randomly initialized encoder as `transformers` saves it, with its vocabulary."""
     import torch
-    from transformers import ElectraConfig, ElectraModel, ModernBertConfig, ModernBertModel
+    from transformers import (
+        DebertaV2Config,
+        DebertaV2Model,
+        ElectraConfig,
+        ElectraModel,
+        ModernBertConfig,
+        ModernBertModel,
+    )
 
     torch.manual_seed(seed)
     sizes = {"vocab_size": len(vocab.read_text().splitlines()), "hidden_size": 32, "num_hidden_layers": 2}
@@ -76,6 +83,10 @@ def save_encoder(folder: Path, vocab: Path, architecture="bert", seed=0, **chang
         # Weights large enough for the outputs to depend on the input.
         config = ElectraConfig(**sizes | {"embedding_size": 16, "initializer_range": 0.2} | changes)
         model = ElectraModel(config)
+    elif architecture == "deberta":
+        relative = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}
+        relative |= {"share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False}
+        model = DebertaV2Model(DebertaV2Config(**sizes | relative | {"initializer_range": 0.2} | changes))
     else:
         rope = {
             kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("full_attention", "sliding_attention")

@@ -167,6 +167,9 @@ NARROW, NARROW_STEPS_PER_CLASS, STEPS_PER_CLASS = 128, 60, 20
 # those of 24 layers or more _LARGE_RATE.
 _RATES = {"paper": {256: 3e-4}, "google": {}, "fast": {128: 1e-3, 384: 3e-4}}
 _BASE_RATE, _LARGE_RATE, _LARGE_LAYERS = 1e-4, 5e-5, 24
+# `fast` with DeBERTa encoders wider than this: no layer decay, and about the rates of `experiments/glue` in V3's code,
+# 4.5e-5 for small, 1.5e-5 for base, 5.5e-6 to 1e-5 for large.
+_DEBERTA_WIDTH, _DEBERTA, _DEBERTA_LARGE = 256, 3e-5, 7e-6
 # Tasks with small training sets, trained for 10 epochs in the paper and its code; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
@@ -189,7 +192,8 @@ RULES: dict[str, dict[str, str]] = {
     "google": _PUBLISHED_RULES
     | {"learning_rate": _rate_rule("google"), "both_orders": "true for MRPC and STS-B, else false"},
     "fast": {
-        "learning_rate": _rate_rule("fast"),
+        "learning_rate": f"{_rate_rule('fast')}; deberta over width {_DEBERTA_WIDTH}: {_DEBERTA:g}, {_DEBERTA_LARGE:g}",
+        "layer_decay": f"0.9; 1 for deberta over width {_DEBERTA_WIDTH}",
         "epochs": f"3; questions 2; more if these are under {MIN_STEPS} steps, or {STEPS_PER_CLASS} per class, "
         f"{NARROW_STEPS_PER_CLASS} up to width {NARROW} (for classes, {MAX_EPOCHS_FOR_CLASSES} epochs at most)",
         "evals_per_epoch": f"1; fewer for at most {MAX_EVALUATIONS} in all",
@@ -245,6 +249,8 @@ def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
     by_width = (rate for width, rate in _RATES[recipe].items() if shape.hidden_size <= width)
     rate = _LARGE_RATE if is_large else next(by_width, _BASE_RATE)
     keys: dict[str, Scalar] = {"learning_rate": rate, "layer_decay": 0.9 if is_large or recipe == "fast" else 0.8}
+    if recipe == "fast" and shape.architecture == "deberta" and shape.hidden_size > _DEBERTA_WIDTH:
+        keys = {"learning_rate": _DEBERTA_LARGE if is_large else _DEBERTA, "layer_decay": 1.0}
     if recipe == "fast":
         keys |= {"dropout": shape.dropout, "attention_dropout": shape.attention_dropout}
     return keys
@@ -267,7 +273,8 @@ def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -
     embeddings: with n = 12 and a decay of 0.8, 0.64 and 0.044. No layer has depth n + 1, which the code's author calls
     a leftover; in the form `plain` the head takes that depth, and all exponents but its own are one less.
 
-    A modern encoder's first norm counts as embeddings, its last one, whose input is the top layer's, as the top layer.
+    An encoder's own norm of embeddings, and a DeBERTa's relative positions and convolution, count as embeddings; a
+    modern encoder's last norm, whose input is the top layer's, as the top layer.
     """
     head_depth = num_layers + (2 if config.layer_decay_form == "squared" else 1)
     factors = {}

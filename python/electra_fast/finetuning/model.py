@@ -78,7 +78,7 @@ class Inputs:
 class LinearHead(nn.Module):
     """Dropout and one layer; [n, D] → fp32 [n, C].
 
-    On [CLS] the head of the paper and the published code, on tokens that of `transformers`' Electra classes.
+    On [CLS] the head of the paper and the published code, on tokens that of `transformers`' Electra and DebertaV2.
     """
 
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
@@ -91,15 +91,20 @@ class LinearHead(nn.Module):
 
 
 class ElectraHead(nn.Module):
-    """As `transformers`' ElectraClassificationHead: dropout, dense, gelu, dropout, one layer; [n, D] → fp32 [n, C]."""
+    """As `transformers`' ElectraClassificationHead: dropout, dense, gelu, dropout, one layer; [n, D] → fp32 [n, C].
+
+    In `deberta` without the first dropout, as DebertaV2ForSequenceClassification.
+    """
 
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
         super().__init__()
+        self.drops_input = shape.architecture != "deberta"
         self.dense = Linear(shape.hidden_size, shape.hidden_size)
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        inner = ops.bias_gelu(ops.dropout(x_nD.float(), dropout), self.dense.weight, self.dense.bias)
+        x_nD = ops.dropout(x_nD.float(), dropout) if self.drops_input else x_nD.float()
+        inner = ops.bias_gelu(x_nD, self.dense.weight, self.dense.bias)
         outputs: Tensor = self.classifier(ops.dropout(inner, dropout.call(1)))
         return outputs
 

@@ -1,8 +1,8 @@
-"""Folders of fine-tuned models: `transformers`' classes for the task types over an Electra or ModernBERT encoder.
+"""Folders of fine-tuned models: `transformers`' classes for the task types over our encoders.
 
 Some of the published heads have no class in `transformers`. Where its class can compute their outputs all the same,
-`TaskType.to_transformers` converts them. Otherwise the folder holds the encoder as ElectraModel or ModernBertModel,
-which `AutoModel` loads, and the head's tensors beside it.
+`TaskType.to_transformers` converts them. Otherwise the folder holds the encoder as ElectraModel or its like, which
+`AutoModel` loads, and the head's tensors beside it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ COLUMNS_KEY, LABEL_COLUMNS_KEY = "electra_fast_text_columns", "electra_fast_labe
 """The columns of own data, those of the training file first."""
 SETTINGS_KEY = "electra_fast_settings"
 """The task type's settings for prediction."""
-RAW_CLASSES = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
-_FAMILIES = {"bert": "Electra", "modernbert": "ModernBert"}
+RAW_CLASSES: dict[str, str] = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
+_FAMILIES: dict[str, str] = {architecture: name.removesuffix("Model") for architecture, name in RAW_CLASSES.items()}
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
         table[SETTINGS_KEY] = dict(finetuned.settings)
     if architecture == "modernbert":
         table |= {"classifier_pooling": "cls", "classifier_activation": "gelu", "classifier_bias": False}
+    if architecture == "deberta":
+        table |= {"cls_dropout": head_dropout, "pooler_dropout": 0.0, "pooler_hidden_act": "gelu"}
     if head == "published":
         table[HEAD_KEY] = head
     write_object(folder / "config.json", table)
@@ -134,7 +136,7 @@ def read_finetuned(folder: Path) -> Finetuned:
     if ORIGINAL_KEY in table:  # their heads are others than Electra's
         raise InputError(
             f"{path}: model_type = {original(table)['model_type']!r}; only fine-tuned models of "
-            f"{' and '.join(MODEL_TYPES)} are read: fine-tune it with `electra-fast finetune {folder}`"
+            f"{', '.join(MODEL_TYPES)} are read: fine-tune it with `electra-fast finetune {folder}`"
         )
     architecture = MODEL_TYPES[table["model_type"]]
     head = present_name("finetune.head", str(table.get(HEAD_KEY, "transformers")))

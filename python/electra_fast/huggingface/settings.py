@@ -56,7 +56,8 @@ _DEBERTA: dict[str, Setting] = {
     "conv_groups": (1,),
     "z_steps": (0,),
     # The names of the tensors tell; the others are of a head for classes of texts.
-    **dict.fromkeys(("legacy", "pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout"), UNUSED),
+    **dict.fromkeys(("legacy", "pooler_dropout", "pooler_hidden_size", "cls_dropout"), UNUSED),
+    "pooler_hidden_act": _ACTIVATION,
 }
 # Defaults that are not supported.
 _DEFAULTS: dict[str, Any] = {
@@ -107,7 +108,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     },
     "deberta-v2": _DEBERTA,
 }
-HEAD_KEYS = ("classifier_activation", "classifier_bias", "decoder_bias")
+HEAD_KEYS = ("classifier_activation", "classifier_bias", "decoder_bias", "pooler_hidden_act")
 """Keys of heads, which an encoder without its head does without."""
 
 

@@ -20,6 +20,7 @@ from electra_fast.files.json_files import read_optional, write_object
 INPUT_NAMES = {
     "bert": ["input_ids", "token_type_ids", "attention_mask"],
     "modernbert": ["input_ids", "attention_mask"],
+    "deberta": ["input_ids", "attention_mask"],
 }
 """The inputs of a model of each architecture."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "added_tokens.json")

@@ -39,7 +39,7 @@ def targets():
     return torch.tensor([[8, 11, 0], [0, 0, 0], [9, 9, 0], [0, 0, 1], [8, 20, 0]])
 
 
-@pytest.fixture(scope="module", params=["bert", "modernbert"])
+@pytest.fixture(scope="module", params=["bert", "modernbert", "deberta"])
 def encoder(request, tmp_path_factory, tiny_vocab):
     return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab, request.param)
 
@@ -61,7 +61,7 @@ def their_hidden(encoder, encoded):
     for i in range(len(encoded)):
         place = slice(encoded.offsets[i], encoded.offsets[i + 1])
         ids, types = (torch.tensor(each[place])[None].long() for each in (encoded.ids, encoded.token_types))
-        inputs = {"input_ids": ids} | ({} if model.config.model_type == "modernbert" else {"token_type_ids": types})
+        inputs = {"input_ids": ids} | ({"token_type_ids": types} if model.config.model_type == "electra" else {})
         with torch.no_grad():
             hidden = model(**inputs).last_hidden_state[0]
         yield hidden, torch.arange(len(hidden)) >= int(encoded.second_starts[i])

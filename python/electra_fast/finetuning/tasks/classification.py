@@ -79,6 +79,11 @@ def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
                 "head.classifier.weight": "classifier.out_proj.weight",
                 "head.classifier.bias": "classifier.out_proj.bias",
             },
+            ("deberta", "transformers"): {
+                "head.dense.weight": "pooler.dense.weight",
+                "head.dense.bias": "pooler.dense.bias",
+                **CLASSIFIER,
+            },
             ("modernbert", "transformers"): MODERN_HEAD,
             ("modernbert", "published"): CLASSIFIER,
         },
@@ -88,7 +93,7 @@ def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
         usage=usage,
         raw_usage=RAW_USAGE.format(index="[:, 0]"),
         converted_head_note=(
-            "## Head\n\nIt was trained as one layer on the hidden state of [CLS]. `ElectraClassificationHead` has "
+            "## Head\n\nIt was trained as one layer on the hidden state of [CLS]. The class in `transformers` has "
             "another layer and a gelu before that; since gelu(z) - gelu(-z) = z, two of its units carry each output, "
             "and the logits are those of the trained head. To train further, fine-tune the encoder again rather than "
             "this head."
@@ -220,19 +225,20 @@ class SequenceType(TaskType):
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
     ) -> tuple[str, Mapping[str, Tensor]]:
-        """Expresses a raw head, one layer on [CLS], as Electra's class has it; InputError if that is not wide enough.
+        """Expresses a raw head, one layer on [CLS], as `transformers`' class; InputError if that is not wide enough.
 
-        Electra's head is out(gelu(dense(x))), and gelu(z) - gelu(-z) = z: two units of `dense` carry each output.
+        The heads of Electra and DebertaV2 are out(gelu(dense(x))), and gelu(z) - gelu(-z) = z: two units of `dense`
+        carry each output.
         ModernBERT's head has a norm after the activation and cannot express it.
         """
-        if (architecture, head) != ("bert", "published"):
+        if architecture == "modernbert" or head != "published":
             return head, state
         weight_CD, bias_C = state["head.classifier.weight"].float(), state["head.classifier.bias"].float()
         num_outputs = len(bias_C)
         if 2 * num_outputs > width:
             raise InputError(
-                f"a raw head of {num_outputs} labels does not fit into ElectraForSequenceClassification of width "
-                f'{width}; use finetune.head = "transformers"'
+                f"a raw head of {num_outputs} labels does not fit into the head of `transformers`, of width {width}; "
+                'use finetune.head = "transformers"'
             )
         both, unused = torch.cat((torch.eye(num_outputs), -torch.eye(num_outputs))), width - 2 * num_outputs
         return "transformers", {

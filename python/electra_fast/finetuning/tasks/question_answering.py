@@ -38,6 +38,7 @@ from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, HfForm, TaskTyp
 
 # Characters of context before and after an answer in a report.
 _CONTEXT_CHARACTERS = 100
+_READER = {"head.classifier.weight": "qa_outputs.weight", "head.classifier.bias": "qa_outputs.bias"}
 SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")
 
 
@@ -59,12 +60,11 @@ class QuestionAnswering(TaskType):
     hf = HfForm(
         ending="QuestionAnswering",
         head_names={
-            ("bert", "transformers"): {
-                "head.classifier.weight": "qa_outputs.weight",
-                "head.classifier.bias": "qa_outputs.bias",
-            },
+            ("bert", "transformers"): _READER,
+            ("deberta", "transformers"): _READER,
             ("modernbert", "transformers"): MODERN_HEAD,
             ("bert", "published"): JOINT_HEAD,
+            ("deberta", "published"): JOINT_HEAD,
             ("modernbert", "published"): JOINT_HEAD,
         },
         pipeline="question-answering",

@@ -105,6 +105,7 @@ class Tagging(TaskType):
         ending="TokenClassification",
         head_names={
             ("bert", "transformers"): CLASSIFIER,
+            ("deberta", "transformers"): CLASSIFIER,
             ("modernbert", "transformers"): MODERN_HEAD,
             ("modernbert", "published"): CLASSIFIER,
         },
@@ -251,8 +252,8 @@ class Tagging(TaskType):
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
     ) -> tuple[str, Mapping[str, Tensor]]:
-        """Names Electra's head, which is the same layer for both."""
-        return ("transformers" if architecture == "bert" else head), state
+        """Names the head of Electra and DebertaV2, which is the same layer for both."""
+        return (head if architecture == "modernbert" else "transformers"), state
 
     def summary(self, task: Task, num_texts: int) -> str:
         return f"Tags each word of a text with one of {', '.join(task.labels)}."
