@@ -439,7 +439,7 @@ def _make_run(
 def _settings(source: Path, config: Config) -> tuple[dict[str, Scalar], Settings]:
     """Returns the keys that continue a model of `config`, and those to mention, with their reasons."""
     if config_of(source) is None:
-        return settings_of(config.model), adaptation_settings(config.model.hidden_size)[:1]
+        return settings_of(config.model), adaptation_settings(config.model.architecture, config.model.hidden_size)[:1]
     optimizer = config.resolved().optimizer  # for the steps of the source
     rates = ["learning_rate", "muon_learning_rate"][: 2 if optimizer.name == "muon" else 1]
     keys: dict[str, Scalar] = {f"optimizer.{name}": getattr(optimizer, name) for name in rates}

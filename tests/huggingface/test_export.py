@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+from published_deberta import hf_class
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from variants import randomized
@@ -85,6 +86,11 @@ SHAPES = [
     ("modern", {"model.embedding_size": 48, "objective.name": "mlm"}),
     ("modern", {"model.embedding_size": 96}),  # the table is wider than both
     ("modern", LOCAL),
+    ("deberta", {}),
+    ("deberta", {"model.embedding_size": 32, "model.conv_kernel_size": 3, "generator.fraction": 0.5}),
+    ("deberta", {"model.tying": "embeddings"}),
+    ("deberta", {"model.tying": "none"}),
+    ("deberta", {"objective.name": "mlm"}),
 ]
 
 
@@ -100,8 +106,9 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
     for role, tensor in expected.items():
         folder = tmp_path / "out" / role
         assert "secret" not in (folder / "config.json").read_text(encoding="utf-8")
-        name = CLASSES[model.config.model.architecture, role]
-        hf_model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+        hf_model, info = hf_class(model.config.model.architecture, role).from_pretrained(
+            folder, output_loading_info=True
+        )
         assert {key: value for key, value in info.items() if value} == {}
         assert_same({role: hf_logits(hf_model)}, {role: tensor})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

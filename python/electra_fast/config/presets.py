@@ -132,12 +132,19 @@ YOUNGER_KEYS: dict[str, Scalar] = {"objective.corrective_weight": 0.0}
 """What a run's `config.toml` means by lacking a key of the tables above: it was saved before the key existed."""
 
 
-def adaptation_settings(hidden_size: int) -> tuple[tuple[dict[str, Scalar], str], ...]:
+DEBERTA_RATE = 5e-5
+"""Learning rate of the published continuation of DeBERTaV3, which exists for xsmall and small."""
+
+
+def adaptation_settings(architecture: str, hidden_size: int) -> tuple[tuple[dict[str, Scalar], str], ...]:
     """Returns settings, and why, for continuing an encoder of that width that brings none of its own.
 
     `import --generator` and `import --mlm` set them, and `adapt`.
     """
     rate = 2.5e-4 if hidden_size <= 512 else 1e-4
+    why, name = "half of the rate that ELECTRA of this width was trained with", "ELECTRA"
+    if architecture == "deberta":
+        rate, why, name = DEBERTA_RATE, "as the published code continues DeBERTaV3 xsmall and small", "DeBERTaV3"
     return (
         (
             {
@@ -146,13 +153,13 @@ def adaptation_settings(hidden_size: int) -> tuple[tuple[dict[str, Scalar], str]
                 "optimizer.schedule": "linear",
                 "optimizer.bias_correction": True,
             },
-            "half of the rate that ELECTRA of this width was trained with",
+            why,
         ),
         (
             {"train.steps": 2_000, "train.batch_size": 64, "data.sequence_length": 128},
             "16 M tokens; take more steps for more text",
         ),
-        ({"data.masking": "tokens", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, "as ELECTRA was trained"),
+        ({"data.masking": "tokens", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, f"as {name} was trained"),
         ({"train.log_every": 50, "train.eval_every": 500, "train.checkpoint_every": 500}, "four times in 2,000 steps"),
     )
 

@@ -118,6 +118,11 @@ def read_with_generator(source: Path, generator: str) -> Electra:
         say(f"note: generator: new, so it starts untrained; {_size(config.generator_shape())}")
     else:
         _fill(model, "generator", small, _MASKED_LM_HEADS)
+    if tying == "disentangled":
+        base, summand = (parts.token.data for parts in (model.generator_embeddings, model.embeddings))
+        if small is None:
+            base.copy_(summand)
+        summand.sub_(base)
     return model
 
 
@@ -145,12 +150,7 @@ def _read(source: Path, roles: Iterable[str]) -> _Network:
     # A folder has no other head than that of its class; `read_model` begins the others anew.
     heads = [PARTS[role][2]] if checkpoint_of(source) is None else list(model.networks[role].heads)
     modules = dict(zip(("embeddings", "encoder"), PARTS[role], strict=False)) | {name: name for name in heads}
-    state = {
-        f"{part}.{name}": parameter.detach()
-        for part, module in modules.items()
-        for name, parameter in model.get_submodule(module).named_parameters()
-    }
-    return _Network(source, role_shape(model.config, role), state, heads, config_of(source))
+    return _Network(source, role_shape(model.config, role), model.folded(modules), heads, config_of(source))
 
 
 def _has_known_head(folder: Path) -> bool:
@@ -164,8 +164,10 @@ def _has_known_head(folder: Path) -> bool:
 
 def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
     """Returns the generator, None for a new one, and the tying of the two networks."""
+    is_deberta = main.shape.architecture == "deberta"
+    shared = "disentangled" if is_deberta else "embeddings"
     if generator == SMALL:
-        return None, "embeddings"
+        return None, shared
     if match := _SAME_LAYERS.fullmatch(generator):
         num_layers = int(match[1])
         if not 1 <= num_layers <= main.shape.num_layers:
@@ -173,7 +175,7 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
                 f"generator = {generator!r}: {main.source} has {main.shape.num_layers} layers; give a number from 1 "
                 f"to {main.shape.num_layers}"
             )
-        return replace(main, shape=replace(main.shape, num_layers=num_layers)), "embeddings"
+        return replace(main, shape=replace(main.shape, num_layers=num_layers)), shared
     path = Path(generator)
     if not path.is_dir():
         raise InputError(f"generator = {generator!r} must be small, same-layers:N or the folder of a model")
@@ -185,9 +187,10 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
     ours, theirs = map(Tokenizer, places)
     if ours.content_hash != theirs.content_hash:
         raise InputError(f"{ours.path}: another vocabulary than that of {theirs.path}; both models need the same")
+    if is_deberta and small.shape.embedding_size == main.shape.embedding_size:
+        return small, shared
     names = [name for name in main.state if name.startswith("embeddings.")]
-    shared = all(torch.equal(main.state[name], small.state[name]) for name in names)
-    return small, "embeddings" if shared else "none"
+    return small, shared if all(torch.equal(main.state[name], small.state[name]) for name in names) else "none"
 
 
 def _config(main: _Network, small: _Network | None, what: str, objective: str, tying: str) -> Config:
@@ -234,7 +237,8 @@ def restarted(config: Config) -> Config:
 
 def settings_of(shape: ModelConfig) -> dict[str, Scalar]:
     """Returns `adaptation_settings` for a shape, with rows that it has positions for."""
-    keys = {key: value for values, _ in adaptation_settings(shape.hidden_size) for key, value in values.items()}
+    settings = adaptation_settings(shape.architecture, shape.hidden_size)
+    keys = {key: value for values, _ in settings for key, value in values.items()}
     return keys | {"data.sequence_length": min(int(keys["data.sequence_length"]), shape.max_positions)}
 
 
@@ -253,6 +257,9 @@ def _fill(model: Electra, role: str, network: _Network, heads: Iterable[str]) ->
             say(f"note: {module}: not in {network.source}, so it starts untrained")
             continue
         for name, parameter in model.get_submodule(module).named_parameters():
+            if name == "position" and f"{part}.{name}" not in network.state:  # in a head of `transformers`
+                say(f"note: {module}.{name}: not in {network.source}, so it starts untrained")
+                continue
             parameter.copy_(network.state[f"{part}.{name}"])
 
 

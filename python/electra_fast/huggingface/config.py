@@ -7,18 +7,20 @@ models that we would compute differently are rejected.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from electra_fast.config.config import NORM_EPS, Architecture, Config, ModelConfig
-from electra_fast.config.presets import DEFAULT_PRESET, SIZES
+from electra_fast.config.presets import DEBERTA_RATE, DEFAULT_PRESET, SIZES
 from electra_fast.config.section import Scalar, integers_as_floats
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.model_types import TRANSLATED, original, translated
 from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
+from electra_fast.huggingface.tensor_files import GENERATOR_FILE, tensor_names, weights_file
 from electra_fast.model.networks import networks_of
 
 OWN_KEY = "electra_fast"
@@ -121,7 +123,11 @@ _FIXED_HEAD: dict[str, dict[str, Any]] = {
 
 
 def class_of(architecture: str, role: str, headless: bool = False) -> str:
-    """Returns the class of `transformers` for a role, or for its encoder alone."""
+    """Returns the class of `transformers` for a role, or for its encoder alone.
+
+    A discriminator of DeBERTa has none, so it is that of its encoder, which ignores the head.
+    """
+    headless = headless or (architecture, role) == ("deberta", "discriminator")
     return HEADLESS[_TYPE_OF[architecture]] if headless else CLASSES[architecture, role]
 
 
@@ -180,10 +186,11 @@ def role_shape(config: Config, role: str) -> ModelConfig:
     return networks_of(config)[role].shape
 
 
-def read_table(folder: Path) -> dict[str, Any]:
+def read_table(folder: Path, role: str | None = None) -> dict[str, Any]:
     """Reads a folder's config.json, with Electra's keys for the `TRANSLATED` model types.
 
-    Raises ValueError unless its model type and, if it is translated, its settings are supported.
+    For a DeBERTaV2 the class, and the number of a generator's layers, are those of its tensors. Raises ValueError
+    unless its model type and, if it is translated, its settings are supported.
     """
     path = folder / "config.json"
     try:
@@ -197,7 +204,25 @@ def read_table(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join((*MODEL_TYPES, *TRANSLATED))}")
     named_classes(path, table)
     check_settings(path, table)
+    if found == "deberta-v2":
+        return table | _of_tensors(table, tensor_names(file := weights_file(folder, role)), file.name == GENERATOR_FILE)
     return table if found in MODEL_TYPES else translated(path, table, TOKEN_TYPE_KEY)
+
+
+def _of_tensors(table: Mapping[str, Any], names: Collection[str], is_generator: bool) -> dict[str, Any]:
+    """Returns what the names of a DeBERTaV2's tensors say, which releases leave out of config.json."""
+    found: dict[str, Any] = {}
+    classes = table.get("architectures") or []
+    if names and not any("For" in str(name) and not str(name).endswith("ForMaskedLM") for name in classes):
+        is_discriminator = not is_generator and any(name.startswith("mask_predictions.") for name in names)
+        has_head = any(name.startswith(("lm_predictions.", "cls.predictions.")) for name in names)
+        role = "discriminator" if is_discriminator else "generator"
+        headless = HEADLESS["deberta-v2"]
+        found["architectures"] = [CLASSES["deberta", role] if is_discriminator or has_head else headless]
+    if names and is_generator:
+        layers = [int(match[1]) for name in names if (match := re.search(r"\bencoder\.layer\.(\d+)\.", name))]
+        found["num_hidden_layers"] = 1 + max(layers, default=-1)
+    return found
 
 
 def named_classes(path: Path, table: Mapping[str, Any]) -> list[str]:
@@ -363,8 +388,11 @@ def token_type_1_trained(folder: Path) -> bool:
 
 def preset_of_size(shape: ModelConfig) -> Config:
     """Returns defaults for a model that we did not export: the preset of its size, or else `small`."""
-    recipe = "modern" if shape.architecture == "modernbert" else "google"
+    recipe = {"bert": "google", "modernbert": "modern", "deberta": "deberta"}[shape.architecture]
     for config in (Config.preset(name, recipe) for name in SIZES):
         if (config.model.num_layers, config.model.hidden_size) == (shape.num_layers, shape.hidden_size):
-            return config
-    return Config.preset(DEFAULT_PRESET, recipe)
+            break
+    else:
+        config = Config.preset(DEFAULT_PRESET, recipe)
+    is_deberta = shape.architecture == "deberta"  # whose published continuation has a rate of its own
+    return config.override({"optimizer.learning_rate": DEBERTA_RATE}) if is_deberta else config

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -93,29 +92,32 @@ def _read_checkpoint(folder: Path, role: str | None) -> tuple[ModelConfig, dict[
     model = checkpoint.load_model(folder)
     role = _choose(folder, model.networks, role)
     embeddings, encoder, _ = PARTS[role]
-    tables = cast(Embeddings, model.get_submodule(embeddings))
-    state = _parameters({"embeddings": tables, "encoder": model.get_submodule(encoder)})
-    state["embeddings.token"] = tables.table.detach()  # with its base, if there is one
-    return dataclasses.replace(role_shape(model.config, role), attention=AUTO), state
+    shape = dataclasses.replace(role_shape(model.config, role), attention=AUTO)
+    return shape, model.folded({"embeddings": embeddings, "encoder": encoder})
 
 
 def _read_folder(folder: Path, role: str | None) -> tuple[ModelConfig, dict[str, Tensor]]:
-    table = read_table(folder)
+    table = read_table(folder, role)
     if role is not None:
         check_role(folder / "config.json", role, table)
     shape = read_encoder_shape(folder, table)
-    return shape, read_state(folder, shape)
+    return shape, read_state(folder, shape, role=role)
 
 
 def read_state(
-    folder: Path, shape: ModelConfig, head_names: Mapping[str, str] | None = None, head_sizes: Sizes | None = None
+    folder: Path,
+    shape: ModelConfig,
+    head_names: Mapping[str, str] | None = None,
+    head_sizes: Sizes | None = None,
+    *,
+    role: str | None = None,
 ) -> weights.State:
     """Reads the fp32 parameters of a Hugging Face folder's encoder, named as in `PretrainedEncoder`, and of its head.
 
     `head_names` maps our names of the head's parameters to those in the folder, `head_sizes` to their sizes. Raises
     FileNotFoundError, or ValueError for a tensor that is missing or has another size.
     """
-    tensors = read_weights(folder)
+    tensors = read_weights(folder, role)
     with torch.device("meta"):
         modules = {"embeddings": Embeddings(shape), "encoder": Encoder(shape)}
     sizes = {name: parameter.shape for name, parameter in _parameters(modules).items()} | dict(head_sizes or {})

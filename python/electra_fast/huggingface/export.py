@@ -186,10 +186,11 @@ def import_(
     """Creates a run at step 0 from Hugging Face folders or a run, which `pretrain` can continue.
 
     `model` holds an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
-    those without a head get a new one. Sizes and tying come from the folders, the rest of config.toml from the exported
-    run or, for other models, from the preset of that size. A run or a checkpoint keeps all of its networks, heads and
-    settings. The learning-rate schedule restarts, with a warmup of 5% of the steps unless set, and peak rates derived
-    from the steps if those of the exported run were; precision, attention backend and execution are `auto` again.
+    those without a head get a new one. The folder of a DeBERTaV3 with pytorch_model.generator.bin has both. Sizes and
+    tying come from the folders, the rest of config.toml from the exported run or, for other models, from the preset of
+    that size. A run or a checkpoint keeps all of its networks, heads and settings. The learning-rate schedule restarts,
+    with a warmup of 5% of the steps unless set, and peak rates derived from the steps if those of the exported run
+    were; precision, attention backend and execution are `auto` again.
 
     Args:
         model: The folders, a run or a checkpoint. With `generator` or `mlm`, one encoder: a folder of any class, an
@@ -198,7 +199,8 @@ def import_(
         generator: Makes a run for replaced-token detection from one encoder; if it is not ours, with the settings of
             `config.presets.adaptation_settings`. "small": a new generator of about a quarter of its width, which shares
             its embeddings. "same-layers:N": copies of its first N layers, which share its embeddings. Or a masked
-            language model of the same vocabulary: a folder, a run or a checkpoint.
+            language model of the same vocabulary: a folder, a run or a checkpoint. With `deberta`, the embeddings are
+            `disentangled`.
         mlm: Makes a run of masked language modeling from one encoder, with the same settings. Its head starts as
             that of the source, as the corrective head of a discriminator, or new.
         vocab: Another vocabulary: a tokenizer's folder or file, such as that of `vocab` with `trim`. Entries that both
@@ -214,7 +216,8 @@ def import_(
         Tokenizer(vocab)  # raises before reading the model
     electra = read_to_train(source, generator, mlm=mlm)
     if (mlm or generator is not None) and config_of(source) is None:
-        for line in settings_lines(electra.config, adaptation_settings(electra.config.model.hidden_size)):
+        shape = electra.config.model
+        for line in settings_lines(electra.config, adaptation_settings(shape.architecture, shape.hidden_size)):
             say(line)
     electra.config = electra.config.override({"train.out": str(out)})
     tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)

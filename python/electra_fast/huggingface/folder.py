@@ -1,8 +1,8 @@
 """Hugging Face folders: models as config.json and model.safetensors, which `transformers` loads.
 
-`bert` encoders become Electra, `modernbert` ones ModernBERT. They load without our code, and we read and write them
-without `transformers`. `export` combines two such folders and a tokenizer; `config` translates config.json, `weights`
-the tensors.
+`bert` encoders become Electra, `modernbert` ones ModernBERT, `deberta` ones DeBERTaV2. They load without our code, and
+we read and write them without `transformers`. `export` combines two such folders and a tokenizer; `config` translates
+config.json, `weights` the tensors.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load_file
+from torch import Tensor
 
-from electra_fast.checkpoint import load_model, require_finite, write_tensors
+from electra_fast.checkpoint import load_model, write_tensors
 from electra_fast.config.config import Config, ModelConfig
 from electra_fast.config.presets import OBJECTIVE_SPECS
 from electra_fast.errors import InputError
-from electra_fast.files.json_files import read_object, write_object
+from electra_fast.files.json_files import write_object
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import (
     MODEL_TYPES,
@@ -39,7 +38,8 @@ from electra_fast.huggingface.config import (
 )
 from electra_fast.huggingface.model_types import ORIGINAL_KEY, Tensors, electra_tensors
 from electra_fast.huggingface.source import checkpoint_of, folders_of
-from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, PREFIX, State
+from electra_fast.huggingface.tensor_files import read_tensor_file, weights_file
+from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, POSITIONS, PREFIX, State
 from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS
@@ -48,6 +48,7 @@ from electra_fast.model.networks import PARTS
 _AGREEING = (
     *("architecture", "vocab_size", "max_positions", "norm_eps", "heads"),
     *("rope_theta", "local_rope_theta", "local_attention", "global_attention_every"),
+    *("position_buckets", "conv_kernel_size", "conv_activation"),
 )
 
 
@@ -72,7 +73,7 @@ def write_model(
     headless: bool = False,
 ) -> None:
     """Writes config.json and model.safetensors of one role, or of its encoder alone, to an existing folder."""
-    shape, state = role_shape(model.config, role), model.state_dict()
+    shape, state = role_shape(model.config, role), model.folded()
     if headless:
         tensors = weights.without_prefix(weights.encoder_to_hf(state, shape, *PARTS[role][:2]), shape.architecture)
     else:
@@ -95,11 +96,16 @@ class _Folder:
     tensors: Tensors
 
     def pairs(self, shape: ModelConfig) -> list[weights.Pair]:
-        return (
-            weights.encoder_pairs(shape, *PARTS[self.role][:2])
-            if is_headless(self.table)
-            else weights.pairs(self.role, shape)
-        )
+        if is_headless(self.table):
+            return weights.encoder_pairs(shape, *PARTS[self.role][:2])
+        found = weights.pairs(self.role, shape)
+        return [pair for pair in found if pair[1] != (POSITIONS,)] if self.lacks_positions else found
+
+    @property
+    def lacks_positions(self) -> bool:
+        """Whether it has a masked language model's head for DeBERTa, but not the part that `transformers` lacks."""
+        has_head = self.role == "generator" and not is_headless(self.table)
+        return has_head and self.shape.architecture == "deberta" and POSITIONS not in self.tensors
 
     @property
     def config_file(self) -> Path:
@@ -107,18 +113,21 @@ class _Folder:
 
     @property
     def weights_file(self) -> Path:
-        return _weights_file(self.path)
+        return weights_file(self.path, self.role)
 
 
 def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> Electra:
     """Reads the model of a "discriminator" or "encoder" folder and a "generator" folder, or of one of them.
 
-    Tying is inferred from the tensors: bitwise equal embeddings are shared. A generator alone is a model of the
-    objective `mlm`. Heads that Hugging Face's classes lack are newly initialized. Folders without any head are refused
-    unless `with_new_heads`. Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    Tying is inferred from the tensors: bitwise equal embeddings are shared, and `deberta` is `disentangled`. A
+    generator alone is a model of the objective `mlm`. Heads that Hugging Face's classes lack are newly initialized.
+    Folders without any head are refused unless `with_new_heads`. Raises FileNotFoundError, or ValueError naming the
+    file, field, value and remedy.
     """
     folders = {role: _read_folder(paths[role], role) for role in PARTS if role in paths}
     for role, folder in folders.items():
+        if folder.lacks_positions:
+            say(f"note: {role}_head.position: not in {folder.path}, so it starts untrained")
         if not is_headless(folder.table):
             continue
         if not with_new_heads:
@@ -150,9 +159,9 @@ def _parameters(model: Electra) -> dict[str, torch.nn.Parameter]:
 
 
 def _read_folder(path: Path, role: str) -> _Folder:
-    table = read_table(path)
+    table = read_table(path, role)
     shape = read_shape(path, role, table)
-    folder = _Folder(path, role, table, shape, read_weights(path))
+    folder = _Folder(path, role, table, shape, read_weights(path, role))
     is_classifier = role == "discriminator" and table["model_type"] == "modernbert" and not is_headless(table)
     if is_classifier and num_detector_labels(folder.config_file, table) == 2:
         try:
@@ -163,22 +172,14 @@ def _read_folder(path: Path, role: str) -> _Folder:
     return folder
 
 
-def read_weights(folder: Path) -> Tensors:
-    """Reads a folder's tensors by the names of Electra's or ModernBERT's classes.
+def read_weights(folder: Path, role: str | None = None) -> Tensors:
+    """Reads the tensors of a folder, or of a role there, by the names of the classes that have our architectures.
 
     They are in model.safetensors or pytorch_model.bin, or in the files that the index of one of them names. Raises
     FileNotFoundError, or ValueError naming the file.
     """
-    table, tensors = read_table(folder), dict[str, torch.Tensor]()
-    file = _weights_file(folder)
-    places = _shards(file) if file.suffix == ".json" else {}
-    for path in sorted({folder / name for name in places.values()}) if places else [file]:
-        found = _read_tensors(path)
-        check_dtypes(path, found)
-        require_finite(path, found)
-        tensors |= found
-    if missing := places.keys() - tensors.keys():
-        raise InputError(f"{file}: {min(missing)} is in none of the files that it names")
+    table, file = read_table(folder, role), weights_file(folder, role)
+    tensors = read_tensor_file(file)
     try:
         if ORIGINAL_KEY in table:
             return electra_tensors(folder / "config.json", tensors, table)
@@ -187,55 +188,6 @@ def read_weights(folder: Path) -> Tensors:
         return weights.deberta_tensors(tensors) if is_deberta else Tensors(tensors, {prefix: prefix})
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-
-
-def check_dtypes(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises InputError for weights that are not plain floating-point numbers, as quantization leaves them."""
-    known = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in known and not name.endswith(("position_ids", "token_type_ids")):
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(f"{path}: tensor {name} is {kind}, which is quantized; save the model in fp32 or bf16")
-
-
-def _weights_file(folder: Path) -> Path:
-    """Returns the file of a folder's tensors, or the index of several."""
-    names = (f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
-    return next((folder / name for name in names if (folder / name).is_file()), folder / "model.safetensors")
-
-
-def _shards(index: Path) -> dict[str, str]:
-    names = read_object(index).get("weight_map")
-    if not isinstance(names, dict) or not names or any(Path(str(name)).name != name for name in names.values()):
-        raise InputError(f"{index}: weight_map must map tensors to the names of files in this folder")
-    files = sorted(set(names.values()))
-    if missing := [name for name in files if not (index.parent / name).is_file()]:
-        raise FileNotFoundError(
-            f"{index.parent / missing[0]}: no such file; {len(missing)} of the {len(files)} files of {index.name} are "
-            "missing"
-        )
-    return names
-
-
-def _read_tensors(path: Path) -> State:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file; a Hugging Face model folder keeps its weights there or in pytorch_model.bin"
-        )
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except safetensors.SafetensorError as error:
-            raise InputError(f"{path}: not a complete safetensors file: {error}") from None
-    try:
-        found = torch.load(path, "cpu", weights_only=True)
-    except Exception as error:  # a pickle of something else raises anything
-        raise InputError(
-            f"{path}: not a complete file of tensors alone: torch.load(weights_only=True) raises {type(error).__name__}"
-        ) from None
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
-        raise InputError(f"{path}: holds something else than a table of tensors; save model.state_dict() alone")
-    return {str(name): tensor.detach() for name, tensor in found.items()}
 
 
 def _check_tables(folder: _Folder) -> None:
@@ -261,6 +213,8 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
     if len(folders) == 2:
         main, generator = folders.values()
         check_agreement(generator.config_file, generator.shape, main.role, main.shape)
+        if (summand := _summand(main, generator)) is not None:
+            return "disentangled", {f"{PARTS[main.role][0]}.token": summand}
     multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
     state: State = {}
     if multiplied:
@@ -277,9 +231,24 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
         shared = _tensors_equal(main, generator, _embedding_names(main))
     if not shared:
         return "none", state
-    names = [name for name in main.tensors if name.startswith(("electra.", "model."))]
+    names = [name for name in main.tensors if name.startswith(tuple(PREFIX.values()))]
     same_size = _shape_without_dropout(main) == _shape_without_dropout(generator)
     return "all" if same_size and _tensors_equal(main, generator, names) else "embeddings", state
+
+
+def _summand(main: _Folder, generator: _Folder) -> Tensor | None:
+    """Returns what the discriminator of a DeBERTa adds to its generator's table; None for tables tied in another way.
+
+    Our own exports record the tying, which the tables must still have.
+    """
+    if main.shape.architecture != "deberta" or main.shape.embedding_size != generator.shape.embedding_size:
+        return None
+    table, base = (folder.tensors[INPUT_TABLE["deberta"]].float() for folder in (main, generator))
+    own = own_config(main.config_file, main.table)
+    tying = "disentangled" if own is None else own.model.tying
+    if tying == "none" or (tying in ("embeddings", "all") and torch.equal(table, base)):
+        return None
+    return table - base
 
 
 def check_agreement(path: Path, generator: ModelConfig, role: str, shape: ModelConfig) -> None:

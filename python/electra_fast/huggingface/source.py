@@ -1,8 +1,8 @@
 """Sources of models: a run, one of its checkpoints, or Hugging Face folders; their tokenizer and origin.
 
 A Hugging Face source is a single model, or a folder with one per network: `discriminator/` or `encoder/`, and
-`generator/`. An encoder/ without a head that `export` wrote beside them is a copy for other tools, and not read.
-`export` reads whole models from a source, `encoder` only an encoder.
+`generator/`. The folder of a DeBERTaV3 may have both. An encoder/ without a head that `export` wrote beside them is a
+copy for other tools, and not read. `export` reads whole models from a source, `encoder` only an encoder.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from electra_fast.huggingface.config import (
     token_type_1_trained,
 )
 from electra_fast.huggingface.model_types import original
+from electra_fast.huggingface.tensor_files import GENERATOR_FILE
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.model.networks import PARTS
 
@@ -47,6 +48,8 @@ def folders_of(source: Path) -> dict[str, Path]:
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
     if is_folder(source):
+        if (source / GENERATOR_FILE).is_file():
+            return {"discriminator": source, "generator": source}
         return {_role(source / "config.json"): source}
     folders = {role: source / role for role in PARTS if (source / role).is_dir()}
     if not folders:

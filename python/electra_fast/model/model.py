@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -209,6 +209,23 @@ class Electra(nn.Module):
         if self.proposal is not None and is_uniform and num_entries < self.config.model.vocab_size:
             self.proposal.set_counts(torch.ones(num_entries))
 
+    def folded(self, modules: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+        """The parameters with whole token tables, where `disentangled` trains a summand; not copied otherwise.
+
+        With `modules`, those of some modules, under other names: {new name: module}.
+        """
+        found = {name: parameter.detach() for name, parameter in self.named_parameters(remove_duplicate=False)}
+        tables = {name: module.table for name, module in self.named_children() if isinstance(module, Embeddings)}
+        found |= {f"{name}.token": table.detach() for name, table in tables.items()}
+        if modules is None:
+            return found
+        return {
+            new + name.removeprefix(module): tensor
+            for new, module in modules.items()
+            for name, tensor in found.items()
+            if name.startswith(f"{module}.")
+        }
+
     def _require(self, role: str) -> None:
         if role not in self.networks:
             present = " and ".join(self.networks)
@@ -247,7 +264,8 @@ class Electra(nn.Module):
     ) -> Tensor:
         """Replaced-token logits as `transformers` computes them; integer [B, L] → fp32 [B, L]."""
         inputs = self._flat_inputs(input_ids, attention_mask, token_type_ids)
-        logits_T: Tensor = self.discriminator_head(self.hidden("discriminator", *inputs), inputs[1])
+        hidden_TD = self.hidden("discriminator", *inputs)
+        logits_T: Tensor = self.discriminator_head(hidden_TD, inputs[1])
         return logits_T.view(input_ids.shape)
 
     def generator_logits(

@@ -1,0 +1,102 @@
+"""Files with the tensors of a Hugging Face folder: one, or several with an index; safetensors, or torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from electra_fast.checkpoint import require_finite
+from electra_fast.errors import InputError
+from electra_fast.files.json_files import read_object
+
+GENERATOR_FILE = "pytorch_model.generator.bin"
+"""The generator of a DeBERTaV3, beside its discriminator."""
+
+
+def read_tensor_file(file: Path) -> dict[str, Tensor]:
+    """Reads the tensors of a `weights_file`. Raises FileNotFoundError, or ValueError naming the file."""
+    tensors = dict[str, Tensor]()
+    places = _shards(file) if file.suffix == ".json" else {}
+    for path in sorted({file.parent / name for name in places.values()}) if places else [file]:
+        found = _read_tensors(path)
+        check_dtypes(path, found)
+        require_finite(path, found)
+        tensors |= found
+    if missing := places.keys() - tensors.keys():
+        raise InputError(f"{file}: {min(missing)} is in none of the files that it names")
+    return tensors
+
+
+def tensor_names(file: Path) -> frozenset[str]:
+    """Returns the names of the tensors of a `weights_file`; none if it is missing or damaged."""
+    try:
+        if file.suffix == ".json":
+            return frozenset(_shards(file))
+        if file.suffix == ".safetensors":
+            with safetensors.safe_open(file, "pt") as opened:
+                return frozenset(opened.keys())
+        return _names_of_torch(file, file.stat().st_mtime_ns)
+    except (OSError, InputError, safetensors.SafetensorError):
+        return frozenset()
+
+
+@lru_cache(maxsize=8)
+def _names_of_torch(file: Path, _modified: int) -> frozenset[str]:
+    return frozenset(_read_tensors(file, "meta"))
+
+
+def check_dtypes(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InputError for weights that are not plain floating-point numbers, as quantization leaves them."""
+    known = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in known and not name.endswith(("position_ids", "token_type_ids")):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{path}: tensor {name} is {kind}, which is quantized; save the model in fp32 or bf16")
+
+
+def weights_file(folder: Path, role: str | None = None) -> Path:
+    """Returns the file of a folder's tensors, or the index of several; for a generator, its own if there is one."""
+    if role == "generator" and (folder / GENERATOR_FILE).is_file():
+        return folder / GENERATOR_FILE
+    names = (f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
+    return next((folder / name for name in names if (folder / name).is_file()), folder / "model.safetensors")
+
+
+def _shards(index: Path) -> dict[str, str]:
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or any(Path(str(name)).name != name for name in names.values()):
+        raise InputError(f"{index}: weight_map must map tensors to the names of files in this folder")
+    files = sorted(set(names.values()))
+    if missing := [name for name in files if not (index.parent / name).is_file()]:
+        raise FileNotFoundError(
+            f"{index.parent / missing[0]}: no such file; {len(missing)} of the {len(files)} files of {index.name} are "
+            "missing"
+        )
+    return names
+
+
+def _read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file; a Hugging Face model folder keeps its weights there or in pytorch_model.bin"
+        )
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{path}: not a complete safetensors file: {error}") from None
+    try:
+        found = torch.load(path, device, weights_only=True)
+    except Exception as error:  # a pickle of something else raises anything
+        raise InputError(
+            f"{path}: not a complete file of tensors alone: torch.load(weights_only=True) raises {type(error).__name__}"
+        ) from None
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise InputError(f"{path}: holds something else than a table of tensors; save model.state_dict() alone")
+    return {str(name): tensor.detach() for name, tensor in found.items()}
