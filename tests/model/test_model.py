@@ -20,6 +20,7 @@ from electra_fast.ops import operations as ops
 SPECIAL_IDS = {"pad": 0, "cls": 2, "sep": 3}
 BASE_E = {"model.embedding_size": 128, "model.num_layers": 2}  # the full depth is tried once
 TINY_E = {"model.embedding_size": 64}
+CONV = {"model.conv_kernel_size": 3, "generator.num_layers": 2}
 
 
 def make(preset: str, recipe: str, changes: dict[str, object], vocab_size: int) -> Electra:
@@ -54,7 +55,7 @@ def inputs(vocab_size: int, length: int, padded: bool, architecture: str) -> dic
         ("tiny", "google", TINY_E),
         ("tiny", "modern", {}),
         ("tiny", "deberta", {"generator.num_layers": 0, "model.position_buckets": 8}),
-        ("tiny", "deberta", {"generator.fraction": 0.5, "model.embedding_size": 48, "model.conv_kernel_size": 3}),
+        ("tiny", "deberta", {"generator.fraction": 0.5, "model.embedding_size": 48} | CONV),
         pytest.param("small", "deberta", {}, marks=pytest.mark.slow),
         pytest.param("base", "google", {}, marks=pytest.mark.slow),
         pytest.param("base", "modern", BASE_E, marks=pytest.mark.slow),

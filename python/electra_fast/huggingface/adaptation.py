@@ -258,7 +258,7 @@ def _fill(model: Electra, role: str, network: _Network, heads: Iterable[str]) ->
             continue
         for name, parameter in model.get_submodule(module).named_parameters():
             if name == "position" and f"{part}.{name}" not in network.state:  # in a head of `transformers`
-                say(f"note: {module}.{name}: not in {network.source}, so it starts untrained")
+                say(f"note: {module}.position: not in {network.source}, so it starts untrained")
                 continue
             parameter.copy_(network.state[f"{part}.{name}"])
 

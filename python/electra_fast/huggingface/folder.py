@@ -127,7 +127,7 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
     folders = {role: _read_folder(paths[role], role) for role in PARTS if role in paths}
     for role, folder in folders.items():
         if folder.lacks_positions:
-            say(f"note: {role}_head.position: not in {folder.path}, so it starts untrained")
+            say(f"note: {PARTS[role][2]}.position: not in {folder.path}, so it starts untrained")
         if not is_headless(folder.table):
             continue
         if not with_new_heads:
