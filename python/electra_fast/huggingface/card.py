@@ -96,11 +96,14 @@ def model_card(
 
 def _fields(config: Config, role: str, headless: bool) -> dict[str, Any]:
     task = {"discriminator": "replaced-token-detection", "encoder": "masked-lm", "generator": "fill-mask"}[role]
-    is_modern = config.model.architecture == "modernbert"
-    pipeline = "feature-extraction" if headless else "fill-mask" if role != "discriminator" else None
-    if role == "discriminator" and is_modern and not headless:
+    architecture = config.model.architecture
+    # The pipeline would leave out the enhanced mask decoder of `deberta`.
+    has_fill = role == "encoder" or (role == "generator" and architecture != "deberta")
+    pipeline = "feature-extraction" if headless else "fill-mask" if has_fill else None
+    if role == "discriminator" and architecture == "modernbert" and not headless:
         pipeline = "token-classification"
-    tags = ["modernbert" if is_modern else "electra", "pretraining", task]
+    model_type = {"bert": "electra", "modernbert": "modernbert", "deberta": "deberta-v2"}[architecture]
+    tags = [model_type, "pretraining", task]
     return {"library_name": "transformers", **({"pipeline_tag": pipeline} if pipeline else {}), "tags": tags}
 
 
@@ -160,6 +163,10 @@ _DETECTING = """\
 inputs = tokenizer("The cats sat on the mat.", return_tensors="pt")
 probabilities = model(**inputs).logits.sigmoid()[0].tolist()
 """
+_DETECTING_WORDS = """\
+import electra_fast
+found = electra_fast.load("path/to/this/folder").detect(["The cats sat on the mat."])
+"""
 _TAGGING = """\
 from transformers import pipeline
 detect = pipeline("token-classification", "path/to/this/folder", ignore_labels=[])
@@ -169,6 +176,16 @@ _FILLING = """\
 from transformers import pipeline
 fill = pipeline("fill-mask", "path/to/this/folder")
 found = fill(f"The cats {fill.tokenizer.mask_token} on the mat.")
+"""
+
+
+_FILLING_DEBERTA = """\
+import electra_fast
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+inputs = tokenizer(f"The cats {tokenizer.mask_token} on the mat.", return_tensors="pt")
+logits = electra_fast.load("path/to/this/folder").generator_logits(**inputs)
+found = tokenizer.batch_decode(logits[inputs.input_ids == tokenizer.mask_token_id].topk(5).indices.T)
 """
 
 
@@ -183,12 +200,20 @@ def _use(architecture: str, role: str, headless: bool, has_onnx: bool) -> str:
             _EMBEDDING,
         ]
     elif role == "discriminator":
-        by_pipeline = architecture.startswith("Modern")
+        of_tokens = _TAGGING if architecture.startswith("Modern") else _LOADING + _DETECTING
+        is_deberta = architecture.startswith("Deberta")
         parts = [
-            "The probability that each token does not belong in its text:",
-            _TAGGING if by_pipeline else _LOADING.format(name=architecture, more="") + _DETECTING,
+            "`transformers` has no class with the head, `mask_predictions`. " * is_deberta
+            + f"The probability that each {'word' if is_deberta else 'token'} does not belong in its text:",
+            _DETECTING_WORDS if is_deberta else of_tokens.format(name=architecture, more=""),
             "or by words: `electra-fast detect path/to/this/folder FILE`. For fine-tuning, take the "
             "folder encoder/, which was exported with this one.",
+        ]
+    elif role == "generator" and architecture.startswith("Deberta"):
+        parts = [
+            "`transformers` lacks the enhanced mask decoder that this model was trained with, so the logits of its "
+            "class differ. The likeliest tokens for a mask:",
+            _FILLING_DEBERTA,
         ]
     else:
         parts = ["The likeliest tokens for a mask:", _FILLING]

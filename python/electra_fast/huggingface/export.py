@@ -101,8 +101,8 @@ def export(
         out: Output folder; an earlier export is replaced atomically. Or a URL in an object store, such as
             `s3://bucket/model`; an earlier export there is not loadable until the new one is complete.
         unfinished: Export even if the run has steps left.
-        onnx: Also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits), compared with
-            torch. Needs the packages of the extra `onnx`.
+        onnx: Also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits; not of `deberta`,
+            whose head `transformers` lacks), compared with torch. Needs the packages of the extra `onnx`.
         language: Code of the text's language, such as `hu`, or several, for the model card.
         license: Identifier of the model's license, such as `apache-2.0`, for the model card.
         dataset: Name of the training text on the Hugging Face Hub, or several, for the model card.
@@ -140,6 +140,9 @@ def export(
     if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
 
+    onnx_outputs = dict(_ONNX_OUTPUTS) if onnx else {}
+    if onnx and model.config.model.architecture == "deberta" and onnx_outputs.pop("discriminator"):
+        say("note: discriminator/model.onnx: not written, since no class of transformers has the head")
     folders: list[str] = []
     measured: dict[str, str] = {}
 
@@ -150,7 +153,7 @@ def export(
         trained = source_origin.token_type_1_trained
         write_model(folder, model, role, special_ids(folder), trained, headless=headless)
         sizes = num_parameters(folder / "model.safetensors")
-        has_onnx = onnx and folder.name in _ONNX_OUTPUTS
+        has_onnx = folder.name in onnx_outputs
         card = model_card(model.config, role, sizes, source_origin, about, headless=headless, has_onnx=has_onnx)
         (folder / "README.md").write_text(card, encoding="utf-8")
         folders.append(folder.name)
@@ -160,7 +163,7 @@ def export(
             write_role(folder / role, role)
         if "encoder" not in model.networks:
             write_role(folder / "encoder", next(role for role in PARTS if role in model.networks), headless=True)
-        for name, output in _ONNX_OUTPUTS.items() if onnx else ():
+        for name, output in onnx_outputs.items():
             if (folder / name).is_dir():
                 measured[f"{name}/{ONNX_FILE}"] = write_onnx(folder / name, output)
 

@@ -37,7 +37,7 @@ OUTPUT_TABLE = {
     "deberta": "lm_predictions.lm_head.weight",
 }
 POSITIONS = "deberta.embeddings.position_embeddings.weight"
-"""The absolute positions of DeBERTa's enhanced mask decoder."""
+"""The absolute positions of DeBERTa's enhanced mask decoder, which `transformers` does not read."""
 
 _BERT_LAYER = {
     "attention_out": "attention.output.dense",
@@ -300,7 +300,8 @@ def num_parameters(path: Path) -> tuple[int, int]:
     with safe_open(path, "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dict
     total = sum(sizes.values())
-    encoder = sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values())))
+    prefixes = tuple(PREFIX.values())
+    encoder = sum(size for name, size in sizes.items() if name.startswith(prefixes) and name != POSITIONS)
     return encoder or total, total
 
 
