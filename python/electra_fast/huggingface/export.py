@@ -142,7 +142,7 @@ def export(
 
     onnx_outputs = dict(_ONNX_OUTPUTS) if onnx else {}
     if onnx and model.config.model.architecture == "deberta" and onnx_outputs.pop("discriminator"):
-        say("note: discriminator/model.onnx: not written, since no class of transformers has the head")
+        say("note: discriminator: no ONNX file, since no class of transformers has its head")
     folders: list[str] = []
     measured: dict[str, str] = {}
 
