@@ -186,6 +186,46 @@ def make_bert(path, get):
     (path / "vocab.txt").write_text(vocab)
 
 
+def make_deberta(path, get):
+    """As DeBERTaV3 was released."""
+    import torch
+    from published_deberta import hf_class
+    from sentencepiece import SentencePieceTrainer
+    from transformers import DebertaV2Config
+
+    pieces = {f"{name}_piece": f"[{name.upper()}]" for name in ("pad", "unk")} | {
+        "bos_piece": "[CLS]",
+        "eos_piece": "[SEP]",
+    }
+    ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+    words = [text for text, _ in sentences(400, 1)]
+    texts = iter([*words, "The discriminator of a released pair finds the sole word that fit here not."])
+    (path / "spm").parent.mkdir()
+    SentencePieceTrainer.train(
+        sentence_iterator=texts, model_prefix=str(path / "spm"), vocab_size=300, hard_vocab_limit=False, **pieces, **ids
+    )
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "position_buckets": 16,
+    }
+    kind = {
+        "relative_attention": True,
+        "position_biased_input": False,
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+    }
+    table = sizes | kind | {"model_type": "deberta-v2", "norm_rel_ebd": "layer_norm", "intermediate_size": 64}
+    (path / "config.json").write_text(json.dumps(table))
+    (path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False, "vocab_type": "spm"}))
+    for role, name in (("discriminator", "pytorch_model.bin"), ("generator", "pytorch_model.generator.bin")):
+        layers = {"num_hidden_layers": 2} if role == "generator" else {}
+        model = hf_class("deberta", role)(DebertaV2Config(**table | layers | {"legacy": False}))
+        torch.save(model.state_dict(), path / name)
+
+
 def make_glue(path, get):
     write_sst2(path / "SST-2")
     write_cola(path / "CoLA")
@@ -224,6 +264,7 @@ THINGS = {
     "run2": lambda path, get: make_run(path, get, seed=1),
     "model": lambda path, get: ef.export(get("run"), out=path),
     "bert-base-uncased": make_bert,
+    "deberta-v3-xsmall": make_deberta,
     "glue": make_glue,
     "blimp": make_pairs,
     "squad": lambda path, get: write_squad(path, 2),
