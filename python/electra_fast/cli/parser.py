@@ -179,8 +179,8 @@ def _evaluate(sub: Parser) -> None:
 
 def _finetune(sub: Parser) -> None:
     help = (
-        "run, checkpoint or Hugging Face folder of any class: ELECTRA, ModernBERT, DeBERTaV2, BERT, RoBERTa, XLM-R, CamemBERT, "
-        "DistilBERT"
+        "run, checkpoint or Hugging Face folder of any class: ELECTRA, ModernBERT, DeBERTaV2, BERT, RoBERTa, XLM-R, "
+        "CamemBERT, DistilBERT"
     )
     _path(sub, "model", help, "MODEL")
     help = (

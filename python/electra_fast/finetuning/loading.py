@@ -36,7 +36,7 @@ def load(path: str | Path, *, device: str = AUTO, precision: Precision = "auto")
 
     Args:
         path: A run (its latest checkpoint), a checkpoint, an export or one of its folders; a folder that `finetune`
-            wrote; or a folder of `transformers` or sentence-transformers: ELECTRA, ModernBERT, DeBERTaV2, BERT, RoBERTa, XLM-R,
+            wrote; or a folder of `transformers` or sentence-transformers: ELECTRA, ModernBERT, BERT, RoBERTa, XLM-R,
             CamemBERT, DistilBERT, DeBERTaV2 and V3.
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
         precision: Of the activations: `fp32`, `fp16` or `bf16`. With `auto`, `encode` computes in fp32, as
