@@ -157,7 +157,8 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
     table |= {_EPS_KEY[architecture]: shape.eps, "pad_token_id": special_ids["pad"]}
     table |= {"tie_word_embeddings": not weights.is_multiplied(shape)}
     if architecture == "deberta":
-        table["legacy"] = weights.has_legacy_head(shape)
+        # Without `legacy`, the head takes the table as an argument, and transformers 4 would tie another layer to it.
+        table |= dict.fromkeys(("legacy", "tie_word_embeddings"), weights.has_legacy_head(shape))
     return table | _modern_extras(shape, special_ids) if architecture == "modernbert" else table
 
 
