@@ -46,6 +46,7 @@ def hidden(model: Any, tokenizer: Any, texts: list[str]) -> list[Tensor]:
         ("RobertaForMaskedLM", byte_level, {"vocab_size": 501, "pad_token_id": 1}, "same-layers:1"),
         ("XLMRobertaForMaskedLM", unigram, {"vocab_size": 260, "pad_token_id": 1}, None),
         ("ModernBertForMaskedLM", byte_level, {"vocab_size": 512}, "same-layers:1"),
+        ("DebertaV2ForTokenClassification", unigram, {"vocab_size": 260, "embedding_size": 32}, "same-layers:2"),
     ],
 )
 def test_a_trimmed_model_has_the_hidden_states_of_the_whole_one(
@@ -75,6 +76,7 @@ def vocabulary(folder: Path, *words: str) -> Path:
 TABLES = {
     "google": {"embeddings.token", "generator_embeddings.token", "generator_head.bias"},
     "modern": {"embeddings.token", "generator_embeddings.token", "generator_head.bias", "corrective_head.bias"},
+    "deberta": {"embeddings.token", "generator_embeddings.token", "generator_head.bias"},
 }
 # New entries, and the pieces of WORDS that they begin as.
 MADE_OF = {
@@ -88,8 +90,11 @@ MADE_OF = {
 }
 
 
-@pytest.mark.parametrize("recipe", TABLES)
-@pytest.mark.parametrize("tying", ["none", "embeddings"])
+@pytest.mark.parametrize(
+    ("recipe", "tying"),
+    [("google", "none"), ("google", "embeddings"), ("modern", "none"), ("modern", "embeddings")]
+    + [("deberta", "disentangled")],
+)
 def test_all_tables_have_the_rows_of_the_same_entries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, tying: str
 ) -> None:
