@@ -32,7 +32,7 @@ def reference(folder, pooling="mean", length=None):
     return np.stack(vectors)
 
 
-@pytest.fixture(scope="module", params=["google", "modern"])
+@pytest.fixture(scope="module", params=["google", "modern", "deberta"])
 def run_and_export(request, tmp_path_factory, tiny_vocab):
     folder = tmp_path_factory.mktemp(request.param)
     local = {"model.local_attention": "4"} if request.param == "modern" else {}
