@@ -88,6 +88,7 @@ def test_a_file_alone_is_what_its_tensors_are(tmp_path: Path, role: str) -> None
     for name in FILES.values():
         if name != FILES[role]:
             (tmp_path / "v3" / name).unlink()
+    assert_same(logits(read_model(tmp_path / "v3")), {role: published_logits(models)[role]})
     (tmp_path / "v3" / FILES[role]).rename(tmp_path / "v3" / "pytorch_model.bin")
     found = read_model(tmp_path / "v3")
     assert_same(logits(found), {role: published_logits(models)[role]})

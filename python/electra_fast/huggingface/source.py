@@ -29,7 +29,7 @@ from electra_fast.huggingface.config import (
     token_type_1_trained,
 )
 from electra_fast.huggingface.model_types import original
-from electra_fast.huggingface.tensor_files import GENERATOR_FILE
+from electra_fast.huggingface.tensor_files import GENERATOR_FILE, weights_file
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.model.networks import PARTS
 
@@ -49,7 +49,8 @@ def folders_of(source: Path) -> dict[str, Path]:
         raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
     if is_folder(source):
         if (source / GENERATOR_FILE).is_file():
-            return {"discriminator": source, "generator": source}
+            roles = ("discriminator", "generator") if weights_file(source).is_file() else ("generator",)
+            return dict.fromkeys(roles, source)
         return {_role(source / "config.json"): source}
     folders = {role: source / role for role in PARTS if (source / role).is_dir()}
     if not folders:
