@@ -80,14 +80,15 @@ def _encoder(shape: ModelConfig, length: int) -> float:
 
 
 def _deberta_encoder(shape: ModelConfig, config: Config, *, is_decoder: bool) -> float:
-    """Adds scores of contents with relative positions, whose queries and keys are computed once per micro-batch.
+    """Adds scores of contents with distances, whose queries and keys are computed once per micro-batch.
 
     With `is_decoder`, the last layer counts twice.
     """
     length, train, hidden = config.data.sequence_length, config.train, shape.hidden_size
-    num_positions = 2 * shape.position_buckets if length - 1 > shape.position_buckets // 2 else 2 * length - 1
+    num_distances = 2 * length - 1
+    num_rows = num_distances if length - 1 <= shape.position_buckets // 2 else 2 * shape.position_buckets
     tokens = train.batch_size // train.num_micro_batches * length
-    extra = 2 * 2 * num_positions * hidden + 2 * num_positions * 2 * hidden * hidden / tokens
+    extra = 2 * 2 * num_distances * hidden + 2 * num_rows * 2 * hidden * hidden / tokens
     one, two = (_encoder(dataclasses.replace(shape, num_layers=n), length) for n in (1, 2))
     convolution = 2 * shape.conv_kernel_size * hidden * hidden if shape.num_layers > is_decoder else 0
     return one - (two - one) + (shape.num_layers + is_decoder) * (two - one + extra) + convolution

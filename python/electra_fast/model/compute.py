@@ -44,6 +44,12 @@ class ComputeConfig:
         return self.attention == "sdpa" and device.type == "cpu"
 
 
+def is_repeatable(attention: str, shape: ModelConfig) -> bool:
+    """Returns whether two runs of the same seed have bitwise equal gradients with this attention backend."""
+    adds_up_scores = attention == "flex" and shape.architecture == "deberta"
+    return BACKENDS[attention].is_deterministic and not adds_up_scores
+
+
 @contextmanager
 def use_compute(compute: ComputeConfig) -> Iterator[None]:
     """Computes fp32 products on a CPU, and operations, as a configuration says within the context."""

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.errors import InputError
 from electra_fast.model.attention import AttentionMask, Queries, flex_function, mixed_values, rows_of, sdpa_kernels
 from electra_fast.ops import cpu_ops
-from electra_fast.ops.operations import Dropout, operation, uses_cpu_ops
+from electra_fast.ops.operations import Dropout, gather_rows, operation, uses_cpu_ops
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,11 @@ class RelativePositions:
         Keys in the order of j - i, queries in that of i - j, both ascending.
         """
         rows_J = self.rows(torch.arange(1 - length, length, device=positions_SY.device))
-        queries, keys = positions_SY.view(len(positions_SY), 2, num_heads, -1).permute(1, 2, 0, 3)
-        return keys.index_select(1, rows_J.flip(0)), queries.index_select(1, rows_J)
+        queries, keys = (
+            gather_rows(x_SD.contiguous(), rows).view(len(rows), num_heads, -1).transpose(0, 1)
+            for x_SD, rows in zip(positions_SY.chunk(2, dim=1), (rows_J, rows_J.flip(0)), strict=True)
+        )
+        return keys, queries
 
 
 @operation
@@ -79,8 +81,7 @@ def disentangled_attention(
 ) -> Tensor:
     """Attention by the scores above, given the queries, keys and values of tokens; [T, X], [S, Y] → [T, N*H].
 
-    `positions_SY` has the queries and keys of the table's rows. Raises ValueError if the mask's backend has no dropout,
-    but `dropout` has.
+    `positions_SY` has the queries and keys of the table's rows. `flex` has no dropout.
     """
     if mask.backend == "sdpa" and uses_cpu_ops(qkv_TX):
         if mask.cu_seqlens is not None and mask.length > cpu_ops.MIN_ROW:
@@ -91,33 +92,21 @@ def disentangled_attention(
         bias_B1LL = mask.bias(qkv_TX.dtype)
         return cpu_ops.self_attention(qkv_TX, bias_B1LL, mask.num_rows, num_heads, dropout.probability, by_distance)
     q, k, v = (rows_of(x, mask) for x in qkv_TX.view(qkv_TX.shape[0], 3, num_heads, -1).unbind(1))
-    queries, keys = positions_SY.view(len(positions_SY), 2, num_heads, -1).permute(1, 2, 3, 0)  # [N, H, S] each
     scale = (3 * q.shape[-1]) ** -0.5
-    run = _flex if mask.backend == "flex" else _sdpa
-    out_BNLH = run(q, k, v, q @ keys * scale, k @ queries * scale, relative, mask, dropout.probability, scale)
+    if mask.backend == "flex":
+        queries, keys = positions_SY.view(len(positions_SY), 2, num_heads, -1).permute(1, 2, 3, 0)  # [N, H, S] each
+        assert not dropout.probability
+        out_BNLH = _flex(q, k, v, q @ keys * scale, k @ queries * scale, relative, mask, scale)
+    else:
+        keys_NJH, queries_NJH = relative.by_distance(positions_SY, mask.length, num_heads)
+        bias_BNLL = (cpu_ops.pairs(q @ keys_NJH.mT) + cpu_ops.pairs(k @ queries_NJH.mT).mT) * scale
+        if (segments_B1LL := mask.bias(q.dtype)) is not None:
+            bias_BNLL = bias_BNLL + segments_B1LL
+        with sdpa_kernels(q):
+            out_BNLH = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias_BNLL, dropout_p=dropout.probability, scale=scale
+            )
     return out_BNLH.transpose(1, 2).reshape(qkv_TX.shape[0], -1)
-
-
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    content_BNLS: Tensor,
-    position_BNLS: Tensor,
-    relative: RelativePositions,
-    mask: AttentionMask,
-    dropout: float,
-    scale: float,
-) -> Tensor:
-    """Scores of positions are gathered into one summand of the scores, [B, N, L, L]."""
-    index_L = torch.arange(mask.length, device=q.device)
-    rows_LL = relative.rows(index_L[:, None] - index_L)
-    bias_BNLL = content_BNLS.gather(3, rows_LL.expand(*q.shape[:2], -1, -1))
-    bias_BNLL = bias_BNLL + position_BNLS.gather(3, rows_LL.T.expand(*q.shape[:2], -1, -1)).mT
-    if (segments_B1LL := mask.bias(q.dtype)) is not None:
-        bias_BNLL = bias_BNLL + segments_B1LL
-    with sdpa_kernels(q):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BNLL, dropout_p=dropout, scale=scale)
 
 
 def _flex(
@@ -128,12 +117,9 @@ def _flex(
     position_BNLS: Tensor,
     relative: RelativePositions,
     mask: AttentionMask,
-    dropout: float,
     scale: float,
 ) -> Tensor:
-    """Scores of positions are looked up where a tile of scores is computed."""
-    if dropout:
-        raise InputError('attention backend "flex" has no dropout; set model.attention_dropout = 0.0')
+    """Scores of positions are looked up where a tile of scores is computed; their gradients add in no fixed order."""
     rows_J, center = relative.rows(torch.arange(1 - mask.length, mask.length, device=q.device)), mask.length - 1
 
     def score(content: Tensor, row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:

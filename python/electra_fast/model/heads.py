@@ -92,7 +92,9 @@ class DiscriminatorHead(nn.Module):
         dense, classifier = self.dense, self.classifier
         if self.norm is not None and self.architecture == "deberta":
             first_T = torch.arange(len(x_TD), device=x_TD.device) - position_ids_T
-            x_TD = self.norm(x_TD + ops.gather_rows(x_TD, first_T))
+            # In fp32, since its gradient is a sum over all tokens of a segment.
+            precision = torch.promote_types(x_TD.dtype, torch.float32)
+            x_TD = self.norm(x_TD + ops.gather_rows(x_TD.to(precision), first_T).to(x_TD.dtype))
         if self.norm is None or self.architecture == "deberta":
             return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
         x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))

@@ -167,8 +167,9 @@ class _SelfAttention(torch.autograd.Function):
             scores.baddbmm_(q, k.mT, beta=0 if bias_B1LL is None else 1, alpha=scale)
             if keys_NJH is not None and queries_NJH is not None:
                 scores_NcLL = scores.view(-1, num_heads, length, length).transpose(0, 1)
-                scores_NcLL.add_(_pairs(_by_head(q, num_heads) @ keys_NJH.mT), alpha=scale)
-                scores_NcLL.add_(_pairs(_by_head(k, num_heads) @ queries_NJH.mT).mT, alpha=scale)
+                of_keys, of_queries = _by_head(q, num_heads) @ keys_NJH.mT, _by_head(k, num_heads) @ queries_NJH.mT
+                scores_NcLL.add_(pairs(of_keys.unflatten(1, (-1, length))), alpha=scale)
+                scores_NcLL.add_(pairs(of_queries.unflatten(1, (-1, length))).mT, alpha=scale)
             torch.softmax(scores, -1, out=weights)
             if drop_BNLL is not None:
                 weights = weights * drop_BNLL[rows].flatten(0, 1)
@@ -227,18 +228,16 @@ def _by_head(x: Tensor, num_heads: int) -> Tensor:
     return x.view(-1, num_heads, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
-def _pairs(scores_NKJ: Tensor) -> Tensor:
-    """The scores of tokens' pairs among those by distance; [N, c*L, J] → [N, c, L, L], a view.
+def pairs(scores_J: Tensor) -> Tensor:
+    """The scores of tokens' pairs among those by distance; [..., L, J] → [..., L, L], a view.
 
     Column j - i + L - 1 of token i has its pair with token j. So each row of the square begins one element earlier than
     the one before it.
     """
-    num_heads, num_tokens, num_distances = scores_NKJ.shape
-    length = (num_distances + 1) // 2
-    shape = (num_heads, num_tokens // length, length, length)
-    strides = (num_tokens * num_distances, length * num_distances, num_distances - 1, 1)
-    pairs: Tensor = scores_NKJ.as_strided(shape, strides, scores_NKJ.storage_offset() + length - 1)
-    return pairs
+    length = scores_J.shape[-2]
+    strides = (*scores_J.stride()[:-2], scores_J.stride(-2) - 1, 1)
+    found: Tensor = scores_J.as_strided((*scores_J.shape[:-1], length), strides, scores_J.storage_offset() + length - 1)
+    return found
 
 
 def _add_gradients_of_positions(
@@ -250,7 +249,7 @@ def _add_gradients_of_positions(
     """
     (num_heads, num_distances, _), x_NKH = positions_NJH.shape, _by_head(x, len(positions_NJH))
     grad_NKJ = x.new_zeros(num_heads, x_NKH.shape[1], num_distances)
-    pairs_NcLL = _pairs(grad_NKJ)
+    pairs_NcLL = pairs(grad_NKJ.unflatten(1, (-1, x.shape[1])))
     pairs_NcLL.copy_(grad_pairs.unflatten(0, (-1, num_heads)).transpose(0, 1))
     total_NJH.add_(grad_NKJ.mT @ x_NKH)
     grad_cNLH = (grad_NKJ @ positions_NJH).unflatten(1, pairs_NcLL.shape[1:3]).transpose(0, 1)

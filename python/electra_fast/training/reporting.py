@@ -27,8 +27,7 @@ from electra_fast.hardware.flops import flops_per_token
 from electra_fast.hardware.graphs import Preparation
 from electra_fast.hardware.kernel_choice import version_or_none
 from electra_fast.messages import say
-from electra_fast.model.attention import BACKENDS
-from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.compute import ComputeConfig, is_repeatable
 from electra_fast.objectives.objective import Number, Stage
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import TrainingProgress
@@ -185,10 +184,10 @@ def closing(run: Path, num_steps: int, memory: int, num_checkpoints: int, blocke
     return f"{run}: step {num_steps} of {num_steps}: finished{peak}; {saved}"
 
 
-def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
+def environment(device: torch.device, compute: ComputeConfig, config: Config, num_ranks: int = 1) -> dict[str, str]:
     gpu = str(card_of(device)) if device.type == "cuda" else None
-    is_repeatable = BACKENDS[compute.attention].is_deterministic
-    repeatable = "to the bit" if is_repeatable else f"but for {compute.attention}'s gradient"
+    is_exact = is_repeatable(compute.attention, config.model)
+    repeatable = "to the bit" if is_exact else f"but for {compute.attention}'s gradient"
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),
@@ -199,7 +198,7 @@ def environment(device: torch.device, compute: ComputeConfig, execution: str, nu
         "attention": compute.attention,
         "matmul": compute.matmul,
         "activations": str(compute.dtype).removeprefix("torch."),
-        "execution": execution,
+        "execution": config.train.execution,
         "kernels": _kernels(device, dict(compute.kernels)),
         "repeatable": repeatable,
     }

@@ -30,7 +30,7 @@ from electra_fast.hardware.kernel_choice import agree_on_kernels, expected_secon
 from electra_fast.hardware.settings import settle_hardware
 from electra_fast.interruption import StopRequest
 from electra_fast.model.attention import BACKENDS
-from electra_fast.model.compute import choose_compute, use_compute
+from electra_fast.model.compute import choose_compute, is_repeatable, use_compute
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.optimizers.optimizer import Optimizer
@@ -132,8 +132,9 @@ class Trainer:
         """Raises ValueError if sums in a fixed order would not suffice for bitwise equal results."""
         backend = BACKENDS[self.compute.attention]
         # With dropout on attention weights, only the masks of `short` do not depend on the division of rows.
-        is_repeatable = backend.is_deterministic and (backend.is_ours or not self.config.model.attention_dropout)
-        if self.config.train.reduce == "exact" and self.device.type == "cuda" and not is_repeatable:
+        shape = self.config.model
+        is_exact = is_repeatable(self.compute.attention, shape) and (backend.is_ours or not shape.attention_dropout)
+        if self.config.train.reduce == "exact" and self.device.type == "cuda" and not is_exact:
             raise InputError(
                 'train.reduce = "exact" on a GPU needs model.attention = "short", or model.attention_dropout = 0 and '
                 '"sdpa" or "flex"'
@@ -233,7 +234,7 @@ class Trainer:
 
     def _begin(self, log: RunLog) -> None:
         if self.world.is_first:
-            facts = reporting.environment(self.device, self.compute, self.config.train.execution, self.world.size)
+            facts = reporting.environment(self.device, self.compute, self.config, self.world.size)
             reporting.record_environment(self.run.folder, facts)
         if self.world.size > 1:
             self._check_ranks(0.0)
