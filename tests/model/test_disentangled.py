@@ -18,6 +18,7 @@ from electra_fast.ops.operations import Dropout
 
 HEADS, HEAD_DIM, BUCKETS, MAX_POSITIONS = 3, 4, 16, 64
 LENGTHS = {
+    "a token": (1, [[1], [1]]),
     "whole rows": (9, [[9], [9]]),
     "each distance a bucket": (9, [[4, 5], [2, 6]]),
     "logarithmic buckets, padding": (40, [[11, 29], [39], [1, 20, 3]]),

@@ -99,7 +99,9 @@ def disentangled_attention(
         out_BNLH = _flex(q, k, v, q @ keys * scale, k @ queries * scale, relative, mask, scale)
     else:
         keys_NJH, queries_NJH = relative.by_distance(positions_SY, mask.length, num_heads)
-        bias_BNLL = (cpu_ops.pairs(q @ keys_NJH.mT) + cpu_ops.pairs(k @ queries_NJH.mT).mT) * scale
+        scores_BNLJ = (q @ keys_NJH.mT).contiguous(), (k @ queries_NJH.mT).contiguous()
+        of_keys, of_queries = map(cpu_ops.pairs, scores_BNLJ)
+        bias_BNLL = (of_keys + of_queries.mT) * scale
         if (segments_B1LL := mask.bias(q.dtype)) is not None:
             bias_BNLL = bias_BNLL + segments_B1LL
         with sdpa_kernels(q):

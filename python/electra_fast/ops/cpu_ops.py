@@ -229,15 +229,16 @@ def _by_head(x: Tensor, num_heads: int) -> Tensor:
 
 
 def pairs(scores_J: Tensor) -> Tensor:
-    """The scores of tokens' pairs among those by distance; [..., L, J] → [..., L, L], a view.
+    """The scores of tokens' pairs among those by distance; contiguous [..., L, J] → [..., L, L], a view.
 
     Column j - i + L - 1 of token i has its pair with token j. So each row of the square begins one element earlier than
-    the one before it.
+    the one before it: without the first L - 1 elements, at multiples of J - 1.
     """
-    length = scores_J.shape[-2]
-    strides = (*scores_J.stride()[:-2], scores_J.stride(-2) - 1, 1)
-    found: Tensor = scores_J.as_strided((*scores_J.shape[:-1], length), strides, scores_J.storage_offset() + length - 1)
-    return found
+    length, num_distances = scores_J.shape[-2:]
+    if length == 1:
+        return scores_J
+    flat = scores_J.view(*scores_J.shape[:-2], -1)[..., length - 1 : length - 1 + length * (num_distances - 1)]
+    return flat.view(*flat.shape[:-1], length, num_distances - 1)[..., :length]
 
 
 def _add_gradients_of_positions(
