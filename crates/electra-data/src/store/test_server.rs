@@ -1,7 +1,7 @@
 //! A web server for tests: serves the files of a folder by ranges, counts what is asked for, and misbehaves on demand.
 //! It is also the bucket `data` of S3 and GCS and the container `data` of Azure, and a metadata service of AWS.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
@@ -57,6 +57,8 @@ pub(crate) struct Log {
     /// Keys that are listed besides the files, as they stand in XML.
     pub keys: Vec<&'static str>,
     pub page: Option<usize>,
+    /// Names of objects whose upload was ended.
+    pub aborted: HashSet<String>,
 }
 
 impl Log {
@@ -313,8 +315,21 @@ impl Connection {
                 fails(if is_azure { 409 } else { 412 }, "BlobAlreadyExists")
             }
             "create" | "put" => write(&path, body),
-            "part" => write(&part(request.part().unwrap()), body),
-            "begin" => ok("<R><Bucket>data</Bucket><Key>k</Key><UploadId>1</UploadId></R>"),
+            "part" => {
+                // As in a store, a part that comes late is none of an upload that was ended.
+                let log = self.log();
+                if log.aborted.contains(name) {
+                    return fails(404, "NoSuchUpload");
+                }
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(part(request.part().unwrap()), body).unwrap();
+                drop(log);
+                ok("")
+            }
+            "begin" => {
+                self.log().aborted.remove(name);
+                ok("<R><Bucket>data</Bucket><Key>k</Key><UploadId>1</UploadId></R>")
+            }
             "complete" => {
                 let text = String::from_utf8_lossy(body);
                 let ids = text.split(if is_azure { "<Uncommitted>" } else { "<PartNumber>" }).skip(1);
@@ -331,6 +346,7 @@ impl Connection {
                 (200, tag.clone(), format!("<R><ETag>{tag}</ETag></R>").into())
             }
             "abort" => {
+                self.log().aborted.insert(name.clone());
                 let parts = glob::glob(&format!("{}.part-*", path.display())).unwrap();
                 parts.for_each(|part| std::fs::remove_file(part.unwrap()).unwrap());
                 ok("")
