@@ -48,6 +48,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real thin
         ("google", "sdpa", 0.0, "adamw"),
         ("modern", "short", 0.1, "muon"),
         ("modern", "varlen", 0.0, "adamw"),
+        ("deberta", "sdpa", 0.1, "adamw"),
     ],
 )
 def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):

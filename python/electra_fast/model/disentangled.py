@@ -52,7 +52,7 @@ class RelativePositions:
     def rows(self, distance: Tensor) -> Tensor:
         """The rows of `table_SD` for distances i - j, computed as in the published code; int64."""
         middle, size = self.num_buckets // 2, distance.abs()
-        width = torch.log(torch.tensor((self.max_positions - 1) / middle, device=distance.device))
+        width = torch.log(torch.tensor((self.max_positions - 1) / middle))  # on the CPU: a constant of captured graphs
         bucket = torch.ceil(torch.log(size.clamp(min=middle) / middle) / width * (middle - 1)) + middle
         bucket = torch.where(size <= middle, distance, bucket * distance.sign()).long()
         return (bucket + self.num_buckets - self.first_row).clamp(0, len(self.table_SD) - 1)

@@ -155,7 +155,7 @@ class DebertaLayer(BertLayer):
         attention_dropout, width = _attention_dropout(self, dropout), x_TD.shape[1]
         assert self.qkv.bias is not None
         # The same in all micro-batches of a step.
-        key = None if dropout.key is None else dropout.key * dropout.key.new_tensor([1, 1, 0])
+        key = None if dropout.key is None else torch.cat((dropout.key[:2], dropout.key[:1] * 0))
         table_SD = ops.dropout(relative.table_SD, replace(dropout.call(_POSITIONS_CALL), key=key))
         positions_SX = linear(table_SD, self.qkv.weight[: 2 * width], self.qkv.bias[: 2 * width])
         if queries is not None:
