@@ -94,14 +94,13 @@ def disentangled_attention(
     q, k, v = (rows_of(x, mask) for x in qkv_TX.view(qkv_TX.shape[0], 3, num_heads, -1).unbind(1))
     scale = (3 * q.shape[-1]) ** -0.5
     if mask.backend == "flex":
-        queries, keys = positions_SY.view(len(positions_SY), 2, num_heads, -1).permute(1, 2, 3, 0)  # [N, H, S] each
+        queries, keys = (positions_SY * scale).view(-1, 2, num_heads, q.shape[-1]).permute(1, 2, 3, 0)  # [N, H, S] each
         assert not dropout.probability
-        out_BNLH = _flex(q, k, v, q @ keys * scale, k @ queries * scale, relative, mask, scale)
+        out_BNLH = _flex(q, k, v, q @ keys, k @ queries, relative, mask, scale)
     else:
-        keys_NJH, queries_NJH = relative.by_distance(positions_SY, mask.length, num_heads)
-        scores_BNLJ = (q @ keys_NJH.mT).contiguous(), (k @ queries_NJH.mT).contiguous()
-        of_keys, of_queries = map(cpu_ops.pairs, scores_BNLJ)
-        bias_BNLL = (of_keys + of_queries.mT) * scale
+        by_distance = relative.by_distance(positions_SY * scale, mask.length, num_heads)
+        of_q, of_k = (cpu_ops.pairs((x @ of.mT).contiguous()) for x, of in zip((q, k), by_distance, strict=True))
+        bias_BNLL = of_q + of_k.mT
         if (segments_B1LL := mask.bias(q.dtype)) is not None:
             bias_BNLL = bias_BNLL + segments_B1LL
         with sdpa_kernels(q):
