@@ -96,7 +96,7 @@ def test_a_template_that_is_there_stays(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt or spm.model, nor any of them in"):
+    with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt or spm.model"):
         copy_tokenizer(tmp_path, tmp_path / "out", ["input_ids"])
     assert not (tmp_path / "out").exists()
 
