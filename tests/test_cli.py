@@ -303,7 +303,9 @@ def test_completion_knows_commands_options_and_keys(shell_name, checked, tmp_pat
     pytest.importorskip("shtab")
     script = run("--print-completion", shell_name).stdout
     assert "finetune" in script and "optimizer.muon_learning_rate" in script
-    for option, values in (("--train.sharding", "none full"), ("--recipe", "paper google modern")) if checked else ():
+    for option, values in (
+        (("--train.sharding", "none full"), ("--recipe", "paper google modern deberta")) if checked else ()
+    ):
         words = f"electra-fast pretrain {option} ''"
         program = f'{script}\nCOMP_WORDS=({words})\nCOMP_CWORD=3\n_shtab_electra_fast\necho "${{COMPREPLY[*]}}"'
         done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)

@@ -115,7 +115,7 @@ class ModelConfig(Section):
         high=1 << 15,
     )
     conv_kernel_size: int = config_key(
-        0, "tokens read by the convolution beside the first layer (deberta), an odd number; 0: none", low=0, high=255
+        0, "tokens read by the convolution beside the first layer (deberta): 1, 3, 5, ...; 0: none", low=0, high=255
     )
     conv_activation: Literal["gelu", "tanh"] = config_key("gelu", "activation of that convolution")
 
