@@ -428,7 +428,7 @@ class Config(Configuration):
             )
         has_pair = self.generator.kind == "model" and len(OBJECTIVE_SPECS[name].roles) > 1
         decoder = self.generator_shape() if has_pair else model
-        if model.conv_kernel_size and decoder.num_layers < 2:
+        if model.conv_kernel_size and self.generator.kind == "model" and decoder.num_layers < 2:
             raise InputError(
                 f"model.conv_kernel_size = {model.conv_kernel_size} needs a generator of 2 layers or more, since the "
                 "convolution is beside the first and the decoder repeats the last"
