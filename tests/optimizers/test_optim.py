@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from electra_fast.config.config import OptimizerConfig
 from electra_fast.optimizers.optimizer import Optimizer, lr_scale
-from electra_fast.optimizers.rules import orthogonalize
+from electra_fast.optimizers.rules import Stack, orthogonalize, stacks
 
 STEPS = 6
 
@@ -132,6 +133,30 @@ def test_orthogonalize(shape, dtype):
     polar = u @ vh
     cosine = (result * polar).sum((1, 2)) / (result.norm(dim=(1, 2)) * polar.norm(dim=(1, 2)))
     assert (cosine > 0.97).all()
+
+
+def test_tall_matrices_share_a_batch_with_wide_ones_on_a_gpu():
+    """Merged as on a GPU and apart as on a CPU, they get equal updates, each by the scale of its own shape."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (8, 40), "b.weight": (40, 8), "c.qkv.weight": (120, 8), "d.weight": (8, 8)}
+    matrices = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    merged = [Stack(("a.weight",), ("b.weight", "c.qkv.weight"), (8, 40)), Stack(("d.weight",), (), (8, 8))]
+    with FakeTensorMode():
+        assert stacks({name: torch.empty(shape, device="cuda") for name, shape in shapes.items()}) == merged
+
+    def updates(stacks):
+        found = {}
+        for stack in stacks:
+            found |= stack.split(orthogonalize(stack.join(matrices)), torch.tensor(-0.5))
+        return found
+
+    apart, together = updates(stacks(matrices)), updates(merged)
+    assert len(stacks(matrices)) == 3 and apart.keys() == together.keys() == shapes.keys()
+    for name, found in together.items():
+        torch.testing.assert_close(found, apart[name], rtol=0, atol=1e-5)
+        blocks = matrices[name].view(found.shape)
+        scale = -0.5 * max(1.0, blocks.shape[1] / blocks.shape[2]) ** 0.5
+        torch.testing.assert_close(found, orthogonalize(blocks) * scale, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])

@@ -220,33 +220,62 @@ def _trust_ratios(sizes: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape: the parameters' names, how many matrices each fuses, and the matrices' shape."""
+    """Parameters whose matrices have one shape up to transposition, and that shape, [m, n] with m <= n.
 
-    names: tuple[str, ...]
-    num_blocks: tuple[int, ...]
+    They are orthogonalized in one batch, in which tall matrices are transposed.
+    """
+
+    wide: tuple[str, ...]
+    tall: tuple[str, ...]
     shape: tuple[int, int]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return self.wide + self.tall
+
+    @property
     def num_matrices(self) -> int:
-        return sum(self.num_blocks)
+        return sum(map(num_blocks, self.names))
 
     def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Stacks the matrices of its parameters; [K, m, n]."""
-        pairs = zip(self.num_blocks, self.names, strict=True)
-        return torch.cat([parameters[name].view(k, *self.shape) for k, name in pairs])
+        halves = ((self.wide, self.shape), (self.tall, self.shape[::-1]))
+        # Concatenated before they are transposed: CUDA copies strided tensors one by one.
+        wide, tall = (
+            [torch.cat([parameters[name].view(num_blocks(name), *shape) for name in names])] if names else []
+            for names, shape in halves
+        )
+        parts = wide + [x.mT for x in tall]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def split(self, matrices_Kmn: Tensor) -> dict[str, Tensor]:
-        """Inverts `join`: returns each parameter's matrices by name."""
-        return dict(zip(self.names, torch.split(matrices_Kmn, list(self.num_blocks)), strict=True))
+    def split(self, matrices_Kmn: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Inverts `join`, and scales the matrices, in place; returns each parameter's by name.
+
+        Tall ones are multiplied by sqrt(n / m) besides, so that updates of all shapes have equal size (Jordan et al.).
+        """
+        (m, n), num_wide = self.shape, sum(map(num_blocks, self.wide))
+        wide_Kmn, tall_Knm = matrices_Kmn[:num_wide].mul_(scale), matrices_Kmn[num_wide:].mT.contiguous()
+        if self.tall:
+            tall_Knm.mul_(scale * math.sqrt(n / m))
+        parts = [
+            part
+            for names, x in ((self.wide, wide_Kmn), (self.tall, tall_Knm))
+            for part in torch.split(x, list(map(num_blocks, names)))
+        ]
+        return dict(zip(self.names, parts, strict=True))
 
 
 def stacks(parameters: Mapping[str, Tensor]) -> list[Stack]:
-    """Groups Muon's parameters by the shape of their matrices."""
-    names: dict[tuple[int, int], list[str]] = {}
+    """Groups Muon's parameters by the shape of their matrices; on a GPU, up to transposition.
+
+    There launches count. On a CPU the iterations of a transposed copy would give other bits.
+    """
+    halves: dict[tuple[tuple[int, int], bool], tuple[list[str], list[str]]] = {}
     for name, parameter in parameters.items():
-        shape = (parameter.shape[0] // num_blocks(name), parameter.shape[1])
-        names.setdefault(shape, []).append(name)
-    return [Stack(tuple(each), tuple(map(num_blocks, each)), shape) for shape, each in names.items()]
+        rows, columns = parameter.shape[0] // num_blocks(name), parameter.shape[1]
+        is_tall, shape = rows > columns, (min(rows, columns), max(rows, columns))
+        halves.setdefault((shape, is_tall and not parameter.is_cuda), ([], []))[is_tall].append(name)
+    return [Stack(tuple(wide), tuple(tall), shape) for (shape, _), (wide, tall) in halves.items()]
 
 
 @dataclass(frozen=True)
@@ -346,10 +375,10 @@ def _views(row_N: Tensor, counts: Sequence[int], stacks: Sequence[Stack]) -> lis
 class Muon(UpdateRule):
     """Muon (Jordan et al., 2024): orthogonalized momentum for the matrices of encoders and heads; AdamW for the rest.
 
-    Matrices of one shape are orthogonalized in a batch.
+    Matrices of one shape are orthogonalized in a batch (`stacks`).
     """
 
-    update_bytes = 8  # 7.1 at most with the presets, whose largest stack of matrices decides
+    update_bytes = 10  # 9.9 at most with the presets, whose largest stack of matrices decides
     learning_rates = ("learning_rate", "muon_learning_rate")
 
     def __init__(self, state: OptimizerState) -> None:
@@ -391,8 +420,10 @@ class Muon(UpdateRule):
         if self.state.shards is not None and len(adamw) < len(gradients):
             matrices = {name: gradients[name] for name in gradients if name in self._names}
             self._update_sharded(self.state.shards, matrices)
+        names = [name for stack in self._stacks for name in stack.names]
+        matrices = self._nesterov(names, gradients) if names else {}
         for number, stack in enumerate(self._stacks):
-            self._orthogonalization.compute(number, stack.join(self._nesterov(stack.names, gradients)))
+            self._orthogonalization.compute(number, stack.join({name: matrices.pop(name) for name in stack.names}))
         if not self.exchanges:
             self.finish()
 
@@ -400,9 +431,11 @@ class Muon(UpdateRule):
         self._orthogonalization.exchange()
 
     def finish(self) -> None:
+        updates: dict[str, Tensor] = {}
         for number, stack in enumerate(self._stacks):
-            updates = stack.split(self._orthogonalization.result(number) * self._scale(stack))
-            self._apply({name: updates[name].reshape(self.state.parameters[name].shape) for name in stack.names})
+            updates |= stack.split(self._orthogonalization.result(number), self.state.negative_lr(1))
+        if updates:
+            self._apply({name: update.view(self.state.parameters[name].shape) for name, update in updates.items()})
 
     def _nesterov(self, names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Updates the momentum; returns the matrices to orthogonalize, by name."""
@@ -410,10 +443,6 @@ class Muon(UpdateRule):
         self.state.update_exp_avg({name: gradients[name] for name in names}, momentum)
         grads, exp_avgs = [gradients[name] for name in names], [self.state.exp_avg[name] for name in names]
         return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
-
-    def _scale(self, stack: Stack) -> Tensor:
-        """Minus the learning rate, scaled so that updates of all shapes have equal size (Jordan et al.)."""
-        return self.state.negative_lr(1) * math.sqrt(max(1.0, stack.shape[0] / stack.shape[1]))
 
     def _update_sharded(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:
         """Updates the matrices of a sharded model, sending each whole matrix to one rank and back."""
@@ -423,7 +452,7 @@ class Muon(UpdateRule):
         updates: dict[str, Tensor] = {}
         for stack in stacks(wholes):
             orthogonal = orthogonalize(stack.join(wholes), self.state.matrix_dtype)
-            updates |= stack.split(orthogonal * self._scale(stack))
+            updates |= stack.split(orthogonal, self.state.negative_lr(1))
         updates = {name: update.reshape(shards.shapes[name]) for name, update in updates.items()}
         self._apply(shards.from_owners(updates, owners))
 
