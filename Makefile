@@ -126,7 +126,7 @@ wheel: $(TOOLS)/bin/maturin
 
 # Shows that scripts run: all but those that need texts, hours or a GPU, with small settings where they have them. One
 # that fails does not stop the others. For numbers, run a script alone on an idle machine.
-bench: SKIPPED := adaptation experiments recipes gpu_check gpu_models gpu_peers
+bench: SKIPPED := adaptation experiments recipes gpu
 bench: env
 	failed=; for script in $(filter-out $(SKIPPED:%=bench/%.py),$(wildcard bench/*.py)); do \
 	    echo "== $$script"; quick=; if grep -q parse_arguments "$$script"; then quick=--quick; fi; \

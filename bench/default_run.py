@@ -1,14 +1,17 @@
-"""A run of `pretrain` with its defaults against the same run by all kernels.
+"""A run of `pretrain` with its defaults, against the same run by all kernels, and killed and resumed.
 
-    python bench/default_run.py [--preset small] [--steps 600] [--device cpu --quick]
+    python bench/default_run.py [--preset small] [--steps 1500] [--device cpu --quick]
 
-Trains twice on a synthetic corpus, each time by the command line of a user: with kernels, attention and execution
-chosen by the run's check on this GPU, and with all kernels unchecked (`--train.kernels triton`). The median steps of
-both must agree within 3 %: what the check chooses is never slower. Without a GPU, only shows that both runs work.
+Trains three times on a synthetic corpus, each time by the command line of a user: with kernels, attention and execution
+chosen by the run's check on this GPU, from a cold cache; killed (SIGKILL) half way and resumed; and with all kernels
+unchecked (`--train.kernels triton`). Losses of the first two must be equal, and the median steps of the first and the
+last agree within 3 %: what the check chooses is never slower. Without a GPU, only shows that the runs work.
 """
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,12 +27,33 @@ ALLOWED = 1.03
 LOG_EVERY = 20
 
 
-def train(preset: str, corpus: Path, out: Path, steps: int, kernels: str) -> list[dict[str, Any]]:
-    keys = {"kernels": kernels, "steps": steps, "log_every": LOG_EVERY if steps > LOG_EVERY else 4}
-    flags = [word for name, value in keys.items() for word in (f"--train.{name}", str(value))]
-    command = [sys.executable, "-m", "electra_fast", "pretrain", str(corpus), "--preset", preset]
-    subprocess.run([*command, "--out", str(out), "--optimizer.warmup_steps", "4", *flags], check=True)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+class Run:
+    """A run in a folder of its own, with a cache of checked kernels that is the folder's."""
+
+    def __init__(self, folder: Path, preset: str, corpus: Path, steps: int, kernels: str) -> None:
+        log_every = LOG_EVERY if steps > LOG_EVERY else 2
+        keys = {"kernels": kernels, "steps": steps, "log_every": log_every, "checkpoint_every": steps // 4}
+        flags = [word for name, value in keys.items() for word in (f"--train.{name}", str(value))]
+        self._command = [sys.executable, "-m", "electra_fast", "pretrain", str(corpus), "--preset", preset, *flags]
+        self._command += ["--out", str(folder / "run"), "--optimizer.warmup_steps", "4"]
+        self._environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+        self._metrics, self._log_every = folder / "run/metrics.jsonl", log_every
+
+    def train(self, kill_at: int = 0) -> list[dict[str, Any]]:
+        """Trains to the end, and returns the lines of its metrics; or until it has logged a step, and kills it."""
+        process = subprocess.Popen(self._command, env=self._environment)
+        while process.poll() is None:
+            time.sleep(0.02)
+            if kill_at and len(self.lines()) * self._log_every >= kill_at:
+                process.send_signal(signal.SIGKILL)
+                break
+        if process.wait() != (-signal.SIGKILL if kill_at else 0):
+            raise RuntimeError(f"pretrain ended with exit code {process.returncode}")
+        return self.lines()
+
+    def lines(self) -> list[dict[str, Any]]:
+        lines = self._metrics.read_text().splitlines(keepends=True) if self._metrics.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def main() -> int:
@@ -37,27 +61,30 @@ def main() -> int:
     parser.add_argument("--preset")
     parser.add_argument("--steps", type=int)
     options = parse_arguments(parser)
-    preset, steps = (
-        options.preset or ("tiny" if options.quick else "small"),
-        options.steps or (8, 600)[not options.quick],
-    )
+    preset, steps = options.preset or ("tiny" if options.quick else "small"), options.steps
+    steps = steps or (16 if options.quick else 1500)
     is_cuda, results = options.device.type == "cuda", Results(options.results, options.device)
-    corpus, milliseconds = make_corpus(options.cache, 300 if options.quick else 8000), []
-    for kernels in ("auto", "triton" if is_cuda else "reference"):
+    corpus, milliseconds, losses = make_corpus(options.cache, 300 if options.quick else 8000), [], []
+    for title, kernels in (("auto", "auto"), ("killed", "auto"), ("all", "triton" if is_cuda else "reference")):
         with tempfile.TemporaryDirectory() as folder:
-            start = time.perf_counter()
-            lines = train(preset, corpus, Path(folder) / "run", steps, kernels)
+            start, run = time.perf_counter(), Run(Path(folder), preset, corpus, steps, kernels)
+            if title == "killed":
+                run.train(kill_at=steps // 2)
+            lines = run.train()
             seconds = time.perf_counter() - start
         # The first line has warm-up and capture.
         milliseconds.append(1e3 * statistics.median(line["step_seconds"] for line in lines[1:]))
         speed = statistics.median(line["tokens_per_second"] for line in lines[1:])
+        losses.append({line["step"]: line["loss"] for line in lines})
         results.add(
-            f"pretrain --preset {preset}, kernels {kernels}: {milliseconds[-1]:.2f} ms per step, {speed:,.0f} tokens/s"
+            f"pretrain --preset {preset}, kernels {title}: {milliseconds[-1]:.2f} ms per step, {speed:,.0f} tokens/s"
             f", loss {lines[-1]['loss']:.3f}; {seconds:.0f} s in all",
             headline=True,
-            **{"preset": preset, "kernels": kernels, "step_ms": milliseconds[-1], "tokens_per_second": speed},
+            **{"preset": preset, "kernels": title, "step_ms": milliseconds[-1], "tokens_per_second": speed},
         )
-    ratio = milliseconds[0] / milliseconds[1]
+        if title == "killed":
+            results.add(f"pretrain --preset {preset}, killed and resumed: equal losses", ok=losses[0] == losses[1])
+    ratio = milliseconds[0] / milliseconds[-1]
     is_right = ratio <= ALLOWED or not is_cuda
     results.add(f"pretrain --preset {preset}: {ratio:.3f} times the step by all kernels", ok=is_right, ratio=ratio)
     return results.exit_code()

@@ -3,7 +3,7 @@
     python bench/step_numerics.py [--only samples eager graph compile] [--device cpu]
 
 Kernels by themselves are `electra-fast doctor`'s; attention backends and the other objectives have tests that run on a
-GPU too (`gpu_peers.py`).
+GPU too (`gpu.py`).
 """
 
 import argparse

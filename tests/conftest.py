@@ -9,7 +9,7 @@ import os
 # Before torch is imported, and for every process that a test starts: a worker per core leaves no core for a second
 # thread, and results must not depend on how many there are.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Recorded losses and tolerances are a CPU's. With `CUDA_VISIBLE_DEVICES=0` tests use a GPU, as in bench/gpu_peers.py.
+# Recorded losses and tolerances are a CPU's. With `CUDA_VISIBLE_DEVICES=0` tests use a GPU, as in bench/gpu.py.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import collections

@@ -78,7 +78,7 @@ LINES = {
     "python/electra_fast": 39_700,  # with the files of its top level; kernels/ is a link
     "kernels": 3_150,
     "tests": 33_300,
-    "bench": 4_830,
+    "bench": 5_030,  # step_counts.py, for who changes the step and has no GPU
     "crates": 23_500,
 }
 MAX_TOP_FILES = 13

@@ -60,7 +60,7 @@ def test_ten_million_words(tmp_path, tiny_text):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_cores_one_hour(tmp_path, tiny_text):
+def test_five_tasks(tmp_path, tiny_text):
     """With the plan made, which is for an hour, and fine-tuning in one epoch."""
     glue, out, command = tmp_path / "glue", tmp_path / "out", tmp_path / "bin/electra-fast"
     command.parent.mkdir()
@@ -79,7 +79,7 @@ def test_two_cores_one_hour(tmp_path, tiny_text):
     printed = run(
         "env",
         f"PATH={command.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        RUNS / "two-cores-one-hour.sh",
+        RUNS / "five-tasks.sh",
         out,
         glue,
         tmp_path / "a.txt",

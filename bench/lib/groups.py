@@ -1,15 +1,13 @@
 """Runs groups of measurements one after the other, each isolated in its own process.
 
-The three GPU scripts (`gpu_check`, `gpu_models`, `gpu_peers`) are lists of groups. A group that raises,
-hangs or crashes, for example with an illegal memory access, loses only its own results: what it printed
-and saved so far is kept, and the next group starts with a fresh CUDA context. A group is limited to its
-`seconds`, all groups together to `--minutes`.
+Each command of `gpu.py` is a list of groups. A group that raises, hangs or crashes, for example with an illegal memory
+access, loses only its own results: what it printed and saved so far is kept, and the next group starts with a fresh
+CUDA context. A group is limited to its `seconds`, all groups together to a limit of their own.
 
-Writes `results.jsonl`, `log.txt` and `summary.txt` (under 12,000 characters) to `--out`. Uses only the standard
-library, so that this process holds no GPU memory.
+Writes `results.jsonl`, `log.txt` and `summary.txt` (under 12,000 characters). Uses only the standard library, so that
+this process holds no GPU memory.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -30,45 +28,32 @@ CACHE = Path(tempfile.gettempdir()) / "electra-fast-bench"
 MOST_CHARACTERS = 11_500
 # Too short for any group: importing torch and compiling the first kernels takes longer.
 LEAST_SECONDS = 20.0
-TAIL_LINES = 6  # of a failed group, shown in the summary
+TAIL_LINES = 6  # of a failed group, or one that saves no results, shown in the summary
 
 
 @dataclass(frozen=True)
 class Group:
     """A command and its time limit in seconds.
 
-    `command` is a script in this folder with its arguments, to which `--results`, `--device` and so on are
-    added, or a module (`-m pytest …`), which is run as is.
+    `command` is a script in this folder with its arguments, to which `--results`, `--device` and so on are added, or a
+    module (`-m pytest …`) or program, which is run as is. `expected` was predicted, and is shown beside what came.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: float
+    expected: str = ""
 
 
-def main(title: str, groups: Sequence[Group], quick_groups: Sequence[Group]) -> int:
-    """The command line of a GPU script; exit code 1 if a group failed."""
-    parser = argparse.ArgumentParser(description=f"{title}; see bench/README.md")
-    parser.add_argument("--out", type=Path, default=Path(title), help="folder for the three result files")
-    parser.add_argument(
-        "--cache", type=Path, default=CACHE, help="folder for corpora and compiled kernels, shared by the scripts"
-    )
-    parser.add_argument("--minutes", type=float, default=8.5, help="for all groups together")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if available")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes; always on for a CPU")
-    options = parser.parse_args()
-    options.device = options.device or _device()
-    options.quick |= options.device == "cpu"
-    signal.signal(signal.SIGTERM, _interrupt)
-    chosen = quick_groups if options.quick else groups
-    shared = ["--device", options.device, "--cache", str(options.cache), *(["--quick"] if options.quick else [])]
-    return run(title, chosen, options.out, options.cache, 60 * options.minutes, shared)
-
-
-def _device() -> str:
-    """Checked in a child process, because the check initializes CUDA."""
+def detect_device() -> str:
+    """`cuda` if there is a GPU; checked in a child process, because the check initializes CUDA."""
     code = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def stop_with_summary() -> None:
+    """Makes SIGTERM end the groups as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _interrupt)
 
 
 def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: float, shared: Sequence[str]) -> int:
@@ -97,7 +82,8 @@ def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: fl
 
 
 def _outcome(group: Group, outcome: str, seconds: float) -> dict[str, Any]:
-    return {"group": group.name, "outcome": outcome, "seconds": round(seconds, 1)}
+    expected = {"expected": group.expected} if group.expected else {}
+    return {"group": group.name, "outcome": outcome, "seconds": round(seconds, 1), **expected}
 
 
 def _interrupt(*_: object) -> None:
@@ -107,10 +93,12 @@ def _interrupt(*_: object) -> None:
 def _run_group(
     group: Group, seconds: float, results: Path, cache: Path, shared: Sequence[str], log: TextIO
 ) -> dict[str, Any]:
-    name, *arguments = group.command
-    command = [sys.executable, name, *arguments]
-    if name != "-m":
+    name, *arguments = command = list(group.command)
+    saves = name.endswith(".py")
+    if saves:
         command = [sys.executable, str(BENCH / name), *arguments, "--results", str(results), *shared]
+    elif name == "-m":
+        command = [sys.executable, *command]
     tail: deque[str] = deque(maxlen=100)
     start = time.monotonic()
     process = subprocess.Popen(
@@ -135,10 +123,8 @@ def _run_group(
         _kill(process, signal.SIGKILL)
         reader.join(5)  # a compiler's worker may hold the pipe open
     result = _outcome(group, outcome, time.monotonic() - start)
-    if outcome != "ok":
-        result["tail"] = _failure_lines(list(tail))
-    elif group.command[0] == "-m":  # saves no results; pytest's last line has the counts
-        result["last"] = next((line for line in reversed(tail) if line), "")
+    if outcome != "ok" or not saves:
+        result["tail"] = _last_lines(list(tail))
     return result
 
 
@@ -147,6 +133,7 @@ def _environment(group: str, cache: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "ELECTRA_FAST_BENCH_GROUP": group,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # `electra-fast` of this environment
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),  # the tests would hide the GPU
         "OMP_WAIT_POLICY": "PASSIVE",  # as the package does when imported before torch
         "PYTHONFAULTHANDLER": "1",
@@ -164,8 +151,8 @@ def _copy(pipe: TextIO, name: str, tail: deque[str], log: TextIO) -> None:
             print(f"[{name}] {line}", end="", flush=True)
 
 
-def _failure_lines(lines: list[str]) -> list[str]:
-    """The lines that explain a failure: the last stack trace, or else the end of the output."""
+def _last_lines(lines: list[str]) -> list[str]:
+    """The lines that explain a failure, or say what came: the last stack trace, or else the end of the output."""
     traces = [i for i, line in enumerate(lines) if "(most recent call first)" in line]
     if traces:
         return lines[traces[-1] + 1 :][:TAIL_LINES]
@@ -207,8 +194,8 @@ def summary(title: str, outcomes: Sequence[dict[str, Any]], records: Sequence[di
     head = [f"== {title} on {' and '.join(cards) or 'nothing that answered'}: ", ""]
     head[0] += f"{num_ok} of {len(outcomes)} groups ok, {seconds:.0f} s"
     for outcome in outcomes:
-        last = f" ({outcome['last']})" if "last" in outcome else ""
-        head.append(f"{outcome['seconds']:6.0f} s  {outcome['group']}: {outcome['outcome']}{last}")
+        expected = f" (expected: {outcome['expected']})" if "expected" in outcome else ""
+        head.append(f"{outcome['seconds']:6.0f} s  {outcome['group']}: {outcome['outcome']}{expected}")
         head += [f"          | {line}" for line in outcome.get("tail", [])]
     lines = {outcome["group"]: list(_lines(outcome["group"], records)) for outcome in outcomes}
     left_out = dict.fromkeys(lines, 0)

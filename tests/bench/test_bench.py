@@ -6,14 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import gpu_check
-import gpu_models
+import gpu
 import pytest
+import step_counts
 import torch
 from lib import groups
 from lib.groups import BENCH
 from lib.kernel_cases import CASES
+from lib.workload import shape
 
 import electra_fast
 
@@ -48,12 +50,12 @@ def write_groups(folder, bodies):
 def test_what_breaks_costs_its_own_results_only(tmp_path, capsys):
     bodies = {"before": GOOD.replace("NUMBER", "2"), **FAULTS, "after": GOOD.replace("NUMBER", "2")}
     out = tmp_path / "out"
-    code = groups.run("gpu_check", write_groups(tmp_path, bodies), out, tmp_path / "cache", 100, ["--quick"])
+    code = groups.run("gpu B1", write_groups(tmp_path, bodies), out, tmp_path / "cache", 100, ["--quick"])
     assert code == 1
     assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.jsonl", "summary.txt"]
     text = (out / "summary.txt").read_text()
     assert capsys.readouterr().out.endswith(text + "\n")
-    assert "gpu_check on NVIDIA H200: 3 of 7 groups ok" in text
+    assert "gpu B1 on NVIDIA H200: 3 of 7 groups ok" in text
     outcomes = dict(re.findall(r"^ +\d+ s  (.+?): (.+)$", text, re.MULTILINE))
     assert outcomes == {
         "before": "ok",
@@ -76,10 +78,9 @@ def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(tmp_path)
     code = (
         "import signal, sys, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         f"sys.path.insert(0, {str(BENCH)!r}); from lib import groups; here = pathlib.Path({str(tmp_path)!r})\n"
-        "hangs = groups.Group('hangs', (str(here / 'hangs.py'),), 50)\n"
-        "sys.argv += ['--device', 'cpu', '--out', str(here / 'out'), '--cache', str(here / 'cache')]\n"
-        "other = groups.Group('other', ('card.py',), 50)\n"
-        "sys.exit(groups.main('gpu_check', [], [hangs, other]))\n"
+        "hangs, other = (groups.Group(name, (str(here / f'{name}.py'),), 50) for name in ('hangs', 'other'))\n"
+        "groups.stop_with_summary()\n"
+        "sys.exit(groups.run('gpu B1', [hangs, other], here / 'out', here / 'cache', 100, []))\n"
     )
     script = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     first = script.stdout.readline()
@@ -120,11 +121,27 @@ def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
     assert before["mean_loss"] == pytest.approx(now["mean_loss"], rel=0.05)
 
 
-def test_the_first_script_has_time_for_all_its_groups():
-    assert sum(group.seconds for group in gpu_check.GROUPS) <= 8.5 * 60
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_each_command_on_a_gpu_has_time_for_all_its_groups(is_quick):
+    options = SimpleNamespace(quick=is_quick, run=Path("run"), texts=[], glue=Path("glue"), pairs=Path("pairs"))
+    for name, found in gpu.stages(options).items():
+        assert is_quick or sum(group.seconds for group in found) <= 9.5 * 60, name
+        assert len({group.name for group in found}) == len(found)
 
 
 def test_every_kernel_case_is_in_a_group():
-    words = [word for each in gpu_models.KERNELS for word in each.split()]
+    words = [word for each in gpu.KERNELS for word in each.split()]
     assert all(any(word in name for word in words) for name in CASES)
     assert all(any(word in name for name in CASES) for word in words)
+
+
+def test_the_operators_of_a_step_are_counted_without_a_gpu():
+    """Layers without heads and embeddings: what each costs by hand, forward and backward."""
+    config = shape("tiny:8", {"data.corpus": "none", "model.vocab_size": "1000", "objective.name": "mlm"})
+    few, more = (step_counts.count_step(config.override({"model.num_layers": str(n)}), "short")[0] for n in (2, 4))
+    added = more.launches - few.launches
+    assert added["short_attention"] == added["short_attention_backward"] == 2
+    num_tokens, num_heads = 8 * 128, config.model.num_heads
+    products = 2 * num_tokens * (3 + 1) * config.model.hidden_size
+    others = 4 * num_tokens * (1 + config.model.hidden_size // num_heads + num_heads)  # ids, angles and statistics
+    assert more.bytes["short_attention"] - few.bytes["short_attention"] == 2 * (products + others)

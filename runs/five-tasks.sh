@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Pre-training, then five tasks of GLUE: a row of docs/leaderboard.md.
+#
+#   runs/five-tasks.sh OUT GLUE TEXT... [-- KEY...]
+#
+# OUT: a new folder; run the script again to resume. GLUE: a folder of CoLA, SST-2, MRPC, STS-B and RTE with their train.tsv
+# and dev.tsv. TEXT: what `electra-fast prepare` reads: .txt, .jsonl, .parquet (.gz, .zst), a folder. KEY: options of
+# `electra-fast pretrain`; by default what `plan` proposes for an hour of this machine. VOCAB: entries of the vocabulary (8192).
+# UNTIL=run: stop before the tasks.
+set -euo pipefail
+out=$1 glue=$(realpath "$2") texts=()
+shift 2
+while [ $# -gt 0 ] && [ "$1" != -- ]; do texts+=("$1"); shift; done
+shift $(($# > 0))
+mkdir -p "$out/glue"
+
+# The board cuts SST-2 to 10,000 training examples, so that a row takes an afternoon.
+for task in CoLA SST-2 MRPC STS-B RTE; do
+  mkdir -p "$out/glue/$task"
+  cp "$glue/$task/dev.tsv" "$out/glue/$task/"
+  sed -n "1,$([ $task = SST-2 ] && echo 10001 || echo '$')p" "$glue/$task/train.tsv" > "$out/glue/$task/train.tsv"
+done
+
+# Text to a corpus: its own vocabulary, a two-hundredth set aside to watch the run.
+[ -e "$out/words/vocab.txt" ] || electra-fast vocab "${texts[@]}" --size "${VOCAB:-8192}" --out "$out/words/vocab.txt"
+electra-fast prepare "${texts[@]}" --vocab "$out/words/vocab.txt" --holdout 0.005 --out "$out/shards"
+
+# What this machine can train in an hour: size, steps and rates, proposed once.
+if [ $# = 0 ]; then
+  [ -e "$out/run.toml" ] || electra-fast plan "$out/shards" --hours 1 --json > "$out/plan.json"
+  [ -e "$out/run.toml" ] || python3 -c 'import json, sys; print(json.load(sys.stdin)["config"])' < "$out/plan.json" > "$out/run.toml"
+  set -- --config "$out/run.toml"
+fi
+electra-fast pretrain "$out/shards" --out "$out/run" "$@"
+[ "${UNTIL:-}" != run ] || exit 0
+
+# Three fine-tunings of each task by the defaults; the row is the mean of their medians on the development sets.
+electra-fast finetune "$out/run" --glue "$out/glue" --task cola,sst2,mrpc,stsb,rte --seeds 3 --out "$out/tasks"
+python3 - "$out/tasks/results.json" <<'END'
+import json, sys
+medians = {name: 100 * task["median"] for name, task in json.load(open(sys.argv[1])).items()}
+print(*(f"{name} {median:.1f}" for name, median in medians.items()), f"mean {sum(medians.values()) / len(medians):.1f}", sep="  ")
+END
