@@ -6,6 +6,8 @@ import torch
 
 from electra_fast.card import Card, card_of
 
+# Shared memory that each program takes beside its own.
+RESERVED_BYTES = 1024
 # Explicit because Triton is about to change the default.
 FUSION = {"enable_fp_fusion": True}
 
@@ -26,6 +28,17 @@ def is_hopper(device: torch.device) -> bool:
 def has_tensor_cores(device: torch.device) -> bool:
     """Tells if Triton multiplies 16-bit factors by tensor cores: it does not on Turing and older GPUs."""
     return card(device).is_rocm or card(device).capability >= (8, 0)
+
+
+@torch.compiler.assume_constant_result
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Tells if multiprocessors have 228 KB, as those of Hopper and a data center's Blackwell."""
+    return card(device).shared_bytes > 200 << 10
+
+
+def fitting_programs(device: torch.device, shared_bytes: int) -> int:
+    """Programs that fit on a multiprocessor by their shared memory, at least one."""
+    return max(1, card(device).shared_bytes // (shared_bytes + RESERVED_BYTES))
 
 
 def num_sms(device: torch.device) -> int:

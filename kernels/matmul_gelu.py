@@ -6,11 +6,12 @@ activation, both from the fp32 accumulator. The backward kernel multiplies the n
 weight and by gelu'(h): the activation's gradient is never stored. Each program sums the bias gradient over its tokens;
 the caller adds the programs.
 
-A program keeps its BLOCK_F columns of the weight in shared memory and iterates over blocks of tokens. Loading both
-operands of every 128 x 128 tile would read 8 KB per token of `small` from the L2 cache, twice as much as here and as
-h and y take to memory. Two or three programs fit on a multiprocessor: one uses the tensor cores during another's
-epilogue. At D = 256 that leaves no shared memory to prefetch x, most of which is in the L2 cache, because all column
-blocks read it. If D exceeds BLOCK_D, each tile loops over the rest of D, which is correct but slow.
+A program keeps its BLOCK_F columns of the weight in shared memory and iterates over blocks of tokens, which are loaded
+one iteration ahead. Loading both operands of every 128 x 128 tile would read 8 KB per token of `small` from the L2
+cache, twice as much as here and as h and y take to memory. With 228 KB of shared memory there are two ways at D > 128,
+and a run times both: two programs, one of which uses the tensor cores during the other's epilogue, without memory to
+load ahead; or, `pipelined`, one larger program that loads ahead. If D exceeds BLOCK_D, each tile loops over the rest
+of D, which is correct but slow.
 
 Shapes: T tokens, D the input's width, F feed-forward, P programs along the tokens.
 """
@@ -25,15 +26,20 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.launch import card, has_tensor_cores, resident_programs
+from electra_fast.kernels.launch import (
+    fitting_programs,
+    has_large_shared_memory,
+    has_tensor_cores,
+    is_hopper,
+    resident_programs,
+)
 
 # Derived, not measured: at 65 % of cuBLAS's 790 TFLOP/s the products take as long as the bytes at 4.3 TB/s (H200) at
 # D = 269, F = 4 D.
 MAX_WIDTH = 256
 # Shared memory of a program of either kernel at most, by BLOCK_D from 64 on, plain and gated, as compiled for 8.0, 8.9
-# and 12.0 (on Hopper more, which has enough); and what each takes beside it.
-SHARED_BYTES = {64: (32768, 40960), 128: (49152, 57344), 256: (100352, 98304)}
-RESERVED_BYTES = 1024
+# and 12.0. Where there are 228 KB, two programs of D > 128 take 107 KB each, or one 213.
+SHARED_BYTES = {64: (32768, 40960), 128: (49152, 57344), 256: (81920, 69632)}
 
 
 @triton.jit
@@ -145,38 +151,55 @@ def is_profitable(x_TD: Tensor) -> bool:
     return x_TD.shape[1] <= MAX_WIDTH and has_tensor_cores(x_TD.device)
 
 
-def blocks(width: int, gated: bool = False, itemsize: int = 2) -> dict[str, int]:
-    """Block sizes and compile options of both kernels at this D; GeGLU has two weights or two gradients per block."""
-    if itemsize > 2:  # no tensor cores: operands are in registers
-        return {"BLOCK_T": 64, "BLOCK_D": 32, "BLOCK_F": 32, "STAGES": 2, "num_warps": 4}
-    if width <= 128:
-        columns = max(16, triton.next_power_of_2(width))
-        return {"BLOCK_T": 64, "BLOCK_D": columns, "BLOCK_F": 64, "STAGES": 2, "num_warps": 4}
-    return {"BLOCK_T": 64, "BLOCK_D": MAX_WIDTH, "BLOCK_F": 64 if gated else 128, "STAGES": 1, "num_warps": 4}
+def pipelines(x_TD: Tensor) -> bool:
+    """Tells if x's width and device have a tiling of their own that is `pipelined`."""
+    has_another = x_TD.shape[1] > 128 and x_TD.element_size() == 2 and has_large_shared_memory(x_TD.device)
+    return has_another and is_profitable(x_TD)
 
 
-def programs_per_sm(device: torch.device, width: int, gated: bool = False) -> int:
-    """Programs that fit on a multiprocessor of a device by registers and shared memory."""
-    shared_bytes = SHARED_BYTES[min(MAX_WIDTH, max(64, triton.next_power_of_2(width)))][gated] + RESERVED_BYTES
-    return max(1, min(3 if width <= 128 else 2, card(device).shared_bytes // shared_bytes))
+def tiling(
+    x_TD: Tensor, gated: bool = False, pipelined: bool = False, is_forward: bool = False
+) -> tuple[dict[str, int], int]:
+    """Block sizes and compile options at x's width, and how many programs fit on a multiprocessor by them.
+
+    GeGLU has two weights or two gradients per block.
+    """
+    width, device = x_TD.shape[1], x_TD.device
+    if x_TD.element_size() > 2:  # no tensor cores: operands are in registers
+        return {"BLOCK_T": 64, "BLOCK_D": 32, "BLOCK_F": 32, "STAGES": 2, "num_warps": 4}, 2
+    columns = min(MAX_WIDTH, max(16, triton.next_power_of_2(width)))
+    tile = {"BLOCK_T": 64, "BLOCK_D": columns, "BLOCK_F": 64, "STAGES": 2, "num_warps": 4}
+    if width > 128 and has_large_shared_memory(device):
+        if not pipelined:
+            return {**tile, "BLOCK_F": 64 if gated else 128, "STAGES": 1}, 2
+        # The more columns, the fewer blocks read x from the L2 cache; elsewhere, 256 do not fit or spill.
+        is_wide = is_forward and not gated and is_hopper(device)
+        return {**tile, "BLOCK_F": 256 if is_wide else 128, "num_warps": 8}, 1
+    if width > 128:
+        tile.update(BLOCK_F=32 if gated else 64, num_warps=8)
+    fitting = fitting_programs(device, SHARED_BYTES[max(64, columns)][gated])
+    return tile, min(3 if width <= 128 else 2, fitting)
 
 
-def _launch(x_TD: Tensor, width: int, gated: bool) -> tuple[tuple[int, int], dict[str, Any]]:
+def _launch(
+    x_TD: Tensor, width: int, gated: bool, pipelined: bool, is_forward: bool = False
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid (column blocks, programs along the tokens) and constants; column blocks of the same tokens are adjacent."""
-    tile = blocks(x_TD.shape[1], gated, x_TD.element_size())
+    tile, fitting = tiling(x_TD, gated, pipelined, is_forward)
     column_blocks = triton.cdiv(width, tile["BLOCK_F"])
-    fitting = programs_per_sm(x_TD.device, x_TD.shape[1], gated)
     along_tokens = max(1, resident_programs(x_TD.device, fitting) // column_blocks)
     grid = column_blocks, min(triton.cdiv(x_TD.shape[0], tile["BLOCK_T"]), along_tokens)
     return grid, {"D": x_TD.shape[1], "F": width, "GATED": gated, **tile}
 
 
 @torch.library.custom_op("electra_fast::matmul_gelu", mutates_args=())
-def matmul_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
+def matmul_gelu(
+    x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, pipelined: bool = False
+) -> tuple[Tensor, Tensor]:
     """h = x @ weight.T + bias and gelu(h); [T, D], [F, D] in x's dtype, fp32 [F] → two [T, F] in x's dtype."""
     num_tokens, width = x_TD.shape[0], weight_FD.shape[0]
     h_TF, y_TF = (x_TD.new_empty((num_tokens, width)) for _ in range(2))
-    grid, constants = _launch(x_TD, width, gated=False)
+    grid, constants = _launch(x_TD, width, False, pipelined, is_forward=True)
     _matmul_gelu_forward_kernel[grid](
         x_TD.contiguous(), weight_FD.contiguous(), bias_F, h_TF, y_TF, num_tokens, **constants
     )
@@ -184,11 +207,13 @@ def matmul_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> tuple
 
 
 @torch.library.custom_op("electra_fast::matmul_gelu_backward", mutates_args=())
-def matmul_gelu_backward(dz_TD: Tensor, weight_DF: Tensor, h_TF: Tensor) -> tuple[Tensor, Tensor]:
+def matmul_gelu_backward(
+    dz_TD: Tensor, weight_DF: Tensor, h_TF: Tensor, pipelined: bool = False
+) -> tuple[Tensor, Tensor]:
     """(dz @ weight) * gelu'(h), given z = gelu(h) @ weight.T, and partial sums over tokens; → [T, F], fp32 [P, F]."""
     num_tokens, width = h_TF.shape
     h_TF = h_TF.contiguous()
-    grid, constants = _launch(dz_TD, width, gated=False)
+    grid, constants = _launch(dz_TD, width, False, pipelined)
     dh_TF, partial_PF = torch.empty_like(h_TF), h_TF.new_empty((grid[1], width), dtype=torch.float32)
     _matmul_gelu_backward_kernel[grid](
         dz_TD.contiguous(), weight_DF.contiguous(), h_TF, dh_TF, partial_PF, num_tokens, **constants
@@ -197,11 +222,11 @@ def matmul_gelu_backward(dz_TD: Tensor, weight_DF: Tensor, h_TF: Tensor) -> tupl
 
 
 @torch.library.custom_op("electra_fast::matmul_geglu", mutates_args=())
-def matmul_geglu(x_TD: Tensor, weight_2FD: Tensor) -> tuple[Tensor, Tensor]:
+def matmul_geglu(x_TD: Tensor, weight_2FD: Tensor, pipelined: bool = False) -> tuple[Tensor, Tensor]:
     """h = [a, b] = x @ weight.T and gelu(a) * b; [T, D], [2F, D] in x's dtype → [T, 2F], [T, F]."""
     num_tokens, width = x_TD.shape[0], weight_2FD.shape[0] // 2
     h_T2F, y_TF = (x_TD.new_empty((num_tokens, columns)) for columns in (2 * width, width))
-    grid, constants = _launch(x_TD, width, gated=True)
+    grid, constants = _launch(x_TD, width, True, pipelined, is_forward=True)
     _matmul_gelu_forward_kernel[grid](
         x_TD.contiguous(), weight_2FD.contiguous(), None, h_T2F, y_TF, num_tokens, **constants
     )
@@ -209,11 +234,11 @@ def matmul_geglu(x_TD: Tensor, weight_2FD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("electra_fast::matmul_geglu_backward", mutates_args=())
-def matmul_geglu_backward(dz_TD: Tensor, weight_DF: Tensor, h_T2F: Tensor) -> Tensor:
+def matmul_geglu_backward(dz_TD: Tensor, weight_DF: Tensor, h_T2F: Tensor, pipelined: bool = False) -> Tensor:
     """Gradient of h, given z = (gelu(a) * b) @ weight.T; [T, D], [D, F], [T, 2F] → [T, 2F]."""
     h_T2F = h_T2F.contiguous()
     dh_T2F = torch.empty_like(h_T2F)
-    grid, constants = _launch(dz_TD, weight_DF.shape[1], gated=True)
+    grid, constants = _launch(dz_TD, weight_DF.shape[1], True, pipelined)
     _matmul_gelu_backward_kernel[grid](
         dz_TD.contiguous(), weight_DF.contiguous(), h_T2F, dh_T2F, None, dz_TD.shape[0], **constants
     )
@@ -221,23 +246,23 @@ def matmul_geglu_backward(dz_TD: Tensor, weight_DF: Tensor, h_T2F: Tensor) -> Te
 
 
 @matmul_gelu.register_fake
-def _(x_TD, weight_FD, bias_F):
+def _(x_TD, weight_FD, bias_F, pipelined=False):
     h_TF = x_TD.new_empty((x_TD.shape[0], weight_FD.shape[0]))
     return h_TF, torch.empty_like(h_TF)
 
 
 @matmul_gelu_backward.register_fake
-def _(dz_TD, weight_DF, h_TF):
-    grid, _ = _launch(dz_TD, h_TF.shape[1], gated=False)
+def _(dz_TD, weight_DF, h_TF, pipelined=False):
+    grid, _ = _launch(dz_TD, h_TF.shape[1], False, pipelined)
     return h_TF.new_empty(h_TF.shape), h_TF.new_empty((grid[1], h_TF.shape[1]), dtype=torch.float32)
 
 
 @matmul_geglu.register_fake
-def _(x_TD, weight_2FD):
+def _(x_TD, weight_2FD, pipelined=False):
     num_tokens, columns = x_TD.shape[0], weight_2FD.shape[0]
     return x_TD.new_empty((num_tokens, columns)), x_TD.new_empty((num_tokens, columns // 2))
 
 
 @matmul_geglu_backward.register_fake
-def _(dz_TD, weight_DF, h_T2F):
+def _(dz_TD, weight_DF, h_T2F, pipelined=False):
     return h_T2F.new_empty(h_T2F.shape)

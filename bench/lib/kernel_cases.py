@@ -264,7 +264,8 @@ def attention(make: Arguments, num_rows: int, length: int, num_heads: int, head_
 
 
 @case(
-    ((FP32, 31, 64, 256, 0.0), (FP16, 150, 16, 64, 0.1), (FP32, 70, 40, 72, 0.2), (FP16, 70, 96, 64, 0.0)),
+    ((FP32, 31, 64, 256, 0.0), (FP16, 150, 16, 64, 0.1), (FP32, 70, 40, 72, 0.2), (FP16, 70, 96, 64, 0.0))
+    + ((FP16, 70, 136, 264, 0.0),),
     tuple((*sizes, p) for sizes in ((131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)) for p in (0.0, 0.1)),
 )
 def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, probability: float) -> Args:

@@ -16,6 +16,7 @@ LAUNCHERS = {
     ("self_attention", "kernel"): "short_attention",
     ("feed_forward", "narrow"): "narrow_feed_forward",
     ("feed_forward", "fused"): "matmul_gelu",
+    ("feed_forward", "pipelined"): "matmul_gelu",
     ("feed_forward", "apart"): "bias_gelu",
     ("gated_feed_forward", "kernel"): "matmul_geglu",
     ("replaced_logits", "kernel"): "gelu_logit",
@@ -24,7 +25,8 @@ LAUNCHERS = {
 FORWARD = [
     name
     for name, each in vars(launchers).items()
-    if callable(each) and not name.endswith(("_backward", "_gradients", "_is_profitable", "_supports", "_sums"))
+    if callable(each)
+    and not name.endswith(("_backward", "_gradients", "_is_profitable", "_pipelines", "_supports", "_sums"))
 ]
 
 

@@ -128,19 +128,23 @@ def test_is_registered(name):
             torch.library.opcheck(operator, args, kwargs, test_utils=("test_schema", "test_faketensor"))
 
 
-def programs_of_matmul_gelu(width, target, gated=False):
-    """As many as the launcher assumes to fit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul_gelu, "card", lambda _: card_of_target(target))
-        return matmul_gelu.programs_per_sm(torch.device("cuda"), width, gated)
-
-
 NORM = {
     "_residual_norm_forward_kernel": residual_norm.FORWARD_PROGRAMS_PER_SM,
     "_residual_norm_backward_kernel": residual_norm.BACKWARD_PROGRAMS_PER_SM,
 }
 SHORT = {f"_short_attention_{which}_kernel": 2 for which in ("forward", "backward")}
+
+
+def programs_of_matmul_gelu(code, width, kernel, gated):
+    """As many as the launcher assumes to fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(electra_fast.kernels.launch, "card", lambda _: card_of_target(code.target))
+        return matmul_gelu.tiling(zeros(1, width, dtype=BF16), gated, kernel == "pipelined")[1]
+
+
 GELU = dict.fromkeys(("_matmul_gelu_forward_kernel", "_matmul_gelu_backward_kernel"), programs_of_matmul_gelu)
+
+
 # An operation (and its kernel) for a target by sizes: its kernels, and the programs of each that must fit into a
 # multiprocessor. With all that takes registers: every operand, dropout, the largest row and head.
 COMPILED = [
@@ -184,10 +188,11 @@ COMPILED = [
             "_partial_sums_kernel": 3,
         },
     ),
-    *(("feed_forward", "fused", target, (128, *sizes, 0.0), GELU) for target, *sizes in
-      ((89, 256, 1024), (90, 256, 1024), (90, 64, 256), (89, 128, 512))),
-    ("gated_feed_forward", "kernel", 90, (128, 256, 704), GELU),
-    ("gated_feed_forward", "kernel", 80, (128, 128, 352), GELU),
+    *(("feed_forward", kernel, target, (128, *sizes, 0.0), GELU) for kernel, target, *sizes in
+      (("fused", 80, 256, 1024), ("fused", 89, 256, 1024), ("fused", 90, 256, 1024), ("pipelined", 90, 256, 1024),
+       ("pipelined", 100, 256, 1024), ("fused", 90, 64, 256), ("fused", 89, 128, 512))),
+    *(("gated_feed_forward", "kernel", target, (128, *sizes), GELU) for target, *sizes in
+      ((90, 256, 704), (89, 256, 704), (80, 128, 352))),
 ]  # fmt: skip
 WITHOUT_TENSOR_CORES = {"_partial_sums_kernel", *NORM}
 
@@ -205,7 +210,7 @@ def test_compiles_ahead_of_time(name, kernel, target, sizes, programs):
     for each, code in codes.items():
         fitting = programs[each]
         if fitting is programs_of_matmul_gelu:
-            fitting = fitting(sizes[1], target, name == "gated_feed_forward")
+            fitting = fitting(code, sizes[1], kernel, name == "gated_feed_forward")
         code.check(fitting(code) if callable(fitting) else fitting, 8 if name == "embedding_norm" else 0)
         if name in WITH_PRODUCTS - {"rotary_qkv"} or each == "_sum_by_position_kernel":
             assert code.tensor_core_instructions > 0 or each in WITHOUT_TENSOR_CORES

@@ -161,13 +161,13 @@ class FeedForward(torch.autograd.Function):
         norm_weight_D: Tensor,
         norm_bias_D: Tensor,
         eps: float,
-        is_fused: bool,
+        how: str,
         *dropout: Any,
     ) -> Tensor:
         in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
-        ctx.is_fused = is_fused
-        if is_fused:
-            h_TF, inner_TF = kernels().matmul_gelu(x_TD, in_weight_FD, in_bias_F)
+        ctx.how = how
+        if how != "apart":
+            h_TF, inner_TF = kernels().matmul_gelu(x_TD, in_weight_FD, in_bias_F, how == "pipelined")
         else:
             h_TF = x_TD @ in_weight_FD.T
             inner_TF = kernels().bias_gelu(h_TF, in_bias_F)
@@ -186,8 +186,8 @@ class FeedForward(torch.autograd.Function):
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dout_weight_DF = weight_gradient(dz_TD, inner_TF)
-        if ctx.is_fused:
-            dh_TF, partial_PF = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF)
+        if ctx.how != "apart":
+            dh_TF, partial_PF = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF, ctx.how == "pipelined")
         else:
             dh_TF, partial_PF = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, in_bias_F)
         din_bias_F, *dnorm = _vector_gradients(partial_PF, partial_P3D)

@@ -342,14 +342,14 @@ def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
     return F.gelu(activated) * gate
 
 
-# One kernel for all; the GELU in the epilogues of its products; the GELU beside them.
-FEED_FORWARD_KERNELS = ("narrow", "fused", "apart")
+# One kernel for all; the GELU in the epilogues of its products, by two tilings; the GELU beside them.
+FEED_FORWARD_KERNELS = ("narrow", "fused", "pipelined", "apart")
 
 
 def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
     """Those of `FEED_FORWARD_KERNELS` that `feed_forward` can run by, the preferred one first."""
-    supports, is_profitable = kernels().narrow_feed_forward_supports, kernels().matmul_gelu_is_profitable
-    runs = (supports(x_TD, inner_width), is_profitable(x_TD), True)
+    of_one, of_product = kernels().narrow_feed_forward_supports, kernels().matmul_gelu_is_profitable
+    runs = (of_one(x_TD, inner_width), of_product(x_TD), kernels().matmul_gelu_pipelines(x_TD), True)
     return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
 
 
@@ -361,7 +361,7 @@ def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dr
         how = feed_forward_kernels(x_TD, weights.in_weight.shape[0])[0] if how == "kernel" else how
         if how == "narrow":
             return fused.NarrowFeedForward.apply(x_TD, *weights, eps, *dropout.arguments)
-        return fused.FeedForward.apply(x_TD, *weights, eps, how == "fused", *dropout.arguments)
+        return fused.FeedForward.apply(x_TD, *weights, eps, how, *dropout.arguments)
     inner_TF = bias_gelu(x_TD, weights.in_weight, weights.in_bias)
     return residual_norm(inner_TF, *weights[2:4], x_TD, *weights[4:], eps, dropout)
 
