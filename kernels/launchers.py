@@ -17,3 +17,4 @@ from electra_fast.kernels.residual_norm import layer_norm, residual_norm, residu
 from electra_fast.kernels.rotary import rotary_backward, rotate_qkv_
 from electra_fast.kernels.sample_alias import sample_alias
 from electra_fast.kernels.short_attention import short_attention, short_attention_backward
+from electra_fast.kernels.slot_states import slot_states

@@ -169,6 +169,19 @@ def corrupt(make: Arguments, num_rows: int, length: int, num_slots: int) -> Args
     return masked_BL.int(), position_M, original_M, sample_M
 
 
+@case(
+    ((FP32, 2, 150, 20, 40), (FP16, 3, 12, 3, 200), (FP32, 2, 70, 0, 16), (FP32, 0, 12, 3, 16)),
+    ((1024, 128, 20, 64), (1024, 128, 20, 256), (128, 512, 77, 768)),
+)
+def slot_states(make: Arguments, num_rows: int, length: int, num_slots: int, width: int) -> Args:
+    """Unused slots, and positions masked more than once."""
+    first_B1 = torch.arange(num_rows, device=make.device)[:, None] * length
+    position_BS = make.integers(length, num_rows, num_slots) + first_B1
+    is_used_BS = make.integers(10, num_rows, num_slots) > 0
+    position_M = torch.where(is_used_BS, position_BS, num_rows * length).flatten()
+    return make.normal(num_rows * length, width), position_M, num_rows
+
+
 @case(((FP32, 37, 512), (BF16, 200, 64), (FP16, 70, 100)), ((131_072, 256), (65_536, 768)))
 def replaced_logits(make: Arguments, num_tokens: int, width: int) -> Args:
     parameters = make.weight(width, width), make.weight(width), make.weight(1, width), make.weight(1)

@@ -168,6 +168,7 @@ COMPILED = [
     ),
     ("rotary_qkv", "kernel", 90, (32, 16, 3, 64), {"_rotary_kernel": 8}),
     ("corrupt", "kernel", 90, (2, 128, 20), {"_corrupt_kernel": 8}),
+    *(("slot_states", "kernel", target, (2, 128, 20, 256), {"_slot_gradient_kernel": 4}) for target in (80, 90)),
     (
         *("replaced_logits", "kernel", 90, (64, 256)),
         {f"_gelu_logit_{w}_kernel": discriminator_head.BACKWARD_PROGRAMS_PER_SM for w in ("forward", "backward")},

@@ -294,6 +294,7 @@ class Slots:
     `number_M` counts slots from the step's first row on, so that samples do not depend on micro-batches.
     """
 
+    num_rows: int
     number_M: Tensor
     position_M: Tensor
     target_M: Tensor
@@ -301,14 +302,11 @@ class Slots:
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
         """Gathers values at the slots; unused slots, whose weight is 0, read any token; [T] → [M]."""
-        return x_T[self._readable(x_T.shape[0])]
+        return x_T[self.position_M.clamp(max=x_T.shape[0] - 1)]
 
     def of_states(self, x_TD: Tensor) -> Tensor:
         """Gathers vectors as `of_tokens`, differentiably; [T, D] → [M, D]."""
-        return ops.gather_rows(x_TD, self._readable(x_TD.shape[0]))
-
-    def _readable(self, num_tokens: int) -> Tensor:
-        return self.position_M.clamp(max=num_tokens - 1)
+        return ops.slot_states(x_TD, self.position_M, self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -354,6 +352,7 @@ def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
     first_B1 = torch.arange(num_rows, device=weight_M.device)[:, None] * length
     position_M = (batch["masked_positions"] + first_B1).flatten()
     return Slots(
+        num_rows=num_rows,
         number_M=torch.arange(weight_M.shape[0], device=weight_M.device) + first_row * slots_per_row,
         position_M=torch.where(weight_M > 0, position_M, num_rows * length),
         target_M=batch["masked_ids"].flatten().long(),

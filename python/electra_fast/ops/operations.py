@@ -199,6 +199,25 @@ def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tenso
     return row_kernels.gather_rows(x_RD, index_M)
 
 
+@operation
+def slot_states(x_TD: Tensor, position_M: Tensor, num_rows: int) -> Tensor:
+    """Hidden states at the masked slots; [T, D] → [M, D].
+
+    A position that was masked more than once gets the sum of its gradients. Unused slots read the last token, and pass
+    it no gradient.
+
+    Args:
+        x_TD: Hidden states of `num_rows` rows of equal length.
+        position_M: The position of each slot in the flat buffer, int64, as for `corrupt`.
+        num_rows: Rows.
+    """
+    if uses_kernels(x_TD, "slot_states"):
+        return kernels().slot_states(x_TD, position_M, num_rows)
+    num_tokens = x_TD.shape[0]
+    states_MD = gather_rows(x_TD, position_M.clamp(max=num_tokens - 1))
+    return torch.where((position_M < num_tokens)[:, None], states_MD, states_MD.detach())
+
+
 @dataclass(frozen=True)
 class Dropout:
     """One dropout call: zeroes each element with `probability` and divides the others by 1 - probability.
