@@ -20,8 +20,8 @@ STEP = ("pretrain_throughput.py", "--only", "electra-fast, graph", "--shapes")
 BOTH = ("pretrain_throughput.py", "--only", "electra-fast, as pretrain", "electra-fast, graph", "--shapes")
 PROFILE = ("profile_step.py", "--top", "30", "--train.kernels", "triton", "--shape")
 # Operations of `lib/kernel_cases.py` by words in their names, the most expensive in a step first.
-KERNELS = ("attention", "feed_forward", "generator_head", "norm", "gelu geglu")
-KERNELS += ("replaced_logits discriminator_loss", "linear rotary_qkv", "corrupt dropout sample_alias")
+KERNELS = ("attention", "feed_forward", "norm", "generator_head", "gelu geglu")
+KERNELS += ("replaced_logits discriminator_loss", "linear rotary_qkv", "corrupt slot_states dropout sample_alias")
 # Ahead-of-time compilation is tested without a GPU; warnings of other Python versions are not failures here.
 PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-c", str(TREE / "pyproject.toml"))
 TESTS = ("model/test_attention.py", "training/test_step.py", "training/test_checkpoint_writer.py")
@@ -46,7 +46,7 @@ def step(shape: str, seconds: float, *keys: str, command: tuple[str, ...] = STEP
     return Group(f"kernel times, {title}" if command == PROFILE else title, (*command, shape, *keys), seconds, expected)
 
 
-def attention(shape: str, *backends: str, seconds: float = 60) -> list[Group]:
+def attention(shape: str, *backends: str, seconds: float = 45) -> list[Group]:
     return [step(shape, seconds, "--model.attention", backend) for backend in backends]
 
 
@@ -54,8 +54,8 @@ def contender(shape: str, name: str, seconds: float, title: str = "") -> Group:
     return Group(title or f"{shape}, {name}", ("pretrain_throughput.py", "--shapes", shape, "--only", name), seconds)
 
 
-def kernels(seconds: float) -> list[Group]:
-    return [Group(f"kernels: {words}", ("kernels.py", "--only", *words.split()), seconds) for words in KERNELS]
+def kernels(names: tuple[str, ...], seconds: float) -> list[Group]:
+    return [Group(f"kernels: {words}", ("kernels.py", "--only", *words.split()), seconds) for words in names]
 
 
 def user_run(options: argparse.Namespace, seconds: float, until: str = "") -> Group:
@@ -63,8 +63,8 @@ def user_run(options: argparse.Namespace, seconds: float, until: str = "") -> Gr
     keys = ("--preset", "tiny", "--steps", "20") if options.quick else ("--preset", "small", "--steps", str(STEPS))
     texts = [str(path.resolve()) for path in options.texts]
     script = (str(TREE / "runs/five-tasks.sh"), str(options.run), str(options.glue), *texts, "--", *keys)
-    size = 2048 if options.quick else VOCABULARY
-    return Group("a user's run", ("env", f"VOCAB={size}", f"UNTIL={until}", *script), seconds)
+    settings = {"UNTIL": until, "VOCAB": 2048 if options.quick else VOCABULARY, "SEEDS": 1 if options.quick else 3}
+    return Group("a user's run", ("env", *(f"{name}={value}" for name, value in settings.items()), *script), seconds)
 
 
 def pairs(options: argparse.Namespace, seconds: float) -> Group:
@@ -76,8 +76,8 @@ def pairs(options: argparse.Namespace, seconds: float) -> Group:
 
 CARD = Group("card", ("card.py",), 20)
 NUMERICS = (
-    Group("samples", ("step_numerics.py", "--only", "samples"), 40),
-    Group("losses", ("step_numerics.py", "--only", "eager", "graph"), 45),
+    Group("samples", ("step_numerics.py", "--only", "samples"), 30),
+    Group("losses", ("step_numerics.py", "--only", "eager", "graph"), 60),
 )
 
 
@@ -88,8 +88,13 @@ def stages(options: argparse.Namespace) -> dict[str, list[Group]]:
             "A1": [CARD, Group("default run", ("default_run.py",), 150), doctor("tiny", "google")],
             "A2": [user_run(options, 300, "run")],
             "A3": [user_run(options, 400), pairs(options, 100)],
-            "B1": [*NUMERICS, step("tiny:8", 60, command=BOTH), step("tiny:8", 60, command=PROFILE), *kernels(90)],
-            "B2": attention("tiny:8:google:0", "sdpa"),
+            "B1": [
+                *NUMERICS,
+                step("tiny:8", 60, command=BOTH),
+                step("tiny:8", 60, command=PROFILE),
+                *kernels(KERNELS[:4], 90),
+            ],
+            "B2": [*attention("tiny:8:google:0", "sdpa"), *kernels(KERNELS[4:], 90)],
             "peers": [
                 contender("tiny:8:google:0", "electra-fast, graph", 60),
                 contender("tiny:8:google:0", "transformers, eager, block mask", 60),
@@ -119,7 +124,7 @@ def stages(options: argparse.Namespace) -> dict[str, list[Group]]:
             step(dropout, 30),
             step("small:128:google:0", 30),
             step(google, 20, command=PROFILE),
-            *kernels(22),
+            *kernels(KERNELS[:4], 47),
         ],
         "B2": [
             *attention("base:128:google:0", "short", "varlen", "flex", "flash4"),
@@ -127,6 +132,7 @@ def stages(options: argparse.Namespace) -> dict[str, list[Group]]:
             step("base:128:google:0", 30, command=PROFILE),
             step("base:128", 30, command=PROFILE),
             *attention("large:64:google:0", "short", "varlen"),
+            *kernels(KERNELS[4:], 35),
         ],
         "peers": [
             contender(google, "electra-fast, graph", 45),

@@ -6,7 +6,7 @@
 # OUT: a new folder; run the script again to resume. GLUE: a folder of CoLA, SST-2, MRPC, STS-B and RTE with their train.tsv
 # and dev.tsv. TEXT: what `electra-fast prepare` reads: .txt, .jsonl, .parquet (.gz, .zst), a folder. KEY: options of
 # `electra-fast pretrain`; by default what `plan` proposes for an hour of this machine. VOCAB: entries of the vocabulary (8192).
-# UNTIL=run: stop before the tasks.
+# SEEDS: fine-tunings of each task (3). UNTIL=run: stop before the tasks.
 set -euo pipefail
 out=$1 glue=$(realpath "$2") texts=()
 shift 2
@@ -34,8 +34,8 @@ fi
 electra-fast pretrain "$out/shards" --out "$out/run" "$@"
 [ "${UNTIL:-}" != run ] || exit 0
 
-# Three fine-tunings of each task by the defaults; the row is the mean of their medians on the development sets.
-electra-fast finetune "$out/run" --glue "$out/glue" --task cola,sst2,mrpc,stsb,rte --seeds 3 --out "$out/tasks"
+# Fine-tunings of each task by the defaults; the row is the mean of their medians on the development sets.
+electra-fast finetune "$out/run" --glue "$out/glue" --task cola,sst2,mrpc,stsb,rte --seeds "${SEEDS:-3}" --out "$out/tasks"
 python3 - "$out/tasks/results.json" <<'END'
 import json, sys
 medians = {name: 100 * task["median"] for name, task in json.load(open(sys.argv[1])).items()}
