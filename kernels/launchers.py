@@ -1,7 +1,7 @@
 # ruff: noqa: F401
 """The launchers that `electra_fast.ops` calls; importing them imports Triton."""
 
-from electra_fast.kernels.bias_gelu import bias_gelu, bias_gelu_backward, geglu
+from electra_fast.kernels.bias_gelu import bias_gelu, bias_gelu_backward, geglu, geglu_backward
 from electra_fast.kernels.corrupt import corrupt
 from electra_fast.kernels.discriminator_head import discriminator_loss, gelu_logit
 from electra_fast.kernels.dropout import dropout

@@ -1,10 +1,11 @@
 """LayerNorm(residual + dropout(x + bias)), and plain LayerNorm, one pass forward and one backward (Triton).
 
-Contracts and references: `residual_norm` and `layer_norm` in `electra_fast.ops.operations`. x is a linear layer's
-product without its bias: the backward pass reads every row anyway, so the bias gradient costs nothing. The inputs and
-two statistics per row are saved; the sum and the dropout mask are recomputed. Vector gradients are summed per program,
-then over the programs in a fixed order, so that results are bitwise reproducible. `residual_norm_backward` leaves the
-latter to its caller, which may have more to sum (`partial_sums`).
+Contracts and references: `residual_norm`, `add_norm` and `layer_norm` in `electra_fast.ops.operations`. x is a linear
+layer's product without its bias: the backward pass reads every row anyway, so the bias gradient costs nothing. The
+inputs and two statistics per row are saved; the sum and the dropout mask are recomputed. Where the sum is an output
+too, it is saved in place of the inputs, and the backward pass adds its gradient. Vector gradients are summed per
+program, then over the programs in a fixed order, so that results are bitwise reproducible. `residual_norm_backward`
+leaves the latter to its caller, which may have more to sum (`partial_sums`).
 
 Shapes: T tokens, D hidden, P programs, S vectors with gradients (of weight, norm bias, bias).
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.launch import resident_programs
 
+STAGES = tl.constexpr(3)  # tiles whose loads are under way
 TILE = 1024  # elements per four warps and iteration: one 16-byte load per thread and operand
 # Resident programs of four warps: 62 registers per thread forward, 96 backward.
 FORWARD_PROGRAMS_PER_SM, BACKWARD_PROGRAMS_PER_SM = 8, 5
@@ -27,16 +29,17 @@ FORWARD_PROGRAMS_PER_SM, BACKWARD_PROGRAMS_PER_SM = 8, 5
 @triton.jit
 def _before_norm(
     x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr, IS_SUM: tl.constexpr = False,
 ):  # fmt: skip
-    """residual + dropout(x + bias) in fp32, and the factors that dropout multiplied by."""
+    """residual + dropout(x + bias) in fp32, or x if it is that sum, and the factors that dropout multiplied by."""
     z = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         z += bias[None, :]
     scale = 1.0
     if THRESHOLD > 0:
         scale = keep_scale(key_ptr, call_index, token, BLOCK_T, BLOCK_D, THRESHOLD)
-        z *= scale
+        if not IS_SUM:
+            z *= scale
     if residual_ptr is not None:
         z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     return z, scale
@@ -44,7 +47,7 @@ def _before_norm(
 
 @triton.jit(do_not_specialize=["call_index"])
 def _residual_norm_forward_kernel(
-    x_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr, key_ptr, y_ptr, mean_ptr, rstd_ptr,
+    x_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr, key_ptr, y_ptr, mean_ptr, rstd_ptr, sum_ptr,
     num_tokens, eps, call_index,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
@@ -56,12 +59,14 @@ def _residual_norm_forward_kernel(
         bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     if norm_bias_ptr is not None:
         norm_bias = tl.load(norm_bias_ptr + column, mask=column_mask, other=0.0)
-    for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0), num_stages=STAGES):
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         offset = token[:, None] * WIDTH + column[None, :]
         mask = (token < num_tokens)[:, None] & column_mask[None, :]
         z, _ = _before_norm(x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
                             BLOCK_T, BLOCK_D, THRESHOLD)  # fmt: skip
+        if sum_ptr is not None:
+            tl.store(sum_ptr + offset, z, mask=mask)
         mean = tl.sum(z, axis=1) / WIDTH
         centered = tl.where(column_mask[None, :], z - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / WIDTH + eps)
@@ -75,8 +80,8 @@ def _residual_norm_forward_kernel(
 
 @triton.jit(do_not_specialize=["call_index"])
 def _residual_norm_backward_kernel(
-    dy_ptr, x_ptr, bias_ptr, residual_ptr, weight_ptr, mean_ptr, rstd_ptr, key_ptr, dx_ptr, dresidual_ptr,
-    partial_ptr, num_tokens, call_index, HAS_NORM_BIAS: tl.constexpr,
+    dy_ptr, x_ptr, bias_ptr, residual_ptr, weight_ptr, mean_ptr, rstd_ptr, key_ptr, dsum_ptr, dx_ptr, dresidual_ptr,
+    partial_ptr, num_tokens, call_index, HAS_NORM_BIAS: tl.constexpr, IS_SUM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D)
@@ -88,12 +93,12 @@ def _residual_norm_backward_kernel(
     dweight = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dnorm_bias = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dbias = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0), num_stages=STAGES):
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         offset = token[:, None] * WIDTH + column[None, :]
         mask = (token < num_tokens)[:, None] & column_mask[None, :]
         z, scale = _before_norm(x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
-                                BLOCK_T, BLOCK_D, THRESHOLD)  # fmt: skip
+                                BLOCK_T, BLOCK_D, THRESHOLD, IS_SUM)  # fmt: skip
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         # Past the last row rstd is 0, and so is every gradient.
         mean = tl.load(mean_ptr + token, mask=token < num_tokens, other=0.0)
@@ -103,6 +108,8 @@ def _residual_norm_backward_kernel(
         mean_dnormed = tl.sum(dnormed, axis=1) / WIDTH
         mean_dnormed_normed = tl.sum(dnormed * normed, axis=1) / WIDTH
         dz = (dnormed - mean_dnormed[:, None] - normed * mean_dnormed_normed[:, None]) * rstd[:, None]
+        if dsum_ptr is not None:
+            dz += tl.load(dsum_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         dx = dz * scale
         tl.store(dx_ptr + offset, dx, mask=mask)
         if dresidual_ptr is not None:
@@ -139,56 +146,64 @@ def _grid(x_TD: Tensor, tile: dict[str, int], programs_per_sm: int) -> tuple[int
 @torch.library.custom_op("electra_fast::residual_norm", mutates_args=())
 def residual_norm(
     x_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor | None, weight_D: Tensor, norm_bias_D: Tensor | None,
-    eps: float, probability: float, key: Tensor | None, call_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """LayerNorm(residual + dropout(x + bias)) [T, D] in x's dtype; mean and 1 / standard deviation, fp32 [T]."""
+    eps: float, probability: float, key: Tensor | None, call_index: int, has_sum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """LayerNorm(residual + dropout(x + bias)) [T, D] in x's dtype; mean and 1 / standard deviation, fp32 [T].
+
+    And with `has_sum`, for callers with a backward pass of their own, what is normed; else an empty tensor.
+    """
     num_tokens, width = x_TD.shape
     x_TD, tile = x_TD.contiguous(), blocks(width)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     y_TD, mean_T = torch.empty_like(x_TD), x_TD.new_empty(num_tokens, dtype=torch.float32)
-    rstd_T = torch.empty_like(mean_T)
+    rstd_T, sum_TD = torch.empty_like(mean_T), torch.empty_like(x_TD) if has_sum else x_TD.new_empty(0)
     _residual_norm_forward_kernel[_grid(x_TD, tile, FORWARD_PROGRAMS_PER_SM)](
-        x_TD, bias_D, residual_TD, weight_D, norm_bias_D, key, y_TD, mean_T, rstd_T, num_tokens, eps, call_index,
-        **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
+        x_TD, bias_D, residual_TD, weight_D, norm_bias_D, key, y_TD, mean_T, rstd_T, sum_TD if has_sum else None,
+        num_tokens, eps, call_index, **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
     )  # fmt: skip
-    return y_TD, mean_T, rstd_T
+    return y_TD, mean_T, rstd_T, sum_TD
 
 
 @torch.library.custom_op("electra_fast::residual_norm_backward", mutates_args=())
 def residual_norm_backward(
     dy_TD: Tensor, x_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor | None, weight_D: Tensor,
     mean_T: Tensor, rstd_T: Tensor, has_norm_bias: bool, probability: float, key: Tensor | None, call_index: int,
+    is_sum: bool = False, dsum_TD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and the residual [T, D], and partial sums of those of weight, norm bias and bias, where given.
 
     Without dropout x and the residual have the same gradient; the second output is then empty. The partial sums are
-    fp32 [P, S, D].
+    fp32 [P, S, D]. With `is_sum`, x is what was normed, residual included, and `dsum_TD` a gradient of it to add.
     """
     num_tokens, width = x_TD.shape
     dy_TD, x_TD, tile = dy_TD.contiguous(), x_TD.contiguous(), blocks(width)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    dsum_TD = None if dsum_TD is None else dsum_TD.contiguous()
     grid = _grid(x_TD, tile, BACKWARD_PROGRAMS_PER_SM)
     dx_TD = torch.empty_like(x_TD)
-    shared = residual_TD is None or threshold(probability) == 0
+    shared = (residual_TD is None and not is_sum) or threshold(probability) == 0
     dresidual_TD = x_TD.new_empty(0) if shared else torch.empty_like(x_TD)
     partial_PSD = x_TD.new_empty((*grid, 1 + has_norm_bias + (bias_D is not None), width), dtype=torch.float32)
     _residual_norm_backward_kernel[grid](
-        dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key, dx_TD, None if shared else dresidual_TD,
-        partial_PSD, num_tokens, call_index, has_norm_bias,
+        dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key, dsum_TD, dx_TD,
+        None if shared else dresidual_TD, partial_PSD, num_tokens, call_index, has_norm_bias, is_sum,
         **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
     )  # fmt: skip
     return dx_TD, dresidual_TD, partial_PSD
 
 
 @residual_norm.register_fake
-def _(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, probability, key, call_index):
+def _(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, probability, key, call_index, has_sum=False):
     row = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    return x_TD.new_empty(x_TD.shape), row, torch.empty_like(row)
+    return x_TD.new_empty(x_TD.shape), row, torch.empty_like(row), x_TD.new_empty(x_TD.shape if has_sum else 0)
 
 
 @residual_norm_backward.register_fake
-def _(dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, has_norm_bias, probability, key, call_index):
-    shared = residual_TD is None or threshold(probability) == 0
+def _(
+    dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, has_norm_bias, probability, key, call_index,
+    is_sum=False, dsum_TD=None,
+):  # fmt: skip
+    shared = (residual_TD is None and not is_sum) or threshold(probability) == 0
     grid = _grid(x_TD, blocks(x_TD.shape[1]), BACKWARD_PROGRAMS_PER_SM)
     shape = (*grid, 1 + has_norm_bias + (bias_D is not None), x_TD.shape[1])
     partial_PSD = x_TD.new_empty(shape, dtype=torch.float32)
@@ -196,13 +211,14 @@ def _(dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, has_norm_bias,
 
 
 def _save(ctx, inputs, output):
-    x_TD, bias_D, residual_TD, weight_D, norm_bias_D, _, ctx.probability, key, ctx.call_index = inputs
+    x_TD, bias_D, residual_TD, weight_D, norm_bias_D, _, ctx.probability, key, ctx.call_index, has_sum = inputs
+    assert not has_sum
     ctx.has_norm_bias = norm_bias_D is not None
-    ctx.save_for_backward(x_TD, bias_D, residual_TD, weight_D, *output[1:], key)
+    ctx.save_for_backward(x_TD, bias_D, residual_TD, weight_D, *output[1:3], key)
     ctx.set_materialize_grads(False)  # the statistics are not differentiated
 
 
-def _gradients(ctx, dy_TD, dmean_T, drstd_T):
+def _gradients(ctx, dy_TD, *_):
     x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key = ctx.saved_tensors
     dropout = (ctx.probability, key, ctx.call_index)
     dx_TD, dresidual_TD, partial_PSD = residual_norm_backward(
@@ -216,7 +232,7 @@ def _gradients(ctx, dy_TD, dmean_T, drstd_T):
         dresidual_TD = None
     elif dresidual_TD.numel() == 0:
         dresidual_TD = dx_TD
-    return dx_TD, dbias_D, dresidual_TD, dweight_D, dnorm_bias_D, None, None, None, None
+    return dx_TD, dbias_D, dresidual_TD, dweight_D, dnorm_bias_D, None, None, None, None, None
 
 
 residual_norm.register_autograd(_gradients, setup_context=_save)

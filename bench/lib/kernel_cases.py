@@ -121,6 +121,16 @@ def residual_norm(make: Arguments, num_tokens: int, inner: int, width: int, prob
 
 
 @case(
+    ((BF16, 100, 16, 96, True, 0.1), (FP32, 17, 8, 1500, False, 0.0), (FP32, 3, 8, 66, False, 0.1)),
+    ((131_072, 256, 256, False, 0.0), (131_072, 64, 64, False, 0.0), (65_536, 768, 768, False, 0.1)),
+)
+def add_norm(make: Arguments, num_tokens: int, inner: int, width: int, has_norm_bias: bool, probability: float) -> Args:
+    norm = make.weight(width), make.weight(width) if has_norm_bias else None
+    x_TF, weight_DF = make.normal(num_tokens, inner), make.weight(width, inner)
+    return x_TF, weight_DF, make.normal(num_tokens, width), *norm, EPS, make.dropout(probability)
+
+
+@case(
     ((BF16, 100, 72, 300, 130, 0.1), (FP32, 17, 1024, 300, 20, 0.0)),
     ((131_072, 128, VOCAB_SIZE, 128, 0.0), (65_536, 768, VOCAB_SIZE, 512, 0.0)),
 )
@@ -286,6 +296,13 @@ def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, proba
     return x_TD, weights, EPS, make.dropout(probability)
 
 
-@case(((FP32, 70, 40, 72), (FP16, 70, 96, 64)), ((131_072, 256, 704), (131_072, 128, 352)))
-def gated_feed_forward(make: Arguments, num_tokens: int, width: int, inner: int) -> Args:
-    return make.normal(num_tokens, width, scale=2), make.weight(2 * inner, width), make.weight(width, inner)
+@case(
+    ((FP32, 70, 40, 72, False, 0.2), (FP16, 70, 96, 64, True, 0.0), (FP32, 31, 66, 20, True, 0.1)),
+    ((131_072, 256, 704, False, 0.0), (131_072, 128, 352, False, 0.0), (65_536, 768, 1152, False, 0.0)),
+)
+def gated_feed_forward(
+    make: Arguments, num_tokens: int, width: int, inner: int, has_norm_bias: bool, probability: float
+) -> Args:
+    x_TD, weights = make.normal(num_tokens, width, scale=2), (make.weight(2 * inner, width), make.weight(width, inner))
+    norm = make.weight(width), make.weight(width) if has_norm_bias else None
+    return x_TD, *weights, make.normal(num_tokens, width), *norm, EPS, make.dropout(probability)

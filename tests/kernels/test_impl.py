@@ -18,7 +18,9 @@ LAUNCHERS = {
     ("feed_forward", "fused"): "matmul_gelu",
     ("feed_forward", "pipelined"): "matmul_gelu",
     ("feed_forward", "apart"): "bias_gelu",
-    ("gated_feed_forward", "kernel"): "matmul_geglu",
+    ("add_norm", "kernel"): "residual_norm",
+    ("gated_feed_forward", "fused"): "matmul_geglu",
+    ("gated_feed_forward", "apart"): "geglu",
     ("replaced_logits", "kernel"): "gelu_logit",
     ("rotary_qkv", "kernel"): "rotate_qkv_",
 }

@@ -150,6 +150,7 @@ GELU = dict.fromkeys(("_matmul_gelu_forward_kernel", "_matmul_gelu_backward_kern
 COMPILED = [
     ("dropout", "kernel", 90, (32, 256, 0.1), {"_dropout_kernel": 8}),
     ("residual_norm", "kernel", 90, (32, 16, 1024, 0.1), NORM),
+    ("add_norm", "kernel", 90, (32, 16, 1024, True, 0.1), NORM),
     (
         *("embedding_norm", "kernel", 80, (32, 128, 300, 128, 0.1)),
         {
@@ -192,7 +193,7 @@ COMPILED = [
     *(("feed_forward", kernel, target, (128, *sizes, 0.0), GELU) for kernel, target, *sizes in
       (("fused", 80, 256, 1024), ("fused", 89, 256, 1024), ("fused", 90, 256, 1024), ("pipelined", 90, 256, 1024),
        ("pipelined", 100, 256, 1024), ("fused", 90, 64, 256), ("fused", 89, 128, 512))),
-    *(("gated_feed_forward", "kernel", target, (128, *sizes), GELU) for target, *sizes in
+    *(("gated_feed_forward", "fused", target, (128, *sizes, False, 0.0), GELU) for target, *sizes in
       ((90, 256, 704), (89, 256, 704), (80, 128, 352))),
 ]  # fmt: skip
 WITHOUT_TENSOR_CORES = {"_partial_sums_kernel", *NORM}

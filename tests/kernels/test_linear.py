@@ -6,7 +6,8 @@ from comparison import DEVICE
 from torch import nn
 
 from electra_fast.hardware.kernel_check import Call, excess
-from electra_fast.ops.operations import WeightCasts, cast, linear, use_impl
+from electra_fast.ops.operations import cast, linear, use_impl
+from electra_fast.ops.weight_casts import WeightCasts
 
 
 def normal(*shape, seed):

@@ -22,12 +22,13 @@ from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.hardware.kernel_check import REFERENCE, Checker, Record, Request, matrices
 from electra_fast.hardware.kernel_choice import KernelCheck, _of_encoder
 from electra_fast.hardware.memory import StepMemory
-from electra_fast.kernels import launch, launchers
+from electra_fast.kernels import launch
 from electra_fast.model import compute as compute_module
 from electra_fast.model.compute import ComputeConfig, available_attention, choose_compute, choose_precision
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
-from electra_fast.ops.operations import WeightCasts, choice_key, observe, use_choices, use_impl
+from electra_fast.ops.operations import choice_key, observe, use_choices, use_impl
+from electra_fast.ops.weight_casts import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer
 
 CUDA = torch.device("cuda:0")
@@ -125,8 +126,7 @@ class FinishedCheck(Checker):
         self.expected, self.depth, self.compares_shapes = Counter(), 0, False
 
     def _observe(self, name, function, args, kwargs):
-        is_fused = name == "feed_forward" or (name == "attention" and args[3].backend == "short")
-        is_fused |= name == "gated_feed_forward" and launchers.matmul_gelu_is_profitable(args[0])
+        is_fused = name.endswith("feed_forward") or (name == "attention" and args[3].backend == "short")
         if not self.depth and name != "linear":
             self.expected[key_of(name, args)] += 1
         self.depth += is_fused

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from electra_fast.model.layers import BertLayer, ModernLayer
-from electra_fast.model.model import Electra
+from electra_fast.model.model import Electra, Encoder
 from electra_fast.objectives.objective import Forward, MicroBatch, Output, Predictions
 
 
@@ -68,10 +68,15 @@ def shard_model(model: Electra, mesh: DeviceMesh) -> ObjectiveModule:
     """
     root = ObjectiveModule(model)
     layers = [module for module in model.modules() if isinstance(module, BertLayer | ModernLayer)]  # shared ones once
+    # Norms that layers take from the next one (`modernbert`): those of an encoder are gathered together.
+    encoders = [module for module in model.modules() if isinstance(module, Encoder) and module.output_norm is not None]
+    norms = [encoder.norms[:-1] for encoder in encoders if len(encoder.layers) > 1]
+    for group in norms:
+        fully_shard(group, mesh=mesh, reshard_after_forward=True)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(root, mesh=mesh, reshard_after_forward=False)
-    for module in (root, *layers):
+    for module in (root, *layers, *(group[0] for group in norms)):
         # Gloo can only sum, and losses are already divided by the whole step's denominators. Each module needs both
         # calls: the factor alone requests NCCL's PREMUL_SUM, the sum alone still divides by the number of processes.
         cast(FSDPModule, module).set_gradient_divide_factor(1.0)

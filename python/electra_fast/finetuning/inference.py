@@ -23,7 +23,7 @@ from electra_fast.hardware.kernel_choice import settle_encoder
 from electra_fast.hardware.settings import faster_precision, shortest_times, times_text
 from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import fastest_matmul
-from electra_fast.ops.operations import WeightCasts
+from electra_fast.ops.weight_casts import WeightCasts
 
 # Tokens per batch; on a CPU, as many as fit in the caches.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}

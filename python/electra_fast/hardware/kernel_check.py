@@ -362,6 +362,8 @@ class Call:
             return ["kernel"] if args[3].backend == "short" else []
         if name == "dropout":
             return ["kernel"] if args[1].probability else []
+        if name == "gated_feed_forward":
+            return feed_forward_kernels(args[0], args[2].shape[1], is_gated=True)
         return feed_forward_kernels(args[0], args[1].in_weight.shape[0]) if name == "feed_forward" else ["kernel"]
 
     def outcome(self, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -340,7 +340,7 @@ def parse_kernels(text: str) -> tuple[str, dict[str, str]]:
         name = key.partition(":")[0]
         if name not in OPERATIONS:
             raise InputError(f"train.kernels: {name} is none of the operations {', '.join(sorted(OPERATIONS))}")
-        allowed = (REFERENCE, "kernel", *(FEED_FORWARD_KERNELS if name == "feed_forward" else ()))
+        allowed = (REFERENCE, "kernel", *(FEED_FORWARD_KERNELS if name.endswith("feed_forward") else ()))
         if value not in allowed:
             raise InputError(f"train.kernels: {key}={value} is none of {', '.join(allowed)}")
     return mode, given

@@ -29,7 +29,7 @@ from electra_fast.model.layers import BertLayer, ModernLayer
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
-from electra_fast.ops.operations import WeightCasts
+from electra_fast.ops.weight_casts import WeightCasts
 from electra_fast.optimizers.rules import RULES
 
 # Bytes per parameter. Both moments of AdamW and LAMB; Muon keeps the matrices' updates in place of second moments.

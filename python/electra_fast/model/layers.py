@@ -6,7 +6,9 @@ positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +33,12 @@ class Norm(nn.Module):
         self.bias = None if config.architecture == "modernbert" else nn.Parameter(torch.zeros(width))
         self.eps = config.eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, operation: Callable[..., Any] = ops.layer_norm) -> Any:
+        """LayerNorm(x), or what an operation that has the norm at its end makes of x; given weight, bias and eps.
+
+        FSDP gathers parameters for the call of their module.
+        """
+        return operation(x, self.weight, self.bias, self.eps)
 
     def after_residual(self, linear: Linear, x_TF: Tensor, residual_TD: Tensor, dropout: Dropout) -> Tensor:
         """LayerNorm(residual + dropout(linear(x)))."""
@@ -217,9 +223,11 @@ def _sublayer_weights(into: Linear, out: Linear, norm: Norm) -> SublayerWeights:
 
 
 class ModernLayer(nn.Module):
-    """Pre-norm layer with rotary positions and GeGLU, no biases; [T, D] → [T, D].
+    """Pre-norm layer with rotary positions and GeGLU, no biases; hidden states and their norm, [T, D] each → the same.
 
-    As in ModernBERT the first layer has no attention norm: the embeddings are normed already.
+    Each sublayer ends with the norm of the next (`ops.add_norm`), so the layer reads what is normed already, and
+    `next_norm` is the next layer's attention norm or the output norm. As in ModernBERT the first layer has no attention
+    norm: the embeddings are normed already.
     """
 
     def __init__(self, config: ModelConfig, is_first: bool) -> None:
@@ -237,25 +245,33 @@ class ModernLayer(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
+        normed_TD: Tensor,
+        next_norm: nn.Module,
         mask: AttentionMask,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: tuple[Tensor, Tensor],
         dropout: Dropout,
         queries: Queries | None = None,
-    ) -> Tensor:
-        assert rotary is not None
+    ) -> tuple[Tensor, Tensor]:
         attention_dropout = _attention_dropout(self, dropout)
-        normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
         if queries is None:
-            mixed_TD = self_attention(normed, self.qkv.weight, None, mask, self.num_heads, attention_dropout, rotary)
+            mixed_TD = self_attention(normed_TD, self.qkv.weight, None, mask, self.num_heads, attention_dropout, rotary)
         else:
-            q, k, v = _queries_keys_values(self.qkv, normed, queries.index_n, self.num_heads)
+            q, k, v = _queries_keys_values(self.qkv, normed_TD, queries.index_n, self.num_heads)
             q = ops.rotate(q, *(angles[queries.index_n] for angles in rotary))
             mixed_TD = query_attention(q, ops.rotate(k, *rotary), v, queries, attention_dropout.probability)
             x_TD = ops.gather_rows(x_TD, queries.index_n)
-        x_TD = x_TD + ops.dropout(self.attention_out(mixed_TD), dropout)
-        normed = self.feed_forward_norm(x_TD)
-        out_TD = ops.gated_feed_forward(normed, self.geglu_in.weight, self.feed_forward_out.weight)
-        return x_TD + ops.dropout(out_TD, dropout.call(1))
+        norm = self.feed_forward_norm
+        attention_end = (self.attention_out.weight, x_TD, norm.weight, norm.bias, norm.eps, dropout)
+        x_TD, normed_TD = ops.add_norm(mixed_TD, *attention_end)
+
+        def feed_forward(
+            normed_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float
+        ) -> tuple[Tensor, Tensor]:
+            weights, dropout_1 = (self.geglu_in.weight, self.feed_forward_out.weight), dropout.call(1)
+            return ops.gated_feed_forward(normed_TD, *weights, x_TD, weight_D, bias_D, eps, dropout_1)
+
+        x_TD, normed_TD = next_norm(normed_TD, feed_forward)
+        return x_TD, normed_TD
 
 
 def _queries_keys_values(qkv: Linear, x_TD: Tensor, index_n: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,6 +77,7 @@ class Encoder(nn.Module):
             x_TD = self.input_norm(x_TD)
         if self.architecture == "deberta":
             return self._disentangled(x_TD, position_ids_T, mask, dropout, queries, absolute_TD)
+        normed_TD = x_TD
         rotary = local_rotary = None
         precision = torch.promote_types(x_TD.dtype, torch.float32)  # of the angles
         if self.architecture == "modernbert":
@@ -87,8 +88,18 @@ class Encoder(nn.Module):
         for i, layer in enumerate(self.layers):
             context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
             only = queries if i == len(self.layers) - 1 else None
-            x_TD = layer(x_TD, *context, dropout.call(1 + 2 * i), only)  # call 0 is the embeddings'
-        return x_TD if self.output_norm is None else self.output_norm(x_TD)
+            end = (*context, dropout.call(1 + 2 * i), only)  # call 0 is the embeddings'
+            if self.output_norm is None:
+                x_TD = layer(x_TD, *end)
+            else:
+                x_TD, normed_TD = layer(x_TD, normed_TD, self.norms[i], *end)
+        return x_TD if self.output_norm is None else normed_TD
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """Of `modernbert`, the norm after each layer."""
+        between = [layer.get_submodule("attention_norm") for layer in self.layers[1:]]
+        return [*between, self.get_submodule("output_norm")]
 
     def _disentangled(
         self,

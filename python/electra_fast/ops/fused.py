@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The casts that are up to date, by weight; empty outside of `operations.WeightCasts.current`.
+# The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
 casts: dict[Tensor, Tensor] = {}
 
 
@@ -122,7 +122,7 @@ class Attention(torch.autograd.Function):
         )
         z_TD = mixed_TD @ out_weight_DD.T
         norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
-        y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, *norm)
+        y_TD, mean_T, rstd_T, _ = kernels().residual_norm(z_TD, *norm)
         ctx.attention_call_index, (ctx.probability, key, ctx.call_index) = attention_call_index, dropout
         attended = (qkv_TX, in_bias_X, ids_BL, lse_NT, attention_key, mixed_TD)
         normed = (z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
@@ -173,7 +173,7 @@ class FeedForward(torch.autograd.Function):
             inner_TF = kernels().bias_gelu(h_TF, in_bias_F)
         z_TD = inner_TF @ out_weight_DF.T
         norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
-        y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, *norm)
+        y_TD, mean_T, rstd_T, _ = kernels().residual_norm(z_TD, *norm)
         ctx.probability, key, ctx.call_index = dropout
         normed = (z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
         ctx.save_for_backward(x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key)
@@ -227,22 +227,107 @@ class NarrowFeedForward(torch.autograd.Function):
         return *kernels().narrow_feed_forward_gradients(dy_TD, *saved, *dropout), *[None] * 4
 
 
+class AddNorm(torch.autograd.Function):
+    """`operations.add_norm`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TF: Tensor,
+        weight_DF: Tensor,
+        residual_TD: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor | None,
+        eps: float,
+        *dropout: Any,
+    ) -> tuple[Tensor, Tensor]:
+        weight_DF = cast(weight_DF, x_TF.dtype)
+        sum_TD, normed_TD, *saved = _add_norm(
+            ctx, x_TF @ weight_DF.T, residual_TD, norm_weight_D, norm_bias_D, eps, *dropout
+        )
+        ctx.save_for_backward(x_TF, weight_DF, *saved)
+        return sum_TD, normed_TD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TF, weight_DF, *saved = ctx.saved_tensors
+        dz_TD, *others = _add_norm_backward(ctx, *gradients, *saved)
+        return dz_TD @ weight_DF, weight_gradient(dz_TD, x_TF), *others, *[None] * 4
+
+
 class GatedFeedForward(torch.autograd.Function):
-    """`operations.gated_feed_forward`."""
+    """`operations.gated_feed_forward`, by two or three kernels."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight: Tensor,
+        out_weight_DF: Tensor,
+        residual_TD: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor | None,
+        eps: float,
+        how: str,
+        *dropout: Any,
+    ) -> tuple[Tensor, Tensor]:
         in_weight, out_weight_DF = cast(in_weight, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
-        h, inner_TF = kernels().matmul_geglu(x_TD, in_weight)
-        ctx.save_for_backward(x_TD, in_weight, out_weight_DF, h, inner_TF)
-        z_TD: Tensor = inner_TF @ out_weight_DF.T
-        return z_TD
+        ctx.how = how
+        if how != "apart":
+            h, inner_TF = kernels().matmul_geglu(x_TD, in_weight, how == "pipelined")
+        else:
+            h = x_TD @ in_weight.T
+            inner_TF = kernels().geglu(h)
+        norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout)
+        sum_TD, normed_TD, *saved = _add_norm(ctx, inner_TF @ out_weight_DF.T, *norm)
+        ctx.save_for_backward(x_TD, in_weight, out_weight_DF, h, inner_TF, *saved)
+        return sum_TD, normed_TD
 
     @staticmethod
-    def backward(ctx: Any, dz_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x_TD, in_weight, out_weight_DF, h, inner_TF = ctx.saved_tensors
-        dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h)
-        return dh @ in_weight, weight_gradient(dh, x_TD), weight_gradient(dz_TD, inner_TF)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, in_weight, out_weight_DF, h, inner_TF, *saved = ctx.saved_tensors
+        dz_TD, *others = _add_norm_backward(ctx, *gradients, *saved)
+        dout_weight_DF = weight_gradient(dz_TD, inner_TF)
+        if ctx.how != "apart":
+            dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h, ctx.how == "pipelined")
+        else:
+            dh = kernels().geglu_backward(dz_TD @ out_weight_DF, h)
+        return dh @ in_weight, weight_gradient(dh, x_TD), dout_weight_DF, *others, *[None] * 5
+
+
+def _add_norm(
+    ctx: Any,
+    z_TD: Tensor,
+    residual_TD: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    eps: float,
+    *dropout: Any,
+) -> tuple[Tensor, ...]:
+    """The sum of the residual and dropout(z), and its norm; then what `_add_norm_backward` needs, the sum first."""
+    norm = (None, residual_TD, norm_weight_D, norm_bias_D, eps, *dropout)
+    normed_TD, mean_T, rstd_T, sum_TD = kernels().residual_norm(z_TD, *norm, True)
+    ctx.probability, key, ctx.call_index = dropout
+    ctx.has_norm_bias = norm_bias_D is not None
+    ctx.set_materialize_grads(False)  # nothing but the norm reads the sum of the last layer
+    return sum_TD, normed_TD, sum_TD, norm_weight_D, mean_T, rstd_T, key
+
+
+def _add_norm_backward(
+    ctx: Any,
+    dsum_TD: Tensor | None,
+    dnormed_TD: Tensor,
+    sum_TD: Tensor,
+    norm_weight_D: Tensor,
+    mean_T: Tensor,
+    rstd_T: Tensor,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of z, the residual, and weight and bias of the norm; without dropout the first two are one tensor."""
+    norm = (None, None, norm_weight_D, mean_T, rstd_T, ctx.has_norm_bias, ctx.probability, key, ctx.call_index)
+    dz_TD, dresidual_TD, partial_PSD = kernels().residual_norm_backward(dnormed_TD, sum_TD, *norm, True, dsum_TD)
+    sums = kernels().partial_sums(partial_PSD.flatten(1), partial_PSD.new_empty(0, 0)).view(partial_PSD.shape[1:])
+    return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, sums[0], sums[1] if ctx.has_norm_bias else None
 
 
 def _residual_norm_backward(

@@ -6,7 +6,7 @@
 as Triton kernels on CUDA (`fused`, where one node of autograd has several), some in their CPU form on a CPU
 (`cpu_ops`), and otherwise as their references, unless `use_choices` or `use_impl` says otherwise. Weights are fp32 and
 cast where they are used, to the dtype of the activations. On a GPU that would launch a kernel per weight and step, so
-`WeightCasts` casts all of them in a few launches, and `cast` returns those copies.
+`weight_casts` casts all of them in a few launches, and `cast` returns those copies.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
 E embedding, D hidden, N heads, H head dimension, F feed-forward; I inputs and O outputs of a linear layer.
@@ -23,7 +23,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from electra_fast.kernels import gather_rows as row_kernels
 from electra_fast.ops import cpu_ops, fused
@@ -155,40 +155,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-class WeightCasts:
-    """Copies of the weights of a model's linear layers in the dtype of the activations, at fixed addresses.
-
-    There are none where `linear` would not use them: with fp32 activations, without kernels unless `without_gradient`
-    (predictions on a CPU, which would cast all weights for each batch), or if not `enabled`.
-    """
-
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, enabled: bool = True, *, without_gradient: bool = False
-    ) -> None:
-        weights = dict.fromkeys(module.weight for module in model.modules() if isinstance(module, nn.Linear))
-        self._casts: dict[Tensor, Tensor] = {
-            weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
-            for weight in weights
-            if enabled and weight.dtype != dtype and (without_gradient or uses_kernels(weight, "linear"))
-        }
-
-    @property
-    def copies(self) -> tuple[Tensor, ...]:
-        return tuple(self._casts.values())
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Casts all weights; `cast` returns the copies within the context, in which no weight may change."""
-        if self._casts:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._casts.values()), list(self._casts))
-        fused.casts.update(self._casts)
-        try:
-            yield
-        finally:
-            fused.casts.clear()
-
-
 def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:
     """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D].
 
@@ -310,6 +276,27 @@ def residual_norm(
 
 
 @operation
+def add_norm(
+    x_TF: Tensor,
+    weight_DF: Tensor,
+    residual_TD: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    eps: float,
+    dropout: Dropout,
+) -> tuple[Tensor, Tensor]:
+    """residual + dropout(x @ weight.T), the end of every pre-norm sublayer, and its LayerNorm; → two [T, D].
+
+    The second is what the next sublayer reads. The kernel's backward pass adds the gradients of both.
+    """
+    if dropout.has_kernel and uses_kernels(x_TF, "add_norm"):
+        norm = (norm_weight_D, norm_bias_D, eps, *dropout.arguments)
+        return fused.AddNorm.apply(x_TF, weight_DF, residual_TD, *norm)
+    sum_TD = residual_TD + dropout_reference(linear(x_TF, weight_DF), dropout)
+    return sum_TD, layer_norm_reference(sum_TD, norm_weight_D, norm_bias_D, eps)
+
+
+@operation
 def embedding_norm(
     ids: tuple[Tensor, Tensor, Tensor],
     tables: tuple[Tensor, Tensor, Tensor],
@@ -361,14 +348,15 @@ def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
     return F.gelu(activated) * gate
 
 
-# One kernel for all; the GELU in the epilogues of its products, by two tilings; the GELU beside them.
+# One kernel for all; the GELU, or GeGLU, in the epilogues of its products, by two tilings; the GELU beside them.
 FEED_FORWARD_KERNELS = ("narrow", "fused", "pipelined", "apart")
 
 
-def feed_forward_kernels(x_TD: Tensor, inner_width: int) -> list[str]:
-    """Those of `FEED_FORWARD_KERNELS` that `feed_forward` can run by, the preferred one first."""
+def feed_forward_kernels(x_TD: Tensor, inner_width: int, *, is_gated: bool = False) -> list[str]:
+    """Those of `FEED_FORWARD_KERNELS` that `(gated_)feed_forward` can run by, the preferred one first."""
     of_one, of_product = kernels().narrow_feed_forward_supports, kernels().matmul_gelu_is_profitable
-    runs = (of_one(x_TD, inner_width), of_product(x_TD), kernels().matmul_gelu_pipelines(x_TD), True)
+    is_narrow = not is_gated and of_one(x_TD, inner_width)
+    runs = (is_narrow, of_product(x_TD), kernels().matmul_gelu_pipelines(x_TD), True)
     return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
 
 
@@ -386,11 +374,27 @@ def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dr
 
 
 @operation
-def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
-    """(gelu(a) * b) @ out_weight.T, where [a, b] = x @ in_weight.T; [T, D], [2F, D], [D, F] → [T, D]."""
-    if uses_kernels(x_TD, "gated_feed_forward") and kernels().matmul_gelu_is_profitable(x_TD):
-        return fused.GatedFeedForward.apply(x_TD, in_weight, out_weight_DF)
-    return linear(geglu(x_TD, in_weight), out_weight_DF)
+def gated_feed_forward(
+    x_TD: Tensor,
+    in_weight: Tensor,
+    out_weight_DF: Tensor,
+    residual_TD: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    eps: float,
+    dropout: Dropout,
+) -> tuple[Tensor, Tensor]:
+    """residual + dropout((gelu(a) * b) @ out_weight.T), where [a, b] = x @ in_weight.T, and its LayerNorm.
+
+    [T, D], [2F, D], [D, F], [T, D] → two [T, D], as of `add_norm`.
+    """
+    how, norm = choice("gated_feed_forward", x_TD), (residual_TD, norm_weight_D, norm_bias_D, eps)
+    if how != "reference" and dropout.has_kernel:
+        inner_width = out_weight_DF.shape[1]
+        how = feed_forward_kernels(x_TD, inner_width, is_gated=True)[0] if how == "kernel" else how
+        weights = (in_weight, out_weight_DF)
+        return fused.GatedFeedForward.apply(x_TD, *weights, *norm, how, *dropout.arguments)
+    return add_norm(geglu(x_TD, in_weight), out_weight_DF, *norm, dropout)
 
 
 def rotary_angles(

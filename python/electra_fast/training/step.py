@@ -28,7 +28,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Forward, MicroBatch, Objective, RngKey, Stage, seed_generator
-from electra_fast.ops.operations import WeightCasts
+from electra_fast.ops.weight_casts import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer, schedule_of
 from electra_fast.training.loss_scaling import LossScaler
 

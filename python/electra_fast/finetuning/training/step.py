@@ -19,7 +19,7 @@ from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.hardware.graphs import GraphRunner
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.objectives.objective import RngKey, seed_generator
-from electra_fast.ops.operations import WeightCasts
+from electra_fast.ops.weight_casts import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.loss_scaling import discard, loss_scaler
 from electra_fast.training.run_tensors import split_state

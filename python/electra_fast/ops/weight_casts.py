@@ -1,0 +1,46 @@
+"""Copies of weights in the dtype of the activations, made once per step (`operations` says where they are read)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.ops import fused
+from electra_fast.ops.operations import uses_kernels
+
+
+class WeightCasts:
+    """Copies of the weights of a model's linear layers in the dtype of the activations, at fixed addresses.
+
+    There are none where `linear` would not use them: with fp32 activations, without kernels unless `without_gradient`
+    (predictions on a CPU, which would cast all weights for each batch), or if not `enabled`.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, enabled: bool = True, *, without_gradient: bool = False
+    ) -> None:
+        weights = dict.fromkeys(module.weight for module in model.modules() if isinstance(module, nn.Linear))
+        self._casts: dict[Tensor, Tensor] = {
+            weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
+            for weight in weights
+            if enabled and weight.dtype != dtype and (without_gradient or uses_kernels(weight, "linear"))
+        }
+
+    @property
+    def copies(self) -> tuple[Tensor, ...]:
+        return tuple(self._casts.values())
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Casts all weights; `cast` returns the copies within the context, in which no weight may change."""
+        if self._casts:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._casts.values()), list(self._casts))
+        fused.casts.update(self._casts)
+        try:
+            yield
+        finally:
+            fused.casts.clear()
