@@ -10,7 +10,7 @@ from electra_fast.kernels.generator_head import generator_head
 from electra_fast.kernels.matmul_gelu import is_profitable as matmul_gelu_is_profitable
 from electra_fast.kernels.matmul_gelu import matmul_geglu, matmul_geglu_backward, matmul_gelu, matmul_gelu_backward
 from electra_fast.kernels.matmul_gelu import pipelines as matmul_gelu_pipelines
-from electra_fast.kernels.narrow_feed_forward import narrow_feed_forward, narrow_feed_forward_gradients
+from electra_fast.kernels.narrow_feed_forward import narrow_feed_forward, narrow_feed_forward_backward
 from electra_fast.kernels.narrow_feed_forward import supports as narrow_feed_forward_supports
 from electra_fast.kernels.partial_sums import partial_sums
 from electra_fast.kernels.residual_norm import layer_norm, residual_norm, residual_norm_backward

@@ -297,8 +297,14 @@ def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, proba
 
 
 @case(
-    ((FP32, 70, 40, 72, False, 0.2), (FP16, 70, 96, 64, True, 0.0), (FP32, 31, 66, 20, True, 0.1)),
-    ((131_072, 256, 704, False, 0.0), (131_072, 128, 352, False, 0.0), (65_536, 768, 1152, False, 0.0)),
+    (
+        (FP32, 70, 64, 80, False, 0.2),
+        (FP16, 70, 16, 176, True, 0.0),
+        (FP16, 70, 136, 88, True, 0.0),
+        (FP32, 70, 40, 72, False, 0.2),
+        (FP32, 31, 66, 20, True, 0.1),
+    ),
+    tuple((*each, False, 0.0) for each in ((131_072, 256, 704), (131_072, 64, 176), (65_536, 768, 1152))),
 )
 def gated_feed_forward(
     make: Arguments, num_tokens: int, width: int, inner: int, has_norm_bias: bool, probability: float

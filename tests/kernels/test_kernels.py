@@ -145,6 +145,10 @@ def programs_of_matmul_gelu(code, width, kernel, gated):
 GELU = dict.fromkeys(("_matmul_gelu_forward_kernel", "_matmul_gelu_backward_kernel"), programs_of_matmul_gelu)
 
 
+NARROW = dict.fromkeys(
+    ("_narrow_feed_forward_forward_kernel", "_input_gradient_kernel", "_weight_gradient_kernel"),
+    lambda code: 8 // code.num_warps,
+) | {"_partial_sums_kernel": 3}
 # An operation (and its kernel) for a target by sizes: its kernels, and the programs of each that must fit into a
 # multiprocessor. With all that takes registers: every operand, dropout, the largest row and head.
 COMPILED = [
@@ -181,21 +185,17 @@ COMPILED = [
     ("sample_alias", "kernel", 90, (64, 96), {"_sample_alias_kernel": 8}),
     ("self_attention", "kernel", 90, (3, 128, 4, 64, True, False, 0, 0.1), SHORT),
     ("self_attention", "kernel", 90, (3, 128, 4, 64, False, True, 0, 0.1), SHORT),
-    (
-        *("feed_forward", "narrow", 90, (128, 64, 256, 0.1)),
-        {
-            "_narrow_feed_forward_forward_kernel": lambda code: 8 // code.num_warps,
-            "_input_gradient_kernel": lambda code: 8 // code.num_warps,
-            "_weight_gradient_kernel": lambda code: 8 // code.num_warps,
-            "_partial_sums_kernel": 3,
-        },
-    ),
+    ("feed_forward", "narrow", 90, (128, 64, 256, 0.1), NARROW),
+    ("gated_feed_forward", "narrow", 90, (128, 64, 176, True, 0.1), NARROW),
     *(("feed_forward", kernel, target, (128, *sizes, 0.0), GELU) for kernel, target, *sizes in
       (("fused", 80, 256, 1024), ("fused", 89, 256, 1024), ("fused", 90, 256, 1024), ("pipelined", 90, 256, 1024),
        ("pipelined", 100, 256, 1024), ("fused", 90, 64, 256), ("fused", 89, 128, 512))),
     *(("gated_feed_forward", "fused", target, (128, *sizes, False, 0.0), GELU) for target, *sizes in
       ((90, 256, 704), (89, 256, 704), (80, 128, 352))),
+    ("gated_feed_forward", "pipelined", 90, (128, 256, 704, False, 0.0), GELU),
 ]  # fmt: skip
+# Bytes per thread that are spilled at most; those of the gradient of x of the gated narrow one by Triton 3.6 alone.
+SPILLED = {("embedding_norm", "kernel"): 8, ("gated_feed_forward", "narrow"): 104}
 WITHOUT_TENSOR_CORES = {"_partial_sums_kernel", *NORM}
 
 
@@ -213,7 +213,7 @@ def test_compiles_ahead_of_time(name, kernel, target, sizes, programs):
         fitting = programs[each]
         if fitting is programs_of_matmul_gelu:
             fitting = fitting(code, sizes[1], kernel, name == "gated_feed_forward")
-        code.check(fitting(code) if callable(fitting) else fitting, 8 if name == "embedding_norm" else 0)
+        code.check(fitting(code) if callable(fitting) else fitting, SPILLED.get((name, kernel), 0))
         if name in WITH_PRODUCTS - {"rotary_qkv"} or each == "_sum_by_position_kernel":
             assert code.tensor_core_instructions > 0 or each in WITHOUT_TENSOR_CORES
 

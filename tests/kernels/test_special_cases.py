@@ -212,8 +212,8 @@ class TestSublayers:
 
     def test_widths_of_the_narrow_one(self, monkeypatch):
         x, supports = torch.empty(5, 64), narrow_feed_forward.supports
-        assert supports(x, 256) and supports(x[:, :16], 64)
-        for others in ((x, 512), (x[:, :48], 128), (x.repeat(1, 2), 256)):
+        assert supports(x, 256) and supports(x[:, :16], 64) and supports(x, 176, True)
+        for others in ((x, 512), (x[:, :48], 128), (x.repeat(1, 2), 256), (x, 176), (x, 72, True), (x, 208, True)):
             assert not supports(*others)
         with FakeTensorMode():
             x = torch.empty(5, 64, dtype=torch.bfloat16, device="cuda")

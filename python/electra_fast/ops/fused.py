@@ -214,7 +214,7 @@ class NarrowFeedForward(torch.autograd.Function):
     ) -> Tensor:
         in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
         inputs = (x_TD, in_weight_FD, in_bias_F, out_weight_DF, out_bias_D, norm_weight_D)
-        y_TD, *saved = kernels().narrow_feed_forward(*inputs, norm_bias_D, eps, *dropout)
+        y_TD, *saved = kernels().narrow_feed_forward(*inputs[:5], None, norm_weight_D, norm_bias_D, eps, *dropout)
         ctx.probability, key, ctx.call_index = dropout
         ctx.save_for_backward(*inputs, *saved, key)
         assert isinstance(y_TD, Tensor)
@@ -222,9 +222,17 @@ class NarrowFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, key = ctx.saved_tensors
-        dropout = (ctx.probability, key, ctx.call_index)
-        return *kernels().narrow_feed_forward_gradients(dy_TD, *saved, *dropout), *[None] * 4
+        x_TD, in_weight_FD, in_bias_F, out_weight_DF, out_bias_D, norm_weight_D, *saved, key = ctx.saved_tensors
+        z_TD, mean_T, rstd_T = saved
+        norm = (x_TD, z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
+        dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward((ctx.probability, key, ctx.call_index), dy_TD, *norm)
+        inner = (x_TD, in_weight_FD, in_bias_F, out_weight_DF)
+        dx_TD, partial_PN = kernels().narrow_feed_forward_backward(dz_TD, dresidual_TD, *inner)
+        sums, *dnorm = _vector_gradients(partial_PN, partial_P3D)
+        num_weights = in_weight_FD.numel()
+        din_weight, dout_weight, din_bias_F = sums.split((num_weights, num_weights, in_weight_FD.shape[0]))
+        dweights = din_weight.view_as(in_weight_FD), din_bias_F, dout_weight.view_as(out_weight_DF)
+        return dx_TD, *dweights, *dnorm, *[None] * 4
 
 
 class AddNorm(torch.autograd.Function):
@@ -295,6 +303,41 @@ class GatedFeedForward(torch.autograd.Function):
         return dh @ in_weight, weight_gradient(dh, x_TD), dout_weight_DF, *others, *[None] * 5
 
 
+class NarrowGatedFeedForward(torch.autograd.Function):
+    """`operations.gated_feed_forward`, by one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight: Tensor,
+        out_weight_DF: Tensor,
+        residual_TD: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor | None,
+        eps: float,
+        *dropout: Any,
+    ) -> tuple[Tensor, Tensor]:
+        in_weight, out_weight_DF = cast(in_weight, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout)
+        normed_TD, sum_TD, *statistics = kernels().narrow_feed_forward(
+            x_TD, in_weight, None, out_weight_DF, None, *norm
+        )
+        saved = _of_sum(ctx, sum_TD, norm_weight_D, norm_bias_D, *statistics, *dropout)
+        ctx.save_for_backward(x_TD, in_weight, out_weight_DF, *saved)
+        return sum_TD, normed_TD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, in_weight, out_weight_DF, *saved = ctx.saved_tensors
+        dz_TD, *others = _add_norm_backward(ctx, *gradients, *saved)
+        inner = (x_TD, in_weight, None, out_weight_DF)
+        dx_TD, partial_PN = kernels().narrow_feed_forward_backward(dz_TD, None, *inner)
+        sums = kernels().partial_sums(partial_PN, partial_PN.new_empty(0, 0))
+        din_weight, dout_weight = sums.split((in_weight.numel(), out_weight_DF.numel()))
+        return dx_TD, din_weight.view_as(in_weight), dout_weight.view_as(out_weight_DF), *others, *[None] * 4
+
+
 def _add_norm(
     ctx: Any,
     z_TD: Tensor,
@@ -307,10 +350,23 @@ def _add_norm(
     """The sum of the residual and dropout(z), and its norm; then what `_add_norm_backward` needs, the sum first."""
     norm = (None, residual_TD, norm_weight_D, norm_bias_D, eps, *dropout)
     normed_TD, mean_T, rstd_T, sum_TD = kernels().residual_norm(z_TD, *norm, True)
+    return sum_TD, normed_TD, *_of_sum(ctx, sum_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, *dropout)
+
+
+def _of_sum(
+    ctx: Any,
+    sum_TD: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    mean_T: Tensor,
+    rstd_T: Tensor,
+    *dropout: Any,
+) -> tuple[Tensor, ...]:
+    """What `_add_norm_backward` needs, the sum first."""
     ctx.probability, key, ctx.call_index = dropout
     ctx.has_norm_bias = norm_bias_D is not None
     ctx.set_materialize_grads(False)  # nothing but the norm reads the sum of the last layer
-    return sum_TD, normed_TD, sum_TD, norm_weight_D, mean_T, rstd_T, key
+    return sum_TD, norm_weight_D, mean_T, rstd_T, key
 
 
 def _add_norm_backward(

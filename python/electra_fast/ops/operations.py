@@ -355,7 +355,7 @@ FEED_FORWARD_KERNELS = ("narrow", "fused", "pipelined", "apart")
 def feed_forward_kernels(x_TD: Tensor, inner_width: int, *, is_gated: bool = False) -> list[str]:
     """Those of `FEED_FORWARD_KERNELS` that `(gated_)feed_forward` can run by, the preferred one first."""
     of_one, of_product = kernels().narrow_feed_forward_supports, kernels().matmul_gelu_is_profitable
-    is_narrow = not is_gated and of_one(x_TD, inner_width)
+    is_narrow = of_one(x_TD, inner_width, is_gated)
     runs = (is_narrow, of_product(x_TD), kernels().matmul_gelu_pipelines(x_TD), True)
     return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
 
@@ -393,6 +393,8 @@ def gated_feed_forward(
         inner_width = out_weight_DF.shape[1]
         how = feed_forward_kernels(x_TD, inner_width, is_gated=True)[0] if how == "kernel" else how
         weights = (in_weight, out_weight_DF)
+        if how == "narrow":
+            return fused.NarrowGatedFeedForward.apply(x_TD, *weights, *norm, *dropout.arguments)
         return fused.GatedFeedForward.apply(x_TD, *weights, *norm, how, *dropout.arguments)
     return add_norm(geglu(x_TD, in_weight), out_weight_DF, *norm, dropout)
 
