@@ -37,8 +37,8 @@ from electra_fast.optimizers.optimizer import Optimizer
 
 SHAPES = ("small:128", "small:1024", "small:128:google:0", "small:1024:google:0", "base:128", "base:128:google:0")
 BANDWIDTH, TFLOPS = 4.3e12, 790e12
-# A sort and its surroundings; three kernels and their sums.
-LAUNCHES = {"add_rows": 16, "narrow_feed_forward_backward": 4}
+# A sort and its surroundings; gradients of x and of the weights.
+LAUNCHES = {"add_rows": 16, "narrow_feed_forward_backward": 2}
 # Read rows by index: their first operands count as what they give.
 GATHERS = ("gather_rows", "embedding_norm", "embedding_norm_backward", "index", "index_select")
 # Lists of tensors per launch by the number of lists, and blocks of 65,536 elements (torch's multi_tensor_apply).
