@@ -31,9 +31,9 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def has_large_shared_memory(device: torch.device) -> bool:
-    """Tells if multiprocessors have 228 KB, as those of Hopper and a data center's Blackwell."""
-    return card(device).shared_bytes > 200 << 10
+def shared_kib(device: torch.device) -> int:
+    """Shared memory of a multiprocessor in KiB: 228 on Hopper and Blackwell of data centers, 164 on an A100."""
+    return card(device).shared_bytes >> 10
 
 
 def fitting_programs(device: torch.device, shared_bytes: int) -> int:

@@ -28,10 +28,10 @@ from torch import Tensor
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
 from electra_fast.kernels.launch import (
     fitting_programs,
-    has_large_shared_memory,
     has_tensor_cores,
     is_hopper,
     resident_programs,
+    shared_kib,
 )
 
 # Derived, not measured: at 65 % of cuBLAS's 790 TFLOP/s the products take as long as the bytes at 4.3 TB/s (H200) at
@@ -153,8 +153,7 @@ def is_profitable(x_TD: Tensor) -> bool:
 
 def pipelines(x_TD: Tensor) -> bool:
     """Tells if x's width and device have a tiling of their own that is `pipelined`."""
-    has_another = x_TD.shape[1] > 128 and x_TD.element_size() == 2 and has_large_shared_memory(x_TD.device)
-    return has_another and is_profitable(x_TD)
+    return x_TD.shape[1] > 128 and x_TD.element_size() == 2 and shared_kib(x_TD.device) > 200 and is_profitable(x_TD)
 
 
 def tiling(
@@ -169,12 +168,12 @@ def tiling(
         return {"BLOCK_T": 64, "BLOCK_D": 32, "BLOCK_F": 32, "STAGES": 2, "num_warps": 4}, 2
     columns = min(MAX_WIDTH, max(16, triton.next_power_of_2(width)))
     tile = {"BLOCK_T": 64, "BLOCK_D": columns, "BLOCK_F": 64, "STAGES": 2, "num_warps": 4}
-    if width > 128 and has_large_shared_memory(device):
-        if not pipelined:
-            return {**tile, "BLOCK_F": 64 if gated else 128, "STAGES": 1}, 2
+    if width > 128 and pipelined:
         # The more columns, the fewer blocks read x from the L2 cache; elsewhere, 256 do not fit or spill.
         is_wide = is_forward and not gated and is_hopper(device)
         return {**tile, "BLOCK_F": 256 if is_wide else 128, "num_warps": 8}, 1
+    if width > 128 and not 64 < shared_kib(device) < 200:  # with AMD's 64 KB the tiles below spill
+        return {**tile, "BLOCK_F": 64 if gated else 128, "STAGES": 1}, 2 if shared_kib(device) > 64 else 1
     if width > 128:
         tile.update(BLOCK_F=32 if gated else 64, num_warps=8)
     fitting = fitting_programs(device, SHARED_BYTES[max(64, columns)][gated])

@@ -189,7 +189,7 @@ COMPILED = [
     ("gated_feed_forward", "narrow", 90, (128, 64, 176, True, 0.1), NARROW),
     *(("feed_forward", kernel, target, (128, *sizes, 0.0), GELU) for kernel, target, *sizes in
       (("fused", 80, 256, 1024), ("fused", 89, 256, 1024), ("fused", 90, 256, 1024), ("pipelined", 90, 256, 1024),
-       ("pipelined", 100, 256, 1024), ("fused", 90, 64, 256), ("fused", 89, 128, 512))),
+       ("pipelined", 100, 256, 1024), ("fused", 90, 64, 256), ("fused", 89, 128, 512), ("fused", "gfx942", 256, 1024))),
     *(("gated_feed_forward", "fused", target, (128, *sizes, False, 0.0), GELU) for target, *sizes in
       ((90, 256, 704), (89, 256, 704), (80, 128, 352))),
     ("gated_feed_forward", "pipelined", 90, (128, 256, 704, False, 0.0), GELU),
