@@ -259,8 +259,9 @@ class AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, weight_DF, *saved = ctx.saved_tensors
-        dz_TD, *others = _add_norm_backward(ctx, *gradients, *saved)
-        return dz_TD @ weight_DF, weight_gradient(dz_TD, x_TF), *others, *[None] * 4
+        dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
+        dnorm = _norm_gradients(partial_PSD)[1:]
+        return dz_TD @ weight_DF, weight_gradient(dz_TD, x_TF), dresidual_TD, *dnorm, *[None] * 4
 
 
 class GatedFeedForward(torch.autograd.Function):
@@ -294,13 +295,13 @@ class GatedFeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, in_weight, out_weight_DF, h, inner_TF, *saved = ctx.saved_tensors
-        dz_TD, *others = _add_norm_backward(ctx, *gradients, *saved)
-        dout_weight_DF = weight_gradient(dz_TD, inner_TF)
+        dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
+        dnorm, dout_weight_DF = _norm_gradients(partial_PSD)[1:], weight_gradient(dz_TD, inner_TF)
         if ctx.how != "apart":
             dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h, ctx.how == "pipelined")
         else:
             dh = kernels().geglu_backward(dz_TD @ out_weight_DF, h)
-        return dh @ in_weight, weight_gradient(dh, x_TD), dout_weight_DF, *others, *[None] * 5
+        return dh @ in_weight, weight_gradient(dh, x_TD), dout_weight_DF, dresidual_TD, *dnorm, *[None] * 5
 
 
 class NarrowGatedFeedForward(torch.autograd.Function):
@@ -330,12 +331,13 @@ class NarrowGatedFeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, in_weight, out_weight_DF, *saved = ctx.saved_tensors
-        dz_TD, *others = _add_norm_backward(ctx, *gradients, *saved)
+        dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
         inner = (x_TD, in_weight, None, out_weight_DF)
         dx_TD, partial_PN = kernels().narrow_feed_forward_backward(dz_TD, None, *inner)
-        sums = kernels().partial_sums(partial_PN, partial_PN.new_empty(0, 0))
+        sums, *dnorm = _norm_gradients(partial_PSD, partial_PN)
         din_weight, dout_weight = sums.split((in_weight.numel(), out_weight_DF.numel()))
-        return dx_TD, din_weight.view_as(in_weight), dout_weight.view_as(out_weight_DF), *others, *[None] * 4
+        dweights = din_weight.view_as(in_weight), dout_weight.view_as(out_weight_DF)
+        return dx_TD, *dweights, dresidual_TD, *dnorm, *[None] * 4
 
 
 def _add_norm(
@@ -378,12 +380,19 @@ def _add_norm_backward(
     mean_T: Tensor,
     rstd_T: Tensor,
     key: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of z, the residual, and weight and bias of the norm; without dropout the first two are one tensor."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of z, the residual, and partial sums for `_norm_gradients`; without dropout the first two are one."""
     norm = (None, None, norm_weight_D, mean_T, rstd_T, ctx.has_norm_bias, ctx.probability, key, ctx.call_index)
     dz_TD, dresidual_TD, partial_PSD = kernels().residual_norm_backward(dnormed_TD, sum_TD, *norm, True, dsum_TD)
-    sums = kernels().partial_sums(partial_PSD.flatten(1), partial_PSD.new_empty(0, 0)).view(partial_PSD.shape[1:])
-    return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, sums[0], sums[1] if ctx.has_norm_bias else None
+    return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, partial_PSD
+
+
+def _norm_gradients(partial_PSD: Tensor, partial_QX: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sums of the second, where given, and gradients of weight and bias of the norm."""
+    partial_QX = partial_PSD.new_empty(0, 0) if partial_QX is None else partial_QX
+    sums = kernels().partial_sums(partial_QX, partial_PSD.flatten(1))
+    dweight_D, *dbias_D = sums[partial_QX.shape[1] :].view(partial_PSD.shape[1:])
+    return sums[: partial_QX.shape[1]], dweight_D, dbias_D[0] if dbias_D else None
 
 
 def _residual_norm_backward(
