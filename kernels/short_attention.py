@@ -1,7 +1,9 @@
 """Attention within the segments of short rows: one pass forward, one backward (Triton).
 
 Contract and reference: `self_attention` and `short_attention_reference` in `electra_fast.model.attention`. A row of
-at most 128 tokens fits into a program, of which there is one per row and head: no online softmax, no atomics.
+at most 128 tokens fits into a program, of which there is one per row and head: no online softmax, no atomics. Longer
+rows, and GPUs on which a row does not fit, are left to `blocked_attention`.
+
 It reads the qkv layer's product in place, adds the bias, rotates queries and keys, and writes the gradient packed
 as the product is; the bias gradient is summed per row on the way, and by the caller over the rows. The backward
 pass recomputes the weights from the product and one logsumexp per query, and does not read the output.
@@ -22,127 +24,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra_fast.kernels.dropout import RESOLUTION, philox_words, threshold
-from electra_fast.kernels.launch import FUSION
+from electra_fast.kernels import blocked_attention
+from electra_fast.kernels.attention_tiles import kept_sign, load_tile, scores, store_gradient
+from electra_fast.kernels.dropout import RESOLUTION, threshold
+from electra_fast.kernels.launch import FUSION, card
 
-MAX_LENGTH, MAX_HEAD_DIM = 128, 64
+MAX_LENGTH, MAX_HEAD_DIM = 512, 64
+# Architectures on which the kernels for whole rows compile without spilling a large part of their tiles, and the
+# largest such row; `blocked_attention` has the other architectures and rows.
+_WITH_WHOLE_ROWS, MAX_WHOLE_ROW = ("Hopper", "Blackwell", "gfx942"), 128
 NUM_WARPS = 4
 # Tiles are at least as high and wide as Hopper's matrix instructions; narrower heads are padded.
 PART, BLOCK_H = 64, 64
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load(
-    ptr, bias_ptr, cos_ptr, sin_ptr, first, position,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """[positions, H] of one head, with bias and rotation if given; finite past the row's end.
-
-    Rotated tiles have the two dimensions of a pair, i and i + H/2, side by side: products of queries and keys do not
-    depend on the order, and a thread that holds gradients of neighbors can rotate them back.
-    """
-    dtype = ptr.dtype.element_ty
-    if cos_ptr is None:
-        column = tl.arange(0, BLOCK_H)
-        mask = (position < LENGTH)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(ptr + position[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column, mask=column < WIDTH, other=0.0)
-            x = (x.to(tl.float32) + bias[None, :]).to(dtype)
-    else:
-        HALF: tl.constexpr = WIDTH // 2
-        column = tl.arange(0, BLOCK_H // 2)
-        mask = (position < LENGTH)[:, None] & (column < HALF)[None, :]
-        offset = position[:, None] * STRIDE + column[None, :]
-        x1 = tl.load(ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            x1 += tl.load(bias_ptr + column, mask=column < HALF, other=0.0)[None, :]
-            x2 += tl.load(bias_ptr + HALF + column, mask=column < HALF, other=0.0)[None, :]
-        angle = (first + position)[:, None] * HALF + column[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        x = tl.interleave((x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype))
-    return x
-
-
-@triton.jit
-def _store(
-    ptr, dx, cos_ptr, sin_ptr, first, position,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, SUM: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradient of what `_load` read, given that of its result, fp32 [H, positions].
-
-    Returns its sums over the positions, [H] in the order of the result, if `SUM`.
-    """
-    dtype = ptr.dtype.element_ty
-    total = 0.0
-    if cos_ptr is None:
-        column = tl.arange(0, BLOCK_H)
-        mask = (position < LENGTH)[:, None] & (column < WIDTH)[None, :]
-        tl.store(ptr + position[:, None] * STRIDE + column[None, :], tl.trans(dx.to(dtype)), mask=mask)
-        if SUM:
-            total = tl.sum(dx, axis=1)
-    else:
-        HALF: tl.constexpr = WIDTH // 2
-        column = tl.arange(0, BLOCK_H // 2)
-        mask = (position < LENGTH)[:, None] & (column < HALF)[None, :]
-        angle = (first + position)[:, None] * HALF + column[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        dx1, dx2 = tl.split(tl.reshape(tl.trans(dx), (dx.shape[1], BLOCK_H // 2, 2)))
-        dx1, dx2 = dx1 * cos + dx2 * sin, dx2 * cos - dx1 * sin
-        offset = position[:, None] * STRIDE + column[None, :]
-        tl.store(ptr + offset, dx1.to(dtype), mask=mask)
-        tl.store(ptr + offset + HALF, dx2.to(dtype), mask=mask)
-        if SUM:
-            total = tl.interleave(tl.sum(dx1, axis=0), tl.sum(dx2, axis=0))
-    return total
-
-
-@triton.jit
-def _scores(
-    q, k, ids_ptr, first, query,
-    LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Scores [queries, keys] in base-2 units, -inf where a query does not attend. Past the row's end is a segment."""
-    key = tl.arange(0, BLOCK_L)
-    query_id = tl.load(ids_ptr + first + query, mask=query < LENGTH, other=-1)
-    key_id = tl.load(ids_ptr + first + key, mask=key < LENGTH, other=-1)
-    attends = query_id[:, None] == key_id[None, :]
-    if WINDOW is not None:
-        attends &= tl.abs(query[:, None] - key[None, :]) <= WINDOW
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return tl.where(attends, s * (WIDTH**-0.5 * LOG2E), -float("inf"))
-
-
-@triton.jit
-def _kept_sign(
-    key_ptr, call_index, token, head,
-    LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, THRESHOLD: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """[queries, keys]: 1 where dropout keeps a weight, -1 where not, by the draw of element (token, head*L + key)."""
-    # Without a barrier the compiler draws the masks of both parts at once and runs out of registers.
-    tl.debug_barrier()
-    if LENGTH % 4 == 0:
-        quad = head * (LENGTH // 4) + tl.arange(0, BLOCK_L // 4)
-        w0, w1, w2, w3 = philox_words(key_ptr, call_index, token, quad)
-        s0, s1 = _word_sign(w0, THRESHOLD, dtype), _word_sign(w1, THRESHOLD, dtype)
-        s2, s3 = _word_sign(w2, THRESHOLD, dtype), _word_sign(w3, THRESHOLD, dtype)
-        sign = tl.interleave(tl.interleave(s0, s2), tl.interleave(s1, s3))
-    else:  # a head may begin within a quad: one call per element
-        column = head * LENGTH + tl.arange(0, BLOCK_L)
-        w0, w1, w2, w3 = philox_words(key_ptr, call_index, token, column // 4)
-        lane = (column % 4)[None, :]
-        word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
-        sign = _word_sign(word, THRESHOLD, dtype)
-    return sign
-
-
-@triton.jit
-def _word_sign(word, THRESHOLD: tl.constexpr, dtype: tl.constexpr):
-    return tl.where((word >> 8).to(tl.int32) >= THRESHOLD, 1.0, -1.0).to(dtype)
 
 
 @triton.jit(do_not_specialize=["call_index"])
@@ -166,18 +59,20 @@ def _short_attention_forward_kernel(
         if cos_ptr is not None:
             k_bias_ptr = bias_ptr + HIDDEN
     position, column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_H)
-    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    k = load_tile(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    v = load_tile(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
     for start in tl.static_range(0, BLOCK_L, PART):
         query = start + tl.arange(0, PART)
-        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH, BLOCK_H)
-        s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW)
+        q = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH, BLOCK_H)
+        s = scores(q, k, ids_ptr, first, query, tl.arange(0, BLOCK_L), LENGTH, WIDTH, WINDOW)
         row_max = tl.max(s, axis=1)
         p = tl.exp2(s - row_max[:, None])
         row_sum = tl.sum(p, axis=1)
         scale = 1 / row_sum
         if THRESHOLD > 0:
-            sign = _kept_sign(key_ptr, call_index, first + query, head, LENGTH, BLOCK_L, THRESHOLD, v.dtype)
+            # Without a barrier the compiler draws the masks of both parts at once and runs out of registers.
+            tl.debug_barrier()
+            sign = kept_sign(key_ptr, call_index, first + query, head, 0, LENGTH, BLOCK_L, THRESHOLD, v.dtype)
             p = tl.maximum(p * sign.to(tl.float32), 0.0)
             scale *= RESOLUTION / (RESOLUTION - THRESHOLD)
         out = tl.dot(p.to(v.dtype), v, input_precision="ieee") * scale[:, None]
@@ -194,10 +89,11 @@ def _part_gradients(
 ):  # fmt: skip
     """The weights after dropout and the gradient of the scores, both without their scales; [queries, keys]."""
     if THRESHOLD > 0:
-        sign = _kept_sign(key_ptr, call_index, first + query, head, LENGTH, BLOCK_L, THRESHOLD, q.dtype)
+        tl.debug_barrier()
+        sign = kept_sign(key_ptr, call_index, first + query, head, 0, LENGTH, BLOCK_L, THRESHOLD, q.dtype)
     # Past the row's end the weights are 0, and so is every gradient.
     lse = tl.load(lse_ptr + query, mask=query < LENGTH, other=float("inf"))
-    s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW)
+    s = scores(q, k, ids_ptr, first, query, tl.arange(0, BLOCK_L), LENGTH, WIDTH, WINDOW)
     p = tl.exp2(s - lse[:, None])
     if THRESHOLD > 0:  # dropped weights are negative from here on
         p *= sign.to(tl.float32)
@@ -239,15 +135,15 @@ def _short_attention_backward_kernel(
         if cos_ptr is not None:
             k_bias_ptr = bias_ptr + HIDDEN
     position, low, high = tl.arange(0, BLOCK_L), tl.arange(0, PART), PART + tl.arange(0, PART)
-    q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    dout = _load(dout_ptr, None, None, None, first, low, LENGTH, HIDDEN, WIDTH, BLOCK_H)
+    q = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    k = load_tile(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    v = load_tile(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    dout = load_tile(dout_ptr, None, None, None, first, low, LENGTH, HIDDEN, WIDTH, BLOCK_H)
     p, ds = _part_gradients(q, k, v, dout, ids_ptr, lse_ptr, key_ptr, call_index, first, head, low,
                             LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD)  # fmt: skip
     if TWO:
-        q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
-        dout2 = _load(dout_ptr, None, None, None, first, high, LENGTH, HIDDEN, WIDTH, BLOCK_H)
+        q2 = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
+        dout2 = load_tile(dout_ptr, None, None, None, first, high, LENGTH, HIDDEN, WIDTH, BLOCK_H)
         p2, ds2 = _part_gradients(q2, k, v, dout2, ids_ptr, lse_ptr, key_ptr, call_index, first, head, high,
                                   LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD)  # fmt: skip
     dv = tl.dot(tl.trans(dout), p, input_precision="ieee")
@@ -255,20 +151,20 @@ def _short_attention_backward_kernel(
         dv = tl.dot(tl.trans(dout2), p2, dv, input_precision="ieee")
     if THRESHOLD > 0:
         dv *= RESOLUTION / (RESOLUTION - THRESHOLD)
-    dv_sum = _store(dqkv_ptr + 2 * HIDDEN, dv, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
+    dv_sum = store_gradient(dqkv_ptr + 2 * HIDDEN, dv, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     dq = tl.dot(tl.trans(k), tl.trans(ds), input_precision="ieee") * SCALE
-    dq_sum = _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
+    dq_sum = store_gradient(dqkv_ptr, dq, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     if TWO:
         dq = tl.dot(tl.trans(k), tl.trans(ds2), input_precision="ieee") * SCALE
-        dq_sum += _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
+        dq_sum += store_gradient(dqkv_ptr, dq, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     if bias_ptr is not None or cos_ptr is not None:  # loading again takes fewer registers than keeping
-        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
+        q = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
         if TWO:
-            q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
+            q2 = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
     dk = tl.dot(tl.trans(q), ds, input_precision="ieee")
     if TWO:
         dk = tl.dot(tl.trans(q2), ds2, dk, input_precision="ieee")
-    dk_sum = _store(dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position,
+    dk_sum = store_gradient(dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position,
                     LENGTH, STRIDE, WIDTH, BLOCK_H, k_bias_ptr is not None)  # fmt: skip
     if SUM:
         if k_bias_ptr is None:
@@ -281,10 +177,15 @@ def _short_attention_backward_kernel(
         tl.store(partial_ptr + 2 * HIDDEN + column, dv_sum, mask=column < WIDTH)
 
 
+def has_whole_rows(device: torch.device, length: int) -> bool:
+    """Tells if a program computes a whole row of this length, not a block of it."""
+    return length <= MAX_WHOLE_ROW and card(device).architecture in _WITH_WHOLE_ROWS
+
+
 def blocks(length: int) -> dict[str, int]:
-    """Block sizes of both kernels for rows of this length."""
+    """Block sizes of both kernels for whole rows of this length."""
     block_l = max(16, triton.next_power_of_2(length))
-    return {"LENGTH": length, "BLOCK_L": block_l, "PART": min(block_l, PART), "BLOCK_H": BLOCK_H}
+    return {"BLOCK_L": block_l, "PART": min(block_l, PART), "BLOCK_H": BLOCK_H, "num_warps": NUM_WARPS, **FUSION}
 
 
 def _constants(
@@ -293,8 +194,8 @@ def _constants(
     length, width = segment_ids_BL.shape[1], qkv_TX.shape[1] // (3 * num_heads)
     if length > MAX_LENGTH or width > MAX_HEAD_DIM:
         raise ValueError(f"rows of {length} tokens and heads of {width}; at most {MAX_LENGTH} and {MAX_HEAD_DIM}")
-    constants = {"NUM_HEADS": num_heads, "WIDTH": width, "WINDOW": window, "THRESHOLD": threshold(probability)}
-    return constants | blocks(length) | {"num_warps": NUM_WARPS, **FUSION}
+    sizes = {"LENGTH": length, "NUM_HEADS": num_heads, "WIDTH": width}
+    return sizes | {"WINDOW": window, "THRESHOLD": threshold(probability)}
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Any]:
@@ -306,7 +207,7 @@ def short_attention(
     qkv_TX: Tensor, bias_X: Tensor | None, segment_ids_BL: Tensor, cos_TH: Tensor | None, sin_TH: Tensor | None,
     num_heads: int, window: int | None, probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Softmax attention within the segments of rows of at most 128 tokens; [T, N*H] in qkv's dtype.
+    """Softmax attention within the segments of rows of at most 512 tokens; [T, N*H] in qkv's dtype.
 
     Also returns the logsumexp of each query's scores, fp32 [N, T], in base 2 and without terms that softmax ignores.
 
@@ -327,31 +228,41 @@ def short_attention(
     qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH)
     out_TD = qkv_TX.new_empty((num_tokens, qkv_TX.shape[1] // 3))
     lse_NT = qkv_TX.new_empty((num_heads, num_tokens), dtype=torch.float32)
-    _short_attention_forward_kernel[(num_rows * num_heads,)](
-        qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, key, out_TD, lse_NT, num_rows, call_index, **constants
-    )
+    arguments = (qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, key, out_TD, lse_NT, num_rows, call_index)
+    if has_whole_rows(qkv_TX.device, length := constants["LENGTH"]):
+        _short_attention_forward_kernel[(num_rows * num_heads,)](*arguments, **constants, **blocks(length))
+    else:
+        blocked_attention.forward(arguments, constants)
     return out_TD, lse_NT
 
 
 @torch.library.custom_op("electra_fast::short_attention_backward", mutates_args=())
 def short_attention_backward(
     dout_TD: Tensor, qkv_TX: Tensor, bias_X: Tensor | None, segment_ids_BL: Tensor, cos_TH: Tensor | None,
-    sin_TH: Tensor | None, lse_NT: Tensor, num_heads: int, window: int | None, probability: float,
+    sin_TH: Tensor | None, out_TD: Tensor, lse_NT: Tensor, num_heads: int, window: int | None, probability: float,
     key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv [T, X] and, per row, of the bias, fp32 [B, X], or [0] where there is none."""
-    num_rows = segment_ids_BL.shape[0]
+    """Gradients of qkv [T, X] and, per row or block of it, of the bias, fp32 [B*P, X], or [0] where there is none."""
+    num_rows, device = segment_ids_BL.shape[0], qkv_TX.device
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
-    dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(
-        dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH
+    dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, out_TD = _contiguous(
+        dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, out_TD
     )
-    dqkv_TX = torch.empty_like(qkv_TX)
-    partial_BX = None if bias_X is None else torch.empty((num_rows, *bias_X.shape), device=bias_X.device)
-    _short_attention_backward_kernel[(num_rows * num_heads,)](
-        dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, lse_NT, key, dqkv_TX, partial_BX, num_rows, call_index,
-        **constants,
-    )  # fmt: skip
-    return dqkv_TX, lse_NT.new_empty(0) if partial_BX is None else partial_BX
+    dqkv_TX, length = torch.empty_like(qkv_TX), constants["LENGTH"]
+    partial_PX = lse_NT.new_empty(0 if bias_X is None else (num_rows * _num_blocks(device, constants), *bias_X.shape))
+    inputs = (qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, lse_NT, key)
+    outputs = (dqkv_TX, None if bias_X is None else partial_PX, num_rows, call_index)
+    if has_whole_rows(device, length):
+        grid = (num_rows * num_heads,)
+        _short_attention_backward_kernel[grid](dout_TD, *inputs, *outputs, **constants, **blocks(length))
+    else:
+        blocked_attention.backward(dout_TD, out_TD, inputs, outputs, constants)
+    return dqkv_TX, partial_PX
+
+
+def _num_blocks(device: torch.device, constants: dict[str, Any]) -> int:
+    """Programs that compute the gradients of a row and head."""
+    return 1 if has_whole_rows(device, constants["LENGTH"]) else blocked_attention.num_blocks(constants)
 
 
 @short_attention.register_fake
@@ -361,23 +272,27 @@ def _(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, num_heads, window, probabi
 
 
 @short_attention_backward.register_fake
-def _(dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, lse_NT, num_heads, window, probability, key, call_index):
-    partial_BX = lse_NT.new_empty(0 if bias_X is None else (segment_ids_BL.shape[0], *bias_X.shape))
-    return qkv_TX.new_empty(qkv_TX.shape), partial_BX
+def _(
+    dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, out_TD, lse_NT, num_heads, window, probability, key,
+    call_index,
+):  # fmt: skip
+    constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
+    num_partials = segment_ids_BL.shape[0] * _num_blocks(qkv_TX.device, constants)
+    return qkv_TX.new_empty(qkv_TX.shape), lse_NT.new_empty(0 if bias_X is None else (num_partials, *bias_X.shape))
 
 
 def _save(ctx, inputs, output):
     *tensors, ctx.num_heads, ctx.window, ctx.probability, key, ctx.call_index = inputs
-    ctx.save_for_backward(*tensors, output[1], key)
+    ctx.save_for_backward(*tensors, *output, key)
     ctx.set_materialize_grads(False)  # the logsumexp is not differentiated
 
 
 def _gradients(ctx, dout_TD, dlse_NT):
     *tensors, key = ctx.saved_tensors
-    dqkv_TX, partial_BX = short_attention_backward(
+    dqkv_TX, partial_PX = short_attention_backward(
         dout_TD, *tensors, ctx.num_heads, ctx.window, ctx.probability, key, ctx.call_index
     )
-    return dqkv_TX, partial_BX.sum(0) if partial_BX.numel() else None, *(None,) * 8
+    return dqkv_TX, partial_PX.sum(0) if partial_PX.numel() else None, *(None,) * 8
 
 
 short_attention.register_autograd(_gradients, setup_context=_save)

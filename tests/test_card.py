@@ -75,7 +75,7 @@ def test_a_card(
         attention = choose_attention("auto", shape, CUDA, DTYPES[precision], length)
         assert attention == (best if has_flash else "sdpa")
     if DTYPES[precision] != torch.float32:
-        fits = architecture in ("Hopper", "Blackwell", "gfx942")
+        fits = architecture in ("Ampere", "Ada", "Hopper", "Blackwell", "consumer Blackwell", "gfx942")
         config = Config().override({"train.precision": precision})
         assert ("short" in available_attention(config, CUDA)) == fits
     assert choose_precision("auto", CUDA) == precision and choose_precision("fp32", CUDA) == "fp32"

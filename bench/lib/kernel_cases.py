@@ -250,8 +250,14 @@ def linear(make: Arguments, num_tokens: int, width: int, outputs: int) -> Args:
         (FP32, 3, 128, 1, 64, True, False, 0, 0.1),
         (FP16, 3, 128, 1, 64, False, True, 0, 0.0),
         (FP32, 3, 1, 2, 16, True, False, 0, 0.0),
+        (FP16, 3, 129, 2, 16, True, True, 0, 0.1),
+        (FP16, 3, 200, 1, 40, False, True, 70, 0.1),
+        (FP32, 3, 512, 1, 64, True, False, 0, 0.0),
     ),
-    ((1024, 128, 4, 64, True, False, 0, 0.0), (1024, 128, 1, 64, True, False, 0, 0.0)),
+    (
+        *((1024, 128, num_heads, 64, True, False, 0, 0.0) for num_heads in (4, 1)),
+        *((128, 512, 12, 64, not is_rotary, is_rotary, 0, 0.0) for is_rotary in (False, True)),
+    ),
 )
 def self_attention(
     make: Arguments,
@@ -278,7 +284,7 @@ def _sublayer(make: Arguments, width: int, inner: int, outer: int) -> SublayerWe
     return SublayerWeights(make.weight(inner, width), make.weight(inner), make.weight(width, outer), *vectors)
 
 
-@case(((FP16, 3, 24, 2, 16, 0.2),), ((1024, 128, 4, 64, 0.1),))
+@case(((FP16, 3, 24, 2, 16, 0.2), (FP16, 3, 150, 2, 16, 0.2)), ((1024, 128, 4, 64, 0.1), (128, 512, 12, 64, 0.0)))
 def attention(make: Arguments, num_rows: int, length: int, num_heads: int, head_dim: int, probability: float) -> Args:
     """By `short`."""
     mask, width = AttentionMask.packed(make.segments(num_rows, length), None, "short"), num_heads * head_dim

@@ -209,7 +209,7 @@ class TestChoice:
         found = kernel_choice._with(given, others | {"generator_head:8": "kernel", "generator_head:16": "kernel"})
         assert found == others | given
         for text, message in (
-            ("triton,generator_heat=reference", "generator_heat is none of the operations attention, bias_gelu, "),
+            ("triton,generator_heat=reference", "generator_heat is none of the operations add_norm, attention, "),
             ("auto,layer_norm:256=narrow", "layer_norm:256=narrow is none of reference, kernel"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -401,7 +401,7 @@ def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch)
     settled, kernels, _ = settle_kernels(config, torch.device("cuda"), tmp_path, time_steps=print)
     questions = {each.what: (each.compute.attention, each.candidates) for each in asked}
     assert questions == {
-        "attention": ("sdpa", ("varlen", "sdpa", "flex")),
+        "attention": ("sdpa", ("short", "varlen", "sdpa", "flex")),
         "operations": ("varlen", ("varlen",)),
         "steps": ("varlen", ("eager", "graph")),
     }

@@ -133,6 +133,7 @@ NORM = {
     "_residual_norm_backward_kernel": residual_norm.BACKWARD_PROGRAMS_PER_SM,
 }
 SHORT = {f"_short_attention_{which}_kernel": 2 for which in ("forward", "backward")}
+BLOCKED = {f"_blocked_attention_{which}_kernel": 2 for which in ("forward", "query_gradient", "key_gradient")}
 
 
 def programs_of_matmul_gelu(code, width, kernel, gated):
@@ -185,6 +186,8 @@ COMPILED = [
     ("sample_alias", "kernel", 90, (64, 96), {"_sample_alias_kernel": 8}),
     ("self_attention", "kernel", 90, (3, 128, 4, 64, True, False, 0, 0.1), SHORT),
     ("self_attention", "kernel", 90, (3, 128, 4, 64, False, True, 0, 0.1), SHORT),
+    *(("self_attention", "kernel", target, (3, 512, 4, 64, not is_rotary, is_rotary, 0, 0.1), BLOCKED)
+      for target in (80, 89, 90, 100, 120) for is_rotary in (False, True)),
     ("feed_forward", "narrow", 90, (128, 64, 256, 0.1), NARROW),
     ("gated_feed_forward", "narrow", 90, (128, 64, 176, True, 0.1), NARROW),
     *(("feed_forward", kernel, target, (128, *sizes, 0.0), GELU) for kernel, target, *sizes in

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from ahead_of_time import card_of_target
 from comparison import DEVICE, DOT_DTYPES, KEY, assert_same_bits
 from lib.kernel_cases import CASES, EPS, FP32
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from electra_fast.hardware.kernel_check import Call, excess
 from electra_fast.kernels import (
+    blocked_attention,
     corrupt,
     embedding_norm,
     launch,
@@ -19,7 +22,7 @@ from electra_fast.kernels import (
     sample_alias,
     short_attention,
 )
-from electra_fast.model.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW
+from electra_fast.model.attention import MAX_PROVEN_ROW, MAX_SHORT_HEAD, MAX_SHORT_ROW
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout, use_impl
 from electra_fast.ops.sampling import alias_table, philox, sample_alias_reference
@@ -158,11 +161,68 @@ class TestShortAttention:
 
     def test_refuses_what_it_has_no_kernel_for(self):
         assert (MAX_SHORT_ROW, MAX_SHORT_HEAD) == (short_attention.MAX_LENGTH, short_attention.MAX_HEAD_DIM)
+        assert short_attention.MAX_WHOLE_ROW == MAX_PROVEN_ROW
         options = (None, None, 1, None, 0.0, None, 0)
-        for length, width in ((129, 16), (16, 66)):
+        for length, width in ((513, 16), (16, 66)):
             ids = torch.ones(1, length, dtype=torch.int32, device=DEVICE)
             with pytest.raises(ValueError, match=f"rows of {length} tokens and heads of {width}"):
                 short_attention.short_attention(torch.zeros(length, 3 * width, device=DEVICE), None, ids, *options)
+
+
+@triton.jit
+def _visited(ids_ptr, found_ptr, LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, OWN: tl.constexpr, WINDOW: tl.constexpr):
+    block = tl.program_id(0)
+    begin, end = blocked_attention._range(ids_ptr, block * OWN, LENGTH, BLOCK_L, OWN, WINDOW)
+    tl.store(found_ptr + 2 * block, begin)
+    tl.store(found_ptr + 2 * block + 1, end)
+
+
+class TestBlockedAttention:
+    @pytest.fixture(autouse=True)
+    def small_blocks(self, monkeypatch):
+        """So that short rows have several, of queries and keys in different numbers."""
+        monkeypatch.setattr(short_attention, "has_whole_rows", lambda *_: False)
+        for name, own, other in (("FORWARD", 16, 32), ("BACKWARD", 32, 16), ("BACKWARD_WITH_DROPOUT", 32, 16)):
+            tile = {"OWN": own, "OTHER": other, "num_warps": 4, "num_stages": 1}
+            monkeypatch.setattr(blocked_attention, name, tile)
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            pytest.param((3, 37, 1, 16, True, True, 18, 0.1)),
+            pytest.param((3, 72, 2, 24, True, False, 0, 0.1), marks=pytest.mark.slow),
+            pytest.param((3, 70, 2, 40, False, True, 0, 0.0), marks=pytest.mark.slow),
+            pytest.param((3, 100, 1, 64, True, False, 30, 0.0), marks=pytest.mark.slow),
+            pytest.param((3, 1, 2, 16, True, False, 0, 0.0), marks=pytest.mark.slow),
+        ],
+    )
+    def test_equals_the_reference(self, sizes):
+        """Segments that cross blocks, that end with one, that have one token, and padding."""
+        call = call_of("self_attention", *sizes, dtype=DOT_DTYPES[0])
+        with use_impl("reference"):
+            truth, eager = call.outcome(torch.float64), call.outcome()
+        with use_impl("kernel"):
+            assert excess(call.outcome(), eager, truth, 1.5, 4e-7) <= 1
+
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_visits_what_shares_a_segment_with_a_block(self, window):
+        """Padding among it, which does not share one with the first segment; the row ends within a block."""
+        ids = [1] * 21 + [2] * 11 + [3] + [4] * 18 + [0] * 8
+        found = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
+        _visited[(4,)](torch.tensor(ids, device=DEVICE), found, 59, 64, 16, window)
+        for start, (begin, end) in zip(range(0, 64, 16), found.tolist(), strict=True):
+            own, reach = set(ids[start : start + 16]), 64 if window is None else window
+            shared = [n for n, id in enumerate(ids) if id in own and start - reach <= n < start + 16 + reach]
+            assert (begin, end) == (shared[0] // 4 * 4, shared[-1] + 1)
+
+    def test_ids_need_not_ascend(self):
+        """A segment that padding interrupts is one, as in the reference."""
+        call = call_of("self_attention", 1, 64, 1, 16, False, False, 0, 0.0)
+        call.args[3].segment_ids_BL[:] = torch.tensor([3, 1, 0, 3], device=DEVICE).repeat_interleave(16)
+        with use_impl("reference"):
+            truth = call.outcome()
+        with use_impl("kernel"):
+            torch.testing.assert_close(call.outcome(), truth, rtol=1e-4, atol=1e-5)
 
 
 class TestSublayers:

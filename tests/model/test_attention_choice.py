@@ -43,8 +43,8 @@ def chosen(
         ("short", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
         ("flex", {"attention_dropout": 0.1}, "model.attention_dropout = 0.0"),
         ("xformers", {"local_attention": 8, "architecture": "modernbert"}, "model.local_attention = 0"),
-        ("short", {}, "rows of at most 128 tokens, and these differ in length"),
-        ("short", {"row_length": 129}, "rows of at most 128 tokens, and these have 129"),
+        ("short", {}, "rows of at most 512 tokens, and these differ in length"),
+        ("short", {"row_length": 513}, "rows of at most 512 tokens, and these have 513"),
         ("short", {"row_length": 128, "num_heads": 2}, "heads of at most 64 dimensions, and these have 128"),
         ("varlen", {"hidden_size": 16}, "heads of a multiple of 8 dimensions, and these have 4"),
     ],
@@ -59,7 +59,7 @@ def test_a_backend_names_a_missing_requirement(backend: str, changes: dict[str, 
 def test_a_backend_that_can_run_is_taken() -> None:
     for backend, changes in (
         ("varlen", {"local_attention": 8, "architecture": "modernbert"}),
-        ("short", {"row_length": 128, "attention_dropout": 0.1}),
+        ("short", {"row_length": 512, "attention_dropout": 0.1}),
         ("flex", {"dtype": torch.float32}),
     ):
         assert chosen(backend, **changes) == backend
@@ -128,7 +128,29 @@ def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
     assert chosen("auto", attention_dropout=0.1, row_length=129) == "varlen"
     assert chosen("auto", row_length=128, num_heads=2) == "varlen"
     assert chosen("auto", dtype=torch.float32, row_length=128) == "sdpa"
+    assert chosen("auto") == "varlen"
     assert chosen("auto", CPU, torch.float32) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [("A100", (8, 0)), ("L4", (8, 9)), ("B200", (10, 0)), ("5090", (12, 0))]
+)
+@pytest.mark.parametrize("length", [128, 512])
+def test_what_no_such_card_has_run_is_left_to_the_check(
+    name: str, capability: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`short` is its first candidate, but `auto` without a check takes `varlen`."""
+    monkeypatch.setattr(compute, "card_of", lambda _: Card(name, capability))
+    config = Config.preset("small", "modern").override({"data.sequence_length": length})
+    assert available_attention(config, CUDA)[:4] == ["short", "varlen", "sdpa", "flex"]
+    assert choose_compute(config, CUDA).attention == "varlen"
+
+
+def test_rows_of_512_have_every_candidate() -> None:
+    config = Config.preset("base", "modern")
+    assert config.data.sequence_length == 512
+    assert available_attention(config, CUDA)[:4] == ["short", "varlen", "sdpa", "flex"]
+    assert choose_compute(config, CUDA).attention == "varlen"
 
 
 def test_the_configuration_knows_every_backend() -> None:

@@ -94,8 +94,8 @@ class ModelConfig(Section):
         "weights shared by generator and discriminator; disentangled: the token table, of which the discriminator "
         "trains a summand of its own (GDES)",
     )
-    attention: Literal["auto", "sdpa", "short", "varlen", "flex", "xformers"] = config_key(
-        "auto", "attention backend; auto: on CUDA in 16 bits short (rows up to 128, Hopper) or varlen, else sdpa"
+    attention: Literal["auto", "sdpa", "short", "varlen", "flex", "flash4", "xformers"] = config_key(
+        "auto", "attention backend, short for rows up to 512; auto: the fastest right one by the check of a GPU"
     )
     norm_eps: float = config_key(
         0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modernbert, 1e-7 in deberta", low=0, high=1

@@ -85,7 +85,7 @@ class FinetuneSection(Section):
     matmul: Literal["auto", "default", "onednn"] = config_key(
         "auto", "library for fp32 matrix products on a CPU; auto: the faster, by a short measurement"
     )
-    attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
+    attention: Literal["auto", "sdpa", "varlen", "flex", "flash4", "xformers"] = config_key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
     )
     execution: Literal["auto", "eager", "graph"] = config_key(

@@ -1,4 +1,4 @@
-"""Attention within the segments of a flat buffer: one contract, a readable reference, five backends.
+"""Attention within the segments of a flat buffer: one contract, a readable reference, six backends.
 
 An `AttentionMask` holds, once per micro-batch, which tokens attend to each other, in the form that the
 chosen backend reads; every layer of both networks then calls `self_attention`. A backend may change speed,
@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from electra_fast.card import Card, missing_for_triton
 from electra_fast.config.config import ModelConfig
 from electra_fast.errors import InputError
+from electra_fast.model import flash_attention_4
 from electra_fast.ops import cpu_ops, fused
 from electra_fast.ops import operations as ops
 from electra_fast.ops.cpu_ops import SegmentLayout, masking_bias, segment_layout
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
 FLEX_BLOCK = 128
 # What scaled_dot_product_attention may choose from on CUDA.
 SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Limits of `short`, whose programs hold all keys of a row.
-MAX_SHORT_ROW, MAX_SHORT_HEAD = 128, 64
-# Architectures on which the kernels of `short` compile without spilling a large part of their tiles.
-_WITH_SHORT = ("Hopper", "Blackwell", "gfx942")
+# Limits of `short`.
+MAX_SHORT_ROW, MAX_SHORT_HEAD = 512, 64
+# Architectures for which the kernels of `short` were compiled, all without spilling.
+_WITH_SHORT = ("Ampere", "Ada", "Hopper", "Blackwell", "consumer Blackwell", "gfx942")
+# The longest row for which they have run, on Hopper.
+MAX_PROVEN_ROW = 128
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ class AttentionMask:
     """The division of a flat buffer of T = B*L tokens into segments, which attend to themselves only.
 
     One field is set, that of the backend: `dense_B1LL` (bool, True = attend; None: whole rows) for
-    `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen`, `block_mask` for `flex`, `block_diagonal` for
+    `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen` and `flash4`, `block_mask` for `flex`, `block_diagonal` for
     `xformers`, `segment_ids_BL` for `short`; on a CPU, where the offsets are known, `sdpa` has both instead of
     `dense_B1LL`. `local` is the mask of layers with local attention, where a model has
     them; its `window` is how many tokens to each side a token attends to.
@@ -204,7 +207,10 @@ def self_attention(
             return cpu_ops.segment_attention(qkv_TX, mask.segments(x_TD.dtype), num_heads, dropout.probability)
         return cpu_ops.self_attention(qkv_TX, mask.bias(x_TD.dtype), mask.num_rows, num_heads, dropout.probability)
     if rotary is None:
-        q, k, v = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+        qkv_T3NH = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1)
+        if mask.backend == "flash4" and not dropout.probability:  # whose gradient is one buffer from the start
+            return flash_attention_4.attend(*_offsets(mask), qkv_T3NH).flatten(1)
+        q, k, v = qkv_T3NH.unbind(1)
     else:
         assert qkv_bias_X is None
         q, k, v = ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
@@ -356,6 +362,16 @@ def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dr
     return out
 
 
+def _flash4(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    assert not dropout
+    return flash_attention_4.attend(*_offsets(mask), q_TNH, k_TNH, v_TNH)
+
+
+def _offsets(mask: AttentionMask) -> tuple[Tensor, int, int | None]:
+    assert mask.cu_seqlens is not None
+    return mask.cu_seqlens, mask.length, mask.window
+
+
 def _flex_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) -> dict[str, Any]:
     return {"block_mask": _block_mask(ids_BL, window)}
 
@@ -488,6 +504,10 @@ def _missing_for_flash(card: Card, shape: ModelConfig, row_length: int | None) -
     return None
 
 
+def _missing_for_flash4(card: Card, shape: ModelConfig, row_length: int | None) -> str | None:
+    return flash_attention_4.missing(card, _head_dim(shape))
+
+
 def _missing_for_xformers(*_: object) -> str | None:
     if importlib.util.find_spec("xformers") is None:
         return "the package xformers (pip install xformers)"
@@ -538,7 +558,8 @@ class Backend:
         reads_offsets: It reads the segments' offsets, not their ids.
         is_deterministic: Two runs of the same seed have bitwise equal gradients.
         is_ours: Kernels of ours compute it.
-        is_proven_on_hopper_alone: `auto` chooses it on those cards only.
+        max_proven_row: `auto` chooses it without a check on Hopper only, for rows of up to so many tokens; None for a
+            backend of other cards and rows too.
         alike: The backend that saves the same tensors, if it runs on fake ones only after compiling, or not at all.
     """
 
@@ -552,15 +573,15 @@ class Backend:
     reads_offsets: bool = False
     is_deterministic: bool = True
     is_ours: bool = False
-    is_proven_on_hopper_alone: bool = False
+    max_proven_row: int | None = None
     alike: str = ""
 
 
 _FLASH: dict[str, Any] = {"reads_offsets": True, "is_deterministic": False}
 _ALL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BACKENDS = {
-    # Our kernel for rows of up to 128 tokens, on cards into which it fits.
-    "short": Backend(_short_mask, None, _missing_for_short, is_ours=True, is_proven_on_hopper_alone=True),
+    # Our kernels for rows of up to 512 tokens.
+    "short": Backend(_short_mask, None, _missing_for_short, is_ours=True, max_proven_row=MAX_PROVEN_ROW),
     # torch's flash attention over segments of different lengths.
     "varlen": Backend(_varlen_mask, _varlen, _missing_for_flash, **_FLASH),
     # scaled_dot_product_attention with a dense mask.
@@ -569,7 +590,10 @@ BACKENDS = {
     "flex": Backend(
         _flex_mask, _flex, _missing_for_flex, _ALL_DTYPES, has_dropout=False, is_disentangled=True, alike="varlen"
     ),
-    # Flash attention of another package.
+    # Flash attention of other packages.
+    "flash4": Backend(
+        _varlen_mask, _flash4, _missing_for_flash4, has_dropout=False, reads_offsets=True, alike="varlen"
+    ),
     "xformers": Backend(_xformers_mask, _xformers, _missing_for_xformers, has_windows=False, alike="varlen", **_FLASH),
 }
 """The backends by name, the preferred one first."""

@@ -128,7 +128,8 @@ def choose_attention(
     """
     if requested == AUTO:
         is_hopper = device.type == "cuda" and card_of(device).is_hopper
-        names = [name for name, backend in BACKENDS.items() if is_hopper or not backend.is_proven_on_hopper_alone]
+        rows = (row_length or 0) if is_hopper else float("inf")
+        names = [name for name, each in BACKENDS.items() if each.max_proven_row is None or rows <= each.max_proven_row]
         return next(name for name in names if not _missing_for(name, shape, device, dtype, row_length))
     if what := _missing_for(requested, shape, device, dtype, row_length):
         raise InputError(f'model.attention = "{requested}" needs {what}; or set model.attention = "sdpa"')

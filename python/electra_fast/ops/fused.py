@@ -138,7 +138,7 @@ class Attention(torch.autograd.Function):
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dmixed_TD, dout_weight_DD = dz_TD @ out_weight_DD, weight_gradient(dz_TD, mixed_TD)
-        arguments = (qkv_TX, in_bias_X, ids_BL, None, None, lse_NT)
+        arguments = (qkv_TX, in_bias_X, ids_BL, None, None, mixed_TD, lse_NT)
         attention_dropout = (attention_key, ctx.attention_call_index)
         dqkv_TX, partial_BX = kernels().short_attention_backward(dmixed_TD, *arguments, *ctx.heads, *attention_dropout)
         din_bias_X, *dnorm = _vector_gradients(partial_BX, partial_P3D)

@@ -41,6 +41,7 @@ EXTRAS = {
     "onnxscript": "import onnxscript",
     "onnxruntime": "import onnxruntime",
     "xformers": "import sys; from electra_fast.model import attention; sys.exit(attention.failure_of_xformers())",
+    "flash-attn-4": "import sys; from electra_fast.model.flash_attention_4 import failure; sys.exit(failure())",
     "distributed": "import distributed",
 }
 EXTRA_SECONDS = 180
