@@ -21,7 +21,11 @@ BOTH = ("pretrain_throughput.py", "--only", "electra-fast, as pretrain", "electr
 PROFILE = ("profile_step.py", "--top", "30", "--train.kernels", "triton", "--shape")
 # Operations of `lib/kernel_cases.py` by words in their names, the most expensive in a step first.
 KERNELS = ("attention", "feed_forward", "norm", "generator_head", "gelu geglu")
-KERNELS += ("replaced_logits discriminator_loss", "linear rotary_qkv", "corrupt slot_states dropout sample_alias")
+KERNELS += (
+    "logits discriminator_loss",
+    "linear rotary_qkv",
+    "corrupt slot_states dropout sample_alias",
+)
 # Ahead-of-time compilation is tested without a GPU; warnings of other Python versions are not failures here.
 PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-c", str(TREE / "pyproject.toml"))
 TESTS = ("model/test_attention.py", "training/test_step.py", "training/test_checkpoint_writer.py")

@@ -1,8 +1,8 @@
-"""The discriminator's head after its dense product (bias, GELU, classifier), and its loss (Triton).
+"""The discriminator's head after its dense product (bias, GELU, norm, classifier), and its loss (Triton).
 
-Contracts and references: `replaced_logits` and `discriminator_loss` in `electra_fast.ops.operations`. Each op reads
-its [T, D] or [T] input once. Sums over tokens use no atomics: every program writes its partial sums to a row of a small
-buffer, whose rows are added in a fixed order, so that results are bitwise reproducible.
+Contracts and references: `replaced_logits`, `token_logits` and `discriminator_loss` in `electra_fast.ops.operations`.
+Each op reads its [T, D] or [T] input once. Sums over tokens use no atomics: every program writes its partial sums to a
+row of a small buffer, whose rows are added in a fixed order, so that results are bitwise reproducible.
 
 GELU is exact, without the tanh approximation. Sums are fp32; the loss and the counts are summed over
 programs in fp64.
@@ -37,38 +37,72 @@ NUM_TOTALS = 5
 
 @triton.jit
 def _gelu_logit_forward_kernel(
-    h_ptr, bias_ptr, weight_ptr, classifier_bias_ptr, logits_ptr, num_tokens,
-    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    h_ptr, bias_ptr, weight_ptr, classifier_bias_ptr, logits_ptr, mean_ptr, rstd_ptr, num_tokens, eps,
+    HAS_GELU: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     row_mask = first + row < num_tokens
     h_ptr += first * D
-    logit = tl.zeros([ROWS], dtype=tl.float32) + tl.load(classifier_bias_ptr)
+    logit = tl.zeros([ROWS], dtype=tl.float32)
+    mean = tl.zeros([ROWS], dtype=tl.float32)
+    square = tl.zeros([ROWS], dtype=tl.float32)  # the sum of squared distances from the mean
+    total_weight = 0.0
     for first_column in tl.static_range(0, D, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
         column_mask = column < D
         mask = row_mask[:, None] & column_mask[None, :]
-        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
         weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
-        h = tl.load(h_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)
-        x = h.to(tl.float32) + bias[None, :]
-        logit += tl.sum(weight[None, :] * gelu(x), axis=1)
+        x = tl.load(h_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + column, mask=column_mask, other=0.0)[None, :]
+        if HAS_GELU:
+            x = gelu(x)
+        logit += tl.sum(weight[None, :] * x, axis=1)
+        if mean_ptr is not None:  # joins the moments of these columns with those before them
+            count = min(COLUMNS, D - first_column)
+            block_mean = tl.sum(x, axis=1) / count
+            centered = tl.where(column_mask[None, :], x - block_mean[:, None], 0.0)
+            distance = block_mean - mean
+            square += tl.sum(centered * centered, axis=1)
+            square += distance * distance * (first_column * count / (first_column + count))
+            mean += distance * (count / (first_column + count))
+            total_weight += tl.sum(weight, axis=0)
+    if mean_ptr is not None:
+        rstd = tl.rsqrt(square / D + eps)
+        logit = (logit - mean * total_weight) * rstd
+        tl.store(mean_ptr + first + row, mean, mask=row_mask)
+        tl.store(rstd_ptr + first + row, rstd, mask=row_mask)
+    if classifier_bias_ptr is not None:
+        logit += tl.load(classifier_bias_ptr)
     tl.store(logits_ptr + first + row, logit, mask=row_mask)
 
 
 @triton.jit
 def _gelu_logit_backward_kernel(
-    dlogits_ptr, h_ptr, bias_ptr, weight_ptr, dh_ptr, partial_ptr, num_tokens, rows_per_program, partial_stride,
-    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dlogits_ptr, h_ptr, bias_ptr, weight_ptr, classifier_bias_ptr, logits_ptr, mean_ptr, rstd_ptr, dh_ptr, partial_ptr,
+    num_tokens, rows_per_program, partial_stride,
+    HAS_GELU: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # A program takes a block of columns of consecutive rows: no sum here runs over columns.
+    # A program takes a block of columns of consecutive rows: no sum here runs over columns. That of the gradient of
+    # what is normed, times it, is the logit without its bias.
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     first_column = tl.program_id(1) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
     column_mask = column < D
-    bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
+    centered_weight = weight
+    classifier_bias = 0.0
+    if mean_ptr is not None:
+        total_weight = 0.0
+        for other_column in tl.static_range(0, D, COLUMNS):
+            other = other_column + tl.arange(0, COLUMNS)
+            total_weight += tl.sum(tl.load(weight_ptr + other, mask=other < D, other=0.0), axis=0)
+        centered_weight -= total_weight / D
+        if classifier_bias_ptr is not None:
+            classifier_bias += tl.load(classifier_bias_ptr)
     # One running sum per row of the tile, reduced at the end: the rows of a tile are in different warps.
     dbias = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     dweight = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -78,19 +112,34 @@ def _gelu_logit_backward_kernel(
         row_mask = row < num_tokens
         mask = row_mask[:, None] & column_mask[None, :]
         offset = row[:, None] * D + column[None, :]
-        h = tl.load(h_ptr + offset, mask=mask, other=0.0)
+        x = tl.load(h_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         dlogit = tl.load(dlogits_ptr + row, mask=row_mask, other=0.0)
-        activated, derivative = gelu_and_derivative(h.to(tl.float32) + bias[None, :])
-        dh = dlogit[:, None] * weight[None, :] * derivative
-        tl.store(dh_ptr + offset, dh.to(dh_ptr.dtype.element_ty), mask=mask)
-        dbias += dh
-        dweight += dlogit[:, None] * activated
+        if bias_ptr is not None:
+            x += bias[None, :]
+        if HAS_GELU:
+            x, derivative = gelu_and_derivative(x)
         dclassifier_bias += dlogit
+        if mean_ptr is None:
+            dweight += dlogit[:, None] * x
+            dh = dlogit[:, None] * weight[None, :]
+        else:
+            # Past the last row rstd is 0, and so is every gradient.
+            rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
+            x = (x - tl.load(mean_ptr + row, mask=row_mask, other=0.0)[:, None]) * rstd[:, None]
+            share = (tl.load(logits_ptr + row, mask=row_mask, other=0.0) - classifier_bias) / D
+            dweight += dlogit[:, None] * x
+            dh = (dlogit * rstd)[:, None] * (centered_weight[None, :] - x * share[:, None])
+        if HAS_GELU:
+            dh *= derivative
+        tl.store(dh_ptr + offset, dh.to(dh_ptr.dtype.element_ty), mask=mask)
+        if bias_ptr is not None:
+            dbias += dh
     partial_ptr += tl.program_id(0) * partial_stride
-    tl.store(partial_ptr + column, tl.sum(dbias, axis=0), mask=column_mask)
-    tl.store(partial_ptr + D + column, tl.sum(dweight, axis=0), mask=column_mask)
+    tl.store(partial_ptr + column, tl.sum(dweight, axis=0), mask=column_mask)
+    if bias_ptr is not None:
+        tl.store(partial_ptr + D + column, tl.sum(dbias, axis=0), mask=column_mask)
     if first_column == 0:
-        tl.store(partial_ptr + 2 * D, tl.sum(dclassifier_bias, axis=0))
+        tl.store(partial_ptr + D * (1 + (bias_ptr is not None)), tl.sum(dclassifier_bias, axis=0))
 
 
 @triton.jit
@@ -167,28 +216,42 @@ def block_columns(width: int) -> int:
     return min(MAX_COLUMNS, divisor if divisor >= 64 else triton.next_power_of_2(width))
 
 
-@torch.library.custom_op("electra_fast::gelu_logit", mutates_args=())
-def gelu_logit(h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor, classifier_bias_1: Tensor) -> Tensor:
-    """weight · gelu(h + bias) + classifier_bias; h [T, D], fp32 [D], [1, D] and [1] → fp32 [T]."""
-    num_tokens, width = h_TD.shape
-    logits_T = torch.empty(num_tokens, dtype=torch.float32, device=h_TD.device)
-    columns = block_columns(width)
-    rows = FORWARD_TILE // columns
+@torch.library.custom_op("electra_fast::classifier_logits", mutates_args=())
+def classifier_logits(
+    h_TD: Tensor, bias_D: Tensor | None, weight_1D: Tensor, classifier_bias_1: Tensor | None, eps: float | None,
+    has_gelu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """weight · x + classifier_bias, where x is h + bias, then its GELU, then its norm by `eps`, as far as asked for.
+
+    h [T, D], fp32 [D], [1, D] and [1] → fp32 [T]; mean and 1 / standard deviation, fp32 [T], empty without a norm.
+    """
+    (num_tokens, width), columns = h_TD.shape, block_columns(h_TD.shape[1])
+    logits_T, rows = torch.empty(num_tokens, dtype=torch.float32, device=h_TD.device), FORWARD_TILE // columns
+    mean_T, rstd_T = (logits_T.new_empty(0 if eps is None else num_tokens) for _ in range(2))
+    statistics = (None, None) if eps is None else (mean_T, rstd_T)
     _gelu_logit_forward_kernel[(triton.cdiv(num_tokens, rows),)](
-        h_TD.contiguous(), bias_D, weight_1D, classifier_bias_1, logits_T, num_tokens,
-        D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
+        h_TD.contiguous(), bias_D, weight_1D, classifier_bias_1, logits_T, *statistics, num_tokens, eps or 0.0,
+        HAS_GELU=has_gelu, D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return logits_T
+    return logits_T, mean_T, rstd_T
 
 
-@gelu_logit.register_fake
-def _(h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor, classifier_bias_1: Tensor) -> Tensor:
-    return h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
+@classifier_logits.register_fake
+def _(
+    h_TD: Tensor, bias_D: Tensor | None, weight_1D: Tensor, classifier_bias_1: Tensor | None, eps: float | None,
+    has_gelu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes = (h_TD.shape[0], *[0 if eps is None else h_TD.shape[0]] * 2)
+    logits_T, mean_T, rstd_T = (h_TD.new_empty(size, dtype=torch.float32) for size in sizes)
+    return logits_T, mean_T, rstd_T
 
 
-@torch.library.custom_op("electra_fast::gelu_logit_backward", mutates_args=())
-def gelu_logit_backward(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor) -> tuple[Tensor, Tensor]:
-    """dh [T, D] in h's dtype, and fp32 [2D + 1]: the gradients of bias, weight and classifier bias, concatenated."""
+@torch.library.custom_op("electra_fast::classifier_logits_backward", mutates_args=())
+def classifier_logits_backward(
+    dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor | None, weight_1D: Tensor, classifier_bias_1: Tensor | None,
+    logits_T: Tensor, mean_T: Tensor, rstd_T: Tensor, has_norm: bool, has_gelu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dh [T, D] in h's dtype, and fp32: the gradients of weight, bias if any, and classifier bias, concatenated."""
     num_tokens, width = h_TD.shape
     columns = block_columns(width)
     rows, column_blocks = BACKWARD_TILE // columns, triton.cdiv(width, columns)
@@ -196,33 +259,55 @@ def gelu_logit_backward(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor, weight_
     rows_per_program = rows * max(MIN_TILES, triton.cdiv(num_tokens * column_blocks, rows * max_programs))
     num_programs = triton.cdiv(num_tokens, rows_per_program)
     dh_TD = torch.empty_like(h_TD, memory_format=torch.contiguous_format)
-    partial_stride = 2 * width + 4  # keeps rows 16-byte aligned
+    num_sums = width * (1 + (bias_D is not None)) + 1
+    partial_stride = num_sums + 3  # keeps rows 16-byte aligned
     partials = torch.empty(num_programs, partial_stride, dtype=torch.float32, device=h_TD.device)
+    statistics = (logits_T, mean_T, rstd_T) if has_norm else (None, None, None)
     _gelu_logit_backward_kernel[(num_programs, column_blocks)](
-        dlogits_T.contiguous(), h_TD.contiguous(), bias_D, weight_1D, dh_TD, partials,
+        dlogits_T.contiguous(), h_TD.contiguous(), bias_D, weight_1D, classifier_bias_1, *statistics, dh_TD, partials,
         num_tokens, rows_per_program, partial_stride,
-        D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
+        HAS_GELU=has_gelu, D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return dh_TD, partials[:, : 2 * width + 1].sum(0)
+    return dh_TD, partials[:, :num_sums].sum(0)
 
 
-@gelu_logit_backward.register_fake
-def _(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor) -> tuple[Tensor, Tensor]:
+@classifier_logits_backward.register_fake
+def _(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     dh_TD = torch.empty_like(h_TD, memory_format=torch.contiguous_format)
-    return dh_TD, h_TD.new_empty(2 * h_TD.shape[1] + 1, dtype=torch.float32)
+    return dh_TD, h_TD.new_empty(h_TD.shape[1] * (1 + (bias_D is not None)) + 1, dtype=torch.float32)
 
 
-def _save_gelu_logit(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
+def _save_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, eps, ctx.has_gelu = inputs
+    ctx.has_norm = eps is not None
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)  # the statistics are not differentiated
 
 
-def _gelu_logit_gradients(ctx: Any, dlogits_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dh_TD, sums = gelu_logit_backward(dlogits_T, *ctx.saved_tensors)
-    width = dh_TD.shape[1]
-    return dh_TD, sums[:width], sums[width : 2 * width].view(1, width), sums[2 * width :]
+def _logit_gradients(ctx: Any, dlogits_T: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    dh_TD, sums = classifier_logits_backward(dlogits_T, *ctx.saved_tensors, ctx.has_norm, ctx.has_gelu)
+    width, (_, bias_D, _, classifier_bias_1) = dh_TD.shape[1], ctx.saved_tensors[:4]
+    dbias_D = None if bias_D is None else sums[width : 2 * width]
+    return dh_TD, dbias_D, sums[:width].view(1, width), None if classifier_bias_1 is None else sums[-1:], None, None
 
 
-gelu_logit.register_autograd(_gelu_logit_gradients, setup_context=_save_gelu_logit)
+classifier_logits.register_autograd(_logit_gradients, setup_context=_save_logits)
+
+
+def gelu_logit(
+    h_TD: Tensor, bias_D: Tensor | None, weight_1D: Tensor, classifier_bias_1: Tensor,
+    norm_weight_D: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """weight · gelu(h + bias) + classifier_bias, with a LayerNorm (without bias) after the GELU if it has a weight."""
+    weight_1D, norm_eps = (weight_1D, None) if norm_weight_D is None else (weight_1D * norm_weight_D, eps)
+    logits_T: Tensor = classifier_logits(h_TD, bias_D, weight_1D, classifier_bias_1, norm_eps, True)[0]
+    return logits_T
+
+
+def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
+    """weight · x + bias; → fp32 [T]."""
+    logits_T: Tensor = classifier_logits(x_TD, None, weight_1D, bias_1, None, False)[0]
+    return logits_T
 
 
 @torch.library.custom_op("electra_fast::discriminator_loss", mutates_args=())

@@ -3,7 +3,7 @@
 
 from electra_fast.kernels.bias_gelu import bias_gelu, bias_gelu_backward, geglu, geglu_backward
 from electra_fast.kernels.corrupt import corrupt
-from electra_fast.kernels.discriminator_head import discriminator_loss, gelu_logit
+from electra_fast.kernels.discriminator_head import discriminator_loss, gelu_logit, token_logits
 from electra_fast.kernels.dropout import dropout
 from electra_fast.kernels.embedding_norm import embedding_norm
 from electra_fast.kernels.generator_head import generator_head

@@ -192,10 +192,26 @@ def slot_states(make: Arguments, num_rows: int, length: int, num_slots: int, wid
     return make.normal(num_rows * length, width), position_M, num_rows
 
 
-@case(((FP32, 37, 512), (BF16, 200, 64), (FP16, 70, 100)), ((131_072, 256), (65_536, 768)))
-def replaced_logits(make: Arguments, num_tokens: int, width: int) -> Args:
-    parameters = make.weight(width, width), make.weight(width), make.weight(1, width), make.weight(1)
-    return make.normal(num_tokens, width, scale=2), *parameters
+@case(
+    (
+        (FP32, 37, 512, True),
+        (FP32, 37, 512, False),
+        (BF16, 200, 64, False),
+        (FP16, 70, 100, True),
+        (BF16, 9, 768, True),
+    ),
+    tuple((*sizes, has_norm) for sizes in ((131_072, 256), (65_536, 768)) for has_norm in (False, True)),
+)
+def replaced_logits(make: Arguments, num_tokens: int, width: int, has_norm: bool) -> Args:
+    """A head has a norm or a bias."""
+    dense, classifier = make.weight(width, width), (make.weight(1, width), make.weight(1))
+    bias_D, norm = (None, (make.weight(width), 1e-5)) if has_norm else (make.weight(width), ())
+    return make.normal(num_tokens, width, scale=2), dense, bias_D, *classifier, *norm
+
+
+@case(((FP32, 37, 512, True), (BF16, 200, 100, False)), ((131_072, 256, True),))
+def token_logits(make: Arguments, num_tokens: int, width: int, has_bias: bool) -> Args:
+    return make.normal(num_tokens, width), make.weight(1, width), make.weight(1) if has_bias else None
 
 
 @case(((FP32, 3000), (BF16, 507)), ((131_072,),))

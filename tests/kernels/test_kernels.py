@@ -132,6 +132,8 @@ NORM = {
     "_residual_norm_forward_kernel": residual_norm.FORWARD_PROGRAMS_PER_SM,
     "_residual_norm_backward_kernel": residual_norm.BACKWARD_PROGRAMS_PER_SM,
 }
+LOGIT_PROGRAMS = discriminator_head.BACKWARD_PROGRAMS_PER_SM
+LOGIT = {f"_gelu_logit_{which}_kernel": LOGIT_PROGRAMS for which in ("forward", "backward")}
 SHORT = {f"_short_attention_{which}_kernel": 2 for which in ("forward", "backward")}
 BLOCKED = {f"_blocked_attention_{which}_kernel": 2 for which in ("forward", "query_gradient", "key_gradient")}
 
@@ -175,10 +177,9 @@ COMPILED = [
     ("rotary_qkv", "kernel", 90, (32, 16, 3, 64), {"_rotary_kernel": 8}),
     ("corrupt", "kernel", 90, (2, 128, 20), {"_corrupt_kernel": 8}),
     *(("slot_states", "kernel", target, (2, 128, 20, 256), {"_slot_gradient_kernel": 4}) for target in (80, 90)),
-    (
-        *("replaced_logits", "kernel", 90, (64, 256)),
-        {f"_gelu_logit_{w}_kernel": discriminator_head.BACKWARD_PROGRAMS_PER_SM for w in ("forward", "backward")},
-    ),
+    ("replaced_logits", "kernel", 90, (64, 256, False), LOGIT),
+    ("replaced_logits", "kernel", 80, (64, 768, True), LOGIT),
+    ("token_logits", "kernel", 90, (64, 256, True), LOGIT),
     (
         *("discriminator_loss", "kernel", 90, (64,)),
         {"_loss_forward_kernel": 5, "_loss_sums_kernel": 1, "_loss_backward_kernel": 5},

@@ -95,10 +95,8 @@ class DiscriminatorHead(nn.Module):
             # In fp32, since its gradient is a sum over all tokens of a segment.
             precision = torch.promote_types(x_TD.dtype, torch.float32)
             x_TD = self.norm(x_TD + ops.gather_rows(x_TD.to(precision), first_T).to(x_TD.dtype))
-        if self.norm is None or self.architecture == "deberta":
-            return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
-        x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))
-        return ops.token_logits(x_TD, classifier.weight, classifier.bias)
+        norm = (self.norm.weight, self.norm.eps) if self.norm is not None and self.architecture == "modernbert" else ()
+        return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias, *norm)
 
 
 class LogitHead(nn.Module):

@@ -476,19 +476,35 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
 
 @operation
 def replaced_logits(
-    x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
+    x_TD: Tensor,
+    dense_weight_DD: Tensor,
+    dense_bias_D: Tensor | None,
+    weight_1D: Tensor,
+    bias_1: Tensor,
+    norm_weight_D: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """The discriminator's head without norm: dense layer, GELU, one logit per token; [T, D] → fp32 [T].
+    """The discriminator's head: dense layer, GELU, LayerNorm where it has a weight, one logit per token.
 
-    The kernel fuses the dense layer's bias, the GELU and the classifier, in fp32.
+    [T, D] → fp32 [T]. The kernel fuses all after the dense layer's product, in fp32.
     """
     if uses_kernels(x_TD, "replaced_logits"):
-        return kernels().gelu_logit(linear(x_TD, dense_weight_DD), dense_bias_D, weight_1D, bias_1)
-    return token_logits(bias_gelu_reference(x_TD, dense_weight_DD, dense_bias_D), weight_1D, bias_1)
+        h_TD = linear(x_TD, dense_weight_DD)
+        return kernels().gelu_logit(h_TD, dense_bias_D, weight_1D, bias_1, norm_weight_D, eps)
+    x_TD = bias_gelu_reference(x_TD, dense_weight_DD, dense_bias_D)
+    x_TD = x_TD if norm_weight_D is None else layer_norm_reference(x_TD, norm_weight_D, None, eps)
+    return token_logits_reference(x_TD, weight_1D, bias_1)
 
 
+@operation
 def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
-    """The discriminator's classifier; [T, D] → fp32 [T]. Most logits of early training would tie if rounded to bf16."""
+    """A classifier of tokens; [T, D] → fp32 [T]. Most logits of early training would tie if rounded to bf16."""
+    if uses_kernels(x_TD, "token_logits"):
+        return kernels().token_logits(x_TD, weight_1D, bias_1)
+    return token_logits_reference(x_TD, weight_1D, bias_1)
+
+
+def token_logits_reference(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
     return F.linear(wide(x_TD), weight_1D, bias_1).squeeze(-1)
 
 
