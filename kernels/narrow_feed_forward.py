@@ -73,6 +73,10 @@ def _narrow_feed_forward_forward_kernel(
             ones, bias = _bias_operands(tl.load(b1_ptr + f, mask=f < INNER, other=0.0), BLOCK_T, dtype)
             b1 += (bias,)
     norm_weight = tl.load(norm_weight_ptr + column)
+    if not GATED:
+        b2 = tl.load(b2_ptr + column)
+    if norm_bias_ptr is not None:
+        norm_bias = tl.load(norm_bias_ptr + column)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         offset = token[:, None] * WIDTH + column[None, :]
@@ -88,7 +92,7 @@ def _narrow_feed_forward_forward_kernel(
             z = tl.dot(h.to(dtype), w2[i], z, input_precision="ieee")
         if not GATED:
             tl.store(saved_ptr + offset, z, mask=mask)
-            z += tl.load(b2_ptr + column)[None, :]
+            z += b2[None, :]
         if THRESHOLD > 0:
             z *= keep_scale(key_ptr, call_index, token, BLOCK_T, WIDTH, THRESHOLD)
         if GATED:
@@ -101,7 +105,7 @@ def _narrow_feed_forward_forward_kernel(
         rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / WIDTH + eps)
         y = centered * rstd[:, None] * norm_weight[None, :]
         if norm_bias_ptr is not None:
-            y += tl.load(norm_bias_ptr + column)[None, :]
+            y += norm_bias[None, :]
         tl.store(y_ptr + offset, y, mask=mask)
         tl.store(mean_ptr + token, mean, mask=token < num_tokens)
         tl.store(rstd_ptr + token, rstd, mask=token < num_tokens)
