@@ -18,7 +18,7 @@ from lib.results import Results, installed, parse_arguments
 from lib.timing import milliseconds
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "xformers")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "xformers", "flash-attn-4")
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

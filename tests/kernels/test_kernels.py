@@ -189,6 +189,7 @@ COMPILED = [
     ("self_attention", "kernel", 90, (3, 128, 4, 64, False, True, 0, 0.1), SHORT),
     *(("self_attention", "kernel", target, (3, 512, 4, 64, not is_rotary, is_rotary, 0, 0.1), BLOCKED)
       for target in (80, 89, 90, 100, 120) for is_rotary in (False, True)),
+    *(("self_attention", "kernel", target, (3, 512, 4, 64, True, False, 0, 0.0), BLOCKED) for target in (80, 90)),
     ("feed_forward", "narrow", 90, (128, 64, 256, 0.1), NARROW),
     ("gated_feed_forward", "narrow", 90, (128, 64, 176, True, 0.1), NARROW),
     *(("feed_forward", kernel, target, (128, *sizes, 0.0), GELU) for kernel, target, *sizes in
