@@ -99,7 +99,8 @@ def _(x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disa
     if _narrow_width(x_ME):
         saved = x_ME.new_empty(x_ME.shape if with_gradient else (0,), dtype=torch.float32)
     else:
-        num_saved = chunked.num_saved_rows(num_rows, weight.shape[0], x_ME.element_size()) if with_gradient else 0
+        sizes = (num_rows, weight.shape[0], x_ME.element_size(), launch.memory_bytes(x_ME.device))
+        num_saved = chunked.num_saved_rows(*sizes) if with_gradient else 0
         saved = x_ME.new_empty((num_saved, weight.shape[0]))
     return nll_M, sample_M, x_ME.new_empty(num_rows, dtype=torch.bool), lse_M, saved, weight, bias
 

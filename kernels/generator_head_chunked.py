@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra_fast.kernels.launch import FUSION
+from electra_fast.kernels.launch import FUSION, memory_bytes
 from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
 TILES_PER_STEP = 16
-# Bytes of one chunk's logits, and of all logits saved for the backward pass.
+# Bytes of one chunk's logits, and of all logits saved for the backward pass: so many, or a part of the card's memory.
 CHUNK_LOGITS_BYTES = 256 << 20
-SAVED_LOGITS_BYTES = 512 << 20
+SAVED_LOGITS_BYTES, SAVED_LOGITS_PART = 512 << 20, 64
 # Blocks of the logits' gradient: rows per program, rows per iteration, columns.
 GRADIENT_ROWS, GRADIENT_STEP, GRADIENT_COLUMNS = 64, 8, 512
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -122,10 +122,11 @@ def rows_per_chunk(num_rows: int, num_columns: int, itemsize: int) -> int:
     return rows if max_rows < 128 else min(-(-rows // 128) * 128, max_rows // 128 * 128)
 
 
-def num_saved_rows(num_rows: int, num_columns: int, itemsize: int) -> int:
+def num_saved_rows(num_rows: int, num_columns: int, itemsize: int, memory_bytes: int = 0) -> int:
     """Rows whose logits are saved for the backward pass: as many whole chunks as fit into the bound."""
+    bound = max(SAVED_LOGITS_BYTES, memory_bytes // SAVED_LOGITS_PART)
     chunk = rows_per_chunk(num_rows, num_columns, itemsize)
-    return min(num_rows, SAVED_LOGITS_BYTES // (num_columns * itemsize) // chunk * chunk)
+    return min(num_rows, bound // (num_columns * itemsize) // chunk * chunk)
 
 
 def _chunks(num_rows: int, num_columns: int, itemsize: int) -> list[slice]:
@@ -144,7 +145,7 @@ def forward(
     """(nll, sample, correct, logsumexp, saved logits); the weight is padded in V, the bias in x's dtype."""
     num_rows, num_columns, itemsize = x_ME.shape[0], weight_PE.shape[0], x_ME.element_size()
     chunks = _chunks(num_rows, num_columns, itemsize)
-    num_saved = num_saved_rows(num_rows, num_columns, itemsize) if with_gradient else 0
+    num_saved = num_saved_rows(num_rows, num_columns, itemsize, memory_bytes(x_ME.device)) if with_gradient else 0
     saved = x_ME.new_empty((num_saved, num_columns))
     buffer = x_ME.new_empty((0 if num_saved == num_rows else chunks[0].stop, num_columns))
     nll_M, lse_M = (torch.empty(num_rows, dtype=torch.float32, device=x_ME.device) for _ in range(2))

@@ -17,6 +17,11 @@ def card(device: torch.device) -> Card:
     return card_of(device) if device.type == "cuda" else Card("interpreter", (9, 0))
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Memory of a device; 0 off the GPU."""
+    return card(device).memory_bytes
+
+
 # torch.compile cannot trace questions to the driver.
 @torch.compiler.assume_constant_result
 def is_hopper(device: torch.device) -> bool:

@@ -83,6 +83,7 @@ class Card:
         num_multiprocessors: Streaming multiprocessors, or AMD's compute units.
         shared_bytes: Shared memory of each of those.
         gfx: AMD's name of the architecture, such as `gfx942`; empty for others.
+        memory_bytes: Its memory; 0 if unknown.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Card:
     num_multiprocessors: int = 132
     shared_bytes: int = 228 << 10
     gfx: str = ""
+    memory_bytes: int = 0
 
     def __str__(self) -> str:
         """Such as `NVIDIA H100 PCIe (Hopper 9.0)` or `AMD Instinct MI300X (gfx942)`."""
@@ -145,6 +147,7 @@ def card_of(device: torch.device) -> Card:
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
         properties.gcnArchName.partition(":")[0] if is_rocm else "",
+        properties.total_memory,
     )
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -403,12 +404,50 @@ def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch)
     assert questions == {
         "attention": ("sdpa", ("short", "varlen", "sdpa", "flex")),
         "operations": ("varlen", ("varlen",)),
-        "steps": ("varlen", ("eager", "graph")),
+        "steps": ("varlen", ("eager", "graph", "branches")),
     }
     assert {each.device for each in asked} == {"cuda:3"} and {each.compute.dtype for each in asked} == {torch.bfloat16}
     assert (settled.model.attention, settled.train.execution) == ("varlen", "eager")
     assert asked[-1].time_steps is print
     assert asked[-1].compute.kernels == tuple(kernels.items()) == (("*", REFERENCE),)
+
+
+@pytest.mark.parametrize(
+    ("graph", "branches", "backend", "expected"),
+    [
+        (1.001, 1.001, "sdpa", "branches"),
+        (1.001, 1.0010001, "sdpa", "graph"),  # some bit differs: a branch has not waited
+        (1.001, 1.002, "varlen", "branches"),  # whose own gradients differ between two runs
+        (1.001, 1.1, "varlen", "graph"),
+        (2.0, 1.0, "sdpa", "eager"),
+    ],
+)
+def test_branches_are_compared_with_the_graph_without_them(tiny_corpus, graph, branches, backend, expected):
+    """To the bit, if the attention is deterministic; by a process that has timed the others, too, or another one."""
+    losses = {"eager": 1.0, "graph": graph, "branches": branches}
+    times = {"eager": 3.0, "graph": 2.0, "branches": 1.0}
+
+    def time_steps(config, compute, execution, device, num_steps):
+        return [times[execution]] * num_steps, {"loss": losses[execution]}
+
+    assert compute_module.BACKENDS["sdpa"].is_deterministic and not compute_module.BACKENDS["varlen"].is_deterministic
+    compute = ComputeConfig(backend, torch.float32)
+    told = []
+    request = request_of(tiny_corpus, "steps", compute=compute, candidates=tuple(losses), time_steps=time_steps)
+    Checker(request, told.append).answer()
+    found = [each for each in told if isinstance(each, Record)]
+    assert checked(*found).execution == expected
+    if found[1].is_right:
+        known = {(each.operation, each.implementation): each for each in found[:2]}
+        again = replace(request, known=known)
+        Checker(again, told.append).answer()
+        assert told[-1] == found[2]
+
+
+def test_branches_that_lack_memory_cost_no_warning():
+    problem = "out of memory, OutOfMemoryError: "
+    check = checked(Record("step", "graph", 1.0), Record("step", "branches", problem=problem))
+    assert check.execution == "graph" and not any("memory" in line for line in check.lines("now"))
 
 
 def test_steps_that_are_much_slower_than_in_the_check_are_one_warning(tiny_corpus, tmp_path):

@@ -211,6 +211,8 @@ def test_chunks_are_bounded():
         saved = generator_head_chunked.num_saved_rows(num_rows, 30_592, 2)
         assert saved * 30_592 * 2 <= generator_head_chunked.SAVED_LOGITS_BYTES
         assert saved % chunk == 0 or saved == num_rows
+    few, all_ = (generator_head_chunked.num_saved_rows(16_384, 30_592, 2, memory << 30) for memory in (24, 80))
+    assert few < all_ == 16_384
 
 
 PRODUCTS = ("_lse_sample_kernel", "_table_gradient_kernel")

@@ -305,8 +305,10 @@ class TrainConfig(Section):
     matmul: Literal["auto", "default", "onednn"] = config_key(
         "auto", "library for fp32 matmul on a CPU: torch's default or oneDNN; auto: the faster one in a short test"
     )
-    execution: Literal["auto", "eager", "compile", "graph"] = config_key(
-        "auto", "how a step runs: eager, compile, or as a CUDA graph; auto: graph on CUDA, else eager"
+    execution: Literal["auto", "eager", "compile", "graph", "branches"] = config_key(
+        "auto",
+        "how a step runs: eager, compile, as a CUDA graph, or as one with parallel branches, which takes more memory; "
+        "auto: the fastest but compile on CUDA, else eager",
     )
     kernels: str = config_key(
         "auto",

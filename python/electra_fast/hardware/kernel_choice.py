@@ -34,7 +34,18 @@ from electra_fast.distributed.world import World
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import parse_json, record_of
-from electra_fast.hardware.kernel_check import ATTENTION, BY_KERNELS, CALLS, REFERENCE, STEP, Record, Request, TimeSteps
+from electra_fast.hardware.kernel_check import (
+    ATTENTION,
+    BRANCHES,
+    BY_KERNELS,
+    CALLS,
+    GRAPH,
+    REFERENCE,
+    STEP,
+    Record,
+    Request,
+    TimeSteps,
+)
 from electra_fast.interruption import requested_stop
 from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import DTYPES, ComputeConfig, available_attention, choose_compute
@@ -48,7 +59,7 @@ MAX_TOKENS = 1 << 17
 PATIENCE_SECONDS, MAX_SECONDS = 90.0, 300.0
 _POLL_SECONDS = 0.5
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
-# A reference must be faster by more than the noise of a measurement.
+# A reference, or branches, which take memory, must be faster by more than the noise of a measurement.
 NOISE = 1.03
 # Of this moment, perhaps.
 _MOMENTARY = ("out of memory", "memory runs out")
@@ -140,7 +151,9 @@ class KernelCheck:
             + (f"; by reference, which is faster: {', '.join(slower)}" if slower else "")
         )
         for (key, name), each in self.records.items():
-            if each.problem and not name.endswith(BY_KERNELS):
+            # Branches alone may have too little memory, which is no reason for more micro-batches.
+            is_no_loss = name == BRANCHES and any(why in each.problem for why in _MOMENTARY)
+            if each.problem and not name.endswith(BY_KERNELS) and not is_no_loss:
                 instead = "another" if key not in chosen or _is_attention(key) else chosen[key]
                 instead = "no kernel" if name == REFERENCE else instead
                 yield f"warning: {key} by {name} on {where}: {each.problem}; {instead} is used instead"
@@ -196,7 +209,7 @@ def _question(key: str) -> str:
 
 def _fastest(records: Mapping[str, Record]) -> str | None:
     times = {
-        name: (each.milliseconds or 0.0) * (NOISE if name == REFERENCE else 1.0)
+        name: (each.milliseconds or 0.0) * (NOISE if name in (REFERENCE, BRANCHES) else 1.0)
         for name, each in records.items()
         if each.is_right
     }
@@ -396,7 +409,7 @@ def settle_kernels(
         kernels = _with(given, check.kernels)
         if config.train.execution == AUTO and config.train.sharding == "none":
             compute = dataclasses.replace(compute, kernels=tuple(kernels.items()))
-            checking.ask("steps", ["eager", "graph"], compute, time_steps)
+            checking.ask("steps", ["eager", GRAPH, BRANCHES], compute, time_steps)
             config = config.override({"train.execution": check.execution or "eager"})
             problems = [each.problem for key in check.operations for each in check.of(key).values()]
             if problems and not any(problems):

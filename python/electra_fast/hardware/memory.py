@@ -34,9 +34,9 @@ from electra_fast.optimizers.rules import RULES
 
 # Bytes per parameter. Both moments of AdamW and LAMB; Muon keeps the matrices' updates in place of second moments.
 _OPTIMIZER_STATE = 8
-# Gradients in flight during the backward pass, relative to the activations of a forward pass that saves none: 1.4 at
-# most, with `short` at three sizes in both architectures.
-_BACKWARD = 1.5
+# Gradients in flight during the backward pass, relative to the activations of a forward pass that saves none: 1.33
+# at most, with `short` at three sizes in both architectures.
+_BACKWARD = 1.4
 # Libraries' workspaces, code of kernels, chunks of logits within the generator's head.
 _FIXED = 1 << 30
 # Of the free memory, the part that a step may take: caching allocators waste some.

@@ -33,8 +33,8 @@ def choose_execution(requested: str, device: torch.device, sharding: str = "none
         if requested not in ("auto", "eager"):
             raise InputError(f'train.execution = "{requested}" cannot run with train.sharding = "full"; set "auto"')
         return "eager"
-    if requested == "graph" and device.type != "cuda":
-        raise InputError(f'train.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
+    if requested in ("graph", "branches") and device.type != "cuda":
+        raise InputError(f'train.execution = "{requested}" needs a CUDA device, and this is {device.type}; set "auto"')
     if requested == "auto":
         return "graph" if device.type == "cuda" else "eager"
     return requested

@@ -40,6 +40,7 @@ from electra_fast.objectives.objective import (
     rtd_totals,
 )
 from electra_fast.ops import operations as ops
+from electra_fast.ops.branches import on_branch
 
 _WHOLE = 0.2  # the probability that a segment is left unchanged under a contrastive weight
 # Streams of `random_words`.
@@ -124,7 +125,8 @@ class ElectraObjective(GeneratorObjective):
         """Generator → sample → discriminator → loss."""
         weights = self.config.objective
         inputs = read_inputs(model, batch)
-        generated = generate(model, inputs, batch.rng_key)
+        # Its backward pass runs beside the discriminator's.
+        generated = on_branch(generate, model, inputs, batch.rng_key)
         sample_M = generated.drawn_M
         if weights.contrastive_weight:
             sample_M = keep_some_whole(inputs, sample_M, batch.rng_key)

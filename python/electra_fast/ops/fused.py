@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from electra_fast.ops.branches import Beside
+
 # The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
 casts: dict[Tensor, Tensor] = {}
 
@@ -53,10 +55,11 @@ class MixedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = dy @ weight if needs_x else None
         dy_TO, x_TI = dy.flatten(0, -2), x.flatten(0, -2)
-        dweight = weight_gradient(dy_TO, x_TI) if needs_weight else None
-        return dx, dweight, dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
+        dweight = Beside(weight_gradient, dy_TO, x_TI) if needs_weight else None
+        dx = dy @ weight if needs_x else None
+        dbias = dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
+        return dx, dweight.result() if dweight is not None else None, dbias
 
 
 class RotaryQKV(torch.autograd.Function):
@@ -76,7 +79,8 @@ class RotaryQKV(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight, cos_T1H, sin_T1H = ctx.saved_tensors
         dqkv_TX = kernels().rotary_backward(*gradients, cos_T1H, sin_T1H)
-        return dqkv_TX @ weight, weight_gradient(dqkv_TX, x_TD), None, None, None
+        dweight = Beside(weight_gradient, dqkv_TX, x_TD)
+        return dqkv_TX @ weight, dweight.result(), None, None, None
 
 
 class SublayerWeights(NamedTuple):
@@ -137,14 +141,16 @@ class Attention(torch.autograd.Function):
         out_weight_DD, *normed, key = ctx.saved_tensors[8:]
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
-        dmixed_TD, dout_weight_DD = dz_TD @ out_weight_DD, weight_gradient(dz_TD, mixed_TD)
+        dout_weight = Beside(weight_gradient, dz_TD, mixed_TD)
+        dmixed_TD = dz_TD @ out_weight_DD
         arguments = (qkv_TX, in_bias_X, ids_BL, None, None, mixed_TD, lse_NT)
         attention_dropout = (attention_key, ctx.attention_call_index)
         dqkv_TX, partial_BX = kernels().short_attention_backward(dmixed_TD, *arguments, *ctx.heads, *attention_dropout)
         din_bias_X, *dnorm = _vector_gradients(partial_BX, partial_P3D)
-        din_weight_XD = weight_gradient(dqkv_TX, x_TD)
+        din_weight = Beside(weight_gradient, dqkv_TX, x_TD)
+        dout_weight_DD = dout_weight.result()  # which reads what is overwritten next
         dx_TD = dresidual_TD.addmm_(dqkv_TX, in_weight_XD)
-        return dx_TD, din_weight_XD, din_bias_X, dout_weight_DD, *dnorm, *[None] * 10
+        return dx_TD, din_weight.result(), din_bias_X, dout_weight_DD, *dnorm, *[None] * 10
 
 
 class FeedForward(torch.autograd.Function):
@@ -185,15 +191,16 @@ class FeedForward(torch.autograd.Function):
         x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key = ctx.saved_tensors
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
-        dout_weight_DF = weight_gradient(dz_TD, inner_TF)
+        dout_weight = Beside(weight_gradient, dz_TD, inner_TF)
         if ctx.how != "apart":
             dh_TF, partial_PF = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF, ctx.how == "pipelined")
         else:
             dh_TF, partial_PF = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, in_bias_F)
         din_bias_F, *dnorm = _vector_gradients(partial_PF, partial_P3D)
-        din_weight_FD = weight_gradient(dh_TF, x_TD)
+        din_weight = Beside(weight_gradient, dh_TF, x_TD)
+        dout_weight_DF = dout_weight.result()  # which reads what is overwritten next
         dx_TD = dresidual_TD.addmm_(dh_TF, in_weight_FD)
-        return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *dnorm, *[None] * 5
+        return dx_TD, din_weight.result(), din_bias_F, dout_weight_DF, *dnorm, *[None] * 5
 
 
 class NarrowFeedForward(torch.autograd.Function):
@@ -260,8 +267,9 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, weight_DF, *saved = ctx.saved_tensors
         dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
+        dweight = Beside(weight_gradient, dz_TD, x_TF)
         dnorm = _norm_gradients(partial_PSD)[1:]
-        return dz_TD @ weight_DF, weight_gradient(dz_TD, x_TF), dresidual_TD, *dnorm, *[None] * 4
+        return dz_TD @ weight_DF, dweight.result(), dresidual_TD, *dnorm, *[None] * 4
 
 
 class GatedFeedForward(torch.autograd.Function):
@@ -296,12 +304,14 @@ class GatedFeedForward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, in_weight, out_weight_DF, h, inner_TF, *saved = ctx.saved_tensors
         dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
-        dnorm, dout_weight_DF = _norm_gradients(partial_PSD)[1:], weight_gradient(dz_TD, inner_TF)
+        dout_weight = Beside(weight_gradient, dz_TD, inner_TF)
+        dnorm = _norm_gradients(partial_PSD)[1:]
         if ctx.how != "apart":
             dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h, ctx.how == "pipelined")
         else:
             dh = kernels().geglu_backward(dz_TD @ out_weight_DF, h)
-        return dh @ in_weight, weight_gradient(dh, x_TD), dout_weight_DF, dresidual_TD, *dnorm, *[None] * 5
+        din_weight = Beside(weight_gradient, dh, x_TD)
+        return dh @ in_weight, din_weight.result(), dout_weight.result(), dresidual_TD, *dnorm, *[None] * 5
 
 
 class NarrowGatedFeedForward(torch.autograd.Function):

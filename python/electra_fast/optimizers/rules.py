@@ -18,8 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast.config.config import OptimizerConfig
+from electra_fast.ops.branches import Beside
 from electra_fast.optimizers.shards import Shards, assign_owners
 
+# Streams that divide Muon's stacks among them, where a graph has branches.
+NUM_LANES = 3
 # 2-D parameters that AdamW updates for Muon: tables and the classifier.
 _NOT_MATRICES = (".token", ".position", ".relative", ".token_type", "classifier.weight")
 
@@ -414,16 +417,25 @@ class Muon(UpdateRule):
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Applies AdamW's updates, and computes the orthogonalized matrices of this rank's part."""
+        names = [name for stack in self._stacks for name in stack.names]
+        matrices = self._nesterov(names, gradients) if names else {}
+        orthogonal = [
+            Beside(
+                self._orthogonalization.compute,
+                number,
+                stack.join({name: matrices.pop(name) for name in stack.names}),
+                lane=number % NUM_LANES,
+            )
+            for number, stack in enumerate(self._stacks)
+        ]
         adamw = {name: grad for name, grad in gradients.items() if name not in self._names}
         if adamw:
             self._adamw.update(adamw)
         if self.state.shards is not None and len(adamw) < len(gradients):
             matrices = {name: gradients[name] for name in gradients if name in self._names}
             self._update_sharded(self.state.shards, matrices)
-        names = [name for stack in self._stacks for name in stack.names]
-        matrices = self._nesterov(names, gradients) if names else {}
-        for number, stack in enumerate(self._stacks):
-            self._orthogonalization.compute(number, stack.join({name: matrices.pop(name) for name in stack.names}))
+        for each in orthogonal:
+            each.result()
         if not self.exchanges:
             self.finish()
 

@@ -212,7 +212,8 @@ def create_step(
         config: Objective, micro-batches, schedule and seed.
         compute: Attention backend and activation dtype.
         execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
-            `graph` (the eager kernels captured in CUDA graphs, which are replayed).
+            `graph` (the eager kernels captured in CUDA graphs, which are replayed); `branches` (a graph in which what
+            nothing waits for runs beside the rest, `ops.branches`).
         num_processes: On a CPU, processes that share each micro-batch; by default as many as
             `step_processes.choose_num_processes` finds useful.
         world: The ranks among which the step's rows are divided; alone by default.

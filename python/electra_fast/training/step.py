@@ -28,6 +28,7 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Forward, MicroBatch, Objective, RngKey, Stage, seed_generator
+from electra_fast.ops import branches
 from electra_fast.ops.weight_casts import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer, schedule_of
 from electra_fast.training.loss_scaling import LossScaler
@@ -148,6 +149,7 @@ class Backward(GradientComputation):
                 key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
                 output = self._forward(self.model, MicroBatch(batches[part], self.compute, key, denominators))
                 output.loss.backward(self.loss_scale)
+                branches.join()
                 totals.append(output.totals)
         return totals
 
@@ -181,6 +183,7 @@ class TrainStep(ABC):
         self._totals = dict(zip(names, self._totals_vector.unbind(), strict=True))
         self.graphs: GraphRunner[None] = GraphRunner(self.device, captures=execution != "eager")
         self.compilations: list[Preparation] = []
+        self._has_branches = execution == "branches"
         self._batches_version, self._is_first_of_stage = 0, True
         self._schedule = schedule_of(config.optimizer, self.stage.num_steps)
         self.marks: list[Any] = []
@@ -246,7 +249,8 @@ class TrainStep(ABC):
             self._batches_version = self.backward.micro_batches.version
         start = time.perf_counter()
         if self.graphs.captures_graphs:
-            self.graphs.run(self.run, step)
+            with branches.use_branches(self._has_branches):
+                self.graphs.run(self.run, step)
         else:
             self.run()
         if self.backward.is_compiled and self._is_first_of_stage:
