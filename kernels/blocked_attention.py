@@ -21,11 +21,10 @@ from electra_fast.kernels.attention_tiles import kept_sign, load_tile, scores, s
 from electra_fast.kernels.dropout import RESOLUTION
 from electra_fast.kernels.launch import FUSION
 
-# Tokens per block of a program, and of those that it visits. So large that no architecture from Ampere on spills
-# registers, with two programs per multiprocessor.
+# Tokens per block of a program, and of those that it visits. With two programs or more per multiprocessor, no
+# architecture from Ampere on spills registers (by Triton 3.6, Ampere and Ada 16 bytes at most, with rotation).
 FORWARD = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
 BACKWARD = {"OWN": 64, "OTHER": 32, "num_warps": 4, "num_stages": 2}
-BACKWARD_WITH_DROPOUT = BACKWARD | {"OTHER": 16}
 # Above all ids, and below all scores.
 LAST_ID, LOWEST = tl.constexpr(2**31 - 1), tl.constexpr(-1e30)
 
@@ -218,7 +217,8 @@ def _blocked_attention_key_gradient_kernel(
 def _options(tile: dict[str, int], constants: dict[str, Any]) -> dict[str, Any]:
     """Options of a launch; no block is longer than the row."""
     block_l, block_h = (max(16, triton.next_power_of_2(constants[name])) for name in ("LENGTH", "WIDTH"))
-    own, other = (min(tile[name], block_l) for name in ("OWN", "OTHER"))
+    other = tile["OTHER"] // 2 if constants["THRESHOLD"] else tile["OTHER"]  # draws of dropout take registers too
+    own, other = (min(size, block_l) for size in (tile["OWN"], other))
     return constants | tile | {"BLOCK_L": block_l, "OWN": own, "OTHER": other, "BLOCK_H": block_h, **FUSION}
 
 
@@ -239,8 +239,7 @@ def backward(
     dout_TD: Tensor, out_TD: Tensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
     """Launches both passes backward, the queries' first: the keys' reads the sums that it writes."""
-    tile = BACKWARD_WITH_DROPOUT if constants["THRESHOLD"] else BACKWARD
-    options, lse_NT, num_rows = _options(tile, constants), inputs[5], outputs[-2]
+    options, lse_NT, num_rows = _options(BACKWARD, constants), inputs[5], outputs[-2]
     delta_NT = torch.empty_like(lse_NT)
     grid = (num_rows * options["NUM_HEADS"] * num_blocks(constants),)
     _blocked_attention_query_gradient_kernel[grid](dout_TD, out_TD, *inputs, delta_NT, *outputs, **options)
