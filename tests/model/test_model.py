@@ -70,6 +70,27 @@ def test_logits_equal_those_of_transformers(
         check_logits(model, twin(model, role, tmp_path), role, batches)
 
 
+@pytest.mark.parametrize("recipe", ["google", "modern", "deberta"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_states_at_masked_slots_are_those_of_all_tokens(recipe: str, dropout: float) -> None:
+    """And so are the gradients, of a position that is masked twice too; unused slots have no loss."""
+    keys = {"model.dropout": dropout, "model.attention_dropout": dropout, "generator.num_layers": 2}
+    model = make("tiny", recipe, keys, vocab_size=100).train()
+    arguments = model._flat_inputs(torch.arange(4, 40).view(3, 12), None, None)
+    slots = torch.tensor([3, 3, 36, 14, 20, 12, 35, 36, 24]), 3
+    outcomes = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model.zero_grad()
+        states_MD = model.hidden("generator", *arguments, slots=slots if early else None)
+        states_MD = states_MD if early else ops.slot_states(states_MD, *slots)
+        upstream = torch.linspace(-1, 1, states_MD.numel()).view(states_MD.shape) * (slots[0] < 36)[:, None]
+        (states_MD * upstream).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        outcomes.append({"states": states_MD.detach()[[0, 1, 3, 4, 5, 6, 8]]} | gradients)
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+
+
 def check_logits(model: Electra, theirs: torch.nn.Module, role: str, batches: list[dict[str, Tensor]]) -> None:
     for batch in batches:
         with torch.no_grad():

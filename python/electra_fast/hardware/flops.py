@@ -61,6 +61,10 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
             cost = _encoder(network.shape, length)
             if network.shape.architecture == "deberta":
                 cost = _deberta_encoder(network.shape, config, is_decoder=role == "generator")
+            elif all(head.is_of_masked for head in network.heads.values()) and not (
+                network.shape.dropout or network.shape.attention_dropout
+            ):  # `Electra.hidden` with slots
+                cost -= (1 - config.data.mask_prob) * _after_attention(network.shape)
             parts[role] += share * (1 + backward) * cost
             head_part = role if role == "discriminator" else f"{role}_head"
             for head in network.heads.values():
@@ -71,12 +75,17 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
 
 def _encoder(shape: ModelConfig, length: int) -> float:
     """Returns forward FLOPs per token."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    matrices = 3 if shape.architecture == "modernbert" else 2  # GeGLU has a second input matrix
-    layer = 2 * 4 * hidden * hidden + 2 * matrices * hidden * inner
+    hidden = shape.hidden_size
+    layer = 2 * 3 * hidden * hidden + _after_attention(shape)
     window = min(length, 2 * (shape.local_attention // 2) + 1)
     attended = sum(window if shape.is_local(i) else length for i in range(shape.num_layers))
     return shape.num_layers * layer + 2 * 2 * attended * hidden + _projection(shape)
+
+
+def _after_attention(shape: ModelConfig) -> int:
+    """Returns forward FLOPs per token of a layer's output projection and feed-forward."""
+    matrices = 3 if shape.architecture == "modernbert" else 2  # GeGLU has a second input matrix
+    return 2 * shape.hidden_size * shape.hidden_size + 2 * matrices * shape.hidden_size * shape.intermediate_size
 
 
 def _deberta_encoder(shape: ModelConfig, config: Config, *, is_decoder: bool) -> float:

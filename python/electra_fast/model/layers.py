@@ -125,9 +125,14 @@ class BertLayer(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         dropout: Dropout,
         queries: Queries | None = None,
+        slots: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         attention_dropout, norm = _attention_dropout(self, dropout), self.attention_norm
-        if queries is None:
+        if slots is not None:
+            arguments = (self.qkv.weight, self.qkv.bias, mask, self.num_heads, attention_dropout)
+            mixed_MD, x_TD = (ops.slot_states(x, *slots) for x in (self_attention(x_TD, *arguments), x_TD))
+            x_TD = norm.after_residual(self.attention_out, mixed_MD, x_TD, dropout)
+        elif queries is None:
             weights = _sublayer_weights(self.qkv, self.attention_out, norm)
             x_TD = attention(x_TD, weights, norm.eps, mask, self.num_heads, attention_dropout, dropout)
         else:
@@ -251,6 +256,7 @@ class ModernLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         dropout: Dropout,
         queries: Queries | None = None,
+        slots: tuple[Tensor, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         attention_dropout = _attention_dropout(self, dropout)
         if queries is None:
@@ -260,6 +266,8 @@ class ModernLayer(nn.Module):
             q = ops.rotate(q, *(angles[queries.index_n] for angles in rotary))
             mixed_TD = query_attention(q, ops.rotate(k, *rotary), v, queries, attention_dropout.probability)
             x_TD = ops.gather_rows(x_TD, queries.index_n)
+        if slots is not None:
+            mixed_TD, x_TD = (ops.slot_states(x, *slots) for x in (mixed_TD, x_TD))
         norm = self.feed_forward_norm
         attention_end = (self.attention_out.weight, x_TD, norm.weight, norm.bias, norm.eps, dropout)
         x_TD, normed_TD = ops.add_norm(mixed_TD, *attention_end)

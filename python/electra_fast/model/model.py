@@ -71,6 +71,7 @@ class Encoder(nn.Module):
         dropout: Dropout,
         queries: Queries | None = None,
         absolute_TD: Tensor | None = None,
+        slots: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         x_TD = x_TE if self.projection is None else self.projection(x_TE)
         if self.input_norm is not None:
@@ -87,8 +88,8 @@ class Encoder(nn.Module):
             local_rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.local_rope_theta, precision)
         for i, layer in enumerate(self.layers):
             context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
-            only = queries if i == len(self.layers) - 1 else None
-            end = (*context, dropout.call(1 + 2 * i), only)  # call 0 is the embeddings'
+            only = (queries, slots) if i == len(self.layers) - 1 else (None, None)
+            end = (*context, dropout.call(1 + 2 * i), *only)  # call 0 is the embeddings'
             if self.output_norm is None:
                 x_TD = layer(x_TD, *end)
             else:
@@ -254,10 +255,13 @@ class Electra(nn.Module):
         mask: AttentionMask,
         dtype: torch.dtype,
         dropout_key: Tensor | None = None,
+        *,
+        slots: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         """The last hidden states of a network; [T] → [T, D]. Raises ValueError if there is no such network.
 
-        Applies dropout if the network's encoder is in training mode.
+        Applies dropout if the network's encoder is in training mode. With `slots`, the arguments of `ops.slot_states`
+        after the first, those at masked slots only; → [M, D].
         """
         self._require(role)
         if not torch.compiler.is_compiling() and os.getpid() != matmul.first_process:
@@ -267,8 +271,11 @@ class Electra(nn.Module):
         dropout = Dropout(self.config.model.dropout if encoder.training else 0.0, dropout_key, FIRST_CALL[role])
         x_TE = embeddings(ids_T, positions_T, types_T, dtype, dropout)
         absolute_TD = self.generator_head.absolute(positions_T) if role == "generator" else None
-        hidden_TD: Tensor = encoder(x_TE, positions_T, mask, dropout, absolute_TD=absolute_TD)
-        return hidden_TD
+        # Masks of dropout are keyed by token.
+        has_dropout = encoder.training and (self.config.model.dropout or self.config.model.attention_dropout)
+        early = None if has_dropout or encoder.architecture == "deberta" else slots
+        hidden_TD: Tensor = encoder(x_TE, positions_T, mask, dropout, absolute_TD=absolute_TD, slots=early)
+        return hidden_TD if slots is None or early is not None else ops.slot_states(hidden_TD, *slots)
 
     def discriminator_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None

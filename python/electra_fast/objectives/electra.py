@@ -288,7 +288,7 @@ class AdversarialObjective(ElectraObjective):
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         inputs = read_inputs(model, batch)
         slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.table
-        hidden_MD = slots.of_states(model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context))
+        hidden_MD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context, slots=slots.places)
         with torch.no_grad():
             generated = predict(model.config, head, table_VE, hidden_MD, slots, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)

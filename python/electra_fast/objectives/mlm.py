@@ -79,7 +79,7 @@ class ReplaceMLMObjective(GeneratorObjective):
         inputs = read_inputs(model, batch)
         generated = generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
-        hidden_MD = inputs.slots.of_states(model.hidden("encoder", corrupted_T, *inputs.context))
+        hidden_MD = model.hidden("encoder", corrupted_T, *inputs.context, slots=inputs.slots.places)
         head, table_VE = model.encoder_head, model.embeddings.table
         predicted = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
         totals = generated.totals(inputs.slots, "generator") | predicted.totals(inputs.slots, "encoder")

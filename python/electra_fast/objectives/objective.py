@@ -304,9 +304,14 @@ class Slots:
         """Gathers values at the slots; unused slots, whose weight is 0, read any token; [T] → [M]."""
         return x_T[self.position_M.clamp(max=x_T.shape[0] - 1)]
 
+    @property
+    def places(self) -> tuple[Tensor, int]:
+        """Arguments of `ops.slot_states` after the states."""
+        return self.position_M, self.num_rows
+
     def of_states(self, x_TD: Tensor) -> Tensor:
         """Gathers vectors as `of_tokens`, differentiably; [T, D] → [M, D]."""
-        return ops.slot_states(x_TD, self.position_M, self.num_rows)
+        return ops.slot_states(x_TD, *self.places)
 
 
 @dataclass(frozen=True)
@@ -394,10 +399,10 @@ def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> G
         return _samples_alone(given_M)
     if model.proposal is not None and rng_key is not None:
         return _samples_alone(model.proposal.sample(slots.number_M, rng_key.seed_and_step))
-    hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
+    hidden_MD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context, slots=slots.places)
     head, table_VE = model.generator_head, model.generator_embeddings.table
     rng_key = rng_key if given_M is None else None
-    generated = predict(model.config, head, table_VE, slots.of_states(hidden_TD), slots, rng_key)
+    generated = predict(model.config, head, table_VE, hidden_MD, slots, rng_key)
     return generated if given_M is None else replace(generated, sample_M=given_M)
 
 

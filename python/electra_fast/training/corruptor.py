@@ -122,8 +122,8 @@ def masked_states(model: Electra, batch: Mapping[str, Tensor]) -> Tensor:
     """Returns the generator's last hidden states at the mask slots, fp64 [M, D]; use with `use_impl("reference")`."""
     rng_key = RngKey(torch.zeros(2, dtype=torch.int64, device=batch["masked_ids"].device))  # unused
     inputs = read_inputs(model, MicroBatch(batch, _COMPUTE, rng_key))
-    hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
-    return inputs.slots.of_states(hidden_TD)
+    ids_T, slots = inputs.masked_ids_BL.flatten(), inputs.slots.places
+    return model.hidden("generator", ids_T, *inputs.context, slots=slots)
 
 
 def sample_softmax(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
