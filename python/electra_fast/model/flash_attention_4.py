@@ -32,7 +32,7 @@ def missing(card: Card, head_dim: int) -> str | None:
     try:
         metadata.version("flash-attn-4")  # FlashAttention 2 has a module of the same name
     except metadata.PackageNotFoundError:
-        return f"the package flash-attn-4 (pip install flash-attn-4=={RELEASE})"
+        return f"the package flash-attn-4 (pip install 'flash-attn-4>={RELEASE}')"
     reason = failure()
     return reason and f"a flash-attn-4 that works like {RELEASE}; this one does not: {reason}"
 
