@@ -34,9 +34,13 @@ def use_branches(enabled: bool) -> Iterator[None]:
     """Lets graphs that are captured within the context have branches."""
     global _is_enabled
     previous, _is_enabled = _is_enabled, enabled
+    # A table that both networks read gets gradients from two streams, for which autograd waits, and warns.
+    warn = torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch
+    warn(not enabled)
     try:
         yield
     finally:
+        warn(not previous)
         _is_enabled = previous
         _networks.clear()
         _events.clear()
