@@ -66,8 +66,8 @@ def do(name: str, domain: str, options: argparse.Namespace) -> dict[str, Any]:
                 config = ef.Config.load(base / "config.toml")
                 rates = vars(config.resolved().optimizer)
                 keys |= {key: share * rates[key.partition(".")[2]] for key in RATES}
-                mlm = flops_per_token(config.with_objective("mlm")).total
-                cost = flops_per_token(config.with_objective(objective)).total / mlm
+                mlm = flops_per_token(config.with_objective("mlm"), of_all_tokens=True).total
+                cost = flops_per_token(config.with_objective(objective), of_all_tokens=True).total / mlm
                 keys |= {"objective.name": objective, "train.steps": round(STEPS / cost)}
             general = options.out / "corpus" if "general" in text else None
             texts = options.out / domain / f"{text.split()[0]}.jsonl"

@@ -133,7 +133,9 @@ class Study:
         if setting.tokens_per_second:
             steps = round(3600 * job.hours * setting.tokens_per_second / tokens)
         else:
-            steps = round(job.budget / (tokens * flops_per_token(config).total + update_flops(config)))
+            # As the finished runs' budgets were counted, in which last layers computed all tokens.
+            per_token = flops_per_token(config, of_all_tokens=True).total
+            steps = round(job.budget / (tokens * per_token + update_flops(config)))
         every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
         config = config.override(every)
         rates = config.resolved().optimizer

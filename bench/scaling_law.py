@@ -147,10 +147,10 @@ def report(known: Sequence[Point], draws: int) -> Iterator[str]:
 
 
 def flops_per_token(setting: Setting) -> float:
-    """True FLOPs per token of pre-training, the optimizer's included."""
+    """FLOPs per token of pre-training as the runs' budgets count them, the optimizer's included."""
     config = _config(setting.keys)
     rows = setting.batch_factor * int(SCALES[SCALE].keys["train.batch_size"])
-    return network_flops(config).total + update_flops(config) / (rows * config.data.sequence_length)
+    return network_flops(config, of_all_tokens=True).total + update_flops(config) / (rows * config.data.sequence_length)
 
 
 def _config(keys: Mapping[str, str]) -> ef.Config:

@@ -104,7 +104,9 @@ def test_names_what_is_missing(package: types.ModuleType, monkeypatch: pytest.Mo
     assert "this one does not: ModuleNotFoundError" in str(flash_attention_4.missing(hopper, 64))
     monkeypatch.undo()
     if "flash-attn-4" not in {each.name for each in metadata.distributions()}:
-        assert flash_attention_4.missing(hopper, 64) == "the package flash-attn-4 (pip install 'flash-attn-4>=4.0.0b36')"
+        assert (
+            flash_attention_4.missing(hopper, 64) == "the package flash-attn-4 (pip install 'flash-attn-4>=4.0.0b36')"
+        )
 
 
 def test_the_installed_package_takes_our_arguments() -> None:

@@ -40,7 +40,7 @@ class Flops:
         return self.discriminator + self.generator + self.generator_head + self.encoder + self.encoder_head
 
 
-def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Flops:
+def flops_per_token(config: Config, stages: Sequence[Stage] | None = None, *, of_all_tokens: bool = False) -> Flops:
     """Returns the true FLOPs per token of training the objective's networks.
 
     A multiply-add counts as two operations, the backward pass as two forward passes, attention over the row length or
@@ -50,6 +50,7 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
     Args:
         config: The run's configuration.
         stages: Stages over whose steps to average; by default the whole run.
+        of_all_tokens: Counts last layers as if they computed all tokens, also where masked ones alone are needed.
     """
     stages, length = stages or objective_of(config).stages(), config.data.sequence_length
     num_steps = sum(stage.num_steps for stage in stages)
@@ -61,8 +62,8 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
             cost = _encoder(network.shape, length)
             if network.shape.architecture == "deberta":
                 cost = _deberta_encoder(network.shape, config, is_decoder=role == "generator")
-            elif all(head.is_of_masked for head in network.heads.values()) and not (
-                network.shape.dropout or network.shape.attention_dropout
+            elif not (of_all_tokens or network.shape.dropout or network.shape.attention_dropout) and all(
+                head.is_of_masked for head in network.heads.values()
             ):  # `Electra.hidden` with slots
                 cost -= (1 - config.data.mask_prob) * _after_attention(network.shape)
             parts[role] += share * (1 + backward) * cost
