@@ -44,7 +44,7 @@ FLEX_BLOCK = 128
 SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Limits of `short`.
 MAX_SHORT_ROW, MAX_SHORT_HEAD = 512, 64
-# Architectures for which the kernels of `short` were compiled, all without spilling.
+# Architectures for which the kernels of `short` compile without spilling a large part of their tiles.
 _WITH_SHORT = ("Ampere", "Ada", "Hopper", "Blackwell", "consumer Blackwell", "gfx942")
 # The longest row for which they have run, on Hopper.
 MAX_PROVEN_ROW = 128

@@ -78,7 +78,7 @@ class Encoder(nn.Module):
             x_TD = self.input_norm(x_TD)
         if self.architecture == "deberta":
             return self._disentangled(x_TD, position_ids_T, mask, dropout, queries, absolute_TD)
-        normed_TD = x_TD
+        normed_TD, norms = x_TD, [] if self.output_norm is None else self.norms
         rotary = local_rotary = None
         precision = torch.promote_types(x_TD.dtype, torch.float32)  # of the angles
         if self.architecture == "modernbert":
@@ -90,11 +90,11 @@ class Encoder(nn.Module):
             context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
             only = (queries, slots) if i == len(self.layers) - 1 else (None, None)
             end = (*context, dropout.call(1 + 2 * i), *only)  # call 0 is the embeddings'
-            if self.output_norm is None:
-                x_TD = layer(x_TD, *end)
+            if norms:
+                x_TD, normed_TD = layer(x_TD, normed_TD, norms[i], *end)
             else:
-                x_TD, normed_TD = layer(x_TD, normed_TD, self.norms[i], *end)
-        return x_TD if self.output_norm is None else normed_TD
+                x_TD = layer(x_TD, *end)
+        return normed_TD if norms else x_TD
 
     @property
     def norms(self) -> list[nn.Module]:
