@@ -54,7 +54,7 @@ def test_budgets_count_the_update_as_torch_counts_it(study):
         for stack in recipes.stacks({name: optimizer.parameters[name] for name in names}):
             orthogonalize(torch.ones(stack.num_matrices, *stack.shape))
     update = counter.get_total_flops()
-    step = config.train.batch_size * config.data.sequence_length * flops_per_token(config).total
+    step = config.train.batch_size * config.data.sequence_length * flops_per_token(config, of_all_tokens=True).total
     assert recipes.update_flops(config) == update > 0.05 * step
     assert steps == config.train.steps and abs(steps * (step + update) - 3e11) <= (step + update) / 2
     adamw, _ = study.config(recipes.Job(studies.GOOGLE_ROTARY, 3e11, 0))
