@@ -10,7 +10,7 @@ from tiny_task import QUICK, sentences
 
 import electra_fast as ef
 from electra_fast.errors import OutOfMemory
-from electra_fast.finetuning.tasks.classification import SequenceClassifier
+from electra_fast.finetuning.tasks.classifiers import SequenceClassifier
 from electra_fast.finetuning.training.step import TaskBackward
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.training.evaluate import evaluate

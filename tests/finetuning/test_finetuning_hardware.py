@@ -14,7 +14,7 @@ import electra_fast as ef
 from electra_fast.errors import Diverged
 from electra_fast.finetuning import inference
 from electra_fast.finetuning.error_detection import read_detector
-from electra_fast.finetuning.tasks.classification import SequenceClassifier
+from electra_fast.finetuning.tasks.classifiers import SequenceClassifier
 from electra_fast.finetuning.training import job as job_module
 from electra_fast.finetuning.training import step as step_module
 from electra_fast.finetuning.training.step import FinetuneStep, TaskBackward

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import EncodedExamples, Ints
-from electra_fast.ops.cpu_ops import MAX_ROW
 
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
@@ -120,6 +119,8 @@ def pack(
     length, and each long one gets its own row. With `in_one_row`, attention computes only scores within examples, so
     that examples of more than a few tokens need no rows (`computes_segments`).
     """
+    from electra_fast.ops.cpu_ops import MAX_ROW  # imports torch, and models in ONNX need no batches of rows
+
     lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
     if not num_parts:
         return []

@@ -13,6 +13,7 @@ from electra_fast.config.section import LOGGERS, Configuration, Scalar, Section,
 from electra_fast.errors import InputError
 
 DEFAULT_RECIPE = "fast"
+Precision = Literal["auto", "fp32", "fp16", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class FinetuneSection(Section):
     answerable_weight: float = config_key(
         0.5, "weight of the loss of the classifier of unanswerable questions (head published)", low=0
     )
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = config_key(
+    precision: Precision = config_key(
         "auto",
         "dtype of activations (fp16: with dynamic loss scaling); auto: bf16 on CUDA, or fp16 before Ampere, the faster "
         "of fp32 and bf16 on a CPU, by a short measurement",

@@ -18,19 +18,20 @@ from electra_fast import checkpoint
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.finetuning.config import Precision
 from electra_fast.finetuning.embedding import checked_texts
 from electra_fast.finetuning.encoding import text_chunks
-from electra_fast.finetuning.inference import choose_inference, rounded
+from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.prediction_input import ExampleReader, Source
 from electra_fast.finetuning.prediction_output import answer_file
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.rows import Row, as_names, text_of
 from electra_fast.finetuning.scoring import PretrainedNetwork
-from electra_fast.finetuning.task import Prediction
+from electra_fast.finetuning.task import Prediction, rounded
 from electra_fast.huggingface.config import is_headless, own_config, read_table
 from electra_fast.huggingface.folder import read_models
 from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder
-from electra_fast.model.compute import Precision, choose_device
+from electra_fast.model.compute import choose_device
 from electra_fast.model.model import Electra
 
 ROLE = "discriminator"

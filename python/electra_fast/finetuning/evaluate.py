@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
+from electra_fast.finetuning.config import Precision
 from electra_fast.finetuning.minimal_pairs import PairsReport, evaluate_pairs
 from electra_fast.finetuning.model_folder import is_finetuned
 from electra_fast.finetuning.predict import FinetunedModel
@@ -17,7 +18,6 @@ from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task_data import options_of, reader_options, refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
-from electra_fast.model.compute import Precision
 from electra_fast.results import Entries, table_lines
 
 if TYPE_CHECKING:

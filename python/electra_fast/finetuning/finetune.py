@@ -23,7 +23,7 @@ from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
 from electra_fast.files.json_files import read_object, read_records
-from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, FinetuningConfig, recipe_config
+from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, FinetuningConfig, Precision, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
 from electra_fast.finetuning.readers.table_formats import file_or_table
@@ -38,7 +38,7 @@ from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder, untrained
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.messages import say
-from electra_fast.model.compute import Precision, choose_device, use_compute
+from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import PIPE_WIDTH, FinetuningProgress
 from electra_fast.results import Entries
 from electra_fast.training.loggers import Callback, Callbacks, require_loggers

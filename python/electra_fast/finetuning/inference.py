@@ -124,8 +124,3 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
     rows = (_SAMPLE_LENGTH, BATCH_TOKENS[device.type] // _SAMPLE_LENGTH)
     compute, lines = settle_encoder(shape, compute_in(chosen), device, *rows)
     return Inference(model, compute), "; ".join(filter(None, [note, *lines]))
-
-
-def rounded(value: float) -> float:
-    """Returns six significant digits: the precision of fp32 on any device."""
-    return float(f"{value:.6g}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from electra_fast.config.config import AUTO, Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.finetuning.config import Precision
 from electra_fast.finetuning.embedding import TextEncoder
 from electra_fast.finetuning.error_detection import ErrorDetector, read_detector
 from electra_fast.finetuning.model_folder import is_finetuned, models_inside
@@ -26,7 +27,7 @@ from electra_fast.huggingface.folder import read_model
 from electra_fast.huggingface.sentence_settings import read_sentence_settings
 from electra_fast.huggingface.source import checkpoint_of
 from electra_fast.huggingface.tokenizer import tokenizer_length
-from electra_fast.model.compute import Precision, choose_device
+from electra_fast.model.compute import choose_device
 from electra_fast.model.layers import Embeddings
 from electra_fast.model.model import Electra, Encoder
 

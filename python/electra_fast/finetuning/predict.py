@@ -13,7 +13,7 @@ import numpy as np
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.config import FinetuneSection, Precision
 from electra_fast.finetuning.embedding import TextEncoder
 from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
@@ -29,7 +29,7 @@ from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.huggingface.sentence_settings import SentenceSettings
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import tokenizer_length
-from electra_fast.model.compute import Precision, choose_device
+from electra_fast.model.compute import choose_device
 
 
 class FinetunedModel(TextEncoder):

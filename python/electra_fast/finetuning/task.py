@@ -117,6 +117,11 @@ def overlap_warning(train: Split, dev: Split) -> str | None:
     )
 
 
+def rounded(value: float) -> float:
+    """Returns six significant digits: the precision of fp32 on any device."""
+    return float(f"{value:.6g}")
+
+
 def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> Split:
     """Returns a new split of the examples at the positions `rows`."""
     return dataclasses.replace(

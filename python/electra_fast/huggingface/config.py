@@ -17,7 +17,6 @@ from electra_fast.config.presets import DEBERTA_RATE, DEFAULT_PRESET, SIZES
 from electra_fast.config.section import Scalar, integers_as_floats
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
-from electra_fast.huggingface import weights
 from electra_fast.huggingface.model_types import TRANSLATED, original, translated
 from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
 from electra_fast.huggingface.tensor_files import GENERATOR_FILE, tensor_names, weights_file
@@ -155,11 +154,21 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
     table |= {hf_key: getattr(shape, key) for hf_key, (key, _) in SIZE_KEYS[architecture].items()}
     table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
     table |= {_EPS_KEY[architecture]: shape.eps, "pad_token_id": special_ids["pad"]}
-    table |= {"tie_word_embeddings": not weights.is_multiplied(shape)}
+    table |= {"tie_word_embeddings": not is_multiplied(shape)}
     if architecture == "deberta":
         # Without `legacy`, the head takes the table as an argument, and transformers 4 would tie another layer to it.
-        table |= dict.fromkeys(("legacy", "tie_word_embeddings"), weights.has_legacy_head(shape))
+        table |= dict.fromkeys(("legacy", "tie_word_embeddings"), has_legacy_head(shape))
     return table | _modern_extras(shape, special_ids) if architecture == "modernbert" else table
+
+
+def is_multiplied(shape: ModelConfig) -> bool:
+    """Returns whether a projection is multiplied into the tables of ModernBERT, which has none of its own."""
+    return shape.architecture == "modernbert" and shape.embedding_size != shape.hidden_size
+
+
+def has_legacy_head(shape: ModelConfig) -> bool:
+    """Returns whether DebertaV2ForMaskedLM needs `legacy`: its other head has no narrower embeddings."""
+    return shape.architecture == "deberta" and shape.embedding_size != shape.hidden_size
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:

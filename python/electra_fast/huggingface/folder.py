@@ -29,6 +29,7 @@ from electra_fast.huggingface.config import (
     TOKEN_TYPE_KEY,
     describe,
     is_headless,
+    is_multiplied,
     num_detector_labels,
     own_config,
     preset_of_size,
@@ -195,7 +196,7 @@ def _check_tables(folder: _Folder) -> None:
     shape, tensors, architecture = folder.shape, folder.tensors, folder.shape.architecture
     table, output = INPUT_TABLE[architecture], OUTPUT_TABLE[architecture]
     width = shape.hidden_size if architecture == "modernbert" else shape.embedding_size
-    multiplied = folder.role != "discriminator" and weights.is_multiplied(shape)
+    multiplied = folder.role != "discriminator" and is_multiplied(shape)
     try:
         for name in (table, output) if multiplied else (table,):
             tensors.check_shape(name, (shape.vocab_size, width))
@@ -215,7 +216,7 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
         check_agreement(generator.config_file, generator.shape, main.role, main.shape)
         if (summand := _summand(main, generator)) is not None:
             return "disentangled", {f"{PARTS[main.role][0]}.token": summand}
-    multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
+    multiplied = any(is_multiplied(folder.shape) for folder in folders.values())
     state: State = {}
     if multiplied:
         configs = [own_config(folder.config_file, folder.table) for folder in folders.values()]
@@ -263,7 +264,7 @@ def _products(*folders: _Folder) -> State:
     tables = {}
     for folder in folders:
         names = (INPUT_TABLE["modernbert"], OUTPUT_TABLE["modernbert"])
-        for name in names if weights.is_multiplied(folder.shape) else names[:1]:
+        for name in names if is_multiplied(folder.shape) else names[:1]:
             if name in folder.tensors:
                 tables[f"{folder.role}.{name}"] = folder.tensors[name]
     return tables
@@ -272,7 +273,7 @@ def _products(*folders: _Folder) -> State:
 def _factored_separately(folders: Mapping[str, _Folder]) -> State:
     state: State = {}
     for role, folder in folders.items():
-        if not weights.is_multiplied(folder.shape):
+        if not is_multiplied(folder.shape):
             continue
         factors = weights.factored(_products(folder), {role: folder.shape})
         if factors is None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from electra_fast.errors import InputError
 from electra_fast.huggingface.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ORIGINAL_KEY = "electra_fast original"
 """Key of a translated table: config.json as it is."""
@@ -149,7 +149,7 @@ def original(table: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-class Tensors(dict[str, Tensor]):
+class Tensors(dict[str, "Tensor"]):
     """Tensors by the names in Electra's and ModernBERT's classes with a head.
 
     `original_name` returns the folder's own name of a tensor, for messages.
@@ -167,7 +167,7 @@ class Tensors(dict[str, Tensor]):
                 name = name.removesuffix(ending) + ours if name.endswith(ending) else name
             for theirs, ours in names.items():
                 name = name.replace(theirs, ours)
-            if name in self and not torch.equal(self[name], tensor):  # a matter only for who reads it
+            if name in self and not self[name].equal(tensor):  # a matter only for who reads it
                 self._others[name] = self._originals[name]
             self[name] = tensor
             self._originals[name] = original_name
@@ -198,6 +198,8 @@ def electra_tensors(path: Path, tensors: Mapping[str, Tensor], table: Mapping[st
     `table` is the translated config.json at `path`. Token types that the folder lacks become copies of type 0's, or
     zeros. Raises InputError for a table of another shape.
     """
+    import torch  # config.json is read without it
+
     config, width = original(table), table["hidden_size"]
     kind = TRANSLATED[config["model_type"]]
     found = Tensors(tensors, kind.names)

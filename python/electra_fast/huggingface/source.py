@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from electra_fast.config.config import Config
 from electra_fast.config.presets import OBJECTIVE_SPECS
@@ -18,7 +19,6 @@ from electra_fast.data.tokenizer_folder import FILES
 from electra_fast.errors import InputError
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.json_files import parse_json
-from electra_fast.huggingface.card import Origin
 from electra_fast.huggingface.config import (
     CLASSES,
     HEADLESS,
@@ -32,6 +32,9 @@ from electra_fast.huggingface.model_types import original
 from electra_fast.huggingface.tensor_files import GENERATOR_FILE, weights_file
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.model.networks import PARTS
+
+if TYPE_CHECKING:
+    from electra_fast.huggingface.card import Origin
 
 _OLDER_TOKENIZERS = ("vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
@@ -134,6 +137,8 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def origin(source: Path) -> Origin:
+    from electra_fast.huggingface.card import Origin  # imports torch, and tokenizers are found without it
+
     stored = checkpoint_of(source)
     if stored is None:
         return Origin(token_type_1_trained=any(map(token_type_1_trained, _folders(source))))

@@ -1,19 +1,20 @@
-"""Files with the tensors of a Hugging Face folder: one, or several with an index; safetensors, or torch's."""
+"""Files with the tensors of a Hugging Face folder: one, or several with an index; safetensors, or torch's.
+
+Folders without tensors are read without torch, so functions import it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import safetensors
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
-from electra_fast.checkpoint import require_finite
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GENERATOR_FILE = "pytorch_model.generator.bin"
 """The generator of a DeBERTaV3, beside its discriminator."""
@@ -21,7 +22,9 @@ GENERATOR_FILE = "pytorch_model.generator.bin"
 
 def read_tensor_file(file: Path) -> dict[str, Tensor]:
     """Reads the tensors of a `weights_file`. Raises FileNotFoundError, or ValueError naming the file."""
-    tensors = dict[str, Tensor]()
+    from electra_fast.checkpoint import require_finite
+
+    tensors: dict[str, Tensor] = {}
     places = _shards(file) if file.suffix == ".json" else {}
     for path in sorted({file.parent / name for name in places.values()}) if places else [file]:
         found = _read_tensors(path)
@@ -35,6 +38,10 @@ def read_tensor_file(file: Path) -> dict[str, Tensor]:
 
 def tensor_names(file: Path) -> frozenset[str]:
     """Returns the names of the tensors of a `weights_file`; none if it is missing or damaged."""
+    if not file.is_file():
+        return frozenset()
+    import safetensors
+
     try:
         if file.suffix == ".json":
             return frozenset(_shards(file))
@@ -53,6 +60,8 @@ def _names_of_torch(file: Path, _modified: int) -> frozenset[str]:
 
 def check_dtypes(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raises InputError for weights that are not plain floating-point numbers, as quantization leaves them."""
+    import torch
+
     known = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     for name, tensor in tensors.items():
         if tensor.dtype not in known and not name.endswith(("position_ids", "token_type_ids")):
@@ -86,10 +95,14 @@ def _read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
         raise FileNotFoundError(
             f"{path}: no such file; a Hugging Face model folder keeps its weights there or in pytorch_model.bin"
         )
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
-        except safetensors.SafetensorError as error:
+        except SafetensorError as error:
             raise InputError(f"{path}: not a complete safetensors file: {error}") from None
     try:
         found = torch.load(path, device, weights_only=True)
@@ -97,6 +110,6 @@ def _read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
         raise InputError(
             f"{path}: not a complete file of tensors alone: torch.load(weights_only=True) raises {type(error).__name__}"
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise InputError(f"{path}: holds something else than a table of tensors; save model.state_dict() alone")
     return {str(name): tensor.detach() for name, tensor in found.items()}

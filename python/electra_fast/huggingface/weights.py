@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
+from electra_fast.huggingface.config import has_legacy_head, is_multiplied
 from electra_fast.huggingface.model_types import Tensors
 from electra_fast.model.networks import PARTS
 
@@ -154,15 +155,6 @@ def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
     for part, hf_part in names.items():
         for kind in ("weight",) if modern and part != "classifier" else ("weight", "bias"):
             yield f"{head}.{part}.{kind}", (f"{hf_part}.{kind}",)
-
-
-def is_multiplied(shape: ModelConfig) -> bool:
-    return shape.architecture == "modernbert" and shape.embedding_size != shape.hidden_size
-
-
-def has_legacy_head(shape: ModelConfig) -> bool:
-    """Returns whether DebertaV2ForMaskedLM needs `legacy`: its other head has no narrower embeddings."""
-    return shape.architecture == "deberta" and shape.embedding_size != shape.hidden_size
 
 
 def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:

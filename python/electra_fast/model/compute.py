@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -17,7 +16,6 @@ from electra_fast.model.attention import BACKENDS
 from electra_fast.model.matmul import DEFAULT, choose_matmul, use_matmul
 from electra_fast.ops.operations import use_choices
 
-Precision = Literal["auto", "fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Those of which a measurement finds the faster one on a CPU.
 CPU_PRECISIONS = ("fp32", "bf16")

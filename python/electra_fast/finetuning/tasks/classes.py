@@ -21,6 +21,8 @@ RARE_SHARE = 0.1
 # of the class little else to learn from.
 MAX_WEIGHT = 1 / RARE_SHARE
 MAX_TEMPERATURE = 1000.0
+NO_TARGET = -100
+"""The class id of a token without a loss."""
 # Weight of the threshold of all labels beside a label's own. The best one on few examples is rarely a good one.
 PRIOR_EXAMPLES = 30
 

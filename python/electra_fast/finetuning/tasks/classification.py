@@ -10,13 +10,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
@@ -24,13 +21,11 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import encode
-from electra_fast.finetuning.inference import Inference, rounded
-from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers import glue, own_data
 from electra_fast.finetuning.readers.rows import Row, text_of
 from electra_fast.finetuning.report import sections
 from electra_fast.finetuning.report.sections import Section
-from electra_fast.finetuning.task import NO_CLASS, Answers, Prediction, Scores, Settings, Split, Task
+from electra_fast.finetuning.task import NO_CLASS, Answers, Prediction, Scores, Settings, Split, Task, rounded
 from electra_fast.finetuning.tasks.classes import choose_thresholds, class_weights, fit_temperature, sigmoid, softmax
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
@@ -40,32 +35,20 @@ from electra_fast.finetuning.tasks.task_type import (
     REMEDY,
     Features,
     HfForm,
+    Outputs,
     TaskType,
     finite,
     named_split,
 )
-from electra_fast.model.compute import ComputeConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from electra_fast.finetuning.model import TaskModel
 
 # An example by the number of texts that the model was trained on.
 _READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
 Array = NDArray[Any]
-Losses = Callable[[Tensor, Tensor], Tensor]
-"""From the outputs [n, C] and the targets to the loss of each example, fp32 [n]."""
-
-
-class SequenceClassifier(TaskModel):
-    """Classes or a value for each example, from its [CLS]."""
-
-    only_first = True
-
-    def __init__(
-        self, shape: ModelConfig, head: str, num_outputs: int, losses: Losses, head_dropout: float = 0.0
-    ) -> None:
-        super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=False), head, head_dropout)
-        self._losses = losses
-
-    def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
-        return self._losses(self.outputs(inputs, compute, key), targets)
 
 
 def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
@@ -164,6 +147,8 @@ class SequenceType(TaskType):
         return TrainingSet(encoded, targets, weights, class_weights=by_class, notes=(note,) if note else ())
 
     def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: Array | None) -> float:
+        import torch
+
         targets, outputs = _labeled(split, outputs)
         targets, weights = self._loss_targets(task, targets, class_weights)
         losses = self.losses(torch.from_numpy(outputs), torch.from_numpy(targets)).double().numpy()
@@ -180,9 +165,11 @@ class SequenceType(TaskType):
             )
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
+        from electra_fast.finetuning.tasks.classifiers import SequenceClassifier  # imports torch
+
         return SequenceClassifier(shape, config.head, num_outputs, self.losses, config.head_dropout)
 
-    def predict(self, inference: Inference, features: Features, config: FinetuneSection) -> Array:
+    def predict(self, inference: Outputs, features: Features, config: FinetuneSection) -> Array:
         (outputs,) = inference.by_example(features.encoded)
         return outputs
 
@@ -233,6 +220,8 @@ class SequenceType(TaskType):
         """
         if architecture == "modernbert" or head != "published":
             return head, state
+        import torch
+
         weight_CD, bias_C = state["head.classifier.weight"].float(), state["head.classifier.bias"].float()
         num_outputs = len(bias_C)
         if 2 * num_outputs > width:
@@ -243,9 +232,9 @@ class SequenceType(TaskType):
         both, unused = torch.cat((torch.eye(num_outputs), -torch.eye(num_outputs))), width - 2 * num_outputs
         return "transformers", {
             **state,
-            "head.dense.weight": nn.functional.pad(both @ weight_CD, (0, 0, 0, unused)),
-            "head.dense.bias": nn.functional.pad(both @ bias_C, (0, unused)),
-            "head.classifier.weight": nn.functional.pad(both.T, (0, unused)),
+            "head.dense.weight": torch.nn.functional.pad(both @ weight_CD, (0, 0, 0, unused)),
+            "head.dense.bias": torch.nn.functional.pad(both @ bias_C, (0, unused)),
+            "head.classifier.weight": torch.nn.functional.pad(both.T, (0, unused)),
             "head.classifier.bias": torch.zeros(num_outputs),
         }
 
@@ -261,7 +250,9 @@ class Classification(SequenceType):
     prediction_settings = ("top_k",)
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs_nC, targets, reduction="none")
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs_nC, targets, reduction="none")
 
     def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
         return class_weights(config.class_weights, task.labels, targets)
@@ -329,8 +320,10 @@ class MultiLabel(SequenceType):
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         """Returns the binary cross-entropy, averaged over the labels; a target above 0 is the weight of a label."""
+        import torch.nn.functional as F
+
         has_label = targets > 0
-        weight = torch.where(has_label, targets.float(), 1.0)
+        weight = targets.float().where(has_label, 1.0)
         return F.binary_cross_entropy_with_logits(outputs_nC, has_label.float(), weight, reduction="none").mean(1)
 
     def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import Ints
-from electra_fast.finetuning.inference import Inference, rounded
-from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.readers.question_files import iterate_questions, read_answered, read_questions
 from electra_fast.finetuning.readers.rows import Row, abbreviated, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.report.sections import Section, columns, errors_section, first_rows
-from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
+from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task, rounded
 from electra_fast.finetuning.tasks.answer_scores import group_sections, raw_scores, score_unit, squad_scores
 from electra_fast.finetuning.tasks.question_features import (
     FoundAnswer,
@@ -33,12 +31,20 @@ from electra_fast.finetuning.tasks.question_features import (
     search,
     training_targets,
 )
-from electra_fast.finetuning.tasks.span_model import JOINT_HEAD, JointReader, TwoLogitReader
-from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, HfForm, TaskType, named_split
+from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, HfForm, Outputs, TaskType, named_split
+
+if TYPE_CHECKING:
+    from electra_fast.finetuning.model import TaskModel
 
 # Characters of context before and after an answer in a report.
 _CONTEXT_CHARACTERS = 100
 _READER = {"head.classifier.weight": "qa_outputs.weight", "head.classifier.bias": "qa_outputs.bias"}
+# Parameters of the published code's head, which have our own names in a folder.
+_JOINT_HEAD = {
+    f"head.{layer}.{part}": f"head.{layer}.{part}"
+    for layer in ("start", "end_dense", "end", "answerable_dense", "answerable")
+    for part in ("weight", "bias")
+}
 SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")
 
 
@@ -63,9 +69,9 @@ class QuestionAnswering(TaskType):
             ("bert", "transformers"): _READER,
             ("deberta", "transformers"): _READER,
             ("modernbert", "transformers"): MODERN_HEAD,
-            ("bert", "published"): JOINT_HEAD,
-            ("deberta", "published"): JOINT_HEAD,
-            ("modernbert", "published"): JOINT_HEAD,
+            ("bert", "published"): _JOINT_HEAD,
+            ("deberta", "published"): _JOINT_HEAD,
+            ("modernbert", "published"): _JOINT_HEAD,
         },
         pipeline="question-answering",
         usage="{command}, or `{class_name}.from_pretrained`, whose logits are those of an answer's start and end.",
@@ -112,17 +118,19 @@ class QuestionAnswering(TaskType):
             )
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
+        from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader  # imports torch
+
         if config.head == "published":
             return JointReader(shape, config.beam_size, config.answerable_weight)
         return TwoLogitReader(shape, config.beam_size, config.head_dropout)
 
-    def predict(self, inference: Inference, features: QuestionFeatures, config: FinetuneSection) -> list[Reading]:
+    def predict(self, inference: Outputs, features: QuestionFeatures, config: FinetuneSection) -> list[Reading]:
         scores = SpanScores(*inference.by_example(features.encoded))
         if not (np.isfinite(scores.start_score).all() and np.isfinite(scores.end_score).all()):
             raise Diverged("the model's outputs are not finite: try a lower finetune.learning_rate")
         limits = {"n_best": config.n_best_size, "max_answer_length": config.max_answer_length}
         found = search(features, scores, **limits)
-        if isinstance(inference.model, JointReader):  # whose classifier gives a logit
+        if config.head == "published":  # whose classifier gives a logit
             return [Reading(best, null) for best, null in found]
         return [Reading(best, null - best[0].score) for best, null in found]
 

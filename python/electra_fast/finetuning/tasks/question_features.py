@@ -25,6 +25,8 @@ from electra_fast.finetuning.encoding import EncodedExamples, Ints, chunk_spans,
 from electra_fast.finetuning.task import Answer
 from electra_fast.finetuning.tasks.task_type import Features
 
+# Added to the logits of tokens that cannot be an answer, as in the published code; the logit of padding.
+DISALLOWED, NOTHING = -1000.0, -10_000.0
 # Minimum tokens of context in a full chunk, even after the longest question.
 _LEAST_ROOM = 8
 # Contexts that are tokenized together.

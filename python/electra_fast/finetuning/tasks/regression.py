@@ -11,12 +11,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
@@ -26,6 +24,9 @@ from electra_fast.finetuning.report.sections import Section, draw_values, errors
 from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
 from electra_fast.finetuning.tasks.classification import Array, SequenceType, correlation, sequence_form
 from electra_fast.finetuning.tasks.task_type import REMEDY, finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Predictions that vary by less than this fraction of the targets' scale are constant in practice.
 COLLAPSED_DEVIATION = 0.01
@@ -136,7 +137,7 @@ class Regression(SequenceType):
 
     def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Mapping[str, Tensor]:
         weight = state["head.classifier.weight"].double() / task.scale
-        bias = torch.tensor([(_stored_bias(state, settings) - task.shift) / task.scale])
+        bias = state["head.classifier.bias"].new_tensor([(_stored_bias(state, settings) - task.shift) / task.scale])
         return {**state, "head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
 
     def _predicted(self, task: Task) -> str:

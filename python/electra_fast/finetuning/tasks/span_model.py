@@ -14,22 +14,14 @@ from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
-from electra_fast.finetuning.tasks.question_features import SpanScores
+from electra_fast.finetuning.tasks.question_features import DISALLOWED, NOTHING, SpanScores
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.layers import Linear
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import linear
 
-# Added to the logits of tokens that cannot be an answer, as in the published code; the logit of padding.
-_DISALLOWED, _NOTHING = -1000.0, -10_000.0
 JOINT_WIDTH = 512
 """Width of the published head's inner layers."""
-JOINT_HEAD = {
-    f"head.{layer}.{part}": f"head.{layer}.{part}"
-    for layer in ("start", "end_dense", "end", "answerable_dense", "answerable")
-    for part in ("weight", "bias")
-}
-"""The names of its parameters in a folder: our own."""
 
 
 def _disallowed(inputs: Inputs) -> Tensor:
@@ -37,7 +29,7 @@ def _disallowed(inputs: Inputs) -> Tensor:
     positions_T, owners_T = inputs.columns_5RL[2].flatten(), inputs.columns_5RL[4].flatten()
     context_n = F.pad(inputs.second_n, (0, 1))  # padding belongs to no example
     is_allowed: Tensor = (positions_T >= context_n[owners_T]) | (positions_T == 0)
-    return _DISALLOWED * (1 - is_allowed.float())
+    return DISALLOWED * (1 - is_allowed.float())
 
 
 class TwoLogitReader(TaskModel):
@@ -54,7 +46,7 @@ class TwoLogitReader(TaskModel):
         """Returns the mean of both cross-entropies; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
         logits = self.outputs(inputs, compute, key).unbind(1)
         start, end = (
-            F.cross_entropy(inputs.by_example(each, _NOTHING), targets[:, place], reduction="none")
+            F.cross_entropy(inputs.by_example(each, NOTHING), targets[:, place], reduction="none")
             for place, each in enumerate(logits)
         )
         return (start + end) / 2
@@ -62,7 +54,7 @@ class TwoLogitReader(TaskModel):
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanScores:
         """Returns the best starts and, the same for all of them, the best ends."""
         logits = (self.outputs(inputs, compute) + _disallowed(inputs)[:, None]).unbind(1)
-        start_nW, end_nW = (inputs.by_example(each, _NOTHING, self.beam_size) for each in logits)
+        start_nW, end_nW = (inputs.by_example(each, NOTHING, self.beam_size) for each in logits)
         starts, ends = (grid.topk(self.beam_size) for grid in (start_nW, end_nW))
         every = (-1, self.beam_size, -1)
         return SpanScores(
@@ -128,7 +120,7 @@ class JointReader(TaskModel):
 
     def _start_logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         logits_T = self.head.start(x_TD).squeeze(1)
-        return inputs.by_example(logits_T + _disallowed(inputs), _NOTHING, self.beam_size)
+        return inputs.by_example(logits_T + _disallowed(inputs), NOTHING, self.beam_size)
 
     def _end_inner(self, x_TD: Tensor) -> Tensor:
         """Returns the part of the end's inner layer that does not depend on the start; [T, D] → [T, 512]."""
@@ -141,7 +133,7 @@ class JointReader(TaskModel):
         start_nI = linear(ops.gather_rows(x_TD, place_n), self.head.end_dense.weight[:, : x_TD.shape[1]], None)
         inner_TI = F.gelu(inner_TI + self._members(inputs).T @ start_nI)
         logits_T = self.head.end(inner_TI).squeeze(1) + _disallowed(inputs)
-        return inputs.by_example(logits_T, _NOTHING, self.beam_size)
+        return inputs.by_example(logits_T, NOTHING, self.beam_size)
 
     def _unanswerable_logits(self, x_TD: Tensor, start_nW: Tensor, inputs: Inputs) -> Tensor:
         """Returns logits from [CLS] and the mean hidden state, weighted by the probability of a start; [n]."""

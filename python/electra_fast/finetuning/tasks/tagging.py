@@ -10,12 +10,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Pieces, Tokenizer
@@ -23,8 +21,6 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import Ints, text_chunks
-from electra_fast.finetuning.inference import Inference, rounded
-from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers.rows import Row, abbreviated, extension, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.readers.tag_columns import SENTENCE_NAMES, WORD_NAMES, are_columns
@@ -32,8 +28,8 @@ from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagg
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
 from electra_fast.finetuning.readers.words import places_of, words_of_text
 from electra_fast.finetuning.report.sections import Section
-from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task
-from electra_fast.finetuning.tasks.classes import class_weights, fit_temperature, softmax
+from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task, rounded
+from electra_fast.finetuning.tasks.classes import NO_TARGET, class_weights, fit_temperature, softmax
 from electra_fast.finetuning.tasks.entity_scores import tag_scores, tag_sections, tagged_spans
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,
@@ -41,29 +37,19 @@ from electra_fast.finetuning.tasks.task_type import (
     REMEDY,
     Features,
     HfForm,
+    Outputs,
     TaskType,
     finite,
     named_split,
 )
-from electra_fast.model.compute import ComputeConfig
 
-NO_TARGET = -100
-"""The class id of a token without a loss."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from electra_fast.finetuning.model import TaskModel
+
 # Marks a line with a word and its tag, or a comment before such lines, rather than text.
 _COLUMNS = re.compile(r"\t|^\S+( \S+)* (O|[BILMESU]-\S+)$|^# |^-DOCSTART-")
-
-
-class TokenClassifier(TaskModel):
-    """A class for each token."""
-
-    def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
-        super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=True), head, head_dropout)
-
-    def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
-        """Returns cross-entropies; `targets` are class ids, int64 [R, L], `NO_TARGET` where there is none; [R, L]."""
-        outputs_TC = self.outputs(inputs, compute, key)
-        loss_T = F.cross_entropy(outputs_TC, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
-        return loss_T.view_as(targets)
 
 
 @dataclass(frozen=True)
@@ -160,9 +146,11 @@ class Tagging(TaskType):
             yield f"training words that have no token or share one with the word before: {num_words - num_targets:,}"
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
+        from electra_fast.finetuning.tasks.classifiers import TokenClassifier  # imports torch
+
         return TokenClassifier(shape, config.head, num_outputs, config.head_dropout)
 
-    def predict(self, inference: Inference, features: TagFeatures, config: FinetuneSection) -> NDArray[Any]:
+    def predict(self, inference: Outputs, features: TagFeatures, config: FinetuneSection) -> NDArray[Any]:
         """Returns the words' logits, float32 [words, C]; zeros for a word without tokens."""
         outputs = inference.by_token(features.encoded)
         found = features.places >= 0

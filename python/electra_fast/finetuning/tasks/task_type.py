@@ -9,11 +9,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.config.section import Scalar
@@ -24,12 +23,15 @@ from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import EncodedExamples
-from electra_fast.finetuning.inference import Inference
-from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.readers.rows import check_unicode, with_columns
 from electra_fast.finetuning.report.sections import Section
 from electra_fast.finetuning.task import Answers, Prediction, Scores, Settings, Split, Task, TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from electra_fast.finetuning.model import TaskModel
 
 REMEDY = "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
 HeadNames = Mapping[str, str]
@@ -91,6 +93,16 @@ class Features:
     encoded: EncodedExamples
 
 
+class Outputs(Protocol):
+    """A model's outputs for tokenized examples: by `inference.Inference`, or by `onnx_model.OnnxInference`."""
+
+    def by_example(self, encoded: EncodedExamples) -> tuple[NDArray[Any], ...]:
+        """Returns `TaskModel.predictions` for all examples, at least one, in their order; [n, ...] each."""
+
+    def by_token(self, encoded: EncodedExamples) -> NDArray[Any]:
+        """Returns the outputs of all tokens of `encoded.ids`, [tokens, ...]."""
+
+
 class TaskType(ExampleReader):
     """A type of tasks: reads, trains, scores, predicts and stores them. `outputs` are the results of `predict`."""
 
@@ -132,7 +144,7 @@ class TaskType(ExampleReader):
         """Builds the network, with arbitrary parameters."""
 
     @abstractmethod
-    def predict(self, inference: Inference, features: Any, config: FinetuneSection) -> Any:
+    def predict(self, inference: Outputs, features: Any, config: FinetuneSection) -> Any:
         """Returns a model's outputs for all examples."""
 
     @abstractmethod
