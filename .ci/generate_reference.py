@@ -28,7 +28,7 @@ GROUPS = {
     "Text and corpora": "prepare vocab inspect verify Corpus Tokenizer BatchLoader to_torch",
     "Pre-training": "Config pretrain adapt plan evaluate report",
     "Machine and method": "doctor flops reproduce demo",
-    "Models": "load PretrainedModel FinetunedModel export Electra import_",
+    "Models": "load PretrainedModel FinetunedModel OnnxModel export Electra import_",
     "Fine-tuning and prediction": "finetune predict detect",
     "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult AdaptResult Plan "
     "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report "

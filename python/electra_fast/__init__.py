@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from electra_fast.finetuning.error_detection import detect
     from electra_fast.finetuning.evaluate import EvaluationReport, evaluate
     from electra_fast.finetuning.finetune import FinetuneResults, TaskResult, finetune
-    from electra_fast.finetuning.loading import PretrainedModel, load
+    from electra_fast.finetuning.finetuned_model import FinetunedModel
+    from electra_fast.finetuning.loading import load
     from electra_fast.finetuning.minimal_pairs import PairsReport
-    from electra_fast.finetuning.predict import FinetunedModel, predict
+    from electra_fast.finetuning.onnx_model import OnnxModel
+    from electra_fast.finetuning.predict import predict
+    from electra_fast.finetuning.pretrained_model import PretrainedModel
     from electra_fast.hardware.flops import FlopCount, flops
     from electra_fast.huggingface.export import ExportResult, ImportResult, export, import_
     from electra_fast.model.model import Electra
@@ -62,9 +65,12 @@ _NAMES = {
     "finetuning.error_detection": "detect",
     "finetuning.evaluate": "EvaluationReport evaluate",
     "finetuning.finetune": "FinetuneResults TaskResult finetune",
-    "finetuning.loading": "PretrainedModel load",
+    "finetuning.finetuned_model": "FinetunedModel",
+    "finetuning.loading": "load",
     "finetuning.minimal_pairs": "PairsReport",
-    "finetuning.predict": "FinetunedModel predict",
+    "finetuning.onnx_model": "OnnxModel",
+    "finetuning.predict": "predict",
+    "finetuning.pretrained_model": "PretrainedModel",
     "hardware.flops": "FlopCount flops",
     "huggingface.export": "ExportResult ImportResult export import_",
     "model.model": "Electra",
@@ -84,7 +90,7 @@ __all__ = [
     "AdaptResult", "BatchLoader", "Comparison", "Config", "Corpus", "DemoResult", "Diverged", "DoctorReport",
     "Electra", "ElectraFastError", "Evaluation", "EvaluationReport", "ExecutorFailed", "ExportResult",
     "FinetuneResults", "FinetunedModel", "FlopCount", "ImportResult", "InputError", "Inspection", "Interrupted",
-    "OutOfMemory", "PairsReport", "Plan", "PrepareReport", "PretrainResult", "PretrainedModel", "Report",
+    "OnnxModel", "OutOfMemory", "PairsReport", "Plan", "PrepareReport", "PretrainResult", "PretrainedModel", "Report",
     "StopTraining", "TaskResult", "Tokenizer", "TrainingFailed", "Verification", "Vocabulary", "__version__", "adapt",
     "demo", "detect", "doctor", "evaluate", "export", "finetune", "flops", "import_", "inspect", "load", "plan",
     "predict", "prepare", "pretrain", "report", "reproduce", "to_torch", "verify", "vocab",

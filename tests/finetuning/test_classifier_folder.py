@@ -38,7 +38,7 @@ from transformers import (
 
 import electra_fast as ef
 from electra_fast.errors import InputError
-from electra_fast.finetuning.predict import FinetunedModel
+from electra_fast.finetuning.finetuned_model import FinetunedModel
 
 SENTENCES = ["The class of a value", "false", "A method with a list of names, and more than that", ""]
 PAIRS = [("The class", "a value of it"), ("false", "true"), ("An object and a list", "")]

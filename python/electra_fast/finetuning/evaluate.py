@@ -10,9 +10,8 @@ from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.config import Precision
-from electra_fast.finetuning.minimal_pairs import PairsReport, evaluate_pairs
+from electra_fast.finetuning.loading import load_finetuned
 from electra_fast.finetuning.model_folder import is_finetuned
-from electra_fast.finetuning.predict import FinetunedModel
 from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task_data import options_of, reader_options, refuse
@@ -21,6 +20,7 @@ from electra_fast.messages import say
 from electra_fast.results import Entries, table_lines
 
 if TYPE_CHECKING:
+    from electra_fast.finetuning.minimal_pairs import PairsReport
     from electra_fast.training.evaluate import Evaluation
 
 _COMMON = ("out", "device", "precision", "batch_size")
@@ -121,11 +121,13 @@ def evaluate(
     Raises:
         FileNotFoundError, ValueError: The message names the file, line, value and remedy.
     """
-    from electra_fast.training import evaluate as pretrained  # takes long, and predictions need none
-
     defaults = options_of(evaluate)
     given = {name: value for name, value in locals().items() if name in defaults and value != defaults[name]}
     if not is_finetuned(Path(model)):
+        # Takes long, and predictions need none.
+        from electra_fast.finetuning.minimal_pairs import evaluate_pairs
+        from electra_fast.training import evaluate as pretrained
+
         if pairs is not None:
             if data is not None:
                 raise InputError("give a corpus or pairs, not both")
@@ -147,7 +149,7 @@ def evaluate(
         raise InputError(f"{wanted}; name one")
     if isinstance(data, str | Path) and (Path(data) / "manifest.json").is_file():
         raise InputError(f"{wanted}, and {data} is a corpus, on which pre-trained models are")
-    file, predictor = file_or_table("data", data), FinetunedModel(model, precision=precision or "auto", device=device)
+    file, predictor = file_or_table("data", data), load_finetuned(Path(model), device, precision or "auto")
     task, task_type, trained = predictor.task, predictor.task_type, (predictor.text_columns, predictor.label_columns)
     given = {name: value for name, value in given.items() if name not in _COMMON}
     options = reader_options(given, task_type.read_labeled, f"not for {predictor.kind}", (*trained[0], *trained[1]))

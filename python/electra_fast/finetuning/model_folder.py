@@ -8,15 +8,12 @@ Some of the published heads have no class in `transformers`. Where its class can
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
-
-from electra_fast.checkpoint import write_tensors
 from electra_fast.config.config import ModelConfig
 from electra_fast.config.section import present_name
 from electra_fast.errors import InputError
@@ -24,20 +21,23 @@ from electra_fast.files.json_files import read_object, write_object
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.readers.labels import truncated
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import (
     CLASSES,
     HEADLESS,
     MODEL_TYPES,
+    ONNX_FILE,
     describe_encoder,
     named_classes,
     num_detector_labels,
     read_encoder_shape,
     read_table,
 )
-from electra_fast.huggingface.encoder import read_state
 from electra_fast.huggingface.model_types import ORIGINAL_KEY, original
 from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
+from electra_fast.huggingface.tensor_files import weights_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Our keys in config.json.
 HEAD_KEY = "electra_fast_head"
@@ -52,6 +52,8 @@ COLUMNS_KEY, LABEL_COLUMNS_KEY = "electra_fast_text_columns", "electra_fast_labe
 """The columns of own data, those of the training file first."""
 SETTINGS_KEY = "electra_fast_settings"
 """The task type's settings for prediction."""
+ONNX_KEY = "electra_fast_onnx"
+"""Of a folder with a model.onnx and no weights: its `precision`, `fp32` or `int8`."""
 RAW_CLASSES: dict[str, str] = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
 _FAMILIES: dict[str, str] = {architecture: name.removesuffix("Model") for architecture, name in RAW_CLASSES.items()}
 
@@ -65,9 +67,10 @@ class Finetuned:
         kind: The task type, a key of `TASK_TYPES`.
         labels: Names of the head's outputs by class id.
         num_texts: 1 if an example is a text, 2 if it is a pair; None if the folder does not say.
-        state: fp32 parameters by the names of a module with `embeddings`, `encoder` and `head`.
+        state: fp32 parameters by the names of a module with `embeddings`, `encoder` and `head`; empty if not read.
         text_columns: Text columns of the tables that it was trained and scored on; empty if the folder does not say.
         label_columns: Their label columns likewise.
+        onnx: The precision of the folder's model.onnx, if that is the model; empty if there are weights.
     """
 
     shape: ModelConfig
@@ -76,10 +79,11 @@ class Finetuned:
     labels: tuple[str, ...]
     sequence_length: int
     num_texts: int | None
-    state: Mapping[str, Tensor]
+    state: Mapping[str, Tensor] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     text_columns: tuple[tuple[str, ...], ...] = ()
     label_columns: tuple[tuple[str, ...], ...] = ()
+    onnx: str = ""
 
 
 def class_name(architecture: str, kind: str) -> str:
@@ -88,6 +92,9 @@ def class_name(architecture: str, kind: str) -> str:
 
 def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str, int], head_dropout: float) -> str:
     """Writes config.json and model.safetensors to an existing folder; returns the class that loads it."""
+    from electra_fast.checkpoint import write_tensors
+    from electra_fast.huggingface import weights
+
     shape, kind, task_type = finetuned.shape, finetuned.kind, TASK_TYPES[finetuned.kind]
     architecture = shape.architecture
     head, state = task_type.to_transformers(architecture, finetuned.head, finetuned.state, shape.hidden_size)
@@ -124,12 +131,30 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
 
 
 def read_finetuned(folder: Path) -> Finetuned:
-    """Reads a folder of one of `transformers`' classes, written here or elsewhere, or of a head of ours.
+    """Reads a folder with its weights. Raises as `read_description`."""
+    import torch
+
+    from electra_fast.huggingface.encoder import read_state
+
+    found = read_description(folder)
+    task_type, shape = TASK_TYPES[found.kind], found.shape
+    with torch.device("meta"):
+        model = task_type.model(shape, FinetuneSection(head=cast(Any, found.head)), len(found.labels))
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state = read_state(folder, shape, task_type.hf.head_names[shape.architecture, found.head], sizes)
+    return dataclasses.replace(found, state=state)
+
+
+def read_description(folder: Path) -> Finetuned:
+    """Reads config.json of one of `transformers`' classes, written here or elsewhere, or of a head of ours.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     if not (folder / "config.json").is_file():
         what = "no config.json there" if folder.is_dir() else "no such folder"
+        if (folder / ONNX_FILE).is_file():
+            what = f"{ONNX_FILE} without its config.json; copy the whole folder that `export` wrote"
+            raise FileNotFoundError(f"{folder}: {what}")
         hint = models_inside(folder) or f"{what}; name a fine-tuned model, as DIR/TASK/seed-0/model"
         raise FileNotFoundError(f"{folder}: {hint}")
     table, path = read_table(folder), folder / "config.json"
@@ -160,12 +185,19 @@ def read_finetuned(folder: Path) -> Finetuned:
     num_texts = table.get(TEXTS_KEY)
     if num_texts not in (None, 1, 2):
         raise InputError(f"{path}: {TEXTS_KEY} = {num_texts!r} must be 1 or 2")
-    columns = [_columns(path, table, key) for key in (COLUMNS_KEY, LABEL_COLUMNS_KEY)]
-    with torch.device("meta"):
-        model = task_type.model(shape, FinetuneSection(head=cast(Any, head)), len(labels))
-    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    state = read_state(folder, shape, hf.head_names[architecture, head], sizes)
-    return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, *columns)
+    text, label = (_columns(path, table, key) for key in (COLUMNS_KEY, LABEL_COLUMNS_KEY))
+    onnx = _onnx(folder, table)
+    return Finetuned(shape, head, kind, labels, length, num_texts, {}, settings, text, label, onnx)
+
+
+def _onnx(folder: Path, table: Mapping[str, Any]) -> str:
+    """Returns the precision of model.onnx, which other tools do not tell, or "" for a folder of weights."""
+    if ONNX_KEY not in table:
+        return "fp32" if (folder / ONNX_FILE).is_file() and not weights_file(folder).is_file() else ""
+    found = table[ONNX_KEY]
+    if not isinstance(found, dict) or found.get("precision") not in ("fp32", "int8"):
+        raise InputError(f"{folder / 'config.json'}: {ONNX_KEY} = {found!r} must have a precision of fp32 or int8")
+    return str(found["precision"])
 
 
 def models_inside(folder: Path) -> str:
@@ -181,7 +213,7 @@ def is_finetuned(folder: Path) -> bool:
     """Returns whether a folder has a head for a task; that of a detector of replaced tokens is none."""
     path = folder / "config.json"
     if not path.is_file():
-        return False
+        return (folder / ONNX_FILE).is_file()  # reading it names what is missing
     table = read_object(path)
     classes = table.get("architectures")
     if classes == [CLASSES["modernbert", "discriminator"]] and KIND_KEY not in table:

@@ -15,11 +15,9 @@ from typing import Any
 
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
-from electra_fast.huggingface.config import class_of, role_shape
+from electra_fast.huggingface.config import ONNX_FILE, class_of, role_shape
 from electra_fast.messages import printable
 from electra_fast.objectives import objective_of
-
-ONNX_FILE = "model.onnx"
 
 
 @dataclass(frozen=True, kw_only=True)

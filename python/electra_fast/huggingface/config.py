@@ -22,6 +22,7 @@ from electra_fast.huggingface.settings import HEAD_KEYS, check_settings
 from electra_fast.huggingface.tensor_files import GENERATOR_FILE, tensor_names, weights_file
 from electra_fast.model.networks import networks_of
 
+ONNX_FILE = "model.onnx"
 OWN_KEY = "electra_fast"
 """Our key in config.json: the run's whole configuration, for `import`."""
 TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"

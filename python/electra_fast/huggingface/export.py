@@ -27,8 +27,8 @@ from electra_fast.huggingface.adaptation import (
     restarted,
     settings_lines,
 )
-from electra_fast.huggingface.card import ONNX_FILE, Origin, metadata, model_card
-from electra_fast.huggingface.config import OWN_KEY
+from electra_fast.huggingface.card import Origin, metadata, model_card
+from electra_fast.huggingface.config import ONNX_FILE, OWN_KEY
 from electra_fast.huggingface.folder import read_model, read_models, write_model
 from electra_fast.huggingface.onnx import require_packages, write_onnx
 from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast.errors import ElectraFastError, InputError
-from electra_fast.huggingface.card import ONNX_FILE
-from electra_fast.huggingface.config import MODEL_TYPES, read_encoder_shape, read_table
+from electra_fast.huggingface.config import MODEL_TYPES, ONNX_FILE, read_encoder_shape, read_table
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
 
 MAX_ERROR = 3e-5

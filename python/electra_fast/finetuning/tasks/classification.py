@@ -87,6 +87,7 @@ def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
 class SequenceType(TaskType):
     """Base of the three types. Outputs are logits or values, float32 [n, C]."""
 
+    onnx_outputs = {"logits": 2}
     usual_columns = own_data.TEXT_COLUMNS
     read_labeled = staticmethod(own_data.read_labeled)
 

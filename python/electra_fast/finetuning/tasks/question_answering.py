@@ -16,7 +16,7 @@ from electra_fast.errors import Diverged, InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
-from electra_fast.finetuning.encoding import Ints
+from electra_fast.finetuning.encoding import EncodedExamples, Ints
 from electra_fast.finetuning.readers.question_files import iterate_questions, read_answered, read_questions
 from electra_fast.finetuning.readers.rows import Row, abbreviated, place, text_of
 from electra_fast.finetuning.readers.tables import Quoting
@@ -27,6 +27,7 @@ from electra_fast.finetuning.tasks.question_features import (
     FoundAnswer,
     QuestionFeatures,
     SpanScores,
+    best_spans,
     question_features,
     search,
     training_targets,
@@ -63,6 +64,7 @@ class QuestionAnswering(TaskType):
     read = staticmethod(read_questions)
     read_labeled = staticmethod(read_answered)
     num_texts = 2
+    onnx_outputs = {"start_logits": 2, "end_logits": 2}
     hf = HfForm(
         ending="QuestionAnswering",
         head_names={
@@ -123,6 +125,15 @@ class QuestionAnswering(TaskType):
         if config.head == "published":
             return JointReader(shape, config.beam_size, config.answerable_weight)
         return TwoLogitReader(shape, config.beam_size, config.head_dropout)
+
+    def of_onnx(
+        self, outputs: Sequence[Ints], encoded: EncodedExamples, examples: Ints, config: FinetuneSection
+    ) -> SpanScores:
+        """Returns the best spans of the heads of `transformers`, by the logits of starts and ends."""
+        assert encoded.second_starts is not None
+        start_nW, end_nW = outputs
+        lengths_n, contexts_n = encoded.lengths[examples], encoded.second_starts[examples]
+        return best_spans(start_nW, end_nW, lengths_n, contexts_n, config.beam_size)
 
     def predict(self, inference: Outputs, features: QuestionFeatures, config: FinetuneSection) -> list[Reading]:
         scores = SpanScores(*inference.by_example(features.encoded))

@@ -191,6 +191,33 @@ class SpanScores(NamedTuple):
     """Score of no answer, float32 [chunks]."""
 
 
+def best_spans(start_nW: Ints, end_nW: Ints, lengths_n: Ints, contexts_n: Ints, beam_size: int) -> SpanScores:
+    """Returns the spans that `span_model.TwoLogitReader` finds in chunks by the logits of starts and ends, fp32 [n, W].
+
+    Args:
+        start_nW: Logits of starts, with any values on padding.
+        end_nW: Logits of ends likewise.
+        lengths_n: Tokens of each chunk.
+        contexts_n: Position in each at which its context begins.
+        beam_size: Number of starts, and of ends.
+    """
+    position_W = np.arange(start_nW.shape[1])
+    is_allowed_nW = (position_W >= contexts_n[:, None]) | (position_W == 0)
+    penalty_nW = np.where(is_allowed_nW, np.float32(0), np.float32(DISALLOWED))
+    is_token_nW, missing = position_W < lengths_n[:, None], max(0, beam_size - len(position_W))
+
+    def best(logits_nW: Ints) -> tuple[Ints, Ints]:
+        grid_nW = np.where(is_token_nW, logits_nW + penalty_nW, np.float32(NOTHING))
+        grid_nW = np.pad(grid_nW, ((0, 0), (0, missing)), constant_values=NOTHING)
+        index_nK = np.argsort(-grid_nW, axis=1, kind="stable")[:, :beam_size]
+        return index_nK, np.take_along_axis(grid_nW, index_nK, 1)
+
+    starts, ends = best(start_nW), best(end_nW)
+    every = (len(lengths_n), beam_size, beam_size)
+    end_index, end_score = (np.broadcast_to(each[:, None], every) for each in ends)
+    return SpanScores(*starts, end_index, end_score, start_nW[:, 0] + end_nW[:, 0])
+
+
 @dataclass(frozen=True)
 class FoundAnswer:
     """A part of a context, with the score of its start plus that of its end.

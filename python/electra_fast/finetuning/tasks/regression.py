@@ -126,6 +126,8 @@ class Regression(SequenceType):
         scale = settings.get("scale", 1.0)
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
             raise InputError(f"scale = {scale!r} must be a number above 0")
+        if not state:  # a model in ONNX, whose outputs are in the units of the data
+            return task
         return dataclasses.replace(task, scale=float(scale), shift=_stored_bias(state, settings))
 
     def to_units(self, task: Task, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:

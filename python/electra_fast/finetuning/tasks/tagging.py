@@ -87,6 +87,7 @@ class Tagging(TaskType):
     read = staticmethod(read_tagging)
     read_labeled = staticmethod(read_tagged)
     num_texts = 1
+    onnx_outputs = {"logits": 3}
     hf = HfForm(
         ending="TokenClassification",
         head_names={

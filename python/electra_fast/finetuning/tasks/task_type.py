@@ -22,7 +22,7 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.batches import TrainingSet
 from electra_fast.finetuning.config import FinetuneSection
-from electra_fast.finetuning.encoding import EncodedExamples
+from electra_fast.finetuning.encoding import EncodedExamples, Ints
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.readers.rows import check_unicode, with_columns
 from electra_fast.finetuning.report.sections import Section
@@ -121,6 +121,8 @@ class TaskType(ExampleReader):
     """Names of the head's outputs, if they are not the task's labels."""
     prediction_settings: ClassVar[tuple[str, ...]] = ()
     """Settings of `answers` that a user may choose."""
+    onnx_outputs: ClassVar[Mapping[str, int]]
+    """The outputs of a model in ONNX by name, and their dimensions."""
     hf: ClassVar[HfForm]
 
     @abstractmethod
@@ -146,6 +148,12 @@ class TaskType(ExampleReader):
     @abstractmethod
     def predict(self, inference: Outputs, features: Any, config: FinetuneSection) -> Any:
         """Returns a model's outputs for all examples."""
+
+    def of_onnx(
+        self, outputs: Sequence[NDArray[Any]], encoded: EncodedExamples, examples: Ints, config: FinetuneSection
+    ) -> tuple[NDArray[Any], ...]:
+        """Returns `TaskModel.predictions` from those `onnx_outputs` of a batch, padded; per token also [n, W, ...]."""
+        return tuple(outputs)
 
     @abstractmethod
     def scores(self, task: Task, split: Split, features: Any, outputs: Any, earlier: Scores) -> dict[str, float]:
