@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = _message(error, getattr(options, "out", None))
         elif is_out_of_memory(error):
             message = f"out of memory: {error}; {LESS_MEMORY.get(options.command, 'free some memory and rerun')}"
+        elif isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("electra_fast"):
+            message = f"{options.command} needs {error.name}, which `pip install electra-fast` installs"
         else:
             error.add_note("electra-fast: this is a bug; please report it with the lines above")
             raise

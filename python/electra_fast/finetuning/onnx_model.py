@@ -22,7 +22,7 @@ from electra_fast.huggingface.config import ONNX_FILE
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
 
 # Tokens per batch, padding included: as many as fit in the caches (bench/LOG.md).
-BATCH_TOKENS = 2048
+BATCH_TOKENS = 1024
 # Products of bytes: without one of these, onnxruntime computes them more slowly than those of fp32.
 _BYTE_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
 
@@ -122,6 +122,8 @@ def _session(folder: Path, finetuned: Finetuned, outputs: Mapping[str, int]) -> 
         raise InputError(f"{path}: needs onnxruntime: pip install onnxruntime") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads()
+    # Threads that wait sleep: on a busy machine, spinning ones take several times as long (bench/LOG.md).
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # what is wrong is in the exception too
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
