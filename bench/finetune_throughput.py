@@ -1,4 +1,4 @@
-"""Fine-tuning, prediction and vectors, compared with `transformers`' Trainer and pipeline and sentence-transformers.
+"""Fine-tuning and vectors of texts, compared with `transformers`' Trainer and sentence-transformers.
 
     python bench/finetune_throughput.py [--data GLUE] [--tasks cola sst2] [--model FOLDER] [--rounds 3]
 
@@ -207,30 +207,21 @@ def rows_of(job: Job, examples: EncodedExamples) -> Iterator[dict[str, Any]]:
         yield row | ({"token_type_ids": examples.token_types[place].tolist()} if has_types else {})
 
 
-def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
+def encode(job: Job, folder: Path, contender: str) -> dict[str, float]:
     texts = [example if len(example) == 2 else example[0] for example in job.data.dev[0].texts]
     texts = (texts * (1 + 1500 // len(texts)))[:1500]
-    if contender == "pipeline":
-        from transformers import pipeline
-
-        classify = pipeline("text-classification", str(folder), device=job.device, batch_size=32)
-        given: Any = [{"text": t[0], "text_pair": t[1]} if isinstance(t, tuple) else t for t in texts]
-        run: Callable[[Any], Any] = lambda rows: classify(rows, truncation=True, max_length=MAX_LENGTH)  # noqa: E731
-    elif contender == "sentence-transformers":
+    run: Callable[[Any], Any] = functools.partial(ef.load(folder).encode, progress=False)
+    if contender == "sentence-transformers":
         from sentence_transformers import SentenceTransformer
 
         model = SentenceTransformer(str(folder), device=str(job.device))
-        given, run = texts, functools.partial(model.encode, show_progress_bar=False)
-    elif contender == "encode":
-        given, run = texts, functools.partial(ef.load(folder).encode, progress=False)
-    else:
-        given, run = texts, ef.load(folder).predict
-    run(given[:64])
+        run = functools.partial(model.encode, show_progress_bar=False)
+    run(texts[:64])
     start = time.perf_counter()
-    run(given)
+    run(texts)
     seconds = time.perf_counter() - start
     lengths = job.splits[job.data.dev[0].name].encoded.lengths
-    return {"seconds": seconds, "tokens": len(given) * float(lengths.mean())}
+    return {"seconds": seconds, "tokens": len(texts) * float(lengths.mean())}
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -241,7 +232,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             return train_ours(job, options.steps)
     if contender in TRAINERS:
         return train_theirs(job, folder, options.steps, **TRAINERS[contender])
-    return predict(job, folder, contender)
+    return encode(job, folder, contender)
 
 
 def child(options: argparse.Namespace, task: str, contender: str) -> dict[str, float]:
@@ -284,9 +275,8 @@ def main() -> None:
     options.data = options.data or made
     results = Results(options.results, options.device, processor() if options.device.type == "cpu" else None)
     for task in options.tasks:
-        compare(options, results, task, ["ours", *TRAINERS], "training  ")
-        compare(options, results, task, ["predict", "pipeline"], "prediction")
-        compare(options, results, task, ["encode", "sentence-transformers"], "vectors   ")
+        compare(options, results, task, ["ours", *TRAINERS], "training")
+        compare(options, results, task, ["encode", "sentence-transformers"], "vectors ")
 
 
 if __name__ == "__main__":

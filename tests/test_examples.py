@@ -3,7 +3,9 @@
 All are short, in the table of examples/README.md, and run here.
 """
 
+import asyncio
 import contextlib
+import http.client
 import io
 import itertools
 import json
@@ -12,17 +14,15 @@ import random
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import numpy as np
-import onnx
 import optuna
 import pytest
-import tokenizers
 import yaml
 from tiny_reading import write_conll
 from tiny_task import BAD, GOOD, WORDS, sentences
@@ -371,60 +371,208 @@ def test_reranking_of_a_search(run_script, tmp_path, own_language, offline):
     assert run_script("rerank.py", *arguments).splitlines() == [first, second, third]
 
 
-# A fresh interpreter, in which torch and transformers cannot be imported.
+# Runs serve.py where torch cannot be imported.
 WITHOUT_TORCH = """
 import runpy, sys
-sys.modules |= dict.fromkeys(("torch", "transformers", "electra_fast"))
+sys.modules |= dict.fromkeys(("torch", "transformers"))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Runs it with a slow model of questions, which refuses the text "bad" and checks the size of batches.
+WITH_A_SLOW_MODEL = """
+import runpy, sys, time, types
+import electra_fast as ef
+def predict(examples):
+    time.sleep(0.05)
+    assert len(examples) <= 256, "too large a batch"
+    if "bad" in examples:
+        raise ef.InputError(f"example {examples.index('bad')} is bad")
+    return [{"id": str(number), "answer": f"to {text}"} for number, text in enumerate(examples)]
+ef.load = lambda folder: types.SimpleNamespace(kind="question-answering", labels=(), predict=predict)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+class Server:
+    """A running serve.py."""
+
+    def __init__(self, process):
+        self.process, self.log = process, []
+        while not (found := re.search(r"http://localhost:(\d+)", self.log[-1] if self.log else "")):
+            self.log.append(process.stderr.readline())
+            assert self.log[-1], self.log
+        self.port = int(found[1])
+
+    def ask(self, *bodies, then=None):
+        """Status, headers and JSON of requests that are all sent before the first answer is read."""
+        return asyncio.run(self._ask(bodies, then))
+
+    async def _ask(self, bodies, then):
+        pipes = await asyncio.gather(*(asyncio.open_connection("localhost", self.port) for _ in bodies))
+        for (_, writer), body in zip(pipes, bodies, strict=True):
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            head = f"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+            writer.write(head.encode() + content)
+        await asyncio.gather(*(writer.drain() for _, writer in pipes))
+        between = await asyncio.to_thread(then) if then else None
+        answers = [self._parsed(content) for content in await asyncio.gather(*(reader.read() for reader, _ in pipes))]
+        for _, writer in pipes:
+            writer.close()
+            await writer.wait_closed()
+        return (answers, between) if then else answers
+
+    @staticmethod
+    def _parsed(content):
+        head, body = content.split(b"\r\n\r\n", 1)
+        assert f"content-length: {len(body)}" in head.decode()
+        is_json = b"application/json" in head
+        return int(head.split()[1]), head.decode(), json.loads(body) if is_json else body.decode()
+
+    def health(self):
+        with contextlib.closing(http.client.HTTPConnection("localhost", self.port)) as connection:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            return answer.status, json.load(answer)
+
+
 @pytest.fixture
 def serve():
-    """A function that starts onnx_serving.py on a folder and returns one that asks it."""
+    """A function that starts serve.py on a folder."""
     with contextlib.ExitStack() as stack:
 
-        def start(folder):
-            command = [sys.executable, "-c", WITHOUT_TORCH, EXAMPLES / "onnx_serving.py", folder, "0"]
-            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            stack.callback(server.terminate)
-            address = server.stdout.readline().split()[-1]
-            return lambda texts: json.load(urllib.request.urlopen(address, json.dumps(texts).encode()))
+        def start(folder, *arguments, code=WITH_A_SLOW_MODEL):
+            command = [sys.executable, "-c", code, EXAMPLES / "serve.py", folder, "localhost", "0", *arguments]
+            process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            return Server(process)
 
         yield start
 
 
-def test_serving_an_encoder_without_torch(serve, tmp_path, own_language):
-    """Its outputs depend on the token and its type alone, so that the embeddings are known."""
-    make, folder = onnx.helper, shutil.copytree(own_language[0] / "model/encoder", tmp_path / "encoder")
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tables_VD = np.random.default_rng(0).normal(size=(2, tokenizer.get_vocab_size(), 4)).astype(np.float32)
-    names = ["input_ids", "attention_mask", "token_type_ids"]
-    nodes = [("Gather", ["tokens", "input_ids"], ["a"]), ("Gather", ["types", "token_type_ids"], ["b"])]
-    graph = make.make_graph(
-        [make.make_node(*node) for node in (*nodes, ("Add", ["a", "b"], ["last_hidden_state"]))],
-        "encoder",
-        [make.make_tensor_value_info(name, onnx.TensorProto.INT64, ["batch", "sequence"]) for name in names],
-        [make.make_tensor_value_info("last_hidden_state", onnx.TensorProto.FLOAT, ["batch", "sequence", 4])],
-        [onnx.numpy_helper.from_array(table, name) for table, name in zip(tables_VD, ("tokens", "types"), strict=True)],
-    )
-    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=10), folder / "model.onnx")
-    texts = ["the class function", "value " * 200]  # the second is longer than the model's 128 positions
-    ids = [tokenizer.encode(text).ids for text in texts]
-    ids[1] = ids[1][:127] + ids[1][-1:]
-    expected = [(tables_VD[0][row] + tables_VD[1][0]).mean(0) for row in ids]
-    np.testing.assert_allclose(serve(folder)(texts), expected, rtol=1e-5, atol=1e-5)
+@pytest.fixture(scope="module")
+def classifier(own_language):
+    return own_language[0] / "tasks/classification/seed-0/model"
 
 
-def test_serving_a_classifier_without_torch(serve, tmp_path, own_language):
-    folder = shutil.copytree(own_language[0] / "tasks/classification/seed-0/model", tmp_path / "classifier")
+def test_a_thousand_requests_at_once_are_answered_as_by_predict(serve, classifier, tmp_path):
+    """In ONNX, where torch cannot be imported."""
+    folder = shutil.copytree(classifier, tmp_path / "onnx")
     write_onnx(folder, "logits")
-    texts = ["the class function", "value object string"]
-    answers = ef.load(folder, precision="fp32").predict(texts)
-    for found, expected in zip(serve(folder)(texts), answers, strict=True):
-        assert found["label"] == expected["label"]
-        assert abs(found["score"] - expected["scores"][found["label"]]) < 1e-5
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"electra_fast_onnx": {"precision": "fp32"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    texts = [text for text, _ in sentences(400, seed=5)]
+    requests = [texts[i % 400] if i % 4 == 0 else texts[i % 397 : i % 397 + i % 4] for i in range(1000)]
+    expected = ef.load(classifier, precision="fp32").predict(texts)
+    scores = {text: answer["scores"] for text, answer in zip(texts, expected, strict=True)}
+    server = serve(folder, code=WITHOUT_TORCH)
+    assert server.health() == (200, {"model": str(folder), "kind": "classification", "labels": ["0", "1"], "queue": 0})
+    for request, (status, _, answers) in zip(requests, server.ask(*requests), strict=True):
+        assert status == 200
+        pairs = (
+            zip([request], [answers], strict=True) if isinstance(request, str) else zip(request, answers, strict=True)
+        )
+        for text, answer in pairs:
+            assert answer["scores"] == pytest.approx(scores[text], abs=2e-5)
+
+
+def test_a_server_that_is_stopped_answers_all_that_it_accepted(serve):
+    server = serve("folder")
+    requests = [[f"{i} {j}" for j in range(100)] for i in range(60)]
+
+    def stop():
+        while (queue := server.health()[1]["queue"]) < 50:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        while server.health()[0] == 200:
+            pass
+        return queue, server.health()[0], server.ask("late")[0][:2]
+
+    answers, (queue, health, (late, head)) = server.ask(*requests, then=stop)
+    assert health == late == 503 and "retry-after: 1" in head
+    answered = [
+        (request, answer) for request, (status, _, answer) in zip(requests, answers, strict=True) if status == 200
+    ]
+    assert len(answered) >= queue and {status for status, *_ in answers} <= {200, 503}
+    assert all(
+        [each["answer"] for each in answer] == [f"to {text}" for text in request] for request, answer in answered
+    )
+    assert server.process.wait(timeout=60) == 0
+    assert "Traceback" not in server.process.stderr.read()
+    with pytest.raises(ConnectionRefusedError):
+        server.ask("later")
+
+
+def test_a_flood_beyond_the_queue_is_refused(serve):
+    server = serve("folder", "20")
+    answers = server.ask(*(["a"] * 100 for _ in range(200)))
+    refused = [head for status, head, _ in answers if status == 429]
+    assert all("retry-after: 1" in head for head in refused) and 20 <= sum(status == 200 for status, *_ in answers)
+    assert len(refused) + sum(status == 200 for status, *_ in answers) == 200 and len(refused) > 50
+    assert server.ask("a")[0][0] == 200
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(timeout=60) == 0
+
+
+LISTS = "send a text or a list of examples, each a text or a list of texts"
+ODD = {
+    "no example": ([], 200, []),
+    "one text": ("a", 200, {"id": "0", "answer": "to a"}),
+    "two": (["a", "b"], 200, [{"id": "0", "answer": "to a"}, {"id": "1", "answer": "to b"}]),
+    "refused by predict": (["a", "bad"], 400, "example 1 is bad"),
+    "objects": ([{"text": "a"}], 400, LISTS),
+    "an object": ({"text": "a"}, 400, LISTS),
+    "not a number": (float("nan"), 400, LISTS),
+    "a number in a pair": ([["a", 1]], 400, "sequence item 1: expected str instance, int found"),
+    "not JSON": (b"[", 400, "Expecting value: line 1 column 2 (char 1)"),
+    "nothing": (b"", 400, "Expecting value: line 1 column 1 (char 0)"),
+    "not UTF-8": (b'"\xff"', 400, "'utf-8' codec can't decode byte 0xff in position 1: invalid start byte"),
+    "nested": (b"[" * 200_000, 400, "maximum recursion depth exceeded"),
+    "long": ("a" * 20_001, 413, "more than 100 examples, or than 20,000 characters in one"),
+    "long pair": ([["a" * 10_000, "a" * 10_001]], 413, "more than 100 examples, or than 20,000 characters in one"),
+    "many": (["a"] * 101, 413, "more than 100 examples, or than 20,000 characters in one"),
+}
+
+
+def test_odd_requests_get_their_own_answers_and_disturb_no_other(serve):
+    server = serve("folder")
+    bodies = [body for body, *_ in ODD.values()]
+    answers = server.ask(*itertools.chain.from_iterable((body, f"text {i}") for i, body in enumerate(bodies)))
+    for (name, (_, *expected)), (status, _, answer) in zip(ODD.items(), answers[::2], strict=True):
+        answer = answer[: len(expected[1])] if isinstance(answer, str) else answer
+        assert (name, status, answer) == (name, *expected)
+    right = [(200, {"id": "0", "answer": f"to text {i}"}) for i in range(len(bodies))]
+    assert [(status, answer) for status, _, answer in answers[1::2]] == right
+
+
+def test_clients_that_leave_and_that_stay(serve):
+    server = serve("folder")
+    for size, content in (
+        (3, b'"a'),
+        (3, b'"a"'),
+        (1_000_001, b""),
+    ):  # half a request, a whole one, announced too large
+        with socket.create_connection(("localhost", server.port)) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size + content)
+            assert size == 3 or client.recv(12) == b"HTTP/1.1 413"
+    with contextlib.closing(http.client.HTTPConnection("localhost", server.port)) as connection:
+        for text in ("a", "b"):
+            connection.request("POST", "/", json.dumps(text))
+            used, answer = connection.sock, connection.getresponse()
+            assert json.load(answer) == {"id": "0", "answer": f"to {text}"} and connection.sock is used
+        for method, path, status in (
+            ("HEAD", "/health", 200),
+            ("HEAD", "/", 405),
+            ("GET", "/", 405),
+            ("POST", "/a", 404),
+        ):
+            connection.request(method, path)
+            answer = connection.getresponse()
+            assert answer.status == status and (method != "HEAD" or not answer.read())
+            answer.read()
+    server.process.terminate()
+    assert server.process.wait(timeout=60) == 0 and "Traceback" not in server.process.stderr.read()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -77,8 +77,8 @@ LINES = {
     "python/electra_fast/training": 5_270,
     "python/electra_fast": 40_400,  # with the files of its top level; kernels/ is a link
     "kernels": 3_680,  # attention by blocks, for who trains rows of 512, or any on an A100, a 4090 and cards like them
-    "tests": 33_800,  # models in ONNX
-    "bench": 5_100,  # step_counts.py, for who changes the step and has no GPU
+    "tests": 33_950,  # models in ONNX; a server under load
+    "bench": 5_410,  # serving.py and its worker, for who chooses how to deploy a classifier on a CPU
     "crates": 23_500,
 }
 MAX_TOP_FILES = 13

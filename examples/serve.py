@@ -1,0 +1,59 @@
+"""Serves a fine-tuned model over HTTP: a folder that `finetune` wrote, or its ONNX export, which needs no torch.
+
+pip install electra-fast onnxruntime uvicorn "starlette>=1.6"; python examples/serve.py FOLDER localhost 8000
+curl localhost:8000 -d '["a text", "another"]'    # answers as of `predict`; requests that arrive together share a batch
+"""
+
+import asyncio
+import sys
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
+import electra_fast as ef
+
+folder, host, port, most_waiting = (*sys.argv[1:], 1000)[:4]
+BYTES, CHARACTERS, EXAMPLES, BATCH = 1_000_000, 20_000, 100, 256  # most per body, example, request, computation
+model, queue, stop = ef.load(folder), asyncio.Queue(), asyncio.Event()
+
+
+async def predict(request):
+    given = await request.json()
+    examples = [given] if isinstance(given, str) else given
+    if not isinstance(examples, list) or not all(isinstance(each, str | list) for each in examples):
+        raise ValueError("send a text or a list of examples, each a text or a list of texts")
+    if len(examples) > EXAMPLES or any(len("".join(each)) > CHARACTERS for each in examples):
+        return JSONResponse(f"more than {EXAMPLES} examples, or than {CHARACTERS:,} characters in one", 413)
+    if stop.is_set() or queue.qsize() >= int(most_waiting):
+        return JSONResponse("stopping or busy", 503 if stop.is_set() else 429, {"Retry-After": "1"})
+    queue.put_nowait((examples, future := asyncio.Future()))
+    answers = [a | {"id": str(i)} if "id" in a else a for i, a in enumerate(await future)]  # as without neighbours
+    return JSONResponse(answers if examples is given else answers[0])
+
+
+async def main():
+    serving, alone = asyncio.create_task(server.serve()), []
+    server.handle_exit = lambda *signal: stop.set() or queue.put_nowait(([], asyncio.Future()))
+    while alone or not queue.empty() or not stop.is_set():
+        batch, alone = alone[:1] or [await queue.get()], alone[1:]
+        while not alone and not queue.empty() and sum(len(examples) for examples, _ in batch) <= BATCH - EXAMPLES:
+            batch.append(queue.get_nowait())
+        try:
+            found = iter(await asyncio.to_thread(model.predict, [each for examples, _ in batch for each in examples]))
+            for examples, future in batch:
+                future.set_result([next(found) for _ in examples])
+        except Exception as error:
+            alone += batch if len(batch) > 1 else batch[0][1].set_exception(error) or []  # one by one from here
+    server.should_exit = True
+    await serving
+
+
+errors = (ClientDisconnect, RecursionError, TypeError, ValueError)
+app = Starlette(max_body_size=BYTES, exception_handlers=dict.fromkeys(errors, lambda _, e: JSONResponse(str(e), 400)))
+app.add_route("/", predict, ["POST"])
+facts = {"model": folder, "kind": model.kind, "labels": model.labels}
+app.add_route("/health", lambda _: JSONResponse(facts | {"queue": queue.qsize()}, 503 if stop.is_set() else 200))
+server = uvicorn.Server(uvicorn.Config(app, host, int(port), access_log=False, timeout_graceful_shutdown=10))
+asyncio.run(main())
