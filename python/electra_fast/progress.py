@@ -209,16 +209,17 @@ class TrainingProgress(_WorkProgress):
 
 
 class _TokenProgress(_WorkProgress):
-    """Tokens done, tokens/s and ETA; without a terminal, a plain line every ten seconds."""
+    """Tokens or other units done, their rate and ETA; without a terminal, a plain line every ten seconds."""
 
-    def __init__(self, name: str, num_tokens: int, *, shown: bool = True) -> None:
+    def __init__(self, name: str, num_tokens: int, *, shown: bool = True, unit: str = "tok") -> None:
         super().__init__(name, TaskProgressColumn, num_tokens, 0, shown=shown)
+        self._unit = unit
         self._num_tokens, self._done, self._skipped = num_tokens, 0, 0
 
     def _show(self, *status: str) -> None:
         """Shows the parts of a status, most important first, with the speed behind the first."""
         speed = (self._done - self._skipped) / max(time.monotonic() - self.start, 1e-9)
-        parts = (status[0], f"{_rate(speed)} tok/s", *status[1:])
+        parts = (status[0], f"{_rate(speed)} {self._unit}/s", *status[1:])
         self._move(completed=self._done, status=(*parts, self.name))
         if self._is_line_due():
             remaining = timedelta(seconds=round(max(0, self._num_tokens - self._done) / max(speed, 1e-9)))
@@ -257,7 +258,7 @@ class EncodingProgress(_TokenProgress):
         self._done += tokens
         if time.monotonic() - self.start >= 2:
             self._progress.start()  # does nothing the second time
-            self._show(f"{self._done:,} tokens")
+            self._show(f"{self._done:,} {'tokens' if self._unit == 'tok' else self._unit}")
 
 
 _SHOWN = (

@@ -193,6 +193,10 @@ def _finetune(sub: Parser) -> None:
     _option(sub, "--seeds", 1, "runs per task, with seeds 0 to N-1", "N")
     help = "also fine-tune the same network from random weights, to show what pre-training is worth"
     _flag(sub, "--untrained-twin", help)
+    help = "fine-tuned folder whose answers are learned too; the same network is also trained without, in alone/"
+    _path(sub, "--teacher", help, "FOLDER")
+    help = "examples without labels, to learn from the teacher's answers; columns as in --train"
+    _path(sub, "--unlabeled", help, "FILE", nargs="+")
     _option(sub, "--recipe", FINETUNING_RECIPE, f"{', '.join(FINETUNING_RECIPES)}")
     help = "network of the model (default: the first of these that it has)"
     _option(sub, "--role", None, help, choices=tuple(PARTS))

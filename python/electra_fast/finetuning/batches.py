@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.finetuning.config import FinetuneSection
-from electra_fast.finetuning.encoding import EncodedExamples, Ints
+from electra_fast.finetuning.encoding import EncodedExamples, Ints, join_encoded
 
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
@@ -222,11 +222,15 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The examples of a step, or of one process' part: tokens, targets, and weights in the loss."""
+    """The examples of a step, or of one process' part: tokens, targets, and weights in the loss.
+
+    With a teacher also its answers; the weights are then those of the labels and of the answers.
+    """
 
     packed: PackedBatch
     targets: NDArray[Any]
     weights: NDArray[Any]
+    answers: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,7 @@ class TrainingSet:
     """Tokenized training examples with their targets and weights in the loss, or `per_token` those of their tokens.
 
     A weight without a target is 0. `class_weights` are float64 [C]; None if all are 1. `notes` are for the user.
+    `answers` are a teacher's outputs, float32 [n, C]; there are then two rows of weights, of targets and of answers.
     """
 
     encoded: EncodedExamples
@@ -250,6 +255,25 @@ class TrainingSet:
     per_token: bool = False
     class_weights: NDArray[Any] | None = None
     notes: tuple[str, ...] = ()
+    answers: NDArray[Any] | None = None
+
+    def taught(self, answers: NDArray[Any], unlabeled: TrainingSet | None, weight: float) -> TrainingSet:
+        """Returns these examples and unlabeled ones with a teacher's answers to all of them, NaN for none.
+
+        A label's own weight is multiplied by 1 - `weight`. An answer has this weight, 1 where there is no label.
+        """
+        others = [] if unlabeled is None else [unlabeled]
+        nothing = [np.zeros(len(each.weights)) for each in others]
+        of_labels = np.concatenate([(1 - weight) * self.weights, *nothing])
+        of_answers = np.full(len(answers), 1.0)
+        of_answers[: len(self.weights)] = weight
+        return replace(
+            self,
+            encoded=join_encoded([self.encoded, *(each.encoded for each in others)]),
+            targets=np.concatenate([self.targets, *(each.targets for each in others)]),
+            weights=np.stack((of_labels, of_answers * ~np.isnan(answers).any(1))),
+            answers=np.nan_to_num(answers.astype(np.float32)),
+        )
 
     def batch(self, parts: Sequence[PackedBatch], chosen: NDArray[Any], reduction: str, seed: int) -> StepBatch:
         """Returns the batch of the examples `chosen`, packed in `parts`; `reduction` is `finetune.loss_reduction`."""
@@ -257,12 +281,17 @@ class TrainingSet:
             part.sources if self.per_token else np.where(part.examples >= 0, chosen[part.examples], -1)
             for part in parts
         ]
-        weights = [self.weights[place] * (place >= 0) for place in places]
+        weights = [self.weights[..., place] * (place >= 0) for place in places]
         total = sum(each.sum() for each in weights)
         scale = total if reduction == "mean" and total > 0 else 1.0
         return StepBatch(
             [
-                TrainingBatch(part, self.targets[place], (each / scale).astype(np.float32))
+                TrainingBatch(
+                    part,
+                    self.targets[place],
+                    (each / scale).astype(np.float32),
+                    None if self.answers is None else self.answers[place],
+                )
                 for part, place, each in zip(parts, places, weights, strict=True)
             ],
             seed,

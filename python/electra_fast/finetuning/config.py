@@ -65,6 +65,12 @@ class FinetuneSection(Section):
         "class weights in the loss: none, balanced, auto (balanced up to 10 where a class has under a tenth of an even "
         "share), or LABEL=WEIGHT,...",
     )
+    teacher_weight: float = config_key(
+        0.9, "with --teacher: weight of its answers; that of the labels is the rest", low=0, high=1, open_low=True
+    )
+    teacher_temperature: float = config_key(
+        2.0, "with --teacher: temperature of its probabilities and of the student's in the loss", low=0, open_low=True
+    )
     calibrate: bool = config_key(
         False, "after training, divide the logits by the temperature that fits the validation examples best"
     )

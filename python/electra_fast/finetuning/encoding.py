@@ -50,6 +50,20 @@ class EncodedExamples:
         return np.diff(self.offsets)
 
 
+def join_encoded(parts: Sequence[EncodedExamples]) -> EncodedExamples:
+    """Returns the examples of all parts, whose `second_starts` are None."""
+    lengths = np.concatenate([part.lengths for part in parts])
+    firsts = np.cumsum([0, *map(len, parts)])
+    empty = (int(first) + index for first, part in zip(firsts, parts, strict=False) for index in part.empty)
+    return EncodedExamples(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.token_types for part in parts]),
+        np.append(0, np.cumsum(lengths)),
+        sum(part.num_truncated for part in parts),
+        (*empty,),
+    )
+
+
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
     """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
 

@@ -11,7 +11,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,30 @@ from electra_fast.config.section import present_names
 from electra_fast.data.object_store import local_file
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
-from electra_fast.files.json_files import read_object, read_records
+from electra_fast.files.json_files import read_object
 from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuneSection, FinetuningConfig, Precision, recipe_config
 from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
 from electra_fast.finetuning.readers.table_formats import file_or_table
-from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.task import Task, TaskData
 from electra_fast.finetuning.task_data import OPTIONS, read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
-from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts, scores_of
+from electra_fast.finetuning.training.job import IDENTITY, TEACHER_KEYS, Job, check_length, first_difference, make_job
+from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts
 from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, rescore
 from electra_fast.finetuning.training.step import FinetuneStep
+from electra_fast.finetuning.training.summary import (
+    BASELINES,
+    TaskRuns,
+    draw_curves,
+    median_seed,
+    report_on,
+    summarize,
+    summary_text,
+    teaching_text,
+)
+from electra_fast.finetuning.training.teacher import Lesson, Teacher
+from electra_fast.finetuning.unlabeled import files_or_tables, read_unlabeled, without_repeats
 from electra_fast.huggingface.encoder import load_encoder, untrained
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.messages import say
@@ -42,7 +52,6 @@ from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import PIPE_WIDTH, FinetuningProgress
 from electra_fast.results import Entries
 from electra_fast.training.loggers import Callback, Callbacks, require_loggers
-from electra_fast.training.plots import plot_finetuning
 from electra_fast.training.run import exclusive
 
 Results = dict[str, dict[str, Any]]
@@ -54,7 +63,9 @@ class TaskResult(Entries):
     `metric`, the name of its main score, of which `median`, `min` and `max` are over the seeds; `medians` of every
     score; `majority`, the scores of the most frequent training answer; `runs`, the scores of each seed; `seconds`. With
     `folds` also the `means` and `deviations` over the folds, and the scores `out_of_fold`, of all validation
-    predictions together; with `untrained_twin` the scores `untrained`.
+    predictions together; with `untrained_twin` the scores `untrained`. With `teacher` the scores `alone`, of the same
+    network trained on the labels alone (medians), and `teacher`, `gap_closed`, the share of their difference in the
+    metric that the student gains, and `seconds_per_thousand` texts of `student` and `teacher`.
     """
 
 
@@ -63,7 +74,7 @@ class FinetuneResults(Entries):
 
     def lines(self) -> Iterator[str]:
         """Yields the table of medians, in percent."""
-        baselines = [name for name in ("majority", "untrained") if any(found.get(name) for found in self.values())]
+        baselines = [name for name in BASELINES if any(found.get(name) for found in self.values())]
         headers = ("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
         table = Table(*headers, box=None, padding=(0, 1, 0, 0))
         for name, found in self.items():
@@ -78,25 +89,7 @@ class FinetuneResults(Entries):
         with console.capture() as text:
             console.print(table)
         yield from (line.rstrip() for line in text.get().splitlines())
-
-
-@dataclass(frozen=True)
-class TaskRuns:
-    """The jobs of a task: one or one per fold, each trained with `seeds` seeds, and the untrained twin of each."""
-
-    folder: Path
-    jobs: Sequence[Job]
-    twins: Sequence[Job]
-    seeds: int
-    has_folds: bool
-
-    @property
-    def name(self) -> str:
-        return self.jobs[0].task.name
-
-    @property
-    def planned(self) -> list[tuple[Job, int]]:
-        return [(job, seed) for job in self.jobs for seed in range(self.seeds)] + [(twin, 0) for twin in self.twins]
+        yield from (f"{name}: {teaching_text(found)}" for name, found in self.items() if "teacher" in found)
 
 
 def finetune(
@@ -136,6 +129,8 @@ def finetune(
     split_seed: int = 0,
     folds: int | None = None,
     untrained_twin: bool = False,
+    teacher: str | Path | None = None,
+    unlabeled: Any = None,
     role: str | None = None,
     overrides: Mapping[str, object] | None = None,
     on_log: Callback | None = None,
@@ -191,6 +186,11 @@ def finetune(
             without `dev`, a model trained on the others, in `out/TASK/fold-K/seed-0/`. The last step's model is kept
             unless `overrides` say otherwise, since a fold must not choose the model that it scores.
         untrained_twin: Also train the same network from random weights, with seed 0, in `out/TASK/untrained/`.
+        teacher: A fine-tuned folder, of `finetune` or of `transformers`, with the same classes. The model learns from
+            its outputs too, `finetune.teacher_weight` and `finetune.teacher_temperature` say how. Also trains it on the
+            labels alone, in `out/TASK/alone/`. The teacher's answers are kept in `out/teacher/`.
+        unlabeled: One or several files or tables, as for `train`, whose texts are learned from the teacher's answers
+            alone; an epoch has the labeled and the unlabeled examples, shuffled together.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
         overrides: Any keys of the configuration, `{"finetune.epochs": 5}`.
         on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
@@ -224,9 +224,14 @@ def finetune(
     check_length(common.finetune, encoder)  # before large files are read
     folders = {name: Path(given[name]) for name in ("glue", "squad") if given[name] is not None}
     parts = [columns] if folds is None else _folds(folds, columns, dev)
+    if teacher is None and (needy := "unlabeled" if unlabeled is not None else _teacher_key(settings)):
+        raise InputError(f"--{needy} needs --teacher FOLDER, a fine-tuned model to learn from")
     with contextlib.ExitStack() as copies:
         files = {name: copies.enter_context(local_file(path)) for name, path in files.items()}
         all_data = [each for part in parts for each in read_tasks(task, **folders, files=files, columns=part)]
+    lessons: list[Lesson | None] = [None] * len(all_data)
+    if teacher is not None:
+        all_data, lessons = _lessons(Teacher(Path(teacher), out / "teacher", place), all_data, unlabeled, columns)
     if folds is not None:
         _check_classes(all_data[0], folds)
         for line in _biases(all_data[0].task, common.finetune):
@@ -234,19 +239,26 @@ def finetune(
     with exclusive(out):
         earlier = _earlier_results(out)
         jobs: dict[str, list[Job]] = {}
-        for each in all_data:
+        alone: list[Job] = []
+        for each, lesson in zip(all_data, lessons, strict=True):
             defaults, made = TASK_TYPES[each.task.kind].defaults, jobs.setdefault(each.task.name, [])
-            sizes = len(each.train.texts), len(each.task.labels)
-            config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, *sizes)
+            labeled, num_classes = len(each.train.texts), len(each.task.labels)
+            unlabeled_texts = 0 if lesson is None or lesson.unlabeled is None else len(lesson.unlabeled.texts)
+            config, alone_config = (
+                recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, size, num_classes)
+                for size in (labeled + unlabeled_texts, labeled)
+            )
             part = "" if folds is None else f"fold-{len(made)}"
             folder, hardware = out / each.task.name / part, made[0].hardware if made else None
             data = dataclasses.replace(each, notes=()) if made else each  # another fold has the same notes
-            made.append(make_job(data, config, encoder, folder, place, part=part, hardware=hardware))
+            made.append(make_job(data, config, encoder, folder, place, part=part, hardware=hardware, lesson=lesson))
+            if lesson is not None:
+                alone.append(made[-1].alone(alone_config.finetune))
         other = untrained(encoder) if untrained_twin else None
         groups = []
         for name, made in jobs.items():
             twins = [] if other is None else [each.twin(other) for each in made]
-            groups.append(TaskRuns(out / name, made, twins, seeds, folds is not None))
+            groups.append(TaskRuns(out / name, made, twins, seeds, folds is not None, alone))
         # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
         toml = common.to_toml()
         if not (out / "config.toml").exists():  # first: a killed run must leave a folder that is recognized
@@ -254,11 +266,35 @@ def finetune(
         for own in groups:
             if own.has_folds and (own.folder / IDENTITY).exists():
                 raise InputError(f"{own.folder}: was made without --folds; give another --out")
-            for job in (*own.jobs, *own.twins):
+            for job in (*own.jobs, *own.alone, *own.twins):
                 _check_folder(job)
         replace_file(out / "config.toml", toml)
         results = _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation, on_checkpoint))
     return FinetuneResults({name: TaskResult(found) for name, found in results.items()})
+
+
+def _teacher_key(settings: Mapping[str, object]) -> str | None:
+    return next((key for key in settings if key.removeprefix("finetune.") in TEACHER_KEYS), None)
+
+
+def _lessons(
+    teacher: Teacher, all_data: Sequence[TaskData], unlabeled: Any, columns: Mapping[str, Any]
+) -> tuple[list[TaskData], list[Lesson | None]]:
+    """Returns the data with further notes, and what is learned with each; raises InputError if it cannot be."""
+    first = all_data[0]
+    if not TASK_TYPES[first.task.kind].is_taught:
+        raise InputError(f"--teacher is not for {first.task.kind}")
+    if len({each.task.name for each in all_data}) > 1:
+        raise InputError(f"--teacher {teacher.folder}: is for one task; choose it with --task")
+    extra, notes = read_unlabeled(files_or_tables(unlabeled), first, columns) if unlabeled is not None else (None, [])
+    found, lessons = list[TaskData](), list[Lesson | None]()
+    for data in all_data:
+        order, own, more = teacher.check(data.task, len(data.train.texts[0])), None, list[str]()
+        if extra is not None:
+            own, more = without_repeats(extra, data)
+        found.append(dataclasses.replace(data, notes=(*data.notes, *teacher.notes, *notes, *more)))
+        lessons.append(Lesson(teacher, order, own if own is not None and own.texts else None))
+    return found, lessons
 
 
 def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str, Any]]:
@@ -335,7 +371,10 @@ def _train_all(groups: Sequence[TaskRuns], out: Path, earlier: Results, callback
                 progress.say(line)
             with use_compute(group.jobs[0].work.compute):
                 for runs in _runs(group.planned, stop, progress, callbacks):
-                    results[group.name] = summarize(group, runs)
+                    if not any(runs[: len(group.jobs) * group.seeds]):
+                        continue  # an earlier session's are those of students alone, or of twins
+                    known = results.get(group.name) or earlier.get(group.name) or {}
+                    results[group.name] = summarize(group, runs, known)
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             found = results[group.name]
             seed = median_seed(found)
@@ -347,7 +386,7 @@ def _train_all(groups: Sequence[TaskRuns], out: Path, earlier: Results, callback
             else:
                 (job,) = group.jobs
                 copy_submissions(out, job.folder, job.data, seed)
-            if len(found["runs"]) > 1 or group.twins:
+            if len(found["runs"]) > 1 or group.twins or group.alone:
                 progress.say(summary_text(group, found))
             progress.say(f"{group.name}: report on seed {seed}: {group.folder / 'report.md'}")
     return results
@@ -412,108 +451,3 @@ def _run_text(job: Job, run: Mapping[str, Any]) -> str:
     steps += f" by {run['selected_by']}" if "selected_by" in run else ""
     steps += f", stopped at {run['stopped_step']}" if "stopped_step" in run else ""
     return f"{job.name} seed {run['seed']}: {scores}  ({steps}, {run['seconds']:.0f} s){absent}"
-
-
-def summarize(group: TaskRuns, found: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-    """Returns the task's entry in results.json; `found` has the results of `planned`, None for an unfinished run."""
-    job, num_runs = group.jobs[0], len(group.jobs) * group.seeds
-    runs = [
-        ({"fold": number // group.seeds} if group.has_folds else {}) | run
-        for number, run in enumerate(found[:num_runs])
-        if run is not None
-    ]
-    twins = [scores_of(run) for run in found[num_runs:] if run is not None]
-    scores = [run[job.task.metric] for run in runs]
-    by_name = _by_name([scores_of(run) for run in runs])
-    across_folds = {}
-    if group.has_folds and len(runs) == num_runs:
-        across_folds = {
-            "means": _means(by_name),
-            "deviations": {name: statistics.stdev(each) for name, each in by_name.items()},
-        }
-    return {
-        "metric": job.task.metric,
-        "median": statistics.median(scores),
-        "medians": {name: statistics.median(each) for name, each in by_name.items()},
-        "min": min(scores),
-        "max": max(scores),
-        **across_folds,
-        "majority": _means(_by_name([each.majority for each in group.jobs])),
-        **({"untrained": _means(_by_name(twins))} if twins else {}),
-        **({"absent_classes": absent} if (absent := _absent(group.jobs)) else {}),
-        "runs": [{name: value for name, value in run.items() if name != "splits"} for run in runs],
-        "seconds": round(sum(run["seconds"] for run in found if run is not None), 3),
-    }
-
-
-def _absent(jobs: Sequence[Job]) -> dict[str, list[str]]:
-    """Returns the classes that a split lacks, of folds those that at least one lacks."""
-    found: dict[str, dict[str, None]] = {}
-    for job in jobs:
-        for split, names in job.absent.items():
-            found.setdefault(split, {}).update(dict.fromkeys(names))
-    return {split: list(names) for split, names in found.items()}
-
-
-def _by_name(scores: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Returns the scores that all have; a type of entities may be missing from a fold."""
-    return {name: [each[name] for each in scores] for name in scores[0] if all(name in each for each in scores)}
-
-
-def _means(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: statistics.mean(each) for name, each in scores.items()}
-
-
-def draw_curves(group: TaskRuns) -> None:
-    from matplotlib.figure import Figure  # takes long, and predictions need none
-
-    logs, chosen = {}, {}
-    for job, seed in group.planned:
-        folder, name = job.folder / f"seed-{seed}", " ".join(filter(None, (job.part, f"seed {seed}")))
-        if records := read_records(folder / "metrics.jsonl"):
-            logs[name] = records
-            chosen[name] = read_object(folder / RESULT).get("best_step", records[-1]["step"])
-    figure, image = Figure((10, 4)), io.BytesIO()
-    plot_finetuning(figure, logs, group.jobs[0].selection_metric, chosen)
-    figure.savefig(image, dpi=100)
-    replace_file(group.folder / "curves.png", image.getvalue())
-
-
-def median_seed(found: Mapping[str, Any]) -> int:
-    """Returns the seed whose score, the mean of its folds', is nearest to the median."""
-    scores: dict[int, list[float]] = {}
-    for run in found["runs"]:
-        scores.setdefault(run["seed"], []).append(run[found["metric"]])
-    means = {seed: statistics.mean(own) for seed, own in scores.items()}
-    return min(means, key=lambda seed: abs(means[seed] - statistics.median(means.values())))
-
-
-def report_on(group: TaskRuns, seed: int, found: Mapping[str, Any]) -> dict[str, float]:
-    """Writes the report on a seed's predictions of the first validation split or of all folds'; returns its scores."""
-    parts = []
-    for job in group.jobs:
-        dev, *_ = job.data.dev
-        text = (job.folder / f"seed-{seed}" / f"predictions.{dev.name}.jsonl").read_text(encoding="utf-8")
-        parts.append((dev, [json.loads(line) for line in text.split("\n")[:-1]]))
-    train = None if group.has_folds else group.jobs[0].data.train
-    baselines = {name: found.get(name, {}) for name in ("majority", "untrained")}
-    report = make_report(group.jobs[0].task, parts, train=train, baselines=baselines)
-    write_report(group.folder, report)
-    return scores_of({name: each["model"] for name, each in report.content["scores"].items()})
-
-
-def summary_text(group: TaskRuns, found: Mapping[str, Any]) -> str:
-    """Returns a line on all runs together; `found` is the entry in results.json."""
-    metric = found["metric"]
-    besides = [
-        f"{name} {found[name][metric]:.4f}" for name in ("majority", "untrained") if metric in found.get(name, ())
-    ]
-    beside = f" ({', '.join(besides)})" if besides else ""
-    centre, together = f"median {metric} {found['median']:.4f}", ""
-    runs = f"{group.seeds} seed{'s' * (group.seeds > 1)}"
-    if group.has_folds:
-        centre = f"mean {metric} {found['means'][metric]:.4f} ± {found['deviations'][metric]:.4f}"
-        runs = f"{len(group.jobs)} folds" + (f" with {runs} each" if group.seeds > 1 else "")
-        together = f"; of all out-of-fold predictions together {found['out_of_fold'][metric]:.4f}"
-    spread = f"{found['min']:.4f} to {found['max']:.4f}"
-    return f"{group.name}: {centre}{beside} of {runs}, {spread}{together}"

@@ -117,6 +117,10 @@ class Predictor:
         split = self._split(examples, text)
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)
+        return self.outputs_of(split)
+
+    def outputs_of(self, split: Split) -> Any:
+        """Returns the outputs for a split, which has examples."""
         features = self.task_type.features(self.tokenizer, split, self._config)
         return self.task_type.in_units(self.task, self.task_type.predict(self._inference, features, self._config))
 

@@ -53,6 +53,7 @@ def make_report(
     *,
     train: Split | None = None,
     baselines: Mapping[str, Mapping[str, float]] | None = None,
+    teaching: Mapping[str, Any] | None = None,
 ) -> Report:
     """Returns the report on all parts together; examples without a gold label are left out.
 
@@ -61,6 +62,7 @@ def make_report(
         parts: Examples with their answers, as a task type's `answers` yields them.
         train: The training examples, to compare labels and find duplicates; None to leave this out.
         baselines: Scores of other answers to the same examples by their name, such as `majority`.
+        teaching: What a teacher was worth, and what its predictions and the student's take.
     """
     task_type = TASK_TYPES[task.kind]
     split, answers = _labeled(task, parts)
@@ -72,6 +74,11 @@ def make_report(
     text = "majority: always the most frequent answer. untrained: the same network, trained from random weights."
     *particular, errors = task_type.sections(task, split, answers)
     sections = [Section("scores", scores, "Scores", text), *particular]
+    if teaching:
+        text += " alone: the same network, trained on the labels without the teacher."
+        seconds = {f"{name}, seconds per 1,000 texts": each for name, each in teaching["seconds_per_thousand"].items()}
+        shown = {"share of the gap between alone and teacher that is closed": teaching["gap_closed"], **seconds}
+        sections[:1] = [Section("scores", scores, "Scores", text), Section("teaching", teaching, shown=shown)]
     if train is not None:
         facts |= {"warning": warning} if (warning := overlap_warning(train, split)) else {}
         if sizes := task_type.label_counts(task, train):

@@ -5,6 +5,7 @@ Shapes: n examples, C outputs of the head.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,10 @@ class SequenceType(TaskType):
         """Returns the loss of each example, fp32 [n]."""
 
     @abstractmethod
+    def divergences(self, outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
+        """Returns the divergence of each example's outputs from a teacher's, fp32 [n]."""
+
+    @abstractmethod
     def metrics(self, task: Task, targets: Array, outputs: ArrayLike) -> dict[str, float]:
         """Returns all scores of labeled examples; an undefined correlation, with constant predictions, counts as 0.
 
@@ -135,17 +140,19 @@ class SequenceType(TaskType):
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Tokenizes all examples, with `finetune.both_orders` each pair in both orders."""
+        split = _in_both_orders(split) if config.both_orders else split
         texts, targets = split.texts, split.gold
-        if config.both_orders:
-            if len(texts[0]) != 2:
-                raise InputError(f"finetune.both_orders = true needs pairs of texts; {split.path} has single ones")
-            texts, targets = texts + [(second, first) for first, second in texts], np.concatenate((targets, targets))
         encoded = encode(tokenizer, texts, config.sequence_length)
         if len(encoded.empty) == len(encoded):
             raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
         by_class, note = self._weighted(task, targets, config)
         targets, weights = self._loss_targets(task, targets, by_class)
         return TrainingSet(encoded, targets, weights, class_weights=by_class, notes=(note,) if note else ())
+
+    def taught_outputs(
+        self, tokenizer: Tokenizer, split: Split, config: FinetuneSection, teach: Callable[[Split], Array]
+    ) -> Array:
+        return teach(_in_both_orders(split) if config.both_orders else split)
 
     def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: Array | None) -> float:
         import torch
@@ -168,7 +175,8 @@ class SequenceType(TaskType):
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
         from electra_fast.finetuning.tasks.classifiers import SequenceClassifier  # imports torch
 
-        return SequenceClassifier(shape, config.head, num_outputs, self.losses, config.head_dropout)
+        divergences = partial(self.divergences, temperature=config.teacher_temperature)
+        return SequenceClassifier(shape, config.head, num_outputs, self.losses, divergences, config.head_dropout)
 
     def predict(self, inference: Outputs, features: Features, config: FinetuneSection) -> Array:
         (outputs,) = inference.by_example(features.encoded)
@@ -255,6 +263,11 @@ class Classification(SequenceType):
 
         return cross_entropy(outputs_nC, targets, reduction="none")
 
+    def divergences(self, outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
+        from electra_fast.finetuning.tasks.classifiers import softmax_divergence
+
+        return softmax_divergence(outputs_nC, answers_nC, temperature)
+
     def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
         return class_weights(config.class_weights, task.labels, targets)
 
@@ -326,6 +339,11 @@ class MultiLabel(SequenceType):
         has_label = targets > 0
         weight = targets.float().where(has_label, 1.0)
         return F.binary_cross_entropy_with_logits(outputs_nC, has_label.float(), weight, reduction="none").mean(1)
+
+    def divergences(self, outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
+        from electra_fast.finetuning.tasks.classifiers import sigmoid_divergence
+
+        return sigmoid_divergence(outputs_nC, answers_nC, temperature)
 
     def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
         counts, text = targets.sum(0).astype(np.int64), config.class_weights
@@ -406,6 +424,14 @@ class MultiLabel(SequenceType):
 
     def _predicted(self, task: Task) -> str:
         return f"any of {', '.join(task.labels)}"
+
+
+def _in_both_orders(split: Split) -> Split:
+    if len(split.texts[0]) != 2:
+        raise InputError(f"finetune.both_orders = true needs pairs of texts; {split.path} has single ones")
+    texts = split.texts + [(second, first) for first, second in split.texts]
+    targets = None if split.targets is None else np.concatenate((split.targets, split.targets))
+    return dataclasses.replace(split, texts=texts, targets=targets, ids=2 * split.ids, columns=None)
 
 
 def _outputs_of(task: Task, chosen: Sequence[Sequence[str]]) -> NDArray[np.float64]:

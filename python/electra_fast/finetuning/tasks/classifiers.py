@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,29 +17,72 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 """From the outputs [n, C] and the targets to the loss of each example, fp32 [n]."""
 
 
+def softmax_divergence(outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
+    """Returns T^2 KL(teacher || student) of the classes' probabilities at temperature T; fp32 [n].
+
+    As in Hinton et al., 2015: by its factor, gradients have about the same size at every temperature.
+    """
+    student, teacher = ((each / temperature).log_softmax(1) for each in (outputs_nC, answers_nC))
+    return temperature**2 * F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
+
+
+def sigmoid_divergence(outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
+    """Returns `softmax_divergence` of each label and its absence, averaged over the labels; fp32 [n]."""
+    student, teacher = (
+        torch.stack((each, torch.zeros_like(each)), -1).flatten(0, 1) for each in (outputs_nC, answers_nC)
+    )
+    return softmax_divergence(student, teacher, temperature).view_as(outputs_nC).mean(1)
+
+
 class SequenceClassifier(TaskModel):
     """Classes or a value for each example, from its [CLS]."""
 
     only_first = True
 
     def __init__(
-        self, shape: ModelConfig, head: str, num_outputs: int, losses: Losses, head_dropout: float = 0.0
+        self,
+        shape: ModelConfig,
+        head: str,
+        num_outputs: int,
+        losses: Losses,
+        divergences: Losses,
+        head_dropout: float = 0.0,
     ) -> None:
         super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=False), head, head_dropout)
-        self._losses = losses
+        self._losses, self._divergences = losses, divergences
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         return self._losses(self.outputs(inputs, compute, key), targets)
+
+    def taught_losses(
+        self, inputs: Inputs, targets: Tensor, answers: Tensor, compute: ComputeConfig, key: Tensor | None = None
+    ) -> Tensor:
+        outputs_nC = self.outputs(inputs, compute, key)
+        return torch.stack((self._losses(outputs_nC, targets), self._divergences(outputs_nC, answers)))
 
 
 class TokenClassifier(TaskModel):
     """A class for each token."""
 
-    def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
+    def __init__(
+        self, shape: ModelConfig, head: str, num_outputs: int, divergences: Losses, head_dropout: float = 0.0
+    ) -> None:
         super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=True), head, head_dropout)
+        self._divergences = divergences
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns cross-entropies; `targets` are class ids, int64 [R, L], `NO_TARGET` where there is none; [R, L]."""
+        return _token_losses(self.outputs(inputs, compute, key), targets)
+
+    def taught_losses(
+        self, inputs: Inputs, targets: Tensor, answers: Tensor, compute: ComputeConfig, key: Tensor | None = None
+    ) -> Tensor:
+        """Returns both, [2, R, L]; `answers` are [R, L, C]."""
         outputs_TC = self.outputs(inputs, compute, key)
-        loss_T = F.cross_entropy(outputs_TC, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
-        return loss_T.view_as(targets)
+        divergence_T = self._divergences(outputs_TC, answers.flatten(0, 1))
+        return torch.stack((_token_losses(outputs_TC, targets), divergence_T.view_as(targets)))
+
+
+def _token_losses(outputs_TC: Tensor, targets_RL: Tensor) -> Tensor:
+    loss_T = F.cross_entropy(outputs_TC, targets_RL.flatten(), ignore_index=NO_TARGET, reduction="none")
+    return loss_T.view_as(targets_RL)

@@ -45,6 +45,10 @@ class Regression(SequenceType):
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
         return (outputs_nC.squeeze(1) - targets.float()).square()
 
+    def divergences(self, outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
+        """Returns the squared error to the teacher's standardized value."""
+        return (outputs_nC - answers_nC).square().squeeze(1)
+
     def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
         return ((targets - task.shift) / task.scale).astype(np.float32), np.ones(len(targets))
 

@@ -7,8 +7,9 @@ in training as in prediction.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,15 @@ class Tagging(TaskType):
         notes = (note,) if note else ()
         return TrainingSet(features.encoded, targets, weights, per_token=True, class_weights=by_tag, notes=notes)
 
+    def taught_outputs(
+        self, tokenizer: Tokenizer, split: Split, config: FinetuneSection, teach: Callable[[Split], NDArray[Any]]
+    ) -> NDArray[Any]:
+        features, outputs = self.features(tokenizer, split, config), teach(split)
+        found = features.places >= 0
+        by_token = np.full((len(features.encoded.ids), outputs.shape[1]), np.nan)
+        by_token[features.places[found][::-1]] = outputs[found][::-1]  # as in `training_set`
+        return by_token
+
     def selection_metric(self, task: Task, is_weighted: bool) -> str:
         return "f1_macro" if is_weighted and task.scheme == "none" else task.metric
 
@@ -147,9 +157,10 @@ class Tagging(TaskType):
             yield f"training words that have no token or share one with the word before: {num_words - num_targets:,}"
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
-        from electra_fast.finetuning.tasks.classifiers import TokenClassifier  # imports torch
+        from electra_fast.finetuning.tasks.classifiers import TokenClassifier, softmax_divergence  # imports torch
 
-        return TokenClassifier(shape, config.head, num_outputs, config.head_dropout)
+        divergences = partial(softmax_divergence, temperature=config.teacher_temperature)
+        return TokenClassifier(shape, config.head, num_outputs, divergences, config.head_dropout)
 
     def predict(self, inference: Outputs, features: TagFeatures, config: FinetuneSection) -> NDArray[Any]:
         """Returns the words' logits, float32 [words, C]; zeros for a word without tokens."""

@@ -31,6 +31,7 @@ from electra_fast.finetuning.task import Split, Task, TaskData
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.task_type import Features, TaskType
 from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
+from electra_fast.finetuning.training.teacher import Lesson
 from electra_fast.hardware.kernel_choice import settle_encoder
 from electra_fast.hardware.settings import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.huggingface.encoder import PretrainedEncoder
@@ -39,6 +40,8 @@ from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_ma
 
 # Keys that may change between sessions: they affect at most a result's rounding.
 FREE_KEYS = {"checkpoint_seconds", "loggers", "matmul"}
+# Keys that count with a teacher, where `Lesson.identity` has them.
+TEACHER_KEYS = {"teacher_weight", "teacher_temperature"}
 # File in a task's folder that records everything its results depend on.
 IDENTITY = "task.json"
 MAX_NAMED_CLASSES = 20
@@ -55,7 +58,9 @@ class Job:
         splits: The tokenized examples to predict, by the name of their split.
         num_processes: Processes that share a step on a CPU.
         notes: Choices made by measurement, for the user.
-        part: The folder's name below `DIR/TASK`: that of a fold, or of an untrained twin.
+        part: The folder's name below `DIR/TASK`: that of a fold, of an untrained twin, or of a student alone.
+        labeled: The training examples without a teacher's answers and without unlabeled ones.
+        lesson: The teacher, if there is one.
     """
 
     data: TaskData
@@ -69,6 +74,8 @@ class Job:
     num_processes: int
     notes: tuple[str, ...] = ()
     part: str = ""
+    labeled: TrainingSet | None = None
+    lesson: Lesson | None = None
 
     @property
     def task(self) -> Task:
@@ -125,10 +132,28 @@ class Job:
         inference = Inference(model, self.work.compute, before_batch)
         return self.task_type.predict(inference, self.splits[split.name], self.config)
 
+    def teacher_scores(self) -> dict[str, float]:
+        """Returns the teacher's scores, named as in a result."""
+        found, first = dict[str, float](), dict[str, Any]()
+        assert self.lesson is not None
+        for split in self.scored_splits:
+            if split.targets is not None:
+                answers = np.nan_to_num(self.lesson.answers(self.task, split))
+                own = self.task_type.scores(self.task, split, self.splits[split.name], answers, first)
+                first, found = first or own, found | named_scores(split.name, own)
+        return {name: value for name, value in found.items() if isinstance(value, float)}
+
     def twin(self, untrained: PretrainedEncoder) -> Job:
         """Returns the same job with an encoder that was not pre-trained, of the same shape."""
         part = "/".join(filter(None, (self.part, "untrained")))
         return dataclasses.replace(self, encoder=untrained, folder=self.folder / "untrained", part=part)
+
+    def alone(self, config: FinetuneSection) -> Job:
+        """Returns the job of a student that learns from the labels alone."""
+        assert self.labeled is not None
+        part, work = "/".join(filter(None, (self.part, "alone"))), dataclasses.replace(self.work, config=config)
+        changes: dict[str, Any] = {"config": config, "work": work, "training_set": self.labeled, "lesson": None}
+        return dataclasses.replace(self, folder=self.folder / "alone", part=part, **changes)
 
     def identity(self) -> dict[str, Any]:
         """Returns what a seed's model depends on, except for rounding and hardware; resuming requires it unchanged."""
@@ -139,8 +164,9 @@ class Job:
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
             "data": {"train": _content_hash(self.data.train)} | chosen_by,
             "encoder": self.encoder.content_hash,
-            "finetune": {name: value for name, value in settings.items() if name not in FREE_KEYS},
+            "finetune": {name: value for name, value in settings.items() if name not in FREE_KEYS | TEACHER_KEYS},
             "tokens": hashlib.sha256(self.examples.ids.tobytes()).hexdigest(),
+            **({} if self.lesson is None else {"teacher": self.lesson.identity(self.config)}),
         }
 
     @property
@@ -179,8 +205,10 @@ class Job:
     def _lines(self) -> Iterator[str]:
         yield from self.notes
         dev, *_ = self.data.dev
+        extra = None if self.lesson is None else self.lesson.unlabeled
+        unlabeled = "" if extra is None else f" with labels and {len(extra.texts):,} without"
         yield (
-            f"examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to validate on; "
+            f"examples: {len(self.data.train.texts):,} to train on{unlabeled}, {len(dev.texts):,} to validate on; "
             f"steps per seed: {self.num_steps:,}"
         )
         for split in (self.data.train, *self.scored_splits):
@@ -193,7 +221,7 @@ class Job:
                 f"than the {trained} tokens of the rows that the encoder was trained on; lower "
                 "finetune.sequence_length, or continue its training on longer rows"
             )
-        yield from self.task_type.describe(self.data.train, self.training_set, self.config)
+        yield from self.task_type.describe(self.data.train, self.labeled or self.training_set, self.config)
         yield from self.training_set.notes
 
 
@@ -206,8 +234,9 @@ def make_job(
     *,
     part: str = "",
     hardware: Mapping[str, str] | None = None,
+    lesson: Lesson | None = None,
 ) -> Job:
-    """Checks configuration, encoder and data against each other, and tokenizes the training examples.
+    """Checks configuration, encoder and data against each other, tokenizes the training examples, and asks a teacher.
 
     `hardware` has another job's choices for the device; by default they are an earlier session's, or measured.
     """
@@ -219,7 +248,9 @@ def make_job(
             value = format_value(getattr(settings, key))
             raise InputError(f"finetune.{key} = {value} needs classes, which {task.name} does not predict")
     tokenizer = Tokenizer(encoder.tokenizer)
-    training_set = task_type.training_set(tokenizer, task, data.train, settings)
+    labeled = training_set = task_type.training_set(tokenizer, task, data.train, settings)
+    if lesson is not None:
+        training_set = lesson.training_set(labeled, tokenizer, task, data.train, settings)
     splits = {split.name: task_type.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
     chosen = hardware or _recorded_hardware(folder, device)
     work = _work(task, settings, encoder, device, chosen)
@@ -227,7 +258,21 @@ def make_job(
     num_processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
     compute, notes = settle_encoder(work.shape, work.compute, device, settings.sequence_length, settings.batch_size)
     work = work.computing(kernels=compute.kernels)
-    job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes, tuple(notes), part)
+    job = Job(
+        data,
+        settings,
+        encoder,
+        folder,
+        training_set,
+        splits,
+        work,
+        device,
+        num_processes,
+        notes=tuple(notes),
+        part=part,
+        labeled=labeled,
+        lesson=lesson,
+    )
     return job if chosen else _measured(job)
 
 
@@ -338,6 +383,10 @@ def first_difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: 
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):
             if found := first_difference(was, is_now, f"{prefix}{name}."):
                 return found
+        elif was != is_now and name == "teacher":
+            return f"was made with{'' if was else 'out'} a teacher"
+        elif was != is_now and prefix == "teacher." and name in ("content", "unlabeled"):
+            return f"was made with {'another teacher' if name == 'content' else 'other unlabeled examples'}"
         elif was != is_now and prefix == "data.":
             return f"was made with other examples of {name}"
         elif was != is_now and name == "encoder":

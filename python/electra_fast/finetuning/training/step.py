@@ -27,17 +27,19 @@ from electra_fast.training.run_tensors import split_state
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """`Inputs`, with targets and weights, and the seed and number of the step, int64 [2]."""
+    """`Inputs`, with targets and weights, the seed and number of the step, int64 [2], and a teacher's answers."""
 
     inputs: Inputs
     targets: Tensor
     weights: Tensor
     seed_and_step: Tensor
+    answers: Tensor | None = None
 
     @classmethod
     def of(cls, batch: TrainingBatch, seed: int, step: int, device: torch.device) -> Self:
         """Copies a batch to the device, asynchronously on CUDA."""
-        arrays = (batch.targets, batch.weights, np.array([seed, step]))
+        answers = () if batch.answers is None else (batch.answers,)
+        arrays = (batch.targets, batch.weights, np.array([seed, step]), *answers)
         return cls(Inputs.of(batch.packed, device), *(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def copy_(self, other: Self) -> None:
@@ -45,7 +47,8 @@ class TrainingInputs:
             own.copy_(new)
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        return *self.inputs.tensors, self.targets, self.weights, self.seed_and_step
+        answers = () if self.answers is None else (self.answers,)
+        return *self.inputs.tensors, self.targets, self.weights, self.seed_and_step, *answers
 
 
 class TaskBackward(GradientComputation):
@@ -79,7 +82,10 @@ class TaskBackward(GradientComputation):
             return [{"loss": torch.zeros((), device=self._device)}]
         key = RngKey(batch.seed_and_step).dropout_key(0)
         with self._casts.current():
-            losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
+            if batch.answers is None:
+                losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
+            else:
+                losses = self.model.taught_losses(batch.inputs, batch.targets, batch.answers, self._compute, key)
             loss = (losses * batch.weights).sum()
             loss.backward(self.loss_scale)
         return [{"loss": loss.detach()}]
@@ -133,7 +139,7 @@ class FinetuneStep:
         if num_processes > 1:
             self._processes = StepProcesses(self._backward, self.optimizer, work, num_processes)
         self._graphs: GraphRunner[tuple[Tensor, Tensor]] = GraphRunner(device, work.captures(device))
-        self._static_batches: dict[torch.Size, TrainingInputs] = {}
+        self._static_batches: dict[tuple[torch.Size, bool], TrainingInputs] = {}
 
     def __call__(self, batch: StepBatch, step: int, lr_scale: float) -> tuple[Tensor, Tensor]:
         """Takes step number `step` (from 0) at `lr_scale` times the peak rate; returns loss and gradient norm."""
@@ -147,12 +153,15 @@ class FinetuneStep:
         self._graphs.join()
         return loss, norm
 
-    def _use_static_batch(self) -> torch.Size | None:
-        """Copies the batch into the static batch of its graph; returns its shape, the graph's key."""
+    def _use_static_batch(self) -> tuple[torch.Size, bool] | None:
+        """Copies the batch into the static batch of its graph; returns the graph's key.
+
+        It is the batch's shape, and whether it has a teacher's answers.
+        """
         batch = self._backward.batch
         if not self._graphs.captures_graphs or batch is None:
             return None
-        shape = batch.inputs.columns_5RL.shape
+        shape = batch.inputs.columns_5RL.shape, batch.answers is not None
         static = self._static_batches.setdefault(shape, batch)
         if static is not batch:
             static.copy_(batch)

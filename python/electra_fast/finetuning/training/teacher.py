@@ -1,0 +1,313 @@
+"""A teacher: a fine-tuned model whose outputs a student learns from, besides labels.
+
+Its answers are computed once per text and kept in blocks below the output folder, by the content of teacher and text.
+
+Shapes: n examples, C outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from electra_fast.config.config import AUTO
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import InputError, Interrupted
+from electra_fast.files.atomic_files import replace_file
+from electra_fast.files.json_files import read_object
+from electra_fast.finetuning.batches import TrainingSet
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.loading import load_finetuned
+from electra_fast.finetuning.model_folder import is_finetuned, models_inside
+from electra_fast.finetuning.predictor import Predictor
+from electra_fast.finetuning.readers.labels import truncated
+from electra_fast.finetuning.task import Split, Task, select
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.huggingface.config import MODEL_TYPES
+from electra_fast.interruption import stop_requests
+from electra_fast.messages import say
+from electra_fast.progress import EncodingProgress
+
+Array = NDArray[Any]
+# Texts whose answers are stored together; a kill loses at most these.
+BLOCK = 256
+# Texts per batch of a model of `transformers`, and the most tokens of one.
+_HF_BATCH, _HF_LENGTH = 16, 512
+# Examples that are timed.
+_TIMED = 200
+# Bytes of a text's hash.
+_DIGEST = 16
+
+
+class HuggingFaceModel:
+    """A model of `transformers` for sequences or tokens, read by that library: of any architecture and vocabulary."""
+
+    num_texts: int | None = None
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        try:
+            import transformers  # an extra, and takes long
+        except ImportError:
+            raise InputError(
+                f"--teacher {folder}: is read by `transformers`, which is missing: pip install electra-fast[hf]"
+            ) from None
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            is_tagging = any(name.endswith("ForTokenClassification") for name in config.architectures or ())
+            kind = transformers.AutoModelForSequenceClassification
+            if is_tagging:
+                kind = transformers.AutoModelForTokenClassification
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._model = kind.from_pretrained(folder, local_files_only=True).float().to(device).eval()
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(f"--teacher {folder}: `transformers` cannot read it: {reason}") from None
+        self.labels = tuple(config.id2label[number] for number in range(config.num_labels))
+        usual = "regression" if config.num_labels == 1 else "single_label_classification"
+        forms = {each.hf.problem_type: name for name, each in TASK_TYPES.items() if each.hf.problem_type}
+        self.kind = "tagging" if is_tagging else forms[config.problem_type or usual]
+        room = getattr(config, "max_position_embeddings", _HF_LENGTH)
+        # RoBERTa's positions begin behind the padding's.
+        room -= 1 + config.pad_token_id if "roberta" in config.model_type or config.model_type == "camembert" else 0
+        self._length = min(self._tokenizer.model_max_length, room, _HF_LENGTH)
+
+    @torch.no_grad()
+    def outputs_of(self, split: Split) -> Array:
+        """Returns logits, or values in the units of the data, [n, C]; in tagging [words, C], NaN for no answer."""
+        counts = np.ones(len(split.texts), np.int64) if split.words is None else np.array([*map(len, split.words)])
+        found = np.full((int(counts.sum()), len(self.labels)), np.nan, np.float32)
+        begins = np.cumsum(counts) - counts
+        order = sorted(np.flatnonzero(counts).tolist(), key=lambda row: sum(map(len, split.texts[row])))
+        for start in range(0, len(order), _HF_BATCH):
+            rows = order[start : start + _HF_BATCH]
+            encoding = self._encoded(split, rows)
+            logits = self._model(**encoding.to(self._model.device)).logits.float().cpu().numpy()
+            for number, row in enumerate(rows):
+                if split.words is None:
+                    found[begins[row]] = logits[number]
+                    continue
+                words = encoding.word_ids(number)
+                for place in reversed(range(len(words))):  # the first token of each word remains
+                    if words[place] is not None:
+                        found[begins[row] + words[place]] = logits[number, place]
+        return found
+
+    def _encoded(self, split: Split, rows: Sequence[int]) -> Any:
+        options = {"truncation": True, "max_length": self._length, "padding": True, "return_tensors": "pt"}
+        if split.words is None:
+            columns = zip(*(split.texts[row] for row in rows), strict=True)
+            return self._tokenizer(*map(list, columns), **options)
+        words = [[split.texts[row][0][start:end] for start, end in split.words[row]] for row in rows]
+        return self._tokenizer(words, is_split_into_words=True, **options)
+
+
+Model = Predictor | HuggingFaceModel
+
+
+class Teacher:
+    """A fine-tuned model with its answers that are known already.
+
+    Raises FileNotFoundError or InputError for a folder that labels nothing.
+    """
+
+    def __init__(self, folder: Path, kept: Path, device: torch.device) -> None:
+        self.folder = folder
+        self.notes: tuple[str, ...] = ()
+        """For the user, after `check`."""
+        self._model = _read(folder, device)
+        self.kind, self.labels, self.num_texts = self._model.kind, self._model.labels, self._model.num_texts
+        self.content_hash = _content_hash(folder)
+        self._blocks = kept / self.content_hash[:_DIGEST]
+        self._known: dict[bytes, Array] | None = None
+
+    def check(self, task: Task, num_texts: int) -> list[int]:
+        """Returns the teacher's output for each of a task's; raises InputError if it cannot teach that task."""
+        if self.kind != task.kind:
+            raise InputError(f"--teacher {self.folder}: is for {self.kind}, and --task is {task.kind}")
+        if self.num_texts not in (None, num_texts):
+            reads = {1: "single texts", 2: "pairs of texts"}
+            raise InputError(
+                f"--teacher {self.folder}: reads {reads[self.num_texts or 1]}, and the examples are {reads[num_texts]}"
+            )
+        own, wanted = self.labels, task.labels
+        if not TASK_TYPES[task.kind].has_classes:
+            return list(range(len(own)))
+        for name in (str, str.casefold):
+            numbers = {name(label): number for number, label in enumerate(own)}
+            if len(numbers) == len(own) and numbers.keys() == {name(label) for label in wanted}:
+                return [numbers[name(label)] for label in wanted]
+        if len(own) == len(wanted) and own == tuple(f"LABEL_{number}" for number in range(len(own))):
+            pairs = ", ".join(f"{a} = {b!r}" for a, b in zip(own, wanted, strict=True))
+            self.notes = (f"{self.folder}: names no classes; taken in the order of --labels: {pairs}",)
+            return list(range(len(own)))
+        parts = [
+            f"{what} {truncated([*map(repr, names)])}"
+            for what, names in (
+                ("it lacks", [label for label in wanted if label not in own]),
+                ("it also has", [label for label in own if label not in wanted]),
+            )
+            if names
+        ]
+        raise InputError(
+            f"--teacher {self.folder}: has other classes: {', and '.join(parts)}; rename labels with --label-map"
+        )
+
+    def outputs(self, split: Split) -> Array:
+        """Returns the model's outputs, float64 [n, C] or [words, C]; computes those that are not kept yet.
+
+        Raises Interrupted at a signal; what was computed before is kept.
+        """
+        digests = [_digest(split, row) for row in range(len(split.texts))]
+        known = self._kept()
+        missing = {digest: row for row, digest in reversed([*enumerate(digests)]) if digest not in known}
+        rows = sorted(missing.values())
+        with stop_requests() as stop, EncodingProgress("teacher", len(rows), unit="texts") as shown:
+            for start in range(0, len(rows), BLOCK):
+                if stop:
+                    raise Interrupted(
+                        stop.signal,
+                        f"interrupted; {self._blocks}: {len(known):,} answers of the teacher, run again to resume",
+                    )
+                block = rows[start : start + BLOCK]
+                self._answer(select(split, split.name, block), [digests[row] for row in block])
+                shown.advance(len(block))
+        return np.concatenate([known[digest] for digest in digests])
+
+    def seconds(self, split: Split) -> float:
+        """Returns the `seconds_per_thousand` of its model."""
+        return seconds_per_thousand(self._model, split)
+
+    def _answer(self, split: Split, digests: Sequence[bytes]) -> None:
+        """Computes answers and writes them as a block."""
+        assert self._known is not None
+        answers = np.asarray(self._model.outputs_of(split), np.float64)
+        counts = np.ones(len(digests), np.int64) if split.words is None else np.array([*map(len, split.words)])
+        content = io.BytesIO()
+        np.savez(content, digests=np.frombuffer(b"".join(digests), np.uint8), counts=counts, answers=answers)
+        self._blocks.mkdir(parents=True, exist_ok=True)
+        replace_file(self._blocks / f"{digests[0].hex()}.npz", content.getvalue())
+        self._known |= _by_digest(np.frombuffer(b"".join(digests), np.uint8), counts, answers)
+
+    def _kept(self) -> dict[bytes, Array]:
+        if self._known is None:
+            self._known = {}
+            for path in sorted(self._blocks.glob("*.npz")):
+                try:
+                    with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as block:
+                        self._known |= _by_digest(block["digests"], block["counts"], block["answers"])
+                except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+                    say(f"{path}: damaged; its answers are computed again")
+        return self._known
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a student learns from besides labels: a teacher, and unlabeled examples, if there are any.
+
+    `order` has the teacher's output for each of the task's.
+    """
+
+    teacher: Teacher
+    order: Sequence[int]
+    unlabeled: Split | None
+
+    def answers(self, task: Task, split: Split) -> Array:
+        """Returns the teacher's outputs in the order and the units of a student's, [n, C] or [words, C]."""
+        outputs = self.teacher.outputs(split)[:, list(self.order)]
+        return np.asarray((outputs - task.shift) / task.scale)
+
+    def training_set(
+        self, labeled: TrainingSet, tokenizer: Tokenizer, task: Task, train: Split, config: FinetuneSection
+    ) -> TrainingSet:
+        """Returns the labeled examples and the unlabeled ones with the teacher's answers to all of them."""
+        task_type, unlabeled = TASK_TYPES[task.kind], None
+        splits = [train]
+        if self.unlabeled is not None:
+            splits.append(self.unlabeled)
+            targets = _placeholders(train, self.unlabeled)
+            blank = dataclasses.replace(self.unlabeled, targets=targets)
+            unweighted = dataclasses.replace(config, class_weights="none")
+            unlabeled = task_type.training_set(tokenizer, task, blank, unweighted)
+        teach = partial(self.answers, task)
+        answers = [task_type.taught_outputs(tokenizer, split, config, teach) for split in splits]
+        return labeled.taught(np.concatenate(answers), unlabeled, config.teacher_weight)
+
+    def identity(self, config: FinetuneSection) -> dict[str, Any]:
+        """Returns what a student depends on."""
+        texts = () if self.unlabeled is None else self.unlabeled.texts
+        digest = hashlib.sha256("\0".join(part for text in texts for part in text).encode("utf-8", "surrogatepass"))
+        return {
+            "content": self.teacher.content_hash,
+            "unlabeled": digest.hexdigest(),
+            "weight": config.teacher_weight,
+            "temperature": config.teacher_temperature,
+        }
+
+
+def _placeholders(train: Split, unlabeled: Split) -> Array:
+    """Returns targets of the form of a training split's, all 0."""
+    if unlabeled.words is None:
+        return np.zeros((len(unlabeled.texts), *train.gold.shape[1:]), train.gold.dtype)
+    targets = np.empty(len(unlabeled.texts), object)
+    targets[:] = [np.zeros(len(words), np.int64) for words in unlabeled.words]
+    return targets
+
+
+def seconds_per_thousand(model: Model, split: Split) -> float:
+    """Returns the seconds that 1,000 texts take, tokenization included: the shorter of two measurements."""
+    sample = select(split, split.name, range(min(_TIMED, len(split.texts))))
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        model.outputs_of(sample)
+        times.append(time.perf_counter() - started)
+    return 1000 * min(times) / len(sample.texts)
+
+
+def _by_digest(digests: Array, counts: Array, answers: Array) -> Iterator[tuple[bytes, Array]]:
+    names = (each.tobytes() for each in digests.reshape(-1, _DIGEST))
+    return zip(names, np.split(answers, np.cumsum(counts)[:-1]), strict=True)
+
+
+def _digest(split: Split, row: int) -> bytes:
+    content = "\0".join((*split.texts[row], "")).encode("utf-8", "surrogatepass")
+    words = b"" if split.words is None else np.ascontiguousarray(split.words[row], np.int64).tobytes()
+    return hashlib.sha256(content + words).digest()[:_DIGEST]
+
+
+def _read(folder: Path, device: torch.device) -> Model:
+    if hint := models_inside(folder):
+        raise InputError(f"--teacher {folder}: {hint}")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--teacher {folder}: no such folder")
+    if not is_finetuned(folder):
+        raise InputError(
+            f"--teacher {folder}: has no head for a task, so it labels nothing; fine-tune it first, with "
+            f"`electra-fast finetune {folder}`"
+        )
+    table = read_object(folder / "config.json")
+    is_ours = table.get("model_type") in MODEL_TYPES and table.get("classifier_pooling", "cls") == "cls"
+    return load_finetuned(folder, str(device), AUTO) if is_ours else HuggingFaceModel(folder, device)
+
+
+def _content_hash(folder: Path) -> str:
+    """Returns a hash of everything that decides a model's answers: weights, settings and tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix != ".md":
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
