@@ -21,8 +21,8 @@ from electra_fast.finetuning.predictor import Predictor
 from electra_fast.huggingface.config import ONNX_FILE
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
 
-# Tokens per batch, padding included: as many as fit in the caches (bench/LOG.md).
-BATCH_TOKENS = 1024
+# Tokens per batch and thread, padding included: as many as fit in a core's caches (bench/LOG.md).
+THREAD_TOKENS = 256
 # Products of bytes: without one of these, onnxruntime computes them more slowly than those of fp32.
 _BYTE_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
 
@@ -82,8 +82,9 @@ class OnnxInference:
 
 def _fitting(lengths: Ints) -> int:
     """Returns how many of the first examples, of ascending lengths, make a batch; at least one."""
-    sizes = lengths[:BATCH_TOKENS] * np.arange(1, 1 + len(lengths[:BATCH_TOKENS]))
-    return max(1, int(np.searchsorted(sizes, BATCH_TOKENS, side="right")))
+    limit = THREAD_TOKENS * num_threads()
+    sizes = lengths[:limit] * np.arange(1, 1 + len(lengths[:limit]))
+    return max(1, int(np.searchsorted(sizes, limit, side="right")))
 
 
 class OnnxModel(Predictor):
