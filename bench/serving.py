@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,9 +26,10 @@ from pathlib import Path
 
 import numpy as np
 from finetune_throughput import add_encoder_options, make_inputs, make_tasks
-from lib.results import Results, installed, markdown, parse_arguments, processor
+from lib.results import Results, markdown, parse_arguments, processor
 
 from electra_fast.finetuning.readers import glue
+from electra_fast.finetuning.task import TaskData
 
 WORKER = Path(__file__).parent / "lib/serving_worker.py"
 SHORT, LONG = (8, 16), (105, 165)  # words
@@ -43,8 +45,6 @@ CONTENDERS = {
     "optimum int8": ("optimum", "optimum"),
 }
 BASELINES = {"ours, torch fp32": "transformers pipeline", "ours, ONNX int8": "optimum int8"}
-
-
 Cell = tuple[str, int]
 """Kind of text, and texts per batch."""
 
@@ -89,18 +89,31 @@ def batches_of(texts: list[str], size: int) -> list[list[str]]:
     return [list(itertools.islice(endless, size)) for _ in range(BATCHES[size])]
 
 
+def write_labeled(path: Path, data: TaskData) -> None:
+    """Validation examples, on which the export judges int8."""
+    split = data.dev[0]
+    rows = ({"text": text, "label": data.task.labels[y]} for (text, *_), y in zip(split.texts, split.gold, strict=True))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def folder_of(kind: str, folder: Path, cache: Path, python: str) -> Path:
     """The folder that a contender reads, exported unless that was done before."""
     if not kind:
         return folder
-    out = cache / kind
-    if not (out / "config.json").exists():
-        command = [python, str(WORKER), "quantize", str(folder), str(out)]
+    out, partial = cache / kind, cache / f"{kind}.partial"
+    if not out.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        command = [python, str(WORKER), "quantize", str(folder), str(partial)]
         if kind != "optimum":
-            command = [sys.executable, "-m", "electra_fast", "export", str(folder), "--out", str(out), "--onnx"]
-            command += ["--int8", "--accept-loss", "100"] if kind == "int8" else []
+            command = [sys.executable, "-m", "electra_fast", "export", str(folder), "--out", str(partial), "--onnx"]
+            labeled = str(cache.parent / "labeled.jsonl")
+            command += ["--int8", "--data", labeled, "--accept-loss", "100"] if kind == "int8" else []
         found = subprocess.run(command, capture_output=True, text=True)
-        print(f"{kind}: {(found.stderr.strip().splitlines() or ['exported'])[-1]}", flush=True)
+        if found.returncode:
+            print(f"{kind}: {(found.stderr.strip().splitlines() or ['failed'])[-1]}", flush=True)
+            return partial
+        partial.rename(out)
     return out
 
 
@@ -175,7 +188,12 @@ def add_table(results: Results, model: str, threads: int, cells: Iterable[Cell],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_encoder_options(parser)
-    parser.add_argument("--models", nargs="+", metavar="NAME=FOLDER", help="fine-tuned classifiers (an untrained one)")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        metavar="NAME=FOLDER",
+        help="classifiers of SST-2 that read 256 tokens (an untrained one)",
+    )
     parser.add_argument("--data", type=Path, help="folder of GLUE with SST-2, for the texts (made-up sentences)")
     parser.add_argument("--optimum-python", default=sys.executable, help="Python of an environment with optimum-onnx")
     parser.add_argument("--rounds", type=int, default=3)
@@ -186,18 +204,27 @@ def main() -> None:
     made = make_inputs(options)
     options.data = options.data or made
     models = dict(each.split("=", 1) for each in options.models or [f"random={make_tasks(options, 'sst2')[1]}"])
-    texts = texts_by_length([text for (text, *_) in glue.read("sst2", options.data).dev[0].texts])
+    data = glue.read("sst2", options.data)
+    write_labeled(options.cache / "serving" / "labeled.jsonl", data)
+    texts = texts_by_length([text for (text, *_) in data.dev[0].texts])
     cells = {(kind, size): batches_of(texts[kind], size) for kind in texts for size in BATCHES}
     results = Results(options.results, options.device, processor())
-    versions = ", ".join(map(installed, ("torch", "onnxruntime", "transformers")))
-    print(f"{processor()}; {versions}; load {os.getloadavg()[0]:.1f}", flush=True)
+    show = "from importlib.metadata import version as v; print(*(f'{p} {v(p)}' for p in sys.argv[1:]), sep=', ')"
+    for python, *packages in (
+        (sys.executable, "torch", "onnxruntime", "transformers"),
+        (options.optimum_python, "optimum-onnx", "onnxruntime", "transformers"),
+    ):
+        subprocess.run([python, "-c", f"import sys; {show}", *packages], stderr=subprocess.DEVNULL)
+    print(f"{processor()}, load {os.getloadavg()[0]:.1f}", flush=True)
     for name, folder in models.items():
         cache = options.cache / "serving" / f"{name}-{Path(folder, 'config.json').stat().st_mtime_ns:x}"
         folders = {
             contender: folder_of(kind, Path(folder).resolve(), cache, options.optimum_python)
             for contender, (_, kind) in CONTENDERS.items()
         }
-        stop(start_all(options, folders, 1))  # files are in memory from then on
+        warm = start_all(options, folders, 1)  # files are in memory from then on
+        stop(warm)
+        folders = {contender: folders[contender] for contender in warm}
         for threads in (1, 2):
             workers = start_all(options, folders, threads)
             measure_in_turns(options, cells, workers)
