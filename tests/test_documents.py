@@ -317,7 +317,7 @@ def check(requirement):
             if each.marker and each.marker.evaluate({{"extra": extra}}):
                 check(each)
 assert sys.argv[1] == "install"
-for word in sys.argv[2:]:
+for word in (word for word in sys.argv[2:] if not word.startswith("--")):
     check(Requirement(re.sub(r".*\\.whl", "electra-fast", word)))
 """,
     # what it would download is there

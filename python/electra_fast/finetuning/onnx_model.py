@@ -23,6 +23,8 @@ from electra_fast.huggingface.tokenizer import INPUT_NAMES
 
 # Tokens per batch and thread, padding included: as many as fit in a core's caches (bench/LOG.md).
 THREAD_TOKENS = 256
+# Longest example of a batch as a multiple of the shortest: padding costs more than another call.
+LENGTH_RATIO = 1.2
 # Products of bytes: without one of these, onnxruntime computes them more slowly than those of fp32.
 _BYTE_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
 
@@ -83,8 +85,9 @@ class OnnxInference:
 def _fitting(lengths: Ints) -> int:
     """Returns how many of the first examples, of ascending lengths, make a batch; at least one."""
     limit = THREAD_TOKENS * num_threads()
-    sizes = lengths[:limit] * np.arange(1, 1 + len(lengths[:limit]))
-    return max(1, int(np.searchsorted(sizes, limit, side="right")))
+    lengths = lengths[:limit]
+    fits = (lengths * np.arange(1, 1 + len(lengths)) <= limit) & (lengths <= LENGTH_RATIO * lengths[0])
+    return max(1, int(fits.sum()))
 
 
 class OnnxModel(Predictor):
