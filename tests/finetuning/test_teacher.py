@@ -15,6 +15,7 @@ from tiny_reading import tagged_sentences, write_conll
 from tiny_task import QUICK, pairs, save_encoder, sentences, write_mrpc, write_stsb
 
 import electra_fast as ef
+from electra_fast.cli.parser import build_parser
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.finetuning.batches import TrainingSet, pack, pack_static, training_order
 from electra_fast.finetuning.config import recipe_config
@@ -290,6 +291,21 @@ def test_what_cannot_teach_is_refused_in_a_line(finetuned, encoder_folder, glue_
     with pytest.raises((InputError, FileNotFoundError), match=message) as error:
         ef.finetune(encoder_folder, out=tmp_path / "out", **arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ending", ["QuestionAnswering", "Model"])
+def test_a_model_of_transformers_that_labels_nothing_is_refused(tmp_path, ending):
+    """A class with another head would begin with random weights."""
+    name = "BertModel" if ending == "Model" else f"BertFor{ending}"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": [name]}))
+    with pytest.raises(InputError, match="fine-tune it"):
+        Teacher(tmp_path, tmp_path / "kept", torch.device("cpu"))
+
+
+def test_several_files_follow_one_option():
+    words = ["finetune", "run", "--unlabeled", "a.tsv", "b.csv", "--out", "out", "--unlabeled=c.txt"]
+    options = build_parser().parse(words)
+    assert [*map(str, options.unlabeled)] == ["a.tsv", "b.csv", "c.txt"] and str(options.model) == "run"
 
 
 def test_questions_have_no_teacher(classifier, encoder_folder, squad_folder, tmp_path):

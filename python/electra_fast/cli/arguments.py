@@ -93,6 +93,8 @@ class Parser(argparse.ArgumentParser):
                     raise InputError(f"{name} needs a value")
                 value = rest.pop(0)
             options.append(f"{flag}={value}")
+            while action.nargs == "+" and rest and not rest[0].startswith("-"):
+                options.append(f"{flag}={rest.pop(0)}")
         return options + positionals
 
     def answer(self, name: str) -> str:

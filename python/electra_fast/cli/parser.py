@@ -196,7 +196,7 @@ def _finetune(sub: Parser) -> None:
     help = "fine-tuned folder whose answers are learned too; the same network is also trained without, in alone/"
     _path(sub, "--teacher", help, "FOLDER")
     help = "examples without labels, to learn from the teacher's answers; columns as in --train"
-    _path(sub, "--unlabeled", help, "FILE", nargs="+")
+    _path(sub, "--unlabeled", help, "FILE", nargs="+", action="extend")
     _option(sub, "--recipe", FINETUNING_RECIPE, f"{', '.join(FINETUNING_RECIPES)}")
     help = "network of the model (default: the first of these that it has)"
     _option(sub, "--role", None, help, choices=tuple(PARTS))

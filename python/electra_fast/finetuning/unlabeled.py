@@ -38,7 +38,7 @@ def read_unlabeled(files: Iterable[Path], data: TaskData, options: Mapping[str, 
     for file in files:
         with contextlib.ExitStack() as stack:
             path = stack.enter_context(local_file(file))
-            source = Source(path, (), (*known, *usual), num_texts, dialect)
+            source = Source(path, (), tuple(dict.fromkeys((*known, *usual))), num_texts, dialect)
             opened = stack.enter_context(open_examples(task_type, source))
             before = len(examples)
             examples += (example for example, _ in opened.rows)

@@ -144,6 +144,12 @@ def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[s
         f"{config.layer_decay:g} ({config.layer_decay_form}), weight decay {config.weight_decay:g}"
     )
     yield f"- at most {config.sequence_length} tokens, dropout {config.dropout:g}, seed {result['seed']}"
+    if (lesson := job.lesson) is not None:
+        extra = 0 if lesson.unlabeled is None else len(lesson.unlabeled.texts)
+        yield (
+            f"- taught by a model with content hash `{lesson.teacher.content_hash[:16]}`, also on {extra:,} unlabeled "
+            f"examples: weight {config.teacher_weight:g}, temperature {config.teacher_temperature:g}"
+        )
     if "temperature" in result:
         yield f"- logits divided by {result['temperature']:.4g}, the temperature that fits the validation examples best"
     yield f"- encoder with content hash `{job.encoder.content_hash[:16]}`, electra-fast {version('electra-fast')}"

@@ -35,7 +35,6 @@ from electra_fast.finetuning.predictor import Predictor
 from electra_fast.finetuning.readers.labels import truncated
 from electra_fast.finetuning.task import Split, Task, select
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.huggingface.config import MODEL_TYPES
 from electra_fast.interruption import stop_requests
 from electra_fast.messages import say
 from electra_fast.progress import EncodingProgress
@@ -43,8 +42,8 @@ from electra_fast.progress import EncodingProgress
 Array = NDArray[Any]
 # Texts whose answers are stored together; a kill loses at most these.
 BLOCK = 256
-# Texts per batch of a model of `transformers`, and the most tokens of one.
-_HF_BATCH, _HF_LENGTH = 16, 512
+# Models of `transformers`: the classes that teach, texts per batch, and the most tokens of one.
+_HF_CLASSES, _HF_BATCH, _HF_LENGTH = ("ForSequenceClassification", "ForTokenClassification"), 16, 512
 # Examples that are timed.
 _TIMED = 200
 # Bytes of a text's hash.
@@ -65,7 +64,7 @@ class HuggingFaceModel:
             ) from None
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-            is_tagging = any(name.endswith("ForTokenClassification") for name in config.architectures or ())
+            is_tagging = any(name.endswith(_HF_CLASSES[1]) for name in config.architectures or ())
             kind = transformers.AutoModelForSequenceClassification
             if is_tagging:
                 kind = transformers.AutoModelForTokenClassification
@@ -135,7 +134,7 @@ class Teacher:
     def check(self, task: Task, num_texts: int) -> list[int]:
         """Returns the teacher's output for each of a task's; raises InputError if it cannot teach that task."""
         if self.kind != task.kind:
-            raise InputError(f"--teacher {self.folder}: is for {self.kind}, and --task is {task.kind}")
+            raise InputError(f"--teacher {self.folder}: is for {self.kind}, and the examples for {task.kind}")
         if self.num_texts not in (None, num_texts):
             reads = {1: "single texts", 2: "pairs of texts"}
             raise InputError(
@@ -297,9 +296,13 @@ def _read(folder: Path, device: torch.device) -> Model:
             f"--teacher {folder}: has no head for a task, so it labels nothing; fine-tune it first, with "
             f"`electra-fast finetune {folder}`"
         )
-    table = read_object(folder / "config.json")
-    is_ours = table.get("model_type") in MODEL_TYPES and table.get("classifier_pooling", "cls") == "cls"
-    return load_finetuned(folder, str(device), AUTO) if is_ours else HuggingFaceModel(folder, device)
+    try:
+        return load_finetuned(folder, str(device), AUTO)
+    except InputError:
+        classes = read_object(folder / "config.json").get("architectures") or ()
+        if (folder / "model.onnx").exists() or not any(str(name).endswith(_HF_CLASSES) for name in classes):
+            raise
+    return HuggingFaceModel(folder, device)  # of other heads and settings
 
 
 def _content_hash(folder: Path) -> str:
