@@ -31,7 +31,7 @@ GROUPS = {
     "Models": "load PretrainedModel FinetunedModel OnnxModel export Electra import_",
     "Fine-tuning and prediction": "finetune predict detect",
     "Results": "PrepareReport Vocabulary Inspection Verification PretrainResult AdaptResult Plan "
-    "FlopCount DoctorReport Comparison DemoResult ExportResult ImportResult Report "
+    "FlopCount DoctorReport Comparison DemoResult ExportResult OnnxExport ImportResult Report "
     "FinetuneResults TaskResult Evaluation EvaluationReport PairsReport",
     "Errors": "ElectraFastError InputError TrainingFailed Interrupted StopTraining Diverged OutOfMemory ExecutorFailed",
 }

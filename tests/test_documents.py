@@ -71,6 +71,7 @@ SMALLER = {
     "reproduce objectives": "reproduce tying --seeds 1 --task cola --finetune.epochs 1",
     "--budget 3e15": "--budget 1e10 --train.batch_size 4 --data.sequence_length 16",
     "--nproc-per-node 8": "--nproc-per-node 2",
+    "--onnx --int8": "--onnx --int8 --accept-loss 100",
     "ProcessPoolExecutor(32)": "ProcessPoolExecutor(2)",
     "array=1-64": "array=1-2",
     "TASK_ID/64": "TASK_ID/2",

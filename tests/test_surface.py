@@ -36,7 +36,8 @@ OTHER_TOOLS = {
 }
 # Which commands have an option of several: those where it means something, and none has it under another name.
 WORDS = {
-    **dict.fromkeys(("data", "model", "input", "corpus", "text-field", "skip-bad-records", "workers", "batches"), ""),
+    "data": "export",
+    **dict.fromkeys(("model", "input", "corpus", "text-field", "skip-bad-records", "workers", "batches"), ""),
     "out": "demo vocab prepare pretrain adapt export import finetune predict detect evaluate report reproduce",
     "json": "demo vocab prepare inspect verify plan pretrain adapt export import finetune evaluate report doctor flops "
     "reproduce",

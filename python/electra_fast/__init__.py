@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from electra_fast.finetuning.error_detection import detect
     from electra_fast.finetuning.evaluate import EvaluationReport, evaluate
+    from electra_fast.finetuning.export import OnnxExport, export
     from electra_fast.finetuning.finetune import FinetuneResults, TaskResult, finetune
     from electra_fast.finetuning.finetuned_model import FinetunedModel
     from electra_fast.finetuning.loading import load
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from electra_fast.finetuning.predict import predict
     from electra_fast.finetuning.pretrained_model import PretrainedModel
     from electra_fast.hardware.flops import FlopCount, flops
-    from electra_fast.huggingface.export import ExportResult, ImportResult, export, import_
+    from electra_fast.huggingface.export import ExportResult, ImportResult, import_
     from electra_fast.model.model import Electra
     from electra_fast.reproduction.report import Comparison
     from electra_fast.reproduction.reproduce import reproduce
@@ -64,6 +65,7 @@ _NAMES = {
     "errors": "Diverged ElectraFastError ExecutorFailed InputError Interrupted OutOfMemory StopTraining TrainingFailed",
     "finetuning.error_detection": "detect",
     "finetuning.evaluate": "EvaluationReport evaluate",
+    "finetuning.export": "OnnxExport export",
     "finetuning.finetune": "FinetuneResults TaskResult finetune",
     "finetuning.finetuned_model": "FinetunedModel",
     "finetuning.loading": "load",
@@ -72,7 +74,7 @@ _NAMES = {
     "finetuning.predict": "predict",
     "finetuning.pretrained_model": "PretrainedModel",
     "hardware.flops": "FlopCount flops",
-    "huggingface.export": "ExportResult ImportResult export import_",
+    "huggingface.export": "ExportResult ImportResult import_",
     "model.model": "Electra",
     "reproduction.report": "Comparison",
     "reproduction.reproduce": "reproduce",
@@ -87,10 +89,10 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 _FORMER = {"train_vocab": "vocab", "import_folder": "import_", "load_finetuned": "load", "load_error_detector": "load"}
 
 __all__ = [
-    "AdaptResult", "BatchLoader", "Comparison", "Config", "Corpus", "DemoResult", "Diverged", "DoctorReport",
-    "Electra", "ElectraFastError", "Evaluation", "EvaluationReport", "ExecutorFailed", "ExportResult",
-    "FinetuneResults", "FinetunedModel", "FlopCount", "ImportResult", "InputError", "Inspection", "Interrupted",
-    "OnnxModel", "OutOfMemory", "PairsReport", "Plan", "PrepareReport", "PretrainResult", "PretrainedModel", "Report",
+    "AdaptResult", "BatchLoader", "Comparison", "Config", "Corpus", "DemoResult", "Diverged", "DoctorReport", "Electra",
+    "ElectraFastError", "Evaluation", "EvaluationReport", "ExecutorFailed", "ExportResult", "FinetuneResults",
+    "FinetunedModel", "FlopCount", "ImportResult", "InputError", "Inspection", "Interrupted", "OnnxExport", "OnnxModel",
+    "OutOfMemory", "PairsReport", "Plan", "PrepareReport", "PretrainResult", "PretrainedModel", "Report",
     "StopTraining", "TaskResult", "Tokenizer", "TrainingFailed", "Verification", "Vocabulary", "__version__", "adapt",
     "demo", "detect", "doctor", "evaluate", "export", "finetune", "flops", "import_", "inspect", "load", "plan",
     "predict", "prepare", "pretrain", "report", "reproduce", "to_torch", "verify", "vocab",

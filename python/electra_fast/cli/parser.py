@@ -266,10 +266,20 @@ def _reproduce(sub: Parser) -> None:
 
 
 def _export(sub: Parser) -> None:
-    _path(sub, "run", "run or checkpoint", "RUN")
-    _option(sub, "--out", None, "output folder, or URL in an object store, such as s3://bucket/model", required=True)
+    _path(sub, "run", "run, checkpoint or fine-tuned model", "RUN")
+    _option(
+        sub,
+        "--out",
+        None,
+        "output folder, of a run also a URL, such as s3://bucket/model",
+        required=True,
+    )
     _flag(sub, "--unfinished", "export a run that has steps left")
-    _flag(sub, "--onnx", "also write model.onnx, compared with torch by onnxruntime")
+    _flag(sub, "--onnx", "write model.onnx, compared with torch by onnxruntime; of a run beside the other files")
+    _flag(sub, "--int8", "of a fine-tuned model, with --onnx: int8, compared in score, size and speed")
+    _option(sub, "--data", None, "labeled examples to compare on (default: those that finetune validated on)", "FILE")
+    help = "points of 100 of the task's score that int8 may lose"
+    _option(sub, "--accept-loss", 1.0, help, "N", type=number(float))
     _several(sub, "--language", "CODE,...", "languages of the text, for the model card, e.g. hu")
     _option(sub, "--license", None, "license of the model, for the model card, e.g. apache-2.0", "NAME")
     _several(sub, "--dataset", "OWNER/NAME,...", "training texts on the Hugging Face Hub, for the model card")
@@ -346,7 +356,7 @@ COMMANDS = {
         "plan": "tell what a run will take: size, epochs, memory, disk, time, rates, and what is unwise",
         "pretrain": "train a model; rerun with the same --out to resume",
         "adapt": "continue an encoder on text of a domain, and compare before and after; rerun to resume",
-        "export": "export a run as Hugging Face folders: encoder/, discriminator/ and generator/",
+        "export": "export a run as Hugging Face folders, or a fine-tuned model in ONNX, also in int8",
         "import": "create a run from exported folders or a run, to continue training",
     },
     "Use": {
@@ -376,6 +386,7 @@ SHOWN = {
     "prepare": "vocab out holdout drop-duplicates text format documents partition threads json",
     "plan": "config preset recipe hours gpu-memory gpus steps batch-size lr json",
     "pretrain": "out config preset recipe steps batch-size lr precision device dry-run",
+    "export": "out onnx int8 data accept-loss unfinished language license json",
     "finetune": "task train dev test text label glue out seeds epochs",
     "adapt": "out task-data label dev generator steps lr holdout seeds dry-run",
     "predict": "out text format threshold top-k n-best null-threshold device precision",

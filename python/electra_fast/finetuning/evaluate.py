@@ -12,8 +12,10 @@ from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.config import Precision
 from electra_fast.finetuning.loading import load_finetuned
 from electra_fast.finetuning.model_folder import is_finetuned
+from electra_fast.finetuning.predictor import Predictor
 from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.report.report import make_report, write_report
+from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.task_data import options_of, reader_options, refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
@@ -37,6 +39,19 @@ class EvaluationReport(Entries):
     def lines(self) -> Iterator[str]:
         """Yields a line per score."""
         return table_lines(self["scores"])
+
+
+def read_examples(model: Predictor, file: Path, given: Mapping[str, Any]) -> tuple[Split, list[str]]:
+    """Reads labeled examples for a fine-tuned model with the options of its reader; returns also notes for the user."""
+    reader, trained = model.task_type.read_labeled, (model.text_columns, model.label_columns)
+    options = reader_options(given, reader, f"not for {model.kind}", (*trained[0], *trained[1]))
+    with local_file(file) as copy:
+        split, notes = reader(model.task, copy, trained, **options)
+    num_texts = model.num_texts or len(split.texts[0])
+    if len(split.texts[0]) != num_texts:
+        reads = "one text" if num_texts == 1 else "a pair of texts"
+        raise InputError(f"{split.path}: this model reads {reads}; choose the columns with --text")
+    return split, notes
 
 
 def evaluate(
@@ -150,15 +165,9 @@ def evaluate(
     if isinstance(data, str | Path) and (Path(data) / "manifest.json").is_file():
         raise InputError(f"{wanted}, and {data} is a corpus, on which pre-trained models are")
     file, predictor = file_or_table("data", data), load_finetuned(Path(model), device, precision or "auto")
-    task, task_type, trained = predictor.task, predictor.task_type, (predictor.text_columns, predictor.label_columns)
     given = {name: value for name, value in given.items() if name not in _COMMON}
-    options = reader_options(given, task_type.read_labeled, f"not for {predictor.kind}", (*trained[0], *trained[1]))
-    with local_file(file) as copy:
-        split, notes = task_type.read_labeled(task, copy, trained, **options)
-    num_texts = predictor.num_texts or len(split.texts[0])
-    if len(split.texts[0]) != num_texts:
-        reads = "one text" if num_texts == 1 else "a pair of texts"
-        raise InputError(f"{split.path}: this model reads {reads}; choose the columns with --text")
+    task, task_type = predictor.task, predictor.task_type
+    split, notes = read_examples(predictor, file, given)
     for note in (*filter(None, [predictor.note]), *notes):
         say(note)
     answers = predictor.predict_split(split, batch_size)

@@ -54,6 +54,8 @@ SETTINGS_KEY = "electra_fast_settings"
 """The task type's settings for prediction."""
 ONNX_KEY = "electra_fast_onnx"
 """Of a folder with a model.onnx and no weights: its `precision`, `fp32` or `int8`."""
+DEV_FILE = "dev.jsonl"
+"""In the folder of a task, which has those of its models: the validation examples."""
 RAW_CLASSES: dict[str, str] = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
 _FAMILIES: dict[str, str] = {architecture: name.removesuffix("Model") for architecture, name in RAW_CLASSES.items()}
 

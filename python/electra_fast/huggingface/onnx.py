@@ -1,7 +1,8 @@
 """ONNX files of exported folders, which onnxruntime and other engines run without torch.
 
 They are written by torch's exporter on `torch.export` (dynamo=True). Its older one, which traces a call, is deprecated.
-What the exporter leaves is compared with torch, at lengths that it did not see.
+What the exporter leaves is compared with torch, at lengths that it did not see. Their operators are those of the ONNX
+standard.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from electra_fast.config.config import ModelConfig
 from electra_fast.errors import ElectraFastError, InputError
 from electra_fast.huggingface.config import MODEL_TYPES, ONNX_FILE, read_encoder_shape, read_table
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
@@ -27,6 +29,7 @@ MAX_ERROR = 3e-5
 """Largest difference from torch, as a fraction of the largest output. Rounding made 4e-6 in 22 layers of width 512."""
 _PACKAGES = ("transformers", "onnx", "onnxscript", "onnxruntime")
 _EXPORTED_SHAPE = (2, 16)
+_OPSET = 20  # the first with Gelu
 _TIMED_LENGTH, _TIMED_RUNS = 128, 10
 
 
@@ -49,19 +52,9 @@ def write_onnx(folder: Path, output: str) -> str:
 
     table, path = read_table(folder), folder / ONNX_FILE
     shape, names = read_encoder_shape(folder, table), INPUT_NAMES[MODEL_TYPES[table["model_type"]]]
-    with _quiet():
-        model = _OneOutput(_load(folder, table, output), names, output).eval()
-        axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=shape.max_positions)}
-        torch.onnx.export(
-            model,
-            _inputs(names, shape.vocab_size, *_EXPORTED_SHAPE),
-            path,
-            dynamo=True,
-            dynamic_shapes={"inputs": (axes,) * len(names)},
-            input_names=names,
-            output_names=[output],
-            external_data=False,
-        )
+    with quiet():
+        model = NamedOutputs(_load(folder, table, output), names, [output])
+        write_graph(model, path, shape)
         model.set_attention("sdpa")  # as `transformers` loads it; the eager one is exported, since it has fewer parts
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -75,10 +68,10 @@ def write_onnx(folder: Path, output: str) -> str:
     length = min(shape.max_positions, max(64, 2 * shape.local_attention))
     error = 0.0
     for lengths in ([length, length // 3, 1], [max(2, min(9, length))]):
-        inputs = _inputs(names, shape.vocab_size, len(lengths), max(lengths))
+        inputs = random_inputs(names, shape.vocab_size, len(lengths), max(lengths))
         is_token = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         inputs[names.index("attention_mask")].copy_(is_token)
-        expected, found = model(*inputs), torch.from_numpy(run(*inputs))
+        (expected,), found = model(*inputs), torch.from_numpy(run(*inputs))
         if expected.shape[:2] == is_token.shape:  # else one row per example, of a fine-tuned classifier
             expected, found = expected[is_token], found[is_token]
         error = max(error, float((found - expected).abs().max() / expected.abs().max()))
@@ -89,7 +82,7 @@ def write_onnx(folder: Path, output: str) -> str:
             f"entry, more than {MAX_ERROR:g}; nothing was written, since the exporter has a fault: try other versions "
             "of torch, onnx, onnxscript and onnxruntime"
         )
-    example = _inputs(names, shape.vocab_size, 1, min(shape.max_positions, _TIMED_LENGTH))
+    example = random_inputs(names, shape.vocab_size, 1, min(shape.max_positions, _TIMED_LENGTH))
     times = {"onnxruntime": _milliseconds(lambda: run(*example)), "torch": _milliseconds(lambda: model(*example))}
     return (
         f"{output} within {error:.1e} of torch's; one example of {example[0].shape[1]} tokens takes "
@@ -98,19 +91,47 @@ def write_onnx(folder: Path, output: str) -> str:
     )
 
 
-class _OneOutput(nn.Module):
-    """A model of `transformers` as a function of tensors, in order of their names, to one of its outputs."""
+class NamedOutputs(nn.Module):
+    """A model of `transformers` as a function of tensors, in order of their names, to some of its outputs."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], output: str) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.names, self.output = model, names, output
+        self.model, self.names, self.outputs = model, names, outputs
+        self.eval()
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        found: Tensor = self.model(**dict(zip(self.names, inputs, strict=True)))[self.output]
-        return found
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        found = self.model(**dict(zip(self.names, inputs, strict=True)))
+        return tuple(found[output] for output in self.outputs)
 
     def set_attention(self, implementation: str) -> None:
         self.model.set_attn_implementation(implementation)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def write_graph(model: NamedOutputs, path: Path, shape: ModelConfig) -> None:
+    """Writes a model as an ONNX file, with any batch size and any length up to that of its positions."""
+    import onnx
+
+    names = list(model.names)
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=shape.max_positions)}
+    torch.onnx.export(
+        model,
+        random_inputs(names, shape.vocab_size, *_EXPORTED_SHAPE),
+        path,
+        dynamo=True,
+        opset_version=_OPSET,
+        dynamic_shapes={"inputs": (axes,) * len(names)},
+        input_names=names,
+        output_names=list(model.outputs),
+        external_data=False,
+    )
+    # onnxruntime would fuse Add with LayerNormalization into an operator that takes several times as long.
+    graph = onnx.load(path)
+    normed = {node.input[0] for node in graph.graph.node if node.op_type == "LayerNormalization"}
+    for node in graph.graph.node:
+        if node.op_type == "Add" and node.output[0] in normed:
+            node.op_type = "Sum"
+    onnx.save(graph, path)
 
 
 def _load(folder: Path, table: dict[str, Any], output: str) -> Any:
@@ -120,7 +141,7 @@ def _load(folder: Path, table: dict[str, Any], output: str) -> Any:
     return whole if output == "logits" else whole.base_model
 
 
-def _inputs(names: Sequence[str], vocab_size: int, num_rows: int, length: int) -> tuple[Tensor, ...]:
+def random_inputs(names: Sequence[str], vocab_size: int, num_rows: int, length: int) -> tuple[Tensor, ...]:
     """Returns random inputs without padding, int64 [B, L]."""
     random = torch.Generator().manual_seed(length)
     limits = {"input_ids": vocab_size, "token_type_ids": 2}
@@ -143,7 +164,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     had_bar, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable

@@ -212,6 +212,12 @@ class QuestionAnswering(TaskType):
             for own in split.gold
         ]
 
+    def labeled_rows(self, task: Task, split: Split) -> Iterator[dict[str, Any]]:
+        for id, (question, context), answers in zip(split.ids, split.texts, split.gold, strict=True):
+            texts, starts = [each.text for each in answers], [each.start for each in answers]
+            found = {"text": texts} if min(starts, default=0) < 0 else {"text": texts, "answer_start": starts}
+            yield {"id": id, "question": question, "context": context, "answers": found}
+
     def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
         """Returns exact match and F1 of answers as given, and those of questions with and without an answer."""
         texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}

@@ -231,6 +231,11 @@ class Tagging(TaskType):
     def golds(self, task: Task, split: Split) -> list[list[str]]:
         return [[task.labels[tag] for tag in target] for target in split.gold]
 
+    def labeled_rows(self, task: Task, split: Split) -> Iterator[dict[str, Any]]:
+        assert split.words is not None
+        for (text,), words, tags in zip(split.texts, split.words, self.golds(task, split), strict=True):
+            yield {"words": [text[start:end] for start, end in words], "tags": tags}
+
     def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
         return tag_scores(task, list(split.gold), _tag_ids(task, answers))
 

@@ -211,6 +211,12 @@ class TaskType(ExampleReader):
     def golds(self, task: Task, split: Split) -> list[Any]:
         """Returns the label of each example of a split that has labels, as JSON; None for an example without one."""
 
+    def labeled_rows(self, task: Task, split: Split) -> Iterator[dict[str, Any]]:
+        """Yields labeled examples as rows that `read_labeled` reads, with the usual columns."""
+        for texts, gold in zip(split.texts, self.golds(task, split), strict=True):
+            columns = ("text",) if len(texts) == 1 else ("sentence1", "sentence2")
+            yield {**dict(zip(columns, texts, strict=True)), "label": gold}
+
     @abstractmethod
     def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
         """Returns the scores of answers to labeled examples, as given to the user."""

@@ -12,8 +12,9 @@ from typing import Any
 
 from electra_fast.config.config import AUTO
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.files.json_files import read_object, read_records
+from electra_fast.files.json_files import json_text, read_object, read_records
 from electra_fast.finetuning.loading import load_finetuned
+from electra_fast.finetuning.model_folder import DEV_FILE
 from electra_fast.finetuning.report.report import make_report, write_report
 from electra_fast.finetuning.training.job import Job
 from electra_fast.finetuning.training.results import RESULT, scores_of
@@ -168,6 +169,9 @@ def report_on(group: TaskRuns, seed: int, found: Mapping[str, Any]) -> dict[str,
         dev, *_ = job.data.dev
         text = (job.folder / f"seed-{seed}" / f"predictions.{dev.name}.jsonl").read_text(encoding="utf-8")
         parts.append((dev, [json.loads(line) for line in text.split("\n")[:-1]]))
+        if not group.has_folds:  # for `export`, which compares on them
+            rows = job.task_type.labeled_rows(job.task, dev)
+            replace_file(group.folder / DEV_FILE, "".join(map(json_text, rows)))
     train = None if group.has_folds else group.jobs[0].data.train
     baselines = {name: found.get(name, {}) for name in BASELINES}
     teaching = {name: found[name] for name in ("gap_closed", "seconds_per_thousand") if name in found}
