@@ -26,8 +26,8 @@ TASKS = ("sst2", "mrpc", "sections")
 KEYS = ("teacher_weight", "teacher_temperature")
 # Pairs of these, in the order to run.
 STUDY = ((0.9, 2.0), (1.0, 2.0), (0.5, 2.0), (0.9, 1.0), (0.9, 4.0), (1.0, 1.0), (1.0, 4.0), (0.5, 1.0), (0.5, 4.0))
-# Labeled and unlabeled sentences of SST-2: of the table, and of the study, with so many others to judge by.
-SIZES, STUDY_SIZES, STUDY_DEV = (10_000, 15_000), (1_000, 3_000), 4_000
+# Labeled and unlabeled texts: of the table, and of the study, with so many others of SST-2 to judge by.
+SIZES, STUDY_SIZES, STUDY_DEV = (2_000, 6_000), (1_000, 3_000), 4_000
 STUDY_KEYS = {"finetune.select": "last", "finetune.evals_per_epoch": 0}
 
 
@@ -37,9 +37,11 @@ def write_data(task: str, glue: Path, folder: Path, sizes: tuple[int, int]) -> d
     if task == "sections":
         files = {split: folder / f"{split}.jsonl" for split in ("train", "dev", "test", "unlabeled")}
         if not files["unlabeled"].exists():
+            labeled, others = sizes
             domains.NUM_DEV, domains.NUM_TRAIN = 3_000, 10**6
             _, train, dev = domains.packages()
-            for split, examples in zip(files, (train[:3_000], dev[:1_000], dev[1_000:], train[3_000:]), strict=True):
+            parts = (train[:labeled], dev[:1_000], dev[1_000:], train[labeled:][:others])
+            for split, examples in zip(files, parts, strict=True):
                 rows = [{"text": text, "label": label} for label, text in examples]
                 files[split].write_text("".join(json.dumps(row) + "\n" for row in rows))
         return {"task": "classification", "overrides": {"finetune.sequence_length": 64}, **files}
@@ -51,7 +53,7 @@ def write_data(task: str, glue: Path, folder: Path, sizes: tuple[int, int]) -> d
         shutil.copy(source / "train.tsv", folder / "train.tsv")
         return {"task": task, "glue": folder, "unlabeled": [glue / "STS-B/train.tsv", glue / "RTE/train.tsv"]}
     random.Random(0).shuffle(rows)
-    # The unlabeled ones are no texts that the teacher was trained on.
+    # The unlabeled ones of the study are no texts that the teacher was trained on.
     parts = {"train": rows[: sizes[0]], "unlabeled": rows[SIZES[0] : SIZES[0] + sizes[1]]}
     if sizes == STUDY_SIZES:
         parts["dev"] = rows[-STUDY_DEV:]

@@ -70,7 +70,7 @@ LINES = {
     "python/electra_fast/huggingface": 3_300,  # folders of DeBERTaV3, for who continues it
     "python/electra_fast/model": 2_060,  # FlashAttention 4, for who trains `base` on Hopper or Blackwell
     "python/electra_fast/objectives": 1_000,
-    "python/electra_fast/ops": 2_135,  # pre-norm sublayers as nodes of autograd, branches of a graph: for GPUs
+    "python/electra_fast/ops": 2_140,  # pre-norm sublayers as nodes of autograd, branches of a graph: for GPUs
     "python/electra_fast/optimizers": 950,
     "python/electra_fast/reproduction": 750,
     "python/electra_fast/run_report": 450,

@@ -184,8 +184,9 @@ def test_answers_are_those_of_torch_for_the_same_logits(folders, looked_up, monk
     texts, model = examples(kind, num_texts), ef.load(folder, precision="fp32")
     looked_up(kind, model._shape.vocab_size)
     expected = model.predict(texts)
-    for tokens in (1, 64, 4096):
-        monkeypatch.setattr(onnx_model, "THREAD_TOKENS", tokens)
+    for tokens, threads in ((1, 1), (64, 2), (4096, 64)):  # each batch in turn, several at once, fewer than threads
+        monkeypatch.setattr(onnx_model, "BATCH_TOKENS", tokens)
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         assert_same_answers(ef.load(target).predict(texts), expected)
     split = model.task_type.split(texts, num_texts)
     assert_same_answers(ef.load(target).predict_split(split, batch_size=4), expected)

@@ -40,6 +40,8 @@ class Inference:
     before_batch: Callable[[], None] | None = None
     batch_size: int | None = None
     """Examples per batch; None for as many as suit the device."""
+    casts: WeightCasts | None = None
+    """Of a model that is used again and again."""
 
     def __str__(self) -> str:
         parameters = list(self.model.parameters())
@@ -71,14 +73,14 @@ class Inference:
     def batches(self, encoded: EncodedExamples) -> Iterator[tuple[NDArray[Any], PackedBatch, tuple[Tensor, ...]]]:
         model, compute = self.model, self.compute
         was_training, device = model.training, next(model.parameters()).device
-        model.eval()
+        if was_training:
+            model.eval()
         order = np.argsort(encoded.lengths, kind="stable")
         ends = np.cumsum(encoded.lengths[order]) // BATCH_TOKENS[device.type]
         if self.batch_size:
             ends = np.arange(len(order)) // self.batch_size
         pending = np.split(order, np.flatnonzero(np.diff(ends)) + 1)[::-1]
-        casts = WeightCasts(model.encoder, compute.dtype, device.type == "cpu", without_gradient=True)
-        with casts.current():
+        with (self.casts or _casts(model, compute, device)).current():
             while pending:
                 if self.before_batch is not None:
                     self.before_batch()
@@ -99,7 +101,12 @@ class Inference:
                     halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
                     pending, found = [half for pair in halves for half in pair if len(half)], []
                 yield from found
-        model.train(was_training)
+        if was_training:
+            model.train()
+
+
+def _casts(model: EncoderWithHead, compute: ComputeConfig, device: torch.device) -> WeightCasts:
+    return WeightCasts(model.encoder, compute.dtype, device.type == "cpu", without_gradient=True)
 
 
 def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[Inference, str]:
@@ -123,4 +130,4 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
         note = f"precision = auto: {chosen} ({len(encoded.ids)} tokens take {times_text(seconds)})"
     rows = (_SAMPLE_LENGTH, BATCH_TOKENS[device.type] // _SAMPLE_LENGTH)
     compute, lines = settle_encoder(shape, compute_in(chosen), device, *rows)
-    return Inference(model, compute), "; ".join(filter(None, [note, *lines]))
+    return Inference(model, compute, casts=_casts(model, compute, device)), "; ".join(filter(None, [note, *lines]))

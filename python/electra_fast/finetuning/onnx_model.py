@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +23,8 @@ from electra_fast.finetuning.predictor import Predictor
 from electra_fast.huggingface.config import ONNX_FILE
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
 
-# Tokens per batch and thread, padding included: as many as fit in a core's caches (bench/LOG.md).
-THREAD_TOKENS = 256
+# Tokens per batch, padding included: as many as fit in a core's caches (bench/LOG.md).
+BATCH_TOKENS = 256
 # Longest example of a batch as a multiple of the shortest: padding costs more than another call.
 LENGTH_RATIO = 1.2
 # Products of bytes: without one of these, onnxruntime computes them more slowly than those of fp32.
@@ -31,14 +33,14 @@ _BYTE_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
 
 @dataclass(frozen=True)
 class OnnxInference:
-    """A session of onnxruntime in use; `interpret` is `TaskType.of_onnx`."""
+    """Sessions of onnxruntime in use, by their number of threads; `interpret` is `TaskType.of_onnx`."""
 
-    session: Any
+    sessions: Callable[[int], Any]
     output_names: Sequence[str]
     interpret: Callable[[Sequence[NDArray[Any]], EncodedExamples, Ints], tuple[NDArray[Any], ...]]
     precision: str
     batch_size: int | None = None
-    """Examples per batch; None for as many as suit the caches."""
+    """Examples per batch; None for as many as suit the caches, in int8 one."""
 
     def __str__(self) -> str:
         return f"{self.precision} in onnxruntime on cpu"
@@ -65,28 +67,40 @@ class OnnxInference:
 
     def _batches(self, encoded: EncodedExamples) -> Iterator[tuple[Ints, Ints, list[NDArray[Any]]]]:
         """Yields examples of similar lengths, the index of each token in `encoded.ids`, -1 on padding, and outputs."""
-        order = np.argsort(encoded.lengths, kind="stable")
-        begin = 0
-        while begin < len(order):
-            end = begin + (self.batch_size or _fitting(encoded.lengths[order[begin:]]))
-            examples = order[begin:end]
-            lengths_n1 = encoded.lengths[examples][:, None]
-            position_W = np.arange(lengths_n1.max())
-            is_token_nW = position_W < lengths_n1
-            sources_nW = np.where(is_token_nW, encoded.offsets[examples][:, None] + position_W, -1)
-            columns = {"attention_mask": is_token_nW.astype(np.int64)}
-            for name, values in (("input_ids", encoded.ids), ("token_type_ids", encoded.token_types)):
-                columns[name] = np.where(is_token_nW, values[sources_nW], 0).astype(np.int64)
-            inputs = {each.name: columns[each.name] for each in self.session.get_inputs()}
-            yield examples, sources_nW, self.session.run(self.output_names, inputs)
-            begin = end
+        batches, threads = list(self._divided(encoded.lengths)), num_threads()
+        if len(batches) < threads or threads == 1:
+            run = partial(self._run, self.sessions(threads), encoded)
+            yield from map(run, batches)
+            return
+        # A batch per thread at a time: threads that share a batch wait for each other at every product.
+        with ThreadPoolExecutor(threads) as pool:
+            yield from pool.map(partial(self._run, self.sessions(1), encoded), batches)
+
+    def _divided(self, lengths: Ints) -> Iterator[Ints]:
+        """Yields the examples of each batch, by ascending length."""
+        # In int8, ranges of activations are those of a batch: alone, an example's outputs depend on no other.
+        size = self.batch_size or (1 if self.precision == "int8" else None)
+        order = np.argsort(lengths, kind="stable")
+        while len(order):
+            batch, order = np.split(order, [size or _fitting(lengths[order])])
+            yield batch
+
+    def _run(self, session: Any, encoded: EncodedExamples, examples: Ints) -> tuple[Ints, Ints, list[NDArray[Any]]]:
+        lengths_n1 = encoded.lengths[examples][:, None]
+        position_W = np.arange(lengths_n1.max())
+        is_token_nW = position_W < lengths_n1
+        sources_nW = np.where(is_token_nW, encoded.offsets[examples][:, None] + position_W, -1)
+        columns = {"attention_mask": is_token_nW.astype(np.int64)}
+        for name, values in (("input_ids", encoded.ids), ("token_type_ids", encoded.token_types)):
+            columns[name] = np.where(is_token_nW, values[sources_nW], 0).astype(np.int64)
+        inputs = {each.name: columns[each.name] for each in session.get_inputs()}
+        return examples, sources_nW, session.run(self.output_names, inputs)
 
 
 def _fitting(lengths: Ints) -> int:
     """Returns how many of the first examples, of ascending lengths, make a batch; at least one."""
-    limit = THREAD_TOKENS * num_threads()
-    lengths = lengths[:limit]
-    fits = (lengths * np.arange(1, 1 + len(lengths)) <= limit) & (lengths <= LENGTH_RATIO * lengths[0])
+    lengths = lengths[:BATCH_TOKENS]
+    fits = (lengths * np.arange(1, 1 + len(lengths)) <= BATCH_TOKENS) & (lengths <= LENGTH_RATIO * lengths[0])
     return max(1, int(fits.sum()))
 
 
@@ -104,9 +118,10 @@ class OnnxModel(Predictor):
                 f"{folder}: precision = {precision!r}: this model in ONNX computes in {finetuned.onnx}; {remedy}"
             )
         super().__init__(folder, finetuned)
-        session = _session(folder, finetuned, self.task_type.onnx_outputs)
+        sessions = functools.cache(partial(_session, folder, finetuned, self.task_type.onnx_outputs))
+        sessions(num_threads())  # raises now for a file that cannot be used
         interpret = partial(self.task_type.of_onnx, config=self._config)
-        self._inference = OnnxInference(session, list(self.task_type.onnx_outputs), interpret, finetuned.onnx)
+        self._inference = OnnxInference(sessions, list(self.task_type.onnx_outputs), interpret, finetuned.onnx)
         if finetuned.onnx == "int8" and not has_byte_products():
             self.note = "int8: this processor has no products of bytes (as AVX-VNNI), so fp32 is faster on it"
 
@@ -115,8 +130,11 @@ class OnnxModel(Predictor):
         raise InputError("encode needs the weights: load the folder that this model in ONNX was exported from")
 
 
-def _session(folder: Path, finetuned: Finetuned, outputs: Mapping[str, int]) -> Any:
-    """Opens model.onnx; raises InputError unless onnxruntime can, and inputs and outputs are those of the task."""
+def _session(folder: Path, finetuned: Finetuned, outputs: Mapping[str, int], threads: int) -> Any:
+    """Opens model.onnx to compute with so many threads.
+
+    Raises InputError unless onnxruntime can, and inputs and outputs are those of the task.
+    """
     path = folder / ONNX_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing; copy the whole folder that `export` wrote")
@@ -125,7 +143,7 @@ def _session(folder: Path, finetuned: Finetuned, outputs: Mapping[str, int]) -> 
     except ImportError:
         raise InputError(f"{path}: needs onnxruntime: pip install onnxruntime") from None
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads()
+    options.intra_op_num_threads = threads
     # Threads that wait sleep: on a busy machine, spinning ones take several times as long (bench/LOG.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # what is wrong is in the exception too

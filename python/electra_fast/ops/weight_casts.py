@@ -16,13 +16,15 @@ class WeightCasts:
     """Copies of the weights of a model's linear layers in the dtype of the activations, at fixed addresses.
 
     There are none where `linear` would not use them: with fp32 activations, without kernels unless `without_gradient`
-    (predictions on a CPU, which would cast all weights for each batch), or if not `enabled`.
+    (predictions on a CPU, which would cast all weights for each batch), or if not `enabled`. Those for predictions are
+    made again only after a weight has changed.
     """
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, enabled: bool = True, *, without_gradient: bool = False
     ) -> None:
         weights = dict.fromkeys(module.weight for module in model.modules() if isinstance(module, nn.Linear))
+        self._versions, self._keeps = list[int](), without_gradient
         self._casts: dict[Tensor, Tensor] = {
             weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
             for weight in weights
@@ -36,7 +38,9 @@ class WeightCasts:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Casts all weights; `cast` returns the copies within the context, in which no weight may change."""
-        if self._casts:
+        versions = [weight._version for weight in self._casts]
+        if self._casts and not (self._keeps and versions == self._versions):
+            self._versions = versions
             with torch.no_grad():
                 torch._foreach_copy_(list(self._casts.values()), list(self._casts))
         fused.casts.update(self._casts)
