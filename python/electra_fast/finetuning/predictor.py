@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned
@@ -23,7 +22,7 @@ from electra_fast.finetuning.readers.table_formats import MemoryTable, is_table
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.task_data import refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.huggingface.source import tokenizer_folder
+from electra_fast.huggingface.source import read_tokenizer
 
 
 class Predictor:
@@ -34,7 +33,7 @@ class Predictor:
     _inference: Any
 
     def __init__(self, folder: Path, finetuned: Finetuned) -> None:
-        self.tokenizer = Tokenizer(tokenizer_folder(folder, finetuned.shape.vocab_size))
+        self.tokenizer = read_tokenizer(folder, finetuned.shape.vocab_size)
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
         self.task_type = TASK_TYPES[finetuned.kind]

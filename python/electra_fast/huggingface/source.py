@@ -102,6 +102,14 @@ def _role(path: Path) -> str:
 
 
 def tokenizer_folder(source: Path, vocab_size: int) -> Path:
+    return _tokenizer(source, vocab_size)[0]
+
+
+def read_tokenizer(source: Path, vocab_size: int) -> Tokenizer:
+    return _tokenizer(source, vocab_size)[1]
+
+
+def _tokenizer(source: Path, vocab_size: int) -> tuple[Path, Tokenizer]:
     stored = checkpoint_of(source)
     if stored is not None:
         places = [run_tokenizer(stored.parent.parent)]
@@ -125,7 +133,7 @@ def tokenizer_folder(source: Path, vocab_size: int) -> Path:
             f"{first.path}: has {first.vocab_size:,} entries, but the model has {vocab_size:,}; "
             "put the model's own tokenizer there"
         )
-    return places[0]
+    return places[0], first
 
 
 def _folders(source: Path) -> list[Path]:
