@@ -467,7 +467,10 @@ def _quantity(text: str, factors: Mapping[str, int | Fraction]) -> Fraction:
 
 def comma_separated(text: str) -> tuple[str, ...]:
     """Splits a list at its commas and strips each part; double quotes protect a comma."""
-    (record,) = csv.reader([text], skipinitialspace=True)
+    try:
+        (record,) = csv.reader([text], skipinitialspace=True)
+    except csv.Error:
+        raise InputError(f"{text[:80]!r}: must be names separated by commas, on one line") from None
     return tuple(part.strip() for part in record)
 
 
