@@ -81,7 +81,7 @@ class OnnxExport(Result):
         rows = [columns, ["---"] + ["---:"] * (len(columns) - 1)]
         for name, model in self.models.items():
             judged = [] if self.metric is None else [f"{model['score']:.4f}", f"{model['agreement']:.2%}"]
-            speed = [f"{model['megabytes']:.1f}", f"{model['milliseconds']:.3g}", f"{model['texts_per_second']:.3g}"]
+            speed = [f"{model['megabytes']:.1f}", f"{model['milliseconds']:.3g}", f"{model['texts_per_second']:,.1f}"]
             rows.append([name, *judged, *speed])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
