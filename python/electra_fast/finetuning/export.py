@@ -46,9 +46,7 @@ _PREDICTED = ("label", "labels", "tags", "answer", "value")
 _METRICS = ("f1_micro", "f1", "spearman", "accuracy")
 # Texts and seconds of a measurement.
 _TIMED_TEXTS, _TIMED_SECONDS = 64, 1.0
-_EXAMPLE = (
-    "Where no examples are given, this text of thirty words or so stands in for those that the model will read. " * 2
-)
+_EXAMPLE = "Without examples, this text stands in for those that the model will read. " * 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
