@@ -30,7 +30,7 @@ from electra_fast.finetuning.scoring import PretrainedNetwork
 from electra_fast.finetuning.task import Prediction, rounded
 from electra_fast.huggingface.config import is_headless, own_config, read_table
 from electra_fast.huggingface.folder import read_models
-from electra_fast.huggingface.source import checkpoint_of, folders_of, read_tokenizer
+from electra_fast.huggingface.source import checkpoint_of, folders_of, open_tokenizer
 from electra_fast.model.compute import choose_device
 from electra_fast.model.model import Electra
 
@@ -143,7 +143,7 @@ def read_detector(source: str | Path, device: str = AUTO, precision: str = AUTO)
         model = read_models({ROLE: folder})
         is_recorded = own_config(folder / "config.json", read_table(folder)) is not None
     length = model.config.data.sequence_length if is_recorded else model.config.model.max_positions
-    tokenizer = read_tokenizer(source, model.config.model.vocab_size)
+    _, tokenizer = open_tokenizer(source, model.config.model.vocab_size)
     return ErrorDetector(model, tokenizer, choose_device(device), length, precision)
 
 

@@ -29,6 +29,7 @@ from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.task import Task, TaskData
 from electra_fast.finetuning.task_data import OPTIONS, read_tasks
 from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.finetuning.tasks.task_type import TeachableType
 from electra_fast.finetuning.training.job import IDENTITY, TEACHER_KEYS, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts
 from electra_fast.finetuning.training.seed_run import SeedRun, outdated_splits, rescore
@@ -224,8 +225,10 @@ def finetune(
     check_length(common.finetune, encoder)  # before large files are read
     folders = {name: Path(given[name]) for name in ("glue", "squad") if given[name] is not None}
     parts = [columns] if folds is None else _folds(folds, columns, dev)
-    if teacher is None and (needy := "unlabeled" if unlabeled is not None else _teacher_key(settings)):
-        raise InputError(f"--{needy} needs --teacher FOLDER, a fine-tuned model to learn from")
+    needy = ["unlabeled"] if unlabeled is not None else []
+    needy += [key for key in settings if key.removeprefix("finetune.") in TEACHER_KEYS]
+    if teacher is None and needy:
+        raise InputError(f"--{needy[0]} needs --teacher FOLDER, a fine-tuned model to learn from")
     with contextlib.ExitStack() as copies:
         files = {name: copies.enter_context(local_file(path)) for name, path in files.items()}
         all_data = [each for part in parts for each in read_tasks(task, **folders, files=files, columns=part)]
@@ -273,16 +276,12 @@ def finetune(
     return FinetuneResults({name: TaskResult(found) for name, found in results.items()})
 
 
-def _teacher_key(settings: Mapping[str, object]) -> str | None:
-    return next((key for key in settings if key.removeprefix("finetune.") in TEACHER_KEYS), None)
-
-
 def _lessons(
     teacher: Teacher, all_data: Sequence[TaskData], unlabeled: Any, columns: Mapping[str, Any]
 ) -> tuple[list[TaskData], list[Lesson | None]]:
     """Returns the data with further notes, and what is learned with each; raises InputError if it cannot be."""
     first = all_data[0]
-    if not TASK_TYPES[first.task.kind].is_taught:
+    if not isinstance(TASK_TYPES[first.task.kind], TeachableType):
         raise InputError(f"--teacher is not for {first.task.kind}")
     if len({each.task.name for each in all_data}) > 1:
         raise InputError(f"--teacher {teacher.folder}: is for one task; choose it with --task")

@@ -209,8 +209,12 @@ class TaskModel(EncoderWithHead):
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns the loss of each example, fp32 [n], or of each token, [R, L], given the whole batch."""
 
+
+class TeachableModel(TaskModel):
+    """A network that can also learn from a teacher's outputs."""
+
+    @abstractmethod
     def taught_losses(
         self, inputs: Inputs, targets: Tensor, answers: Tensor, compute: ComputeConfig, key: Tensor | None = None
     ) -> Tensor:
         """Returns the losses, and the divergences from a teacher's `answers`: [2, n] or [2, R, L]."""
-        raise NotImplementedError

@@ -20,7 +20,6 @@ from electra_fast.finetuning.finetuned_model import FinetunedModel
 from electra_fast.finetuning.inference import Inference
 from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.model_folder import HEAD_KEY, Finetuned, read_finetuned
-from electra_fast.finetuning.onnx_model import num_threads
 from electra_fast.huggingface.config import ONNX_FILE, read_table
 from electra_fast.huggingface.onnx import NamedOutputs, quiet, write_graph
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
@@ -89,9 +88,7 @@ def quantize(source: Path, target: Path) -> None:
 def _difference(predictor: FinetunedModel, path: Path, finetuned: Finetuned) -> float:
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     shape, error = finetuned.shape, 0.0
     # Rows longer and shorter than the window of local attention, and than the exporter saw, padded.
     length = min(shape.max_positions, max(64, 2 * shape.local_attention))

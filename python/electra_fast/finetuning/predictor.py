@@ -22,7 +22,7 @@ from electra_fast.finetuning.readers.table_formats import MemoryTable, is_table
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.task_data import refuse
 from electra_fast.finetuning.tasks import TASK_TYPES
-from electra_fast.huggingface.source import read_tokenizer
+from electra_fast.huggingface.source import open_tokenizer
 
 
 class Predictor:
@@ -33,7 +33,7 @@ class Predictor:
     _inference: Any
 
     def __init__(self, folder: Path, finetuned: Finetuned) -> None:
-        self.tokenizer = read_tokenizer(folder, finetuned.shape.vocab_size)
+        _, self.tokenizer = open_tokenizer(folder, finetuned.shape.vocab_size)
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
         self.task_type = TASK_TYPES[finetuned.kind]

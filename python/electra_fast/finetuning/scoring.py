@@ -34,7 +34,7 @@ from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.huggingface.config import role_shape
 from electra_fast.huggingface.folder import read_model
-from electra_fast.huggingface.source import checkpoint_of, read_tokenizer
+from electra_fast.huggingface.source import checkpoint_of, open_tokenizer
 from electra_fast.model.compute import ComputeConfig, choose_device, use_compute
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS
@@ -81,7 +81,7 @@ class TextScorer:
     def __init__(self, source: str | Path, device: str = AUTO, precision: str = AUTO) -> None:
         self.source, on = Path(source), choose_device(device)
         self._model = model = read_model(source).to(on)
-        self._tokenizer = read_tokenizer(self.source, model.config.model.vocab_size)
+        _, self._tokenizer = open_tokenizer(self.source, model.config.model.vocab_size)
         precision = "fp32" if precision == AUTO else precision
         networks = {role: PretrainedNetwork(model, role) for role in model.networks}
         self._networks = {role: choose_inference(each, on, precision)[0] for role, each in networks.items()}

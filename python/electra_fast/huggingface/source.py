@@ -102,14 +102,10 @@ def _role(path: Path) -> str:
 
 
 def tokenizer_folder(source: Path, vocab_size: int) -> Path:
-    return _tokenizer(source, vocab_size)[0]
+    return open_tokenizer(source, vocab_size)[0]
 
 
-def read_tokenizer(source: Path, vocab_size: int) -> Tokenizer:
-    return _tokenizer(source, vocab_size)[1]
-
-
-def _tokenizer(source: Path, vocab_size: int) -> tuple[Path, Tokenizer]:
+def open_tokenizer(source: Path, vocab_size: int) -> tuple[Path, Tokenizer]:
     stored = checkpoint_of(source)
     if stored is not None:
         places = [run_tokenizer(stored.parent.parent)]

@@ -37,7 +37,7 @@ from electra_fast.finetuning.tasks.task_type import (
     Features,
     HfForm,
     Outputs,
-    TaskType,
+    TeachableType,
     finite,
     named_split,
 )
@@ -85,7 +85,7 @@ def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
     )
 
 
-class SequenceType(TaskType):
+class SequenceType(TeachableType):
     """Base of the three types. Outputs are logits or values, float32 [n, C]."""
 
     onnx_outputs = {"logits": 2}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
-from electra_fast.finetuning.model import Inputs, TaskModel, make_head
+from electra_fast.finetuning.model import Inputs, TeachableModel, make_head
 from electra_fast.finetuning.tasks.classes import NO_TARGET
 from electra_fast.model.compute import ComputeConfig
 
@@ -34,7 +34,7 @@ def sigmoid_divergence(outputs_nC: Tensor, answers_nC: Tensor, temperature: floa
     return softmax_divergence(student, teacher, temperature).view_as(outputs_nC).mean(1)
 
 
-class SequenceClassifier(TaskModel):
+class SequenceClassifier(TeachableModel):
     """Classes or a value for each example, from its [CLS]."""
 
     only_first = True
@@ -61,7 +61,7 @@ class SequenceClassifier(TaskModel):
         return torch.stack((self._losses(outputs_nC, targets), self._divergences(outputs_nC, answers)))
 
 
-class TokenClassifier(TaskModel):
+class TokenClassifier(TeachableModel):
     """A class for each token."""
 
     def __init__(

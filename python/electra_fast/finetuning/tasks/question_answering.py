@@ -81,7 +81,6 @@ class QuestionAnswering(TaskType):
         "detects unanswerable questions.",
     )
     has_classes = False
-    is_taught = False
     output_names = ("start", "end")
     prediction_settings = ("n_best", "null_threshold")
     usual_columns = (("question", "context"),)

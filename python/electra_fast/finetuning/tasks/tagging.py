@@ -39,7 +39,7 @@ from electra_fast.finetuning.tasks.task_type import (
     Features,
     HfForm,
     Outputs,
-    TaskType,
+    TeachableType,
     finite,
     named_split,
 )
@@ -81,7 +81,7 @@ def _first_pieces(pieces: Pieces, words: Ints) -> Ints:
     return np.where(overlaps, found, -1)
 
 
-class Tagging(TaskType):
+class Tagging(TeachableType):
     """A head on the words' first tokens. Outputs are logits, float32 [words, C]."""
 
     defaults = {"sequence_length": 256}

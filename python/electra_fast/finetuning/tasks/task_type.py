@@ -119,8 +119,6 @@ class TaskType(ExampleReader):
     """Predicts probabilities of classes, which may have weights and be calibrated."""
     output_names: ClassVar[tuple[str, ...]] = ()
     """Names of the head's outputs, if they are not the task's labels."""
-    is_taught: ClassVar[bool] = True
-    """Can learn from a teacher: has `taught_outputs`, and its network `taught_losses`."""
     prediction_settings: ClassVar[tuple[str, ...]] = ()
     """Settings of `answers` that a user may choose."""
     onnx_outputs: ClassVar[Mapping[str, int]]
@@ -134,15 +132,6 @@ class TaskType(ExampleReader):
     @abstractmethod
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Tokenizes the training examples; raises InputError if they cannot be used, or not with this configuration."""
-
-    def taught_outputs(
-        self, tokenizer: Tokenizer, split: Split, config: FinetuneSection, teach: Callable[[Split], NDArray[Any]]
-    ) -> NDArray[Any]:
-        """Returns a teacher's outputs for each row of `training_set`, of targets or of tokens; NaN for none.
-
-        `teach` returns them for a split, in the student's units and order: [n, C], or [words, C].
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
@@ -274,6 +263,19 @@ class TaskType(ExampleReader):
     @abstractmethod
     def summary(self, task: Task, num_texts: int) -> str:
         """Returns what a model of this type does, for the model card."""
+
+
+class TeachableType(TaskType):
+    """A task type that can learn from a teacher, by a `TeachableModel`."""
+
+    @abstractmethod
+    def taught_outputs(
+        self, tokenizer: Tokenizer, split: Split, config: FinetuneSection, teach: Callable[[Split], NDArray[Any]]
+    ) -> NDArray[Any]:
+        """Returns a teacher's outputs for each row of `training_set`, of targets or of tokens; NaN for none.
+
+        `teach` returns them for a split, in the student's units and order: [n, C], or [words, C].
+        """
 
 
 def finite(outputs: ArrayLike) -> NDArray[np.float64]:

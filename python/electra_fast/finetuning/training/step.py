@@ -14,7 +14,7 @@ from electra_fast.data.loader import to_device
 from electra_fast.distributed.step_processes import GradientComputation, StepProcesses, Work, keep_freed_memory
 from electra_fast.finetuning.batches import StepBatch, TrainingBatch
 from electra_fast.finetuning.config import FinetuneSection, lr_factors
-from electra_fast.finetuning.model import Inputs, TaskModel
+from electra_fast.finetuning.model import Inputs, TaskModel, TeachableModel
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.hardware.graphs import GraphRunner
 from electra_fast.model.compute import ComputeConfig
@@ -85,6 +85,7 @@ class TaskBackward(GradientComputation):
             if batch.answers is None:
                 losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
             else:
+                assert isinstance(self.model, TeachableModel)
                 losses = self.model.taught_losses(batch.inputs, batch.targets, batch.answers, self._compute, key)
             loss = (losses * batch.weights).sum()
             loss.backward(self.loss_scale)

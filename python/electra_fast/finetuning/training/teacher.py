@@ -35,6 +35,7 @@ from electra_fast.finetuning.predictor import Predictor
 from electra_fast.finetuning.readers.labels import truncated
 from electra_fast.finetuning.task import Split, Task, select
 from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.finetuning.tasks.task_type import TeachableType
 from electra_fast.interruption import stop_requests
 from electra_fast.messages import say
 from electra_fast.progress import EncodingProgress
@@ -231,8 +232,8 @@ class Lesson:
         self, labeled: TrainingSet, tokenizer: Tokenizer, task: Task, train: Split, config: FinetuneSection
     ) -> TrainingSet:
         """Returns the labeled examples and the unlabeled ones with the teacher's answers to all of them."""
-        task_type, unlabeled = TASK_TYPES[task.kind], None
-        splits = [train]
+        task_type, unlabeled, splits = TASK_TYPES[task.kind], None, [train]
+        assert isinstance(task_type, TeachableType)
         if self.unlabeled is not None:
             splits.append(self.unlabeled)
             targets = _placeholders(train, self.unlabeled)
