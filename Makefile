@@ -102,7 +102,7 @@ bytecode: lint-python
 lint: lint-python lint-rust
 
 lint-python: env
-	$(ENV)/bin/zensical build --strict --clean
+	$(ENV)/bin/python .ci/site_pages.py
 	$(ENV)/bin/ruff check .
 	$(ENV)/bin/ruff format --check .
 	$(ENV)/bin/mypy --strict --cache-dir $(CACHE)/$(TREE)/mypy
@@ -117,7 +117,7 @@ test-rust: lint-rust
 
 docs: env
 	$(ENV)/bin/python .ci/generate_reference.py
-	$(ENV)/bin/zensical build --strict --clean
+	$(ENV)/bin/python .ci/site_pages.py
 
 wheel: $(TOOLS)/bin/maturin
 	rm -f dist/electra_fast-*.whl

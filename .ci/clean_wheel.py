@@ -1,6 +1,7 @@
-"""Removes the build machine's folders from the SBOM of a wheel: `python clean_wheel.py WHEEL...`.
+"""Removes the build machine's folders from a wheel's SBOM, and makes the links of its description absolute.
 
-maturin names the crates of this workspace there by their absolute paths.
+`python clean_wheel.py WHEEL...`. maturin names the crates of this workspace by their absolute paths, and copies
+README.md, in which links are relative; package indexes show it without the files to which they lead.
 """
 
 import base64
@@ -10,15 +11,27 @@ import re
 import sys
 import zipfile
 
+from site_pages import TREE, with_addresses
+
+
+def description(metadata: str) -> str:
+    """Returns a wheel's metadata in which the links of the description lead to the files of its version."""
+    version = re.search(r"^Version: (.*)", metadata, re.MULTILINE)
+    assert version, "no version in METADATA"
+    header, blank, text = metadata.partition("\n\n")
+    return header + blank + with_addresses(text, TREE / "README.md", f"v{version[1]}")
+
 
 def clean(wheel: str) -> None:
-    """Rewrites a wheel whose SBOM has absolute paths, with the new hash and size in RECORD, its last file."""
+    """Rewrites a wheel's SBOM and description, with their new hashes and sizes in RECORD, its last file."""
     record = b""
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(f"{wheel}.part", "w") as target:
         for file in source.infolist():
             data = source.read(file)
             if "/sboms/" in file.filename:
                 data = re.sub(rb'path\+file://[^"#]*/', b"", data)
+            elif file.filename.endswith(".dist-info/METADATA"):
+                data = description(data.decode()).encode()
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
             if file.filename.endswith(".dist-info/RECORD"):
                 data = record + file.filename.encode() + b",,\n"
@@ -27,5 +40,6 @@ def clean(wheel: str) -> None:
     os.replace(f"{wheel}.part", wheel)
 
 
-for each in sys.argv[1:]:
-    clean(each)
+if __name__ == "__main__":
+    for wheel in sys.argv[1:]:
+        clean(wheel)

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/scale.md, which has the formulas and their sources: arithmetic, no measurement.
+"""Prints the tables of docs/background/scaling.md, which has the formulas and sources: arithmetic, no measurement.
 
 python bench/scale.py
 """

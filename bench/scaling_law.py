@@ -45,7 +45,7 @@ LEGEND = {
 SHAPES = [each for each in STUDIES["sizes"] if each.batch_factor == 1]
 BUDGETS = (10, 30, 90, 270, 800, 2_400, 7_200)
 """TFLOP of the table of shapes."""
-PICTURE = BENCH.parent / "docs" / "scaling.png"
+PICTURE = BENCH.parent / "docs/images/scaling.png"
 SETTINGS = {each.name: each for each in (STUDIES["curves"][0], *STUDIES["sizes"], *STUDIES["epochs"], *HOUR[0])}
 
 
@@ -235,7 +235,7 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=200, help="of the points, for the intervals")
-    parser.add_argument("--picture", action="store_true", help="draw docs/scaling.png")
+    parser.add_argument("--picture", action="store_true", help="draw docs/images/scaling.png")
     options, known = parser.parse_args(), points()
     for text in report(known, options.draws):
         print(text, end="\n\n")

@@ -42,7 +42,7 @@ ef.pretrain(out / "shards", config=config, out=out / "run")
 metrics = ef.evaluate(out / "run", out / "shards", sequence_length=config.data.sequence_length)
 print(f"replaced words are found with an AUC of {metrics['unigram_auc']:.3f} (0.5 is chance)")
 
-# Folders for transformers, sentence-transformers and others: docs/use-your-encoder.md.
+# Folders for transformers, sentence-transformers and others: docs/how-to/use-your-encoder.md.
 ef.export(out / "run", out=out / "model", language=["hu"])
 
 # The model's worth shows in a task. Beside the score is that of always giving the most frequent answer.

@@ -1,6 +1,6 @@
 """Searches for settings of a fine-tuning with Optuna: learning rate, layer decay and batch size.
 
-Needs `pip install optuna`, a run or an exported encoder, and a file of labeled texts (docs/fine-tuning.md):
+Needs `pip install optuna`, a run or an exported encoder, and a file of labeled texts (docs/reference/fine-tuning.md):
 
     python examples/tune.py run reviews.csv tuning/ 20
 

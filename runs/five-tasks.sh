@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pre-training, then five tasks of GLUE: a row of docs/leaderboard.md.
+# Pre-training, then five tasks of GLUE: a row of docs/background/leaderboard.md.
 #
 #   runs/five-tasks.sh OUT GLUE TEXT... [-- KEY...]
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ten million words, each read at most PASSES times (10), then the minimal pairs of BLiMP: a row of docs/leaderboard.md.
+# Ten million words, each read at most PASSES times (10), then the minimal pairs of BLiMP: a row of docs/background/leaderboard.md.
 #
 #   runs/ten-million-words.sh OUT PAIRS TEXT... [-- KEY...]
 #

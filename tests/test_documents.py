@@ -27,6 +27,7 @@ import matplotlib
 import object_store
 import pyarrow as pa
 import pytest
+import site_pages
 from tiny_reading import questions_of, write_conll, write_squad
 from tiny_task import sentences, write_cola, write_sst2
 
@@ -35,10 +36,6 @@ import electra_fast as ef
 TREE = Path(__file__).resolve().parent.parent
 PAGES = [TREE / "README.md", *sorted(TREE.glob("docs/**/*.md"))]
 DOCUMENTS = sorted({*TREE.glob("*.md"), *PAGES, *TREE.glob("examples/*.md"), TREE / "bench/README.md"})
-# How links to this project begin: to its files, pictures, pages.
-HOME = "https://github.com/electra-fast/electra-fast/blob/main/"
-RAW = "https://raw.githubusercontent.com/electra-fast/electra-fast/main/"
-SITE = "https://electra-fast.github.io/electra-fast/"
 # Why a block does not run: `<!-- not run: REASON -->` is before it.
 NOT_RUN = {
     "the tests have no access to PyTorch's index",
@@ -450,27 +447,62 @@ def test_a_block_that_fails_is_named(run, tmp_path):
         run(tmp_path, *scripts(page))
 
 
-def target_of(document, link):
-    """The file and heading to which a link leads; no file if it leads elsewhere in the web."""
-    link, _, anchor = link.partition("#")
-    if link.startswith(SITE):
-        return TREE / "docs" / f"{link.removeprefix(SITE).strip('/') or 'index'}.md", anchor
-    for own in (HOME, RAW):
-        if link.startswith(own):
-            return TREE / link.removeprefix(own), anchor
-    if link.startswith("http"):
-        return None, ""
-    return document.parent / link if link else document, anchor
+LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[\w ]+\]: (\S+)$|(?:src|srcset|href)=\"([^\"]+)\"", re.MULTILINE)
+
+
+def links(text):
+    """The targets of a page's links."""
+    prose = re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [next(filter(None, groups)) for groups in LINK.findall(prose)]
+
+
+def check_link(document, link):
+    """Asserts that a relative link leads to a file or folder of the tree, and to a heading in it."""
+    path, _, anchor = link.partition("#")
+    target = document.parent / path if path else document
+    assert target.exists(), f"{name_of(document)}: {link}"
+    headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert not anchor or anchor in anchors, f"{name_of(document)}: {link}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document):
-    for inline, reference in re.findall(r"\]\(([^)]+)\)|^\[\w+\]: (\S+)$", document.read_text(encoding="utf-8"), re.M):
-        target, anchor = target_of(document, inline or reference)
-        if target is not None:
-            assert target.exists(), target
-            headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
-            assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+    for link in links(document.read_text(encoding="utf-8")):
+        if not re.match(r"https?:|mailto:", link):
+            check_link(document, link)
+
+
+@pytest.mark.parametrize("document", PAGES, ids=name_of)
+def test_links_of_a_built_page_lead_to_the_same_files(document):
+    """In the wheel's description and in the site."""
+    source, _ = site_pages.addresses()
+    root = TREE / "docs" if document.is_relative_to(TREE / "docs") else None
+    text = document.read_text(encoding="utf-8")
+    built = site_pages.with_addresses(text, document, "v1", root)
+    for before, after in zip(links(text), links(built), strict=True):
+        if after.startswith(source):
+            path, _, anchor = after.removeprefix(f"{source}/").partition("#")
+            assert re.match(r"(blob|raw|tree)/v1/", path), after
+            assert (TREE / path.split("/", 2)[2]).resolve() == (document.parent / before.partition("#")[0]).resolve()
+            assert path.startswith("tree/") == (TREE / path.split("/", 2)[2]).is_dir() and after.endswith(anchor)
+        else:
+            assert after == before
+            assert re.match(r"https?:|mailto:|#", after) or (
+                root and root in (document.parent / after).resolve().parents
+            )
+
+
+def test_the_address_of_the_project_is_in_one_file():
+    """Formats that need a whole address repeat that of pyproject.toml."""
+    owner = site_pages.addresses()[0].split("/")[3]
+    address = re.compile(rf"{owner}\.github\.io|github\.com/{owner}")
+    tracked = subprocess.run(["git", "ls-files"], cwd=TREE, capture_output=True, text=True, check=True).stdout.split()
+    files = [
+        TREE / name for name in tracked if Path(name).suffix in (".md", ".py", ".rs", ".toml", ".yml", ".cff", ".ipynb")
+    ]
+    named = {name_of(file) for file in files if file.is_file() and address.search(file.read_text(encoding="utf-8"))}
+    assert named == {"pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml", "SECURITY.md"}
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,4 +1,4 @@
-"""docs/healthy.md lists each warning, note and failure of a run that the code can report, and nothing else."""
+"""docs/reference/messages.md lists each warning, note and failure of a run in the code, and nothing else."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from electra_fast.cli.parser import CONFIGURED, build_parser
 
 TREE = Path(__file__).resolve().parent.parent
-PAGE = (TREE / "docs/healthy.md").read_text(encoding="utf-8")
+PAGE = (TREE / "docs/reference/messages.md").read_text(encoding="utf-8")
 MODULES = [ast.parse(path.read_text(encoding="utf-8")) for path in (TREE / "python/electra_fast").rglob("*.py")]
 MARK = re.compile(r"\b(?:warning|note): ")
 # Calls with the text of a failure or a stop, and lists of warnings.

@@ -1,4 +1,4 @@
-"""The scripts of runs/ make the rows of docs/leaderboard.md: here on texts of seconds, from nothing to the score."""
+"""The scripts of runs/, which make the rows of docs/background/leaderboard.md, run to the end on small texts."""
 
 import json
 import os

@@ -222,7 +222,7 @@ def test_the_documents_claim_what_the_committed_runs_say(tmp_path):
     num_entries = len(ruler["vocab"].tobytes().split())
     study.opened = SimpleNamespace(vocab_size=num_entries, content_hash=str(ruler["corpus"]))
     study.judged_on = next(line["run"]["judged_on"] for line in study.found.values() if line["name"] == "mlm")
-    page = (BENCH.parent / "docs/measurements.md").read_text()
+    page = (BENCH.parent / "docs/background/measurements.md").read_text()
     assert report.hour_table(study.found.values()) in page
 
     points = [study.point(each, 90e12, 3) for each in studies.STUDIES["curves"]]

@@ -1,4 +1,4 @@
-"""`docs/scale.md`: the law of the committed runs (`bench/scaling_law.py`), and the tables of `bench/scale.py`."""
+"""`docs/background/scaling.md` has the law that `bench/scaling_law.py` fits, and the tables of `bench/scale.py`."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import electra_fast as ef
 from electra_fast.training.forecast import LAW, ScalingLaw
 
-PAGE = (BENCH.parent / "docs/scale.md").read_text(encoding="utf-8")
+PAGE = (BENCH.parent / "docs/background/scaling.md").read_text(encoding="utf-8")
 KNOWN = ScalingLaw(floor=0.07, size=0.03, alpha=0.4, data=0.3, beta=0.7, epochs=12.0)
 
 

@@ -168,8 +168,8 @@ class ScalingLaw:
 
     The form is that of Hoffmann et al., 2022 (Training Compute-Optimal Large Language Models), with tokens that count
     less the more often they are read, as in Muennighoff et al., 2023 (Scaling Data-Constrained Language Models).
-    `bench/scaling_law.py` fits the constants to the runs of `bench/data/recipes.jsonl`; `docs/scale.md` says how far
-    they hold.
+    `bench/scaling_law.py` fits the constants to the runs of `bench/data/recipes.jsonl`; `docs/background/scaling.md`
+    reports how well they extrapolate.
 
     Args:
         floor: Error of an infinite model after infinite text.
