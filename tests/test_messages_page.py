@@ -53,11 +53,12 @@ def reports(module):
     yield from (text for text in outermost(module) if MARK.search(text))
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) and "warning" in node.name:
-            values = [each.value for each in ast.walk(node) if isinstance(each, ast.Return | ast.Yield) and each.value]
+            results = (child for child in ast.walk(node) if isinstance(child, ast.Return | ast.Yield))
+            values = [result.value for result in results if result.value]
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             is_report = name.split(".")[-1] in FAILURES or LISTS.search(name)
-            values = [*node.args, *(each.value for each in node.keywords)] if is_report else []
+            values = [*node.args, *(keyword.value for keyword in node.keywords)] if is_report else []
         else:
             continue
         yield from (text for value in values for text in outermost(value))
@@ -70,10 +71,9 @@ def in_rust():
 
 
 def listed():
-    """The beginnings in the page: code in the first column of its tables of messages."""
-    for table in re.findall(r"^\| message \|.*\n\|[-| ]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
-        for row in table.splitlines():
-            yield from re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    """The messages of the page: code in its headings of the third level and in lines that begin with "Also"."""
+    for line in re.findall(r"^(?:### |Also: )(.*)", PAGE, re.MULTILINE):
+        yield from re.findall(r"`([^`]+)`", line)
 
 
 def test_every_message_of_the_code_is_listed():
@@ -86,13 +86,12 @@ def test_every_message_of_the_code_is_listed():
 def test_every_listed_message_is_in_the_code():
     nodes = (node for module in MODULES for node in ast.walk(module) if is_text(node))
     texts = {beginning(text) for text in (*map(text_of, nodes), *in_rust())}
-    gone = [each for each in listed() if not any(text.startswith(beginning(each)) for text in texts)]
+    gone = [message for message in listed() if not any(text.startswith(beginning(message)) for text in texts)]
     assert gone == [] and all(map(says_something, listed()))
 
 
-def test_what_the_page_says_to_do_exists():
-    """Its options, and its keys of configurations."""
-    keys = {name for sections in CONFIGURED.values() for each in sections for name in each.key_names()}
+def test_options_and_keys_of_the_page_exist():
+    keys = {name for sections in CONFIGURED.values() for section in sections for name in section.key_names()}
     flags = {flag for command in build_parser().commands for flag in build_parser().flags_of(command)}
     for code in re.findall(r"`([^`]+)`", PAGE):
         options = {flag for flag in re.findall(r"(?<!\S)(--[a-z][\w.-]*)", code)}
